@@ -1,0 +1,91 @@
+/* The deformable sampling operators of mx_driving on the host, as plain C.
+ *
+ * Tensors are described, never owned: `data` points at element [0, 0, ...] and strides count elements, so any view of
+ * any buffer will do. Every function checks what memory safety needs before it touches anything, returns MXD_OK or says
+ * what is wrong, and writes nothing in the second case. Functions may be called from several threads at once.
+ */
+#ifndef MX_DRIVING_H
+#define MX_DRIVING_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define MXD_API __attribute__((visibility("default")))
+#else
+#define MXD_API
+#endif
+
+enum mxd_dtype { MXD_FLOAT32 = 0, MXD_FLOAT16 = 1, MXD_INT32 = 3, MXD_INT64 = 9, MXD_FLOAT64 = 11, MXD_BFLOAT16 = 27 };
+
+enum mxd_status {
+    MXD_OK = 0,
+    MXD_BAD_SHAPE = 1, /* shapes do not agree, or a size is negative */
+    MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
+    MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
+    MXD_OUT_OF_MEMORY = 4
+};
+
+typedef struct mxd_tensor {
+    void *data;
+    int64_t dtype; /* enum mxd_dtype */
+    int64_t shape[6];
+    int64_t strides[6]; /* in elements */
+} mxd_tensor;
+
+/* value [bs, num_keys, num_heads, embed_dims]; spatial_shapes [num_levels, 2] (H, W); level_start_index [num_levels];
+ * sampling_locations [bs, num_queries, num_heads, num_levels, num_points, 2] (x, y);
+ * attention_weights [bs, num_queries, num_heads, num_levels, num_points]; output [bs, num_queries, num_heads,
+ * embed_dims]. Gradients have the shape of their inputs and are overwritten; a null pointer means: not wanted. */
+MXD_API int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+                                            const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
+                                            const mxd_tensor *attention_weights, const mxd_tensor *output,
+                                            int num_threads);
+MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
+                                                     const mxd_tensor *spatial_shapes,
+                                                     const mxd_tensor *level_start_index,
+                                                     const mxd_tensor *sampling_locations,
+                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
+                                                     const mxd_tensor *grad_sampling_locations,
+                                                     const mxd_tensor *grad_attention_weights, int num_threads);
+
+/* feature_maps [bs, num_feat, c]; spatial_shape [cam, scale, 2] (H, W); scale_start_index [cam, scale];
+ * sample_locations [bs, anchor, pts, cam, 2] (x, y); weight [bs, anchor, pts, cam, scale, group]; output [bs, anchor,
+ * c]. */
+MXD_API int mxd_deformable_aggregation(const mxd_tensor *feature_maps, const mxd_tensor *spatial_shape,
+                                       const mxd_tensor *scale_start_index, const mxd_tensor *sample_locations,
+                                       const mxd_tensor *weight, const mxd_tensor *output, int num_threads);
+MXD_API int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd_tensor *feature_maps,
+                                                const mxd_tensor *spatial_shape, const mxd_tensor *scale_start_index,
+                                                const mxd_tensor *sample_locations, const mxd_tensor *weight,
+                                                const mxd_tensor *grad_feature_maps,
+                                                const mxd_tensor *grad_sample_locations, const mxd_tensor *grad_weight,
+                                                int num_threads);
+
+/* Shapes as in mxd_multi_scale_deformable_attn; sampling_locations are pixels, floating or integer. */
+MXD_API int mxd_geometric_kernel_attention(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+                                           const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
+                                           const mxd_tensor *attention_weights, const mxd_tensor *output,
+                                           int num_threads);
+MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
+                                                    const mxd_tensor *spatial_shapes,
+                                                    const mxd_tensor *level_start_index,
+                                                    const mxd_tensor *sampling_locations,
+                                                    const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
+                                                    const mxd_tensor *grad_attention_weights, int num_threads);
+
+/* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
+ * call. */
+MXD_API const char *mxd_isa(void);
+/* Chooses another one (for tests); returns 0, or -1 when this library or machine does not have it. Process-wide. */
+MXD_API int mxd_use_isa(const char *name);
+/* 1 when built with OpenMP, else 0: then everything runs on the calling thread. */
+MXD_API int mxd_has_openmp(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,27 @@
+// What the interface hands to a kernel: tensors that were checked and levels that fit.
+#pragma once
+
+#include "mx_driving.h"
+
+namespace mxd {
+
+struct Level {
+    int64_t height, width, start; // start + height * width <= num_keys, all three checked
+};
+
+// A call with its arguments, as interface.cpp hands it to a kernel. Unwanted gradients have data == nullptr.
+struct Call {
+    mxd_tensor value, locations, weights; // value: channels are adjacent (stride 1)
+    mxd_tensor output;                    // forward: written; backward: the gradient of the output, read
+    mxd_tensor grad_value, grad_locations, grad_weights;
+    bool grad_value_rows_adjacent; // the channels of grad_value are adjacent
+    const Level *levels;
+    int64_t num_levels; // maps (cam * scale) for deformable_aggregation
+    // Backward: ranges of value rows; one worker at a time owns a range of one head, so there are no atomics and the
+    // order of additions is that of the queries whatever the number of threads.
+    const int64_t *band_starts;
+    int64_t num_bands;
+    int num_threads;
+};
+
+} // namespace mxd

@@ -1,0 +1,61 @@
+// The one loop over threads.
+#pragma once
+
+#include <stdint.h>
+#include <stdlib.h>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Scratch memory handed out piece by piece, each piece on its own cache line.
+class Arena {
+  public:
+    explicit Arena(char *memory) : next(memory) {}
+    template <class T> T *take(int64_t count) {
+        T *piece = reinterpret_cast<T *>(next);
+        next += bytes<T>(count);
+        return piece;
+    }
+    template <class T> static int64_t bytes(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 64; }
+
+  private:
+    char *next;
+};
+
+// Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
+template <class Worker, class Args> bool parallel(int num_threads, int64_t items, const Args &args) {
+    if (items <= 0) return true;
+    int threads = num_threads < 1 ? 1 : num_threads;
+#ifndef _OPENMP
+    threads = 1;
+#endif
+    if (items < threads) threads = int(items);
+    const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
+    char *memory = static_cast<char *>(malloc(size_t(scratch * threads + 64)));
+    if (!memory) return false;
+    char *aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
+    if (threads == 1) {
+        Worker worker(args, Arena(aligned));
+        for (int64_t i = 0; i < items; ++i) worker(i);
+    } else {
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+        {
+            Worker worker(args, Arena(aligned + omp_get_thread_num() * scratch));
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t i = 0; i < items; ++i) worker(i);
+        }
+#endif
+    }
+    free(memory);
+    return true;
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

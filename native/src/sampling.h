@@ -1,0 +1,196 @@
+// The one bilinear sample: which four corners it has, which of them lie on the map, and what share each has.
+#pragma once
+
+#include "parallel.h"
+#include "tensor.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+template <class T> struct IntOf {
+    typedef int32_t type;
+};
+template <> struct IntOf<double> {
+    typedef int64_t type;
+};
+template <class T> using Int = typename IntOf<T>::type;
+
+template <class T> using RealLanes = Vec<T, LANES>;
+template <class T> using IntLanes = Vec<Int<T>, LANES>;
+typedef Vec<int64_t, LANES> AddressLanes;
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// For each sample of one query (level by level, point by point), the map it is taken from.
+template <class T> struct Maps {
+    T *width, *height;
+    Int<T> *columns, *rows, *start;
+
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples) + 3 * Arena::bytes<Int<T>>(samples); }
+    Maps(Arena &arena, int64_t samples)
+        : width(arena.take<T>(samples)), height(arena.take<T>(samples)), columns(arena.take<Int<T>>(samples)),
+          rows(arena.take<Int<T>>(samples)), start(arena.take<Int<T>>(samples)) {}
+
+    void set(int64_t sample, const Level &level) {
+        width[sample] = T(level.width);
+        height[sample] = T(level.height);
+        columns[sample] = Int<T>(level.width);
+        rows[sample] = Int<T>(level.height);
+        start[sample] = Int<T>(level.start);
+    }
+    // `points` samples on each of the levels first..last-1, and up to `padded` an empty map.
+    void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
+        int64_t sample = 0;
+        for (int64_t l = first; l < last; ++l)
+            for (int64_t p = 0; p < points; ++p) set(sample++, levels[l]);
+        for (; sample < padded; ++sample) set(sample, Level{0, 0, 0});
+    }
+};
+
+// LANES samples: corner k is right when k & 1, below when k & 2.
+template <class T> struct Corners {
+    IntLanes<T> valid, inside[4]; // all ones or all zeros
+    IntLanes<T> pixel[4];         // row of value; meaningful where inside
+    RealLanes<T> right, below;    // the fractions lw, lh; 0 where not valid
+
+    RealLanes<T> share(int k) const { return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below); }
+};
+
+template <class T> inline RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> &whole) {
+    whole = convert<Int<T>, LANES>(x);
+    whole += x < convert<T, LANES>(whole);
+    return convert<T, LANES>(whole);
+}
+
+// x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
+template <class T> inline Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
+    const auto width = raw_load<T, LANES>(maps.width + sample), height = raw_load<T, LANES>(maps.height + sample);
+    const auto columns = raw_load<Int<T>, LANES>(maps.columns + sample);
+    const auto rows = raw_load<Int<T>, LANES>(maps.rows + sample);
+    Corners<T> c;
+    c.valid = (x > -1) & (y > -1) & (x < width) & (y < height);
+    x = c.valid ? x : RealLanes<T>{};
+    y = c.valid ? y : RealLanes<T>{};
+    IntLanes<T> column, row;
+    c.right = x - floor_of<T>(x, column);
+    c.below = y - floor_of<T>(y, row);
+    const IntLanes<T> left_in = c.valid & (column >= 0), right_in = c.valid & (column < columns - 1);
+    const IntLanes<T> top_in = row >= 0, bottom_in = row < rows - 1;
+    c.inside[0] = top_in & left_in;
+    c.inside[1] = top_in & right_in;
+    c.inside[2] = bottom_in & left_in;
+    c.inside[3] = bottom_in & right_in;
+    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start + sample) + row * columns + column;
+    c.pixel[1] = c.pixel[0] + 1;
+    c.pixel[2] = c.pixel[0] + columns;
+    c.pixel[3] = c.pixel[2] + 1;
+    return c;
+}
+
+// x and y of LANES samples from pairs (x, y).
+template <class T> inline void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
+    const auto a = raw_load<T, LANES>(xy), b = raw_load<T, LANES>(xy + LANES);
+    if constexpr (LANES == 8) {
+        x = MXD_SHUFFLE(a, b, IntLanes<T>, 0, 2, 4, 6, 8, 10, 12, 14);
+        y = MXD_SHUFFLE(a, b, IntLanes<T>, 1, 3, 5, 7, 9, 11, 13, 15);
+    } else {
+        x = MXD_SHUFFLE(a, b, IntLanes<T>, 0, 2, 4, 6);
+        y = MXD_SHUFFLE(a, b, IntLanes<T>, 1, 3, 5, 7);
+    }
+}
+template <class T> inline void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
+    RealLanes<T> a, b;
+    if constexpr (LANES == 8) {
+        a = MXD_SHUFFLE(x, y, IntLanes<T>, 0, 8, 1, 9, 2, 10, 3, 11);
+        b = MXD_SHUFFLE(x, y, IntLanes<T>, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+        a = MXD_SHUFFLE(x, y, IntLanes<T>, 0, 4, 1, 5);
+        b = MXD_SHUFFLE(x, y, IntLanes<T>, 2, 6, 3, 7);
+    }
+    memcpy(xy, &a, sizeof a);
+    memcpy(xy + LANES, &b, sizeof b);
+}
+
+// Rows of value as addresses: pixel i lies at base + i * stride bytes; a corner that is not on the map reads zeros.
+struct RowAddresses {
+    int64_t base, stride, zeros;
+
+    template <class T> AddressLanes of(const Corners<T> &c, int k) const {
+        return convert<int64_t, LANES>(c.inside[k]) ? of_pixel<T>(c.pixel[k]) : AddressLanes{} + zeros;
+    }
+    template <class T> AddressLanes of_pixel(IntLanes<T> pixel) const {
+        return convert<int64_t, LANES>(pixel) * stride + base;
+    }
+};
+
+// The samples of one query as corner rows, with room for `samples` (a multiple of LANES) of them.
+template <class T> struct SampleBuffer {
+    int64_t samples;
+    int64_t *address; // [4][samples]
+    T *share;         // [4][samples]
+
+    static int64_t bytes(int64_t samples) { return Arena::bytes<int64_t>(4 * samples) + Arena::bytes<T>(4 * samples); }
+    SampleBuffer(Arena &arena, int64_t n)
+        : samples(n), address(arena.take<int64_t>(4 * n)), share(arena.take<T>(4 * n)) {}
+
+    void put_address(int64_t sample, int k, AddressLanes a) { memcpy(address + k * samples + sample, &a, sizeof a); }
+    void put(int64_t sample, int k, AddressLanes a, RealLanes<T> s) {
+        put_address(sample, k, a);
+        memcpy(share + k * samples + sample, &s, sizeof s);
+    }
+    CornerRows<T> rows() const { return {address, share, samples}; }
+};
+
+// From the dot products of g with the four corner rows to those with the sample and with its slopes in x and y.
+template <class T> struct CornerSlopes {
+    RealLanes<T> sample, dx, dy;
+
+    // dot[k * pitch]: LANES products with corner k; what lies outside the map counts as zero.
+    CornerSlopes(const Corners<T> &c, const T *dot, int64_t pitch) : sample{} {
+        RealLanes<T> d[4];
+        for (int k = 0; k < 4; ++k) {
+            d[k] = raw_load<T, LANES>(dot + k * pitch);
+            d[k] = c.inside[k] ? d[k] : RealLanes<T>{};
+            sample += c.share(k) * d[k];
+        }
+        dx = (1 - c.below) * (d[1] - d[0]) + c.below * (d[3] - d[2]);
+        dy = (1 - c.right) * (d[2] - d[0]) + c.right * (d[3] - d[1]);
+    }
+};
+
+// Samples -> gradient rows of one band: only rows that the band holds, closed up to one list.
+template <class T> struct ScatterList {
+    int64_t *address;
+    T *share;
+    int64_t count = 0;
+
+    // LANES more than can be kept: add() writes before it knows whether an entry stays.
+    static int64_t bytes(int64_t samples) {
+        return Arena::bytes<int64_t>(4 * samples + LANES) + Arena::bytes<T>(4 * samples + LANES);
+    }
+    ScatterList(Arena &arena, int64_t n)
+        : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
+
+    // LANES rows of value, of which those count where `real` is all ones.
+    template <class B> void add(IntLanes<T> real, IntLanes<T> pixel, RealLanes<T> s, const B &band) {
+        const IntLanes<T> mine = real & (pixel >= Int<T>(band.begin)) & (pixel < Int<T>(band.end));
+        const AddressLanes a = convert<int64_t, LANES>(pixel - Int<T>(band.begin)) * band.step + band.address;
+        int64_t addresses[LANES];
+        T shares[LANES];
+        Int<T> flags[LANES];
+        memcpy(addresses, &a, sizeof a);
+        memcpy(shares, &s, sizeof s);
+        memcpy(flags, &mine, sizeof mine);
+        MXD_UNROLL
+        for (int i = 0; i < LANES; ++i) {
+            address[count] = addresses[i];
+            share[count] = shares[i];
+            count -= flags[i];
+        }
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,190 @@
+// Vectors of the compiler (GCC, Clang), the four storage types, and how a run of them becomes float or double.
+//
+// This header is compiled once per instruction set inside namespace MXD_ISA: an inline function shared between object
+// files of different instruction sets would be merged by the linker, and the one that stays may not run on this
+// machine. For the same reason nothing here uses a function of the standard library.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+// Lanes of a and b by number, b's counted on after a's; `Index` is an integer vector type of the same shape.
+#if defined(__clang__)
+#define MXD_SHUFFLE(a, b, Index, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define MXD_SHUFFLE(a, b, Index, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
+#endif
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat16 {
+    uint16_t bits;
+};
+
+template <class T, int N> struct VecOf {
+    typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <class T> struct VecOf<T, 1> {
+    typedef T type;
+};
+template <class T, int N> using Vec = typename VecOf<T, N>::type;
+
+#if defined(__AVX512F__)
+constexpr int VECTOR_BYTES = 64;
+#elif defined(__AVX2__)
+constexpr int VECTOR_BYTES = 32;
+#else
+constexpr int VECTOR_BYTES = 16;
+#endif
+template <class T> constexpr int WIDTH = VECTOR_BYTES / int(sizeof(T));
+
+// Samples prepared at once: as many as 64-bit addresses fit in one vector.
+constexpr int LANES = VECTOR_BYTES == 64 ? 8 : 4;
+
+template <class To, class From> inline To bits_as(From from) {
+    static_assert(sizeof(To) == sizeof(From), "same size");
+    To to;
+    memcpy(&to, &from, sizeof to);
+    return to;
+}
+
+template <class To, int N, class From> inline Vec<To, N> convert(From from) {
+    if constexpr (N == 1)
+        return To(from);
+    else
+        return __builtin_convertvector(from, Vec<To, N>);
+}
+
+template <class T, int N> inline Vec<T, N> broadcast(T x) {
+    if constexpr (N == 1)
+        return x;
+    else
+        return x - Vec<T, N>{};
+}
+
+template <class T, int N> inline Vec<T, N> raw_load(const void *from) {
+    Vec<T, N> v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+// float from the bits of a half, in integer steps every machine has: exponent rescaled by one multiplication.
+template <int N> inline Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = convert<uint32_t, N>(half), magnitude = bits & 0x7fff;
+    const Vec<float, N> scaled = bits_as<Vec<float, N>>(U(magnitude << 13)) * 0x1p112f;
+    const U special = magnitude >= 0x7c00 ? U(bits | 0x7f800000u) & 0x7f800000u : U(bits & 0);
+    return bits_as<Vec<float, N>>(U(bits_as<U>(scaled) | special | (bits & 0x8000) << 16));
+}
+
+inline uint16_t float_to_half(float x) {
+#if defined(__F16C__)
+    return uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    const uint32_t bits = bits_as<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00); // rounds to 65536 or more
+    if (magnitude < 0x38800000)                                  // subnormal half: let the adder round
+        return uint16_t(sign | (bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u));
+    return uint16_t(sign | ((magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13));
+#endif
+}
+
+template <int N> inline Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = bits_as<U>(x);
+    const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const U nan = (bits >> 16) | 0x40;
+    return convert<uint16_t, N>(U((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded));
+}
+
+// N elements of storage type V as T.
+template <class T, int N> inline Vec<T, N> load(const float *from) { return convert<T, N>(raw_load<float, N>(from)); }
+template <class T, int N> inline Vec<T, N> load(const double *from) { return convert<T, N>(raw_load<double, N>(from)); }
+template <class T, int N> inline Vec<T, N> load(const int32_t *from) {
+    return convert<T, N>(raw_load<int32_t, N>(from));
+}
+template <class T, int N> inline Vec<T, N> load(const int64_t *from) {
+    return convert<T, N>(raw_load<int64_t, N>(from));
+}
+template <class T, int N> inline Vec<T, N> load(const BFloat16 *from) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = convert<uint32_t, N>(raw_load<uint16_t, N>(from)) << 16;
+    return convert<T, N>(bits_as<Vec<float, N>>(bits));
+}
+template <class T, int N> inline Vec<T, N> load(const Half *from) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16)
+        return convert<T, N>((Vec<float, 16>)(_mm512_maskz_cvtph_ps(
+            0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)))));
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8)
+        return convert<T, N>(
+            (Vec<float, 8>)(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)))));
+    if constexpr (N == 1) return T(_cvtsh_ss(from->bits));
+#endif
+    return convert<T, N>(half_to_float<N>(raw_load<uint16_t, N>(from)));
+}
+
+template <class T, int N> inline void store(float *to, Vec<T, N> x) {
+    const Vec<float, N> y = convert<float, N>(x);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> inline void store(double *to, Vec<T, N> x) {
+    const Vec<double, N> y = convert<double, N>(x);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> inline void store(BFloat16 *to, Vec<T, N> x) {
+    const Vec<uint16_t, N> y = float_to_bfloat16<N>(convert<float, N>(x));
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> inline void store(Half *to, Vec<T, N> x) {
+    const Vec<float, N> y = convert<float, N>(x);
+#if defined(__AVX512F__)
+    if constexpr (N == 16) {
+        const __m256i half = _mm512_maskz_cvtps_ph(0xffff, (__m512)y, _MM_FROUND_TO_NEAREST_INT);
+        memcpy(to, &half, sizeof half);
+        return;
+    }
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8) {
+        const __m128i half = _mm256_cvtps_ph((__m256)y, _MM_FROUND_TO_NEAREST_INT);
+        memcpy(to, &half, sizeof half);
+        return;
+    }
+#endif
+    float lanes[N];
+    memcpy(lanes, &y, sizeof lanes);
+    for (int i = 0; i < N; ++i) to[i].bits = float_to_half(lanes[i]);
+}
+
+// The lower and the upper half added, lane by lane.
+template <class T, int N> inline Vec<T, N / 2> fold(Vec<T, N> x) {
+    struct Halves {
+        Vec<T, N / 2> low, high;
+    };
+    const Halves halves = bits_as<Halves>(x);
+    return halves.low + halves.high;
+}
+
+template <class T, int N> inline T sum(Vec<T, N> x) {
+    if constexpr (N == 1)
+        return x;
+    else
+        return sum<T, N / 2>(fold<T, N>(x));
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,121 @@
+// How kernels read and write tensors: runs of elements, whatever their dtype and strides.
+#pragma once
+
+#include "call.h"
+#include "rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+template <class A, class B> constexpr bool same_type = false;
+template <class A> constexpr bool same_type<A, A> = true;
+
+inline int64_t element_size(int64_t dtype) {
+    switch (dtype) {
+    case MXD_FLOAT64:
+    case MXD_INT64:
+        return 8;
+    case MXD_FLOAT16:
+    case MXD_BFLOAT16:
+        return 2;
+    default:
+        return 4;
+    }
+}
+
+inline char *at(const mxd_tensor &t, int64_t offset) {
+    return static_cast<char *>(t.data) + offset * element_size(t.dtype);
+}
+
+template <class T> inline void read_elements(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
+    switch (dtype) {
+    case MXD_FLOAT32:
+        return read_run(reinterpret_cast<const float *>(from), stride, n, to);
+    case MXD_FLOAT64:
+        return read_run(reinterpret_cast<const double *>(from), stride, n, to);
+    case MXD_FLOAT16:
+        return read_run(reinterpret_cast<const Half *>(from), stride, n, to);
+    case MXD_BFLOAT16:
+        return read_run(reinterpret_cast<const BFloat16 *>(from), stride, n, to);
+    case MXD_INT32:
+        return read_run(reinterpret_cast<const int32_t *>(from), stride, n, to);
+    case MXD_INT64:
+        return read_run(reinterpret_cast<const int64_t *>(from), stride, n, to);
+    }
+}
+
+template <class T> inline void write_elements(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
+    switch (dtype) {
+    case MXD_FLOAT32:
+        return write_run(from, reinterpret_cast<float *>(to), stride, n);
+    case MXD_FLOAT64:
+        return write_run(from, reinterpret_cast<double *>(to), stride, n);
+    case MXD_FLOAT16:
+        return write_run(from, reinterpret_cast<Half *>(to), stride, n);
+    case MXD_BFLOAT16:
+        return write_run(from, reinterpret_cast<BFloat16 *>(to), stride, n);
+    }
+}
+
+// The trailing axes of a tensor, as one run when they are packed and element by element when not.
+template <int AXES> struct Block {
+    const mxd_tensor &tensor;
+    int64_t shape[AXES], strides[AXES];
+    bool packed;
+
+    explicit Block(const mxd_tensor &t, int first_axis) : tensor(t), packed(true) {
+        int64_t expected = 1;
+        for (int a = AXES - 1; a >= 0; --a) {
+            shape[a] = t.shape[first_axis + a];
+            strides[a] = t.strides[first_axis + a];
+            packed = packed && (shape[a] == 1 || strides[a] == expected);
+            expected *= shape[a];
+        }
+    }
+
+    // fn(element offset of a run, its stride, its length, where it lies in the packed order)
+    template <class Fn> void runs(int64_t offset, Fn &&fn) const {
+        if (packed) {
+            int64_t count = 1;
+            for (int a = 0; a < AXES; ++a) count *= shape[a];
+            fn(offset, 1, count, 0);
+        } else {
+            int64_t done = 0;
+            walk<0>(offset, done, fn);
+        }
+    }
+
+    template <class T> void read(int64_t offset, T *to) const {
+        runs(offset, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            read_elements(at(tensor, o), tensor.dtype, stride, n, to + place);
+        });
+    }
+    template <class T> void write(int64_t offset, const T *from) const {
+        runs(offset, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            write_elements(from + place, at(tensor, o), tensor.dtype, stride, n);
+        });
+    }
+
+  private:
+    template <int AXIS, class Fn> void walk(int64_t offset, int64_t &done, Fn &fn) const {
+        if constexpr (AXIS == AXES - 1) {
+            fn(offset, strides[AXIS], shape[AXIS], done);
+            done += shape[AXIS];
+        } else {
+            for (int64_t i = 0; i < shape[AXIS]; ++i) walk<AXIS + 1>(offset + i * strides[AXIS], done, fn);
+        }
+    }
+};
+
+// A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
+template <class T> inline const T *row_as(const mxd_tensor &t, int64_t offset, int64_t stride, int64_t n, T *scratch) {
+    const bool same = t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);
+    if (same && stride == 1) return reinterpret_cast<const T *>(at(t, offset));
+    read_elements(at(t, offset), t.dtype, stride, n, scratch);
+    return scratch;
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

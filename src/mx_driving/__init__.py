@@ -1,0 +1,25 @@
+"""The vendor's deformable sampling operators for every machine that has PyTorch."""
+
+from . import ops
+from ._library import backends
+from ._limits import atlas_limits
+from .ops.geometric_kernel_attention import geometric_kernel_attention
+from .ops.multi_scale_deformable_attn import (
+    MultiScaleDeformableAttnFunction,
+    multi_scale_deformable_attn,
+    npu_multi_scale_deformable_attn_function,
+)
+from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
+
+__version__ = "0.1.0"
+__all__ = [
+    "MultiScaleDeformableAttnFunction",
+    "atlas_limits",
+    "backends",
+    "deformable_aggregation",
+    "geometric_kernel_attention",
+    "multi_scale_deformable_attn",
+    "npu_deformable_aggregation",
+    "npu_multi_scale_deformable_attn_function",
+    "ops",
+]

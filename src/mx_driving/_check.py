@@ -1,0 +1,138 @@
+"""The only place that words an error: *name* must *rule*; got *fact*.
+
+Plain `if ...: raise`, because that compiles with static and dynamic shapes. The good path is a handful of comparisons;
+sentences are made only when one of them fails.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+_FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_INDEX = frozenset((torch.int32, torch.int64))
+_INTEGER = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+_LOCATION = _FLOATING | _INTEGER
+
+_FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
+_INDEX_RULE = "have dtype int32 or int64"
+_LOCATION_RULE = "have a floating or an integer dtype"
+
+Named = tuple[str, Any]
+
+
+def _fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
+    raise kind(f"{name} must {rule}; got {fact}")
+
+
+def _tensors(*named: Named) -> None:
+    for name, t in named:
+        if not isinstance(t, Tensor):
+            _fail(TypeError, name, "be a torch.Tensor", type(t).__name__)
+
+
+def _device(first: Named, *others: Named) -> None:
+    device = first[1].device
+    for name, t in others:
+        if t.device != device:
+            _fail(ValueError, name, f"be on {first[0]}'s device ({device})", t.device)
+
+
+def _dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str) -> None:
+    if t.dtype not in allowed:
+        _fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
+
+
+def _axes(name: str, t: Tensor, axes: str) -> None:
+    """As many axes as `axes` has names."""
+    if t.dim() != axes.count(",") + 1:
+        _fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
+
+
+def _shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
+    if t.shape != sizes:
+        expected = ", ".join(
+            axis.strip() if axis.strip().isdigit() else f"{axis.strip()}={size}"
+            for axis, size in zip(axes.split(","), sizes, strict=True)
+        )
+        _fail(ValueError, name, f"have shape ({expected})", tuple(t.shape))
+
+
+def attention(
+    names: tuple[str, str, str, str, str],
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    integer_locations: bool = False,
+) -> None:
+    """The inputs of multi_scale_deformable_attn and geometric_kernel_attention, which share their shapes."""
+    named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
+    _tensors(*named)
+    _axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
+    _axes(names[1], shapes, "num_levels, 2")
+    _axes(names[3], locations, "bs, num_queries, num_heads, num_levels, num_points, 2")
+    bs, _, heads, _ = value.shape
+    levels, queries, points = shapes.shape[0], locations.shape[1], locations.shape[4]
+    _shape(names[1], shapes, "num_levels, 2", levels, 2)
+    _shape(names[2], starts, "num_levels", levels)
+    axes = "bs, num_queries, num_heads, num_levels, num_points"
+    _shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
+    _shape(names[4], weights, axes, bs, queries, heads, levels, points)
+    _dtype(names[0], value, _FLOATING, _FLOATING_RULE)
+    _dtype(names[1], shapes, _INDEX, _INDEX_RULE)
+    _dtype(names[2], starts, _INDEX, _INDEX_RULE)
+    if integer_locations:
+        _dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
+    else:
+        _dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
+    _dtype(names[4], weights, _FLOATING, _FLOATING_RULE)
+    _device(*named)
+
+
+def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
+    """The inputs of deformable_aggregation."""
+    names = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
+    named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
+    _tensors(*named)
+    _axes("feature_maps", feature_maps, "bs, num_feat, c")
+    _axes("scale_start_index", starts, "cam, scale")
+    _axes("sample_locations", locations, "bs, anchor, pts, cam, 2")
+    _axes("weight", weight, "bs, anchor, pts, cam, scale, group")
+    bs, _, channels = feature_maps.shape
+    (cams, scales), anchors, points, groups = starts.shape, locations.shape[1], locations.shape[2], weight.shape[5]
+    _shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
+    _shape("sample_locations", locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
+    _shape("weight", weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
+    if groups == 0 or channels % groups != 0:
+        _fail(ValueError, "weight", f"have a group count that divides c={channels}", groups)
+    _dtype("feature_maps", feature_maps, _FLOATING, _FLOATING_RULE)
+    _dtype("spatial_shape", shapes, _INDEX, _INDEX_RULE)
+    _dtype("scale_start_index", starts, _INDEX, _INDEX_RULE)
+    _dtype("sample_locations", locations, _FLOATING, _FLOATING_RULE)
+    _dtype("weight", weight, _FLOATING, _FLOATING_RULE)
+    _device(*named)
+
+
+def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
+    """Every map lies inside num_keys rows. Reads the tables, so only where that costs nothing: on a CPU."""
+    axes = starts.dim()
+    for flat, ((height, width), start) in enumerate(
+        zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)
+    ):
+        where = f"[{flat}]" if axes == 1 else f"[{flat // starts.shape[1]}, {flat % starts.shape[1]}]"
+        if height <= 0 or width <= 0:
+            _fail(ValueError, shapes_name + where, "be positive (H, W)", (height, width))
+        if start < 0:
+            _fail(ValueError, starts_name + where, "not be negative", start)
+        if start + height * width > num_keys:
+            rule = f"leave room for {height} x {width} rows among {num_keys}"
+            _fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows)")
+
+
+def limit(name: str, rule: str, fact: object) -> NoReturn:
+    """A documented limit of Atlas A2 is passed."""
+    _fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)

@@ -1,0 +1,195 @@
+"""Schemas, fakes, gradients, and which kernel serves which device. The dispatcher chooses; nothing is tried and caught."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _check, _native, reference
+
+_TABLES = {
+    "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
+    "deformable_aggregation": ("spatial_shape", "scale_start_index"),
+    "geometric_kernel_attention": ("spatial_shapes", "level_start_index"),
+}
+_INPUTS = {
+    "multi_scale_deformable_attn": "Tensor value, Tensor value_spatial_shapes, Tensor value_level_start_index, "
+    "Tensor sampling_locations, Tensor attention_weights",
+    "deformable_aggregation": "Tensor feature_maps, Tensor spatial_shape, Tensor scale_start_index, "
+    "Tensor sample_locations, Tensor weight",
+    "geometric_kernel_attention": "Tensor value, Tensor spatial_shapes, Tensor level_start_index, "
+    "Tensor sampling_locations, Tensor attention_weights",
+}
+# which of the five inputs have a gradient
+_DIFFERENTIABLE = {
+    "multi_scale_deformable_attn": (0, 3, 4),
+    "deformable_aggregation": (0, 3, 4),
+    "geometric_kernel_attention": (0, 4),
+}
+OPERATORS = tuple(_INPUTS)
+
+_library = torch.library.Library("mx_driving", "DEF")
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.mx_driving, name).default
+
+
+def _define(name: str) -> None:
+    wanted = len(_DIFFERENTIABLE[name])
+    results = ", ".join(["Tensor"] * wanted)
+    tags = (torch.Tag.pt2_compliant_tag,)
+    _library.define(f"{name}({_INPUTS[name]}) -> Tensor", tags=tags)
+    backward = f"{name}_backward(Tensor grad_output, {_INPUTS[name]}, bool[{wanted}] output_mask) -> ({results})"
+    _library.define(backward, tags=tags)
+
+
+def _reference(name: str, backward: bool) -> Callable[..., Any]:
+    """The reference; where reading the tables is free, on a CPU, they are checked first."""
+    run = getattr(reference, name + "_backward" if backward else name)
+
+    def kernel(*args: Any) -> Any:
+        table, shapes, starts = args[backward : backward + 3]
+        if table.device.type == "cpu":
+            _check.levels(*_TABLES[name], shapes, starts, table.shape[1])
+        return run(*args)
+
+    return kernel
+
+
+def _cpu(name: str, backward: bool) -> Callable[..., Any]:
+    """The native kernel. Whether there is one is found out at the first call, not at import, and once."""
+    native = getattr(_native, name + "_backward" if backward else name)
+
+    @functools.cache
+    def chosen() -> Callable[..., Any]:
+        return native if _native.why_not() is None else _reference(name, backward)
+
+    def kernel(*args: Any) -> Any:
+        return chosen()(*args)
+
+    return kernel
+
+
+def _output_like(name: str, args: tuple[Tensor, ...]) -> Tensor:
+    table, locations = args[0], args[3]
+    if name == "deformable_aggregation":
+        return table.new_empty(table.shape[0], locations.shape[1], table.shape[2])
+    return table.new_empty(table.shape[0], locations.shape[1], table.shape[2] * table.shape[3])
+
+
+def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    inputs, mask = args[1:6], args[6]
+    return tuple(
+        torch.empty(inputs[i].shape if wanted else (0,), dtype=inputs[i].dtype, device=inputs[i].device)
+        for i, wanted in zip(_DIFFERENTIABLE[name], mask, strict=True)
+    )
+
+
+def _gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    places = _DIFFERENTIABLE[name]
+    backward_op = _op(name + "_backward")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask = [ctx.needs_input_grad[i] for i in places]
+        found = backward_op(grad, *ctx.saved_tensors, mask)
+        gradients: list[Tensor | None] = [None] * 5
+        for i, wanted, g in zip(places, mask, found, strict=True):
+            gradients[i] = g if wanted else None
+        return tuple(gradients)
+
+    return setup_context, backward
+
+
+def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The gradient of the backward operator, through the reference's backward written in differentiable torch."""
+    run = getattr(reference, name + "_backward")
+    places = (0, *(i + 1 for i in _DIFFERENTIABLE[name]))  # grad_output and the inputs that have a gradient
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.mask = inputs
+        ctx.save_for_backward(*tensors)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)
+        wanted = [i for i in places if ctx.needs_input_grad[i]]
+
+        def gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
+            for i, t in zip(wanted, chosen, strict=True):
+                tensors[i] = t
+            found = run(*tensors, ctx.mask)
+            return tuple(g for g, used in zip(found, ctx.mask, strict=True) if used)
+
+        outputs, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
+        given = [g for g, used in zip(grads, ctx.mask, strict=True) if used]
+        given = [torch.zeros_like(o) if g is None else g for g, o in zip(given, outputs, strict=True)]
+        found = dict(zip(wanted, vjp(tuple(given)), strict=True))
+        return (*(found.get(i) for i in range(6)), None)
+
+    return setup_context, backward
+
+
+def _autocast(name: str, device: str) -> Callable[..., Any]:
+    """Inputs in float32 (float64 and integers as they are), whatever dtype autocast runs in."""
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastCUDA" if device == "cuda" else "AutocastCPU"))
+    op = _op(name)
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return op(*(_to_float32(a) for a in args))
+
+    return kernel
+
+
+def _to_float32(a: Any) -> Any:
+    cast = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+    return a.to(torch.float32) if cast else a
+
+
+def _register(name: str) -> None:
+    _define(name)
+    for op, backward in ((name, False), (name + "_backward", True)):
+        _library.impl(op, _reference(name, backward), "CompositeExplicitAutograd")
+        _library.impl(op, _cpu(name, backward), "CPU")
+    torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
+    torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
+    setup, backward_formula = _gradient(name)
+    torch.library.register_autograd(f"mx_driving::{name}", backward_formula, setup_context=setup, lib=_library)
+    setup, backward_formula = _second_gradient(name)
+    torch.library.register_autograd(f"mx_driving::{name}_backward", backward_formula, setup_context=setup, lib=_library)
+    _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
+    _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
+
+
+for _name in OPERATORS:
+    _register(_name)
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """Which kernel serves which device, and why where it is the reference.
+
+    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named.
+
+    >>> sorted(backends())
+    ['cpu', 'cuda', 'other']
+    """
+    reason = _native.why_not()
+    if reason is None:
+        threads = "OpenMP threads" if _native.threads_in_parallel() else "one thread: built without OpenMP"
+        cpu = f"native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
+    else:
+        cpu = f"reference: {reason}"
+    gpu = "reference: this version has no GPU kernels"
+    other = "reference: there are no kernels for this device"
+    return {
+        "cpu": dict.fromkeys(OPERATORS, cpu),
+        "cuda": dict.fromkeys(OPERATORS, gpu),
+        "other": dict.fromkeys(OPERATORS, other),
+    }

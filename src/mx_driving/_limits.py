@@ -1,0 +1,92 @@
+"""What the vendor documents as limits of its operators on Atlas A2: data, enforced only when asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from . import _check
+
+MULTI_SCALE = {"points_times_levels": 64, "num_heads": 8, "embed_dims": 64, "embed_dims_multiple": 8}
+# when points * levels is 64 and embed_dims fills eight blocks of eight, one head fewer
+MULTI_SCALE_FULL_HEADS = 7
+AGGREGATION = {"bs": 128, "c": 256, "cam": 6, "scale": 4, "anchor": 2048, "pts": 2048}
+AGGREGATION_GROUP = 8
+AGGREGATION_GROUP_CHANNELS_MULTIPLE = 8
+AGGREGATION_ELEMENTS = 150_000_000
+GEOMETRIC_DIM_MULTIPLE = 8
+GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * points rounded up to 8 * dim stays below
+GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * points rounded up to 8 stays below
+
+# How many atlas_limits() are open, plus one when the environment asks. Process-wide, like torch.backends' flags; a plain
+# number, so that torch.compile can guard on it.
+_open = int(os.environ.get("MX_DRIVING_ATLAS_LIMITS", "") == "1")
+
+
+@contextlib.contextmanager
+def atlas_limits() -> Iterator[None]:
+    """Hold every call inside to the limits that the vendor documents for Atlas A2, with a ValueError past one.
+
+    Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` in the environment does the same for a whole program.
+    """
+    global _open
+    _open += 1
+    try:
+        yield
+    finally:
+        _open -= 1
+
+
+def enforced() -> bool:
+    return _open > 0
+
+
+def multi_scale_deformable_attn(value: Tensor, locations: Tensor) -> None:
+    _, _, heads, dims = value.shape
+    samples = locations.shape[3] * locations.shape[4]
+    if samples > MULTI_SCALE["points_times_levels"]:
+        _check.limit("sampling_locations", "have num_points * num_levels <= 64", samples)
+    if heads > MULTI_SCALE["num_heads"]:
+        _check.limit("value", "have num_heads <= 8", heads)
+    if dims % MULTI_SCALE["embed_dims_multiple"] or dims > MULTI_SCALE["embed_dims"]:
+        _check.limit("value", "have embed_dims a multiple of 8 and <= 64", dims)
+    if samples == 64 and -(-dims // 8) == 8 and heads > MULTI_SCALE_FULL_HEADS:
+        _check.limit("value", "have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64", heads)
+
+
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, locations: Tensor, weight: Tensor) -> None:
+    bs, num_feat, c = feature_maps.shape
+    _, anchor, pts, cam, scale, group = weight.shape
+    sizes = {"bs": bs, "c": c, "cam": cam, "scale": scale, "anchor": anchor, "pts": pts}
+    for axis, most in AGGREGATION.items():
+        if sizes[axis] > most:
+            _check.limit("feature_maps" if axis in ("bs", "c") else "weight", f"have {axis} <= {most}", sizes[axis])
+    if group != AGGREGATION_GROUP:
+        _check.limit("weight", f"have group == {AGGREGATION_GROUP}", group)
+    if (c // group) % AGGREGATION_GROUP_CHANNELS_MULTIPLE:
+        _check.limit("feature_maps", "have c / group a multiple of 8", c // group)
+    for name, t in (("feature_maps", feature_maps), ("sample_locations", locations), ("weight", weight)):
+        if t.numel() > AGGREGATION_ELEMENTS:
+            _check.limit(name, f"have at most {AGGREGATION_ELEMENTS} elements", t.numel())
+    rows = int(shapes.long().prod(-1).sum())
+    if rows != num_feat:
+        _check.limit("feature_maps", f"have num_feat == sum of H * W == {rows}", num_feat)
+    if locations.numel() and not bool(((locations >= 0) & (locations <= 1)).all()):
+        worst = (locations - 0.5).abs().max().item() + 0.5
+        _check.limit("sample_locations", "lie in [0, 1]", f"a value {worst:.4g} away from the far edge")
+
+
+def geometric_kernel_attention(value: Tensor, locations: Tensor) -> None:
+    _, _, heads, dim = value.shape
+    product = heads * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
+    if dim % GEOMETRIC_DIM_MULTIPLE:
+        _check.limit("value", "have embed_dims a multiple of 8", dim)
+    if product * dim >= GEOMETRIC_PRODUCT_WITH_DIM:
+        rule = "have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384"
+        _check.limit("sampling_locations", rule, product * dim)
+    if product >= GEOMETRIC_PRODUCT:
+        rule = "have num_heads * num_levels * num_points (rounded up to 8) < 256"
+        _check.limit("sampling_locations", rule, product)

@@ -1,0 +1,230 @@
+"""The C interface (native/include/mx_driving.h) as Python sees it. Loaded at the first call, not at import."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import pathlib
+import struct
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import _check
+
+_DTYPE = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int32: 3,
+    torch.int64: 9,
+    torch.float64: 11,
+    torch.bfloat16: 27,
+}
+_ISAS = ("baseline", "avx2", "avx512")
+_BAD_LEVEL = 3
+_STATUS = {
+    1: "shapes that do not agree",
+    2: "a dtype it has no kernel for",
+    4: "not enough memory for its scratch buffers",
+}
+
+# struct mxd_tensor: data, dtype, shape[6], strides[6]; one packer for each number of axes, the unused axes zero
+_PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
+
+
+def _library_path() -> pathlib.Path:
+    suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+    prefix = "" if sys.platform == "win32" else "lib"
+    return pathlib.Path(__file__).with_name(f"{prefix}mx_driving{suffix}")
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    path = _library_path()
+    if not path.exists():
+        return f"{path.name} is not in the package: it was not built or not installed"
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    library.mxd_isa.restype = ctypes.c_char_p
+    return library
+
+
+def why_not() -> str | None:
+    """Why the native kernels cannot be used, or None when they can."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
+
+
+def isa() -> str:
+    """The instruction set in use: "baseline", "avx2" or "avx512"."""
+    return _library().mxd_isa().decode()
+
+
+def available_isas() -> tuple[str, ...]:
+    """The instruction sets that this build and this machine both have, best last."""
+    before = isa()
+    found = tuple(name for name in _ISAS if _library().mxd_use_isa(name.encode()) == 0)
+    _library().mxd_use_isa(before.encode())
+    return found
+
+
+@contextlib.contextmanager
+def use_isa(name: str) -> Iterator[None]:
+    """Run with another instruction set (for tests and measurements). Process-wide."""
+    before = isa()
+    if _library().mxd_use_isa(name.encode()):
+        raise ValueError(f"isa must be one of {available_isas()}; got {name!r}")
+    try:
+        yield
+    finally:
+        _library().mxd_use_isa(before.encode())
+
+
+def threads_in_parallel() -> bool:
+    """Whether the library was built with OpenMP."""
+    return bool(_library().mxd_has_openmp())
+
+
+def _pack(t: Tensor) -> bytes:
+    shape = t.shape
+    return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
+
+
+def _pack_heads(t: Tensor, heads: int, channels: int) -> bytes:
+    """[bs, num_queries, num_heads * embed_dims] as [bs, num_queries, num_heads, embed_dims], without a view."""
+    shape, (batch, query, channel) = t.shape, t.stride()
+    return _PACK[4](
+        t.data_ptr(), _DTYPE[t.dtype], shape[0], shape[1], heads, channels, batch, query, channels * channel, channel
+    )
+
+
+def _finish(status: int, operator: str, names: tuple[str, str], shapes: Tensor, starts: Tensor, num_keys: int) -> None:
+    if status == _BAD_LEVEL:
+        _check.levels(*names, shapes, starts, num_keys)
+    if status:
+        raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
+
+
+def _wanted(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
+    """Memory for each gradient that is asked for, an empty tensor for each that is not."""
+    return [torch.empty(t.shape if wanted else (0,), dtype=t.dtype) for t, wanted in zip(inputs, mask, strict=True)]
+
+
+def _pointers(gradients: list[Tensor], mask: list[bool]) -> list[bytes | None]:
+    return [_pack(t) if wanted else None for t, wanted in zip(gradients, mask, strict=True)]
+
+
+def _attention(operator: str, names: tuple[str, str], tensors: tuple[Tensor, ...]) -> Tensor:
+    value, shapes, starts, locations, weights = tensors
+    bs, num_keys, heads, channels = value.shape
+    output = torch.empty((bs, locations.shape[1], heads * channels), dtype=value.dtype)
+    status = getattr(_library(), "mxd_" + operator)(
+        _pack(value),
+        _pack(shapes),
+        _pack(starts),
+        _pack(locations),
+        _pack(weights),
+        _pack_heads(output, heads, channels),
+        torch.get_num_threads(),
+    )
+    if status:
+        _finish(status, operator, names, shapes, starts, num_keys)
+    return output
+
+
+def _attention_backward(
+    operator: str, names: tuple[str, str], grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]
+) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights = tensors
+    inputs = (value, locations, weights) if len(mask) == 3 else (value, weights)
+    gradients = _wanted(inputs, mask)
+    status = getattr(_library(), f"mxd_{operator}_backward")(
+        _pack_heads(grad, value.shape[2], value.shape[3]),
+        *map(_pack, tensors),
+        *_pointers(gradients, mask),
+        torch.get_num_threads(),
+    )
+    if status:
+        _finish(status, operator, names, shapes, starts, value.shape[1])
+    return tuple(gradients)
+
+
+_MULTI_SCALE = ("multi_scale_deformable_attn", ("value_spatial_shapes", "value_level_start_index"))
+_GEOMETRIC = ("geometric_kernel_attention", ("spatial_shapes", "level_start_index"))
+_AGGREGATION = ("deformable_aggregation", ("spatial_shape", "scale_start_index"))
+
+
+def multi_scale_deformable_attn(
+    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    return _attention(*_MULTI_SCALE, (value, shapes, starts, locations, weights))
+
+
+def multi_scale_deformable_attn_backward(
+    grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+) -> tuple[Tensor, ...]:
+    return _attention_backward(*_MULTI_SCALE, grad, (value, shapes, starts, locations, weights), mask)
+
+
+def _native_locations(locations: Tensor) -> Tensor:
+    """Integer pixels of a dtype the C interface does not know become int64."""
+    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
+
+
+def geometric_kernel_attention(
+    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    return _attention(*_GEOMETRIC, (value, shapes, starts, _native_locations(locations), weights))
+
+
+def geometric_kernel_attention_backward(
+    grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+) -> tuple[Tensor, ...]:
+    tensors = (value, shapes, starts, _native_locations(locations), weights)
+    return _attention_backward(*_GEOMETRIC, grad, tensors, mask)
+
+
+def deformable_aggregation(
+    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
+) -> Tensor:
+    output = torch.empty((feature_maps.shape[0], locations.shape[1], feature_maps.shape[2]), dtype=feature_maps.dtype)
+    status = _library().mxd_deformable_aggregation(
+        *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), torch.get_num_threads()
+    )
+    if status:
+        _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
+    return output
+
+
+def deformable_aggregation_backward(
+    grad: Tensor,
+    feature_maps: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weight: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    gradients = _wanted((feature_maps, locations, weight), mask)
+    status = _library().mxd_deformable_aggregation_backward(
+        *map(_pack, (grad, feature_maps, shapes, starts, locations, weight)),
+        *_pointers(gradients, mask),
+        torch.get_num_threads(),
+    )
+    if status:
+        _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
+    return tuple(gradients)

@@ -1,0 +1,19 @@
+"""The vendor's older path `mx_driving.fused`."""
+
+import warnings
+
+from .ops.multi_scale_deformable_attn import (
+    MultiScaleDeformableAttnFunction,
+    multi_scale_deformable_attn,
+    npu_multi_scale_deformable_attn_function,
+)
+from .ops.npu_deformable_aggregation import npu_deformable_aggregation
+
+warnings.warn("mx_driving.fused is deprecated: import from mx_driving", DeprecationWarning, stacklevel=2)
+
+__all__ = [
+    "MultiScaleDeformableAttnFunction",
+    "multi_scale_deformable_attn",
+    "npu_deformable_aggregation",
+    "npu_multi_scale_deformable_attn_function",
+]

@@ -1,0 +1,69 @@
+"""Geometric kernel attention: the sampling core of MapTR."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _check, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+
+_NAMES = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
+
+
+def geometric_kernel_attention(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+) -> Tensor:
+    """Weighted sum of the pixels of a feature pyramid that lie at given places: no interpolation.
+
+        out[b, q, h] = sum over l, p of  weight[b, q, h, l, p] * value[b, start_l + yi * W_l + xi, h]
+        xi = clamp(trunc(x), 0, W_l - 1),  yi = clamp(trunc(y), 0, H_l - 1)
+
+    Args:
+        value: [bs, num_keys, num_heads, embed_dims]; the levels one after the other, row by row. float32, float64, float16
+            or bfloat16.
+        spatial_shapes: [num_levels, 2], (H, W) of each level. int32 or int64.
+        level_start_index: [num_levels], the row of num_keys where each level begins; used as given. int32 or int64.
+        sampling_locations: [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y) in pixels of each level, x first.
+            Floating or integer (MapTR passes int64).
+        attention_weights: [bs, num_queries, num_heads, num_levels, num_points]; used as given. Any floating dtype.
+
+    Outside: a location is clamped to the border before it becomes an integer; NaN and -inf go to 0, +inf to the last pixel.
+
+    Gradients: of value and attention_weights, each in its input's dtype; differentiable twice; none for
+    sampling_locations. Both directions truncate (the vendor's backward rounds half to even, so that on fractional
+    locations its gradient belongs to another pixel; on integral ones all agree).
+
+    Returns:
+        [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
+
+    Raises:
+        TypeError: something is not a tensor or has a dtype it cannot have.
+        ValueError: shapes do not agree, devices differ, or (on a CPU) a level does not fit in num_keys.
+
+    Source: Liao et al., "MapTR", ICLR 2023; same numbers as its CUDA kernel and as the vendor's forward.
+
+    >>> import torch, mx_driving
+    >>> value = torch.arange(4.0).view(1, 4, 1, 1)  # one 2 x 2 map
+    >>> shapes, start = torch.tensor([[2, 2]]), torch.tensor([0])
+    >>> far_right = torch.tensor([9, 0]).view(1, 1, 1, 1, 1, 2)
+    >>> mx_driving.geometric_kernel_attention(value, shapes, start, far_right, torch.ones(1, 1, 1, 1, 1))
+    tensor([[[1.]]])
+    """
+    _check.attention(
+        _NAMES,
+        value,
+        spatial_shapes,
+        level_start_index,
+        sampling_locations,
+        attention_weights,
+        integer_locations=True,
+    )
+    if _limits.enforced():
+        _limits.geometric_kernel_attention(value, sampling_locations)
+    return torch.ops.mx_driving.geometric_kernel_attention.default(
+        value, spatial_shapes, level_start_index, sampling_locations, attention_weights
+    )

@@ -1,0 +1,96 @@
+"""Multi-scale deformable attention: the sampling core of Deformable-DETR, BEVFormer and their relatives."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from .. import _check, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+
+_NAMES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+
+
+def multi_scale_deformable_attn(
+    value: Tensor,
+    value_spatial_shapes: Tensor,
+    value_level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+) -> Tensor:
+    """Weighted sum of bilinear samples from a feature pyramid.
+
+        out[b, q, h] = sum over l, p of  weight[b, q, h, l, p] * sample(level l of value[b, :, h], location[b, q, h, l, p])
+
+    A location (x, y) is normalised: the pixel coordinate is x * W - 0.5, so that 0 and 1 are the outer edges of the map.
+
+    Args:
+        value: [bs, num_keys, num_heads, embed_dims]; the levels one after the other, row by row. float32, float64, float16
+            or bfloat16.
+        value_spatial_shapes: [num_levels, 2], (H, W) of each level. int32 or int64.
+        value_level_start_index: [num_levels], the row of num_keys where each level begins; used as given, so levels may
+            overlap or leave gaps. int32 or int64.
+        sampling_locations: [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y), x first. Any floating dtype.
+        attention_weights: [bs, num_queries, num_heads, num_levels, num_points]; used as given, no softmax. Any floating
+            dtype.
+
+    Outside: a corner beyond the border counts as zero; a NaN or infinite location samples nothing, and a sample that is
+    nowhere on the map contributes exactly 0 to the output and to every gradient, even where other inputs are NaN.
+
+    Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
+    in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads.
+
+    Returns:
+        [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
+
+    Raises:
+        TypeError: something is not a tensor or has a dtype it cannot have.
+        ValueError: shapes do not agree, devices differ, or (on a CPU) a level does not fit in num_keys.
+
+    Source: Zhu et al., "Deformable DETR", ICLR 2021; same numbers as its CUDA kernel and as the vendor's operator since 7.2.
+
+    >>> import torch, mx_driving
+    >>> value = torch.arange(4.0).view(1, 4, 1, 1)  # one 2 x 2 map
+    >>> shapes, start = torch.tensor([[2, 2]]), torch.tensor([0])
+    >>> centre = torch.full((1, 1, 1, 1, 1, 2), 0.5)
+    >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
+    tensor([[[1.5000]]])
+    """
+    _check.attention(
+        _NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+    )
+    if _limits.enforced():
+        _limits.multi_scale_deformable_attn(value, sampling_locations)
+    return torch.ops.mx_driving.multi_scale_deformable_attn.default(
+        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+    )
+
+
+def npu_multi_scale_deformable_attn_function(
+    value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call."""
+    warnings.warn(
+        "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return multi_scale_deformable_attn(value, shape, offset, locations, weights)
+
+
+class MultiScaleDeformableAttnFunction:
+    """`MultiScaleDeformableAttnFunction.apply(...)` for code that was written against the vendor's autograd function."""
+
+    @staticmethod
+    def apply(
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+    ) -> Tensor:
+        """`multi_scale_deformable_attn` under another name: same arguments, result, gradients and errors."""
+        return multi_scale_deformable_attn(
+            value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        )

@@ -1,0 +1,278 @@
+"""The specification in plain torch: any device, any floating dtype, differentiable twice. Nobody optimises it.
+
+Arithmetic is in float64 as soon as one floating input is, else in float32. Index tables are never trusted: a row outside
+`num_keys` reads as zero and receives nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Corners(NamedTuple):
+    """Samples of one map: corner k is right when k & 1, below when k & 2."""
+
+    valid: Tensor
+    inside: list[Tensor]  # corner k lies on the map
+    row: list[Tensor]  # its row of value, 0 where not inside
+    right: Tensor  # the fractions lw and lh
+    below: Tensor
+
+    def share(self, k: int) -> Tensor:
+        return (self.right if k & 1 else 1 - self.right) * (self.below if k & 2 else 1 - self.below)
+
+
+def _compute_dtype(*tensors: Tensor) -> torch.dtype:
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> Corners:
+    height, width = shape[0].long(), shape[1].long()
+    valid = (x > -1) & (y > -1) & (x < width) & (y < height)
+    x, y = torch.where(valid, x, 0), torch.where(valid, y, 0)
+    column, line = x.detach().floor(), y.detach().floor()
+    inside, row = [], []
+    for k in range(4):
+        xk, yk = column.long() + (k & 1), line.long() + (k >> 1)
+        on_map = valid & (xk >= 0) & (xk < width) & (yk >= 0) & (yk < height)
+        r = start.long() + yk * width + xk
+        inside.append(on_map & (r >= 0) & (r < num_keys))
+        row.append(torch.where(inside[k], r, 0))
+    return Corners(valid, inside, row, x - column, y - line)
+
+
+def _rows(table: Tensor, row: Tensor, inside: Tensor) -> Tensor:
+    """table [n, num_keys, c], row and inside [n, ...] -> [n, ..., c], zero where not inside."""
+    flat = row.flatten(1)
+    found = table.gather(1, flat[..., None].expand(-1, -1, table.shape[-1]))
+    return torch.where(inside[..., None], found.unflatten(1, row.shape[1:]), 0)
+
+
+def _add_rows(table: Tensor, row: Tensor, inside: Tensor, what: Tensor) -> Tensor:
+    """table with what [n, ..., c] added to the rows named, where inside."""
+    n, num_keys, c = table.shape
+    offset = torch.arange(n, device=row.device).view(-1, *[1] * (row.dim() - 1)) * num_keys
+    what = torch.where(inside[..., None], what, 0)
+    return table.flatten(0, 1).index_add(0, (row + offset).flatten(), what.flatten(0, -2)).view(n, num_keys, c)
+
+
+def _by_head(t: Tensor) -> Tensor:
+    """[bs, rows, heads, ...] -> [bs * heads, rows, ...]"""
+    return t.transpose(1, 2).flatten(0, 1)
+
+
+def _levels(shapes: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(shapes.unbind(0), starts.unbind(0), strict=True))
+
+
+def _sampled(corners: Corners, table: Tensor) -> Tensor:
+    return sum(corners.share(k)[..., None] * _rows(table, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
+
+
+def _dots(corners: Corners, table: Tensor, g: Tensor) -> list[Tensor]:
+    """The product of g with each corner's row, summed over the last axis."""
+    products = [(_rows(table, corners.row[k], corners.inside[k]) * g).sum(-1) for k in range(4)]
+    return [torch.where(corners.inside[k], products[k], 0) for k in range(4)]
+
+
+def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """From the dot products to those with the sample, and with its slopes in x and in y."""
+    sample = sum(corners.share(k) * dots[k] for k in range(4))
+    dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
+    dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
+    return sample, dx, dy  # pyright: ignore
+
+
+def _pixels(location: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalised (x, y) in pixels, where the centre of the first one is 0."""
+    return location[..., 0] * shape[1] - 0.5, location[..., 1] * shape[0] - 0.5
+
+
+def multi_scale_deformable_attn(
+    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    dtype = _compute_dtype(value, locations, weights)
+    bs, num_keys, heads, channels = value.shape
+    queries = locations.shape[1]
+    table, locations, weights = (_by_head(t.to(dtype)) for t in (value, locations, weights))
+    out = table.new_zeros(bs * heads, queries, channels)
+    for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
+        corners = _corners(*_pixels(locations[:, :, l], shape), shape, start, num_keys)
+        weight = torch.where(corners.valid, weights[:, :, l], 0)
+        out = out + (weight[..., None] * _sampled(corners, table)).sum(2)
+    return out.unflatten(0, (bs, heads)).transpose(1, 2).flatten(2).to(value.dtype)
+
+
+def multi_scale_deformable_attn_backward(
+    grad_output: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _compute_dtype(value, locations, weights)
+    bs, num_keys, heads, channels = value.shape
+    table, location, weight = (_by_head(t.to(dtype)) for t in (value, locations, weights))
+    g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
+    grad_table = torch.zeros_like(table)
+    grad_location, grad_weight = [], []
+    for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
+        corners = _corners(*_pixels(location[:, :, l], shape), shape, start, num_keys)
+        w = torch.where(corners.valid, weight[:, :, l], 0)
+        for k in range(4):
+            grad_table = _add_rows(grad_table, corners.row[k], corners.inside[k], (corners.share(k) * w)[..., None] * g)
+        sample, dx, dy = _slopes(corners, _dots(corners, table, g))
+        grad_weight.append(sample)
+        slopes = torch.stack([shape[1] * w * dx, shape[0] * w * dy], -1)
+        grad_location.append(torch.where(corners.valid[..., None], slopes, 0))
+    grad_locations = torch.stack(grad_location, 2) if grad_location else torch.zeros_like(location)
+    grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
+    gradients = (_unhead(t, bs) for t in (grad_table, grad_locations, grad_weights))
+    return _masked(gradients, (value, locations, weights), output_mask)  # pyright: ignore
+
+
+def _unhead(t: Tensor, bs: int) -> Tensor:
+    return t.unflatten(0, (bs, -1) if bs else (0, t.shape[1])).transpose(1, 2) if t.shape[0] else t
+
+
+def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> tuple[Tensor, ...]:
+    """Each gradient in its input's shape and dtype, packed; an empty tensor where it is not wanted."""
+    return tuple(
+        g.reshape(t.shape).to(t.dtype).contiguous() if wanted else t.new_empty(0)
+        for g, t, wanted in zip(gradients, inputs, output_mask, strict=True)
+    )
+
+
+def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Rows of value by truncation and clamping (before the conversion to integer; a NaN goes to 0), and which exist."""
+
+    def index(x: Tensor, size: Tensor) -> Tensor:
+        last = (size - 1).clamp(min=0)
+        x = torch.where(x > 0, x, 0)
+        return torch.where(x < last, x, last.to(x.dtype)).long()
+
+    x, y = index(location[..., 0], shape[1]), index(location[..., 1], shape[0])
+    row = start.long() + y * shape[1].long() + x
+    inside = (row >= 0) & (row < num_keys) & (shape[0] > 0) & (shape[1] > 0)
+    return torch.where(inside, row, 0), inside
+
+
+def geometric_kernel_attention(
+    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    dtype = _compute_dtype(value, locations, weights)
+    bs, num_keys, heads, channels = value.shape
+    table, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
+    out = table.new_zeros(bs * heads, locations.shape[1], channels)
+    for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
+        row, inside = _nearest(location[:, :, l], shape, start, num_keys)
+        out = out + (weight[:, :, l][..., None] * _rows(table, row, inside)).sum(2)
+    return out.unflatten(0, (bs, heads)).transpose(1, 2).flatten(2).to(value.dtype)
+
+
+def geometric_kernel_attention_backward(
+    grad_output: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor]:
+    dtype = _compute_dtype(value, locations, weights)
+    bs, num_keys, heads, channels = value.shape
+    table, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
+    g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
+    grad_table, grad_weight = torch.zeros_like(table), []
+    for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
+        row, inside = _nearest(location[:, :, l], shape, start, num_keys)
+        grad_table = _add_rows(grad_table, row, inside, weight[:, :, l][..., None] * g)
+        grad_weight.append((_rows(table, row, inside) * g).sum(-1))
+    grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
+    gradients = (_unhead(t, bs) for t in (grad_table, grad_weights))
+    return _masked(gradients, (value, weights), output_mask)  # pyright: ignore
+
+
+def _seen(location: Tensor) -> Tensor:
+    """Strictly inside the image; a NaN is not."""
+    return ((location > 0) & (location < 1)).all(-1)
+
+
+def deformable_aggregation(
+    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
+) -> Tensor:
+    dtype = _compute_dtype(feature_maps, locations, weight)
+    bs, num_feat, channels = feature_maps.shape
+    table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
+    groups = weight.shape[-1]
+    out = table.new_zeros(bs, locations.shape[1], channels)
+    for cam in range(starts.shape[0] if num_feat and channels else 0):
+        seen = _seen(location[:, :, :, cam])
+        for scale in range(starts.shape[1]):
+            corners = _aggregation_corners(
+                location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat
+            )
+            w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
+            sampled = _sampled(corners, table).unflatten(-1, (groups, -1))
+            out = out + (w[..., None] * sampled).flatten(-2).sum(2)
+    return out.to(feature_maps.dtype)
+
+
+def _aggregation_corners(location: Tensor, seen: Tensor, shape: Tensor, start: Tensor, num_feat: int) -> Corners:
+    x, y = _pixels(location, shape)
+    outside = torch.full_like(x, float("nan"))
+    return _corners(torch.where(seen, x, outside), torch.where(seen, y, outside), shape, start, num_feat)
+
+
+def deformable_aggregation_backward(
+    grad_output: Tensor,
+    feature_maps: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weight: Tensor,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = _compute_dtype(feature_maps, locations, weight)
+    bs, num_feat, channels = feature_maps.shape
+    table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
+    groups = weight.shape[-1]
+    g = grad_output.to(dtype)[:, :, None]
+    grad_table = torch.zeros_like(table)
+    grad_location, grad_weight = torch.zeros_like(location).unbind(3), []
+    grad_location = list(grad_location)
+    for cam in range(starts.shape[0] if num_feat and channels else 0):
+        seen = _seen(location[:, :, :, cam])
+        for scale in range(starts.shape[1]):
+            shape = shapes[cam, scale]
+            corners = _aggregation_corners(location[:, :, :, cam], seen, shape, starts[cam, scale], num_feat)
+            w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
+            by_channel = w.repeat_interleave(channels // groups, -1)
+            for k in range(4):
+                what = corners.share(k)[..., None] * by_channel * g
+                grad_table = _add_rows(grad_table, corners.row[k], corners.inside[k], what)
+            dots = [
+                torch.where(
+                    corners.inside[k][..., None],
+                    (_rows(table, corners.row[k], corners.inside[k]) * g).unflatten(-1, (groups, -1)).sum(-1),
+                    0,
+                )
+                for k in range(4)
+            ]
+            wide = Corners(*corners[:3], corners.right[..., None], corners.below[..., None])
+            sample, dx, dy = _slopes(wide, dots)
+            grad_weight.append(sample)
+            slopes = torch.stack([(shape[1] * w * dx).sum(-1), (shape[0] * w * dy).sum(-1)], -1)
+            grad_location[cam] = grad_location[cam] + torch.where(seen[..., None], slopes, 0)
+    grad_locations = torch.stack(grad_location, 3) if grad_location else torch.zeros_like(location)
+    if grad_weight:
+        grad_weights = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape))
+    else:
+        grad_weights = torch.zeros_like(weights)
+    gradients = (grad_table, grad_locations, grad_weights)
+    return _masked(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore
