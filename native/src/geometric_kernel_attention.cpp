@@ -47,19 +47,23 @@ template <class V, class T> class WeightGradient : QueryWorker<V, T> {
     WeightGradient(const Call &c, Arena arena)
         : Base(c, arena), grad_weight(arena.take<T>(this->n.room())), weights_out(c.grad_weights, 3) {}
     void operator()(int64_t item) {
-        this->blocks.each(item, [&](int64_t b, int64_t h, int64_t q) { one(b, h, q); });
+        this->blocks.each(
+            item,
+            [&](int64_t b, int64_t h, int64_t q, int slot) {
+                this->readers[slot].read(b, h, q);
+                Nearest<T>::prepare(this->readers[slot], this->rows(b, h), this->buffers[slot]);
+            },
+            [&](int64_t b, int64_t h, int64_t q, int slot) { finish(b, h, q, this->buffers[slot].address); });
     }
 
   private:
     T *grad_weight;
     Block<2> weights_out;
 
-    void one(int64_t b, int64_t h, int64_t q) {
-        this->reader.read(b, h, q);
-        Nearest<T>::prepare(this->reader, this->rows(b, h), this->buffer);
-        for (int64_t i = 0; i < this->reader.samples; ++i) grad_weight[i] = 0; // where there are no channels
-        dots<V, T>(this->buffer.address, this->reader.samples, this->n.channels, this->grad_output(b, h, q),
-                   grad_weight);
+    void finish(int64_t b, int64_t h, int64_t q, const int64_t *address) {
+        const int64_t samples = this->readers[0].samples;
+        for (int64_t i = 0; i < samples; ++i) grad_weight[i] = 0; // where there are no channels
+        dots<V, T>(address, samples, this->n.channels, this->grad_output(b, h, q), grad_weight);
         weights_out.write(offset3(this->call.grad_weights, b, q, h), grad_weight);
     }
 };

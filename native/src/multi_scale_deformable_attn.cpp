@@ -51,7 +51,9 @@ template <class V, class T> class SampleGradients : QueryWorker<V, T> {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
     }
     void operator()(int64_t item) {
-        this->blocks.each(item, [&](int64_t b, int64_t h, int64_t q) { one(b, h, q); });
+        this->blocks.each(
+            item, [&](int64_t b, int64_t h, int64_t q, int slot) { prepare(b, h, q, slot); },
+            [&](int64_t b, int64_t h, int64_t q, int slot) { finish(b, h, q, slot); });
     }
 
   private:
@@ -59,29 +61,35 @@ template <class V, class T> class SampleGradients : QueryWorker<V, T> {
     Block<3> locations_out;
     Block<2> weights_out;
 
-    void one(int64_t b, int64_t h, int64_t q) {
-        const Call &call = this->call;
-        this->reader.read(b, h, q);
+    void prepare(int64_t b, int64_t h, int64_t q, int slot) {
+        this->readers[slot].read(b, h, q);
         const RowAddresses rows = this->rows(b, h);
-        const int64_t padded = this->reader.padded, pitch = this->buffer.samples;
-        for (int64_t i = 0; i < padded; i += LANES) {
-            const Corners<T> c = corners_of(this->reader, i);
-            for (int k = 0; k < 4; ++k) this->buffer.put_address(i, k, rows.of(c, k));
+        for (int64_t i = 0; i < this->readers[slot].padded; i += LANES) {
+            const Corners<T> c = corners_of(this->readers[slot], i);
+            for (int k = 0; k < 4; ++k) this->buffers[slot].put_address(i, k, rows.of(c, k));
         }
+    }
+
+    void finish(int64_t b, int64_t h, int64_t q, int slot) {
+        const Call &call = this->call;
+        const QueryReader<T> &reader = this->readers[slot];
+        const SampleBuffer<T> &buffer = this->buffers[slot];
         const T *g = this->grad_output(b, h, q);
         for (int k = 0; k < 4; ++k)
-            dots<V, T>(this->buffer.address + k * pitch, this->reader.samples, this->n.channels, g, dot + k * pitch);
-        for (int64_t i = 0; i < padded; i += LANES) finish(i, corners_of(this->reader, i));
+            dots<V, T>(buffer.address + k * buffer.samples, reader.samples, this->n.channels, g,
+                       dot + k * buffer.samples);
+        for (int64_t i = 0; i < reader.padded; i += LANES) slopes(reader, i);
         if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
         if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);
     }
 
     // From the four dot products of LANES samples to their gradients.
-    void finish(int64_t i, const Corners<T> &c) {
-        const CornerSlopes<T> slope(c, dot + i, this->buffer.samples);
-        const RealLanes<T> weight = this->reader.weight(i);
-        const RealLanes<T> gx = raw_load<T, LANES>(this->reader.maps().width + i) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(this->reader.maps().height + i) * weight * slope.dy;
+    void slopes(const QueryReader<T> &reader, int64_t i) {
+        const Corners<T> c = corners_of(reader, i);
+        const CornerSlopes<T> slope(c, dot + i, this->n.room());
+        const RealLanes<T> weight = reader.weight(i);
+        const RealLanes<T> gx = raw_load<T, LANES>(reader.maps().width + i) * weight * slope.dx;
+        const RealLanes<T> gy = raw_load<T, LANES>(reader.maps().height + i) * weight * slope.dy;
         store_pairs<T>(grad_xy + 2 * i, c.valid ? gx : RealLanes<T>{}, c.valid ? gy : RealLanes<T>{});
         store<T, LANES>(grad_weight + i, c.valid ? slope.sample : RealLanes<T>{});
     }

@@ -108,6 +108,14 @@ template <int AXES> struct Block {
     }
 };
 
+// Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does nothing but
+// prefetch for one without effect and drops the calls.
+__attribute__((always_inline)) inline void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
+    const char *from = at(t, offset);
+    const int64_t bytes = count * element_size(t.dtype);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
 // A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
 template <class T> inline const T *row_as(const mxd_tensor &t, int64_t offset, int64_t stride, int64_t n, T *scratch) {
     const bool same = t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);

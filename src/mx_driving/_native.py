@@ -168,9 +168,7 @@ _GEOMETRIC = ("geometric_kernel_attention", ("spatial_shapes", "level_start_inde
 _AGGREGATION = ("deformable_aggregation", ("spatial_shape", "scale_start_index"))
 
 
-def multi_scale_deformable_attn(
-    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
+def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     return _attention(*_MULTI_SCALE, (value, shapes, starts, locations, weights))
 
 
@@ -185,9 +183,7 @@ def _native_locations(locations: Tensor) -> Tensor:
     return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
 
 
-def geometric_kernel_attention(
-    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
+def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     return _attention(*_GEOMETRIC, (value, shapes, starts, _native_locations(locations), weights))
 
 
@@ -198,9 +194,7 @@ def geometric_kernel_attention_backward(
     return _attention_backward(*_GEOMETRIC, grad, tensors, mask)
 
 
-def deformable_aggregation(
-    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
-) -> Tensor:
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     output = torch.empty((feature_maps.shape[0], locations.shape[1], feature_maps.shape[2]), dtype=feature_maps.dtype)
     status = _library().mxd_deformable_aggregation(
         *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), torch.get_num_threads()

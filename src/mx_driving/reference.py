@@ -91,9 +91,7 @@ def _pixels(location: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
     return location[..., 0] * shape[1] - 0.5, location[..., 1] * shape[0] - 0.5
 
 
-def multi_scale_deformable_attn(
-    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
+def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     queries = locations.shape[1]
@@ -162,9 +160,7 @@ def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> t
     return torch.where(inside, row, 0), inside
 
 
-def geometric_kernel_attention(
-    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
+def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     table, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
@@ -203,9 +199,7 @@ def _seen(location: Tensor) -> Tensor:
     return ((location > 0) & (location < 1)).all(-1)
 
 
-def deformable_aggregation(
-    feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
-) -> Tensor:
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     dtype = _compute_dtype(feature_maps, locations, weight)
     bs, num_feat, channels = feature_maps.shape
     table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
@@ -214,9 +208,7 @@ def deformable_aggregation(
     for cam in range(starts.shape[0] if num_feat and channels else 0):
         seen = _seen(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
-            corners = _aggregation_corners(
-                location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat
-            )
+            corners = _aggregation_corners(location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat)
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
             sampled = _sampled(corners, table).unflatten(-1, (groups, -1))
             out = out + (w[..., None] * sampled).flatten(-2).sum(2)
@@ -239,7 +231,7 @@ def deformable_aggregation_backward(
     output_mask: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _compute_dtype(feature_maps, locations, weight)
-    bs, num_feat, channels = feature_maps.shape
+    _, num_feat, channels = feature_maps.shape
     table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
     groups = weight.shape[-1]
     g = grad_output.to(dtype)[:, :, None]
@@ -270,9 +262,6 @@ def deformable_aggregation_backward(
             slopes = torch.stack([(shape[1] * w * dx).sum(-1), (shape[0] * w * dy).sum(-1)], -1)
             grad_location[cam] = grad_location[cam] + torch.where(seen[..., None], slopes, 0)
     grad_locations = torch.stack(grad_location, 3) if grad_location else torch.zeros_like(location)
-    if grad_weight:
-        grad_weights = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape))
-    else:
-        grad_weights = torch.zeros_like(weights)
-    gradients = (grad_table, grad_locations, grad_weights)
+    stacked = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape)) if grad_weight else torch.zeros_like(weights)
+    gradients = (grad_table, grad_locations, stacked)
     return _masked(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore

@@ -57,9 +57,7 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    _check.attention(
-        _NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-    )
+    _check.attention(_NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
     if _limits.enforced():
         _limits.multi_scale_deformable_attn(value, sampling_locations)
     return torch.ops.mx_driving.multi_scale_deformable_attn.default(
