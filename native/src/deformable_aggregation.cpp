@@ -171,7 +171,8 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
                     store<T, LANES>(shares + k * pitch + i, share * weight);
                 }
             const CornerRows<T> rows{this->buffer.address, shares, pitch, g * n.group_channels};
-            weighted_sum<V, T, 4>(rows, this->samples.count, n.group_channels, this->row + g * n.group_channels, true);
+            weighted_sum<V, T, 4>(rows, nullptr, this->samples.count, n.group_channels,
+                                  this->row + g * n.group_channels, true);
         }
         this->samples.count = 0;
     }
@@ -244,8 +245,8 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         for (int64_t group = 0; group < n.groups; ++group) {
             const int64_t channel = group * n.group_channels;
             for (int k = 0; k < 4; ++k)
-                dots<V, T>(this->buffer.address + k * pitch, this->samples.count, n.group_channels, g + channel,
-                           dot + k * pitch, channel);
+                dots<V, T>(this->buffer.address + k * pitch, nullptr, this->samples.count, n.group_channels,
+                           g + channel, dot + k * pitch, channel);
             for (int64_t i = 0; i < padded; i += LANES) finish(i, group);
         }
         for (int64_t i = 0; i < num_pairs; ++i) write_pair(b, a, i);

@@ -53,17 +53,19 @@ template <class V, class T> class WeightGradient : QueryWorker<V, T> {
                 this->readers[slot].read(b, h, q);
                 Nearest<T>::prepare(this->readers[slot], this->rows(b, h), this->buffers[slot]);
             },
-            [&](int64_t b, int64_t h, int64_t q, int slot) { finish(b, h, q, this->buffers[slot].address); });
+            [&](int64_t b, int64_t h, int64_t q, int slot) {
+                finish(b, h, q, this->buffers[slot].address, this->buffers[1 - slot].address);
+            });
     }
 
   private:
     T *grad_weight;
     Block<2> weights_out;
 
-    void finish(int64_t b, int64_t h, int64_t q, const int64_t *address) {
+    void finish(int64_t b, int64_t h, int64_t q, const int64_t *address, const int64_t *next) {
         const int64_t samples = this->readers[0].samples;
         for (int64_t i = 0; i < samples; ++i) grad_weight[i] = 0; // where there are no channels
-        dots<V, T>(address, samples, this->n.channels, this->grad_output(b, h, q), grad_weight);
+        dots<V, T>(address, next, samples, this->n.channels, this->grad_output(b, h, q), grad_weight);
         weights_out.write(offset3(this->call.grad_weights, b, q, h), grad_weight);
     }
 };

@@ -76,8 +76,8 @@ template <class V, class T> class SampleGradients : QueryWorker<V, T> {
         const SampleBuffer<T> &buffer = this->buffers[slot];
         const T *g = this->grad_output(b, h, q);
         for (int k = 0; k < 4; ++k)
-            dots<V, T>(buffer.address + k * buffer.samples, reader.samples, this->n.channels, g,
-                       dot + k * buffer.samples);
+            dots<V, T>(buffer.address + k * buffer.samples, this->buffers[1 - slot].address + k * buffer.samples,
+                       reader.samples, this->n.channels, g, dot + k * buffer.samples);
         for (int64_t i = 0; i < reader.padded; i += LANES) slopes(reader, i);
         if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
         if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);

@@ -160,19 +160,21 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
                 this->readers[slot].read(b, h, q);
                 Rule<T>::prepare(this->readers[slot], this->rows(b, h), this->buffers[slot]);
             },
-            [&](int64_t b, int64_t h, int64_t q, int slot) { finish(b, h, q, this->buffers[slot].rows()); });
+            [&](int64_t b, int64_t h, int64_t q, int slot) {
+                finish(b, h, q, this->buffers[slot].rows(), this->buffers[1 - slot].address);
+            });
     }
 
   private:
-    void finish(int64_t b, int64_t h, int64_t q, const CornerRows<T> &rows) {
+    void finish(int64_t b, int64_t h, int64_t q, const CornerRows<T> &rows, const int64_t *next) {
         constexpr int CORNERS = Rule<T>::CORNERS;
         const mxd_tensor &output = this->call.output;
         char *out = at(output, offset3(output, b, q, h));
         if constexpr (same_type<V, T>)
             if (output.strides[3] == 1)
-                return weighted_sum<V, T, CORNERS>(rows, this->readers[0].samples, this->n.channels,
+                return weighted_sum<V, T, CORNERS>(rows, next, this->readers[0].samples, this->n.channels,
                                                    reinterpret_cast<T *>(out));
-        weighted_sum<V, T, CORNERS>(rows, this->readers[0].samples, this->n.channels, this->row);
+        weighted_sum<V, T, CORNERS>(rows, next, this->readers[0].samples, this->n.channels, this->row);
         write_elements(this->row, out, output.dtype, output.strides[3], this->n.channels);
     }
 };
@@ -208,7 +210,7 @@ template <class V, class T, template <class> class Rule> class ValueGradient {
                     lists[slot].count = 0;
                     Rule<T>::scatter(reader, band, lists[slot]);
                 },
-                [&](int64_t q, int slot) { add(b, h, q, lists[slot]); });
+                [&](int64_t q, int slot) { add(b, h, q, lists[slot], lists[1 - slot]); });
         }
         band.close();
     }
@@ -221,12 +223,12 @@ template <class V, class T, template <class> class Rule> class ValueGradient {
     T *row;
     Band<V, T> band;
 
-    void add(int64_t b, int64_t h, int64_t q, const ScatterList<T> &list) {
+    void add(int64_t b, int64_t h, int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {
         if (list.count == 0) return;
         if (q + PREFETCH_QUERIES < n.queries)
             prefetch(call.output, offset3(call.output, b, q + PREFETCH_QUERIES, h), n.channels);
         const T *g = row_as(call.output, offset3(call.output, b, q, h), call.output.strides[3], n.channels, row);
-        scatter_add<T, T>(list.address, list.share, list.count, n.channels, g);
+        scatter_add<T, T>(list.address, list.share, list.count, n.channels, g, 0, next.address, next.count);
     }
 };
 

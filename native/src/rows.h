@@ -5,6 +5,8 @@
 //   dots           dot[i] = sum over channels of  g * row[i]
 //   scatter_add    row[i] += share[i] * g
 //
+// `next`: as many rows that will be wanted soon, asked for meanwhile; null when they are not known.
+//
 // Every channel count is cut into pieces of 8, 4, 2, 1 full vectors, then a half, a quarter ... of one, down to one
 // channel; each piece is a pass over all rows with its accumulators in registers. No masks, no reading past a row's
 // end, and each channel meets the same operations in the same order whatever the number of threads.
@@ -51,15 +53,23 @@ template <class V> inline const V *row_at(int64_t address, int64_t channel) {
     return reinterpret_cast<const V *>(address) + channel;
 }
 
+// Asks for the cache lines of `bytes` bytes of a row, ahead of their use.
+template <int BYTES> __attribute__((always_inline)) inline void ask_for(const void *row) {
+    MXD_UNROLL
+    for (int line = 0; line < (BYTES + 63) / 64; ++line) __builtin_prefetch(static_cast<const char *>(row) + 64 * line);
+}
+
 // One piece of weighted_sum over n samples of CORNERS rows each. Several sets of accumulators hide the latency of the
 // multiply-add: K vectors in SETS sets give at least 8 independent chains where registers allow.
 template <class V, class T, int CORNERS, int N, int K>
-inline void weighted_sum_piece(const CornerRows<T> &rows, int64_t n, int64_t channel, T *out, bool accumulate) {
+inline void weighted_sum_piece(const CornerRows<T> &rows, const int64_t *next, int64_t n, int64_t channel, T *out,
+                               bool accumulate) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     constexpr int STEP = CORNERS == 1 ? 4 : 1; // samples per turn: four rows either way
     Vec<T, N> sums[SETS][K] = {};
     const auto add = [&](int set, int64_t at) {
         const V *row = row_at<V>(rows.address[at], rows.channel + channel);
+        if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[at], rows.channel + channel));
         const Vec<T, N> share = broadcast<T, N>(rows.share[at]);
         MXD_UNROLL
         for (int k = 0; k < K; ++k) sums[set][k] += share * load<T, N>(row + k * N);
@@ -78,10 +88,11 @@ inline void weighted_sum_piece(const CornerRows<T> &rows, int64_t n, int64_t cha
     }
 }
 
-template <class V, class T, int CORNERS>
-inline void weighted_sum(const CornerRows<T> &rows, int64_t n, int64_t channels, T *out, bool accumulate = false) {
+template <class V, class T, int CORNERS> inline void weighted_sum(const CornerRows<T> &rows, const int64_t *next,
+                                                                  int64_t n, int64_t channels, T *out,
+                                                                  bool accumulate = false) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t channel) {
-        weighted_sum_piece<V, T, CORNERS, lanes.value, vectors.value>(rows, n, channel, out, accumulate);
+        weighted_sum_piece<V, T, CORNERS, lanes.value, vectors.value>(rows, next, n, channel, out, accumulate);
     });
 }
 
@@ -102,8 +113,8 @@ template <> inline Vec<float, 4> sums_of_four<float, 4>(const Vec<float, 4> *v) 
 }
 
 // One piece of dots over n rows, four at a time.
-template <class V, class T, int N, int K>
-inline void dots_piece(const int64_t *address, int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
+template <class V, class T, int N, int K> inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n,
+                                                                 int64_t channel, const T *g, T *dot, bool accumulate) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
@@ -116,6 +127,8 @@ inline void dots_piece(const int64_t *address, int64_t n, int64_t channel, const
     };
     int64_t i = 0;
     for (; i + 4 <= n; i += 4) {
+        if (next) MXD_UNROLL
+        for (int r = 0; r < 4; ++r) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
         const Vec<T, N> products[4] = {product(i), product(i + 1), product(i + 2), product(i + 3)};
         const Vec<T, 4> four = sums_of_four<T, N>(products);
         store<T, 4>(dot + i, accumulate ? load<T, 4>(dot + i) + four : four);
@@ -127,19 +140,21 @@ inline void dots_piece(const int64_t *address, int64_t n, int64_t channel, const
 }
 
 // dot[i] for rows 0..n-1, of `channels` channels: g from its beginning, the rows from channel `first`.
-template <class V, class T>
-inline void dots(const int64_t *address, int64_t n, int64_t channels, const T *g, T *dot, int64_t first = 0) {
+template <class V, class T> inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels,
+                                             const T *g, T *dot, int64_t first = 0) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        dots_piece<V, T, lanes.value, vectors.value>(address, n, first + c, g + c, dot, c > 0);
+        dots_piece<V, T, lanes.value, vectors.value>(address, next, n, first + c, g + c, dot, c > 0);
     });
 }
 
-template <class V, class T, int N, int K>
-inline void scatter_add_piece(const int64_t *address, const T *share, int64_t n, int64_t channel, const T *g) {
+template <class V, class T, int N, int K> inline void scatter_add_piece(const int64_t *address, const T *share,
+                                                                        int64_t n, int64_t channel, const T *g,
+                                                                        const int64_t *next, int64_t num_next) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
     for (int64_t i = 0; i < n; ++i) {
+        if (i < num_next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i], channel));
         V *row = const_cast<V *>(row_at<V>(address[i], channel));
         const Vec<T, N> s = broadcast<T, N>(share[i]);
         MXD_UNROLL
@@ -149,9 +164,10 @@ inline void scatter_add_piece(const int64_t *address, const T *share, int64_t n,
 
 // row[i] += share[i] * g, g from its beginning, the rows from channel `first`.
 template <class V, class T> inline void scatter_add(const int64_t *address, const T *share, int64_t n, int64_t channels,
-                                                    const T *g, int64_t first = 0) {
+                                                    const T *g, int64_t first = 0, const int64_t *next = nullptr,
+                                                    int64_t num_next = 0) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        scatter_add_piece<V, T, lanes.value, vectors.value>(address, share, n, first + c, g + c);
+        scatter_add_piece<V, T, lanes.value, vectors.value>(address, share, n, first + c, g + c, next, num_next);
     });
 }
 

@@ -132,7 +132,9 @@ template <class T> struct SampleBuffer {
 
     static int64_t bytes(int64_t samples) { return Arena::bytes<int64_t>(4 * samples) + Arena::bytes<T>(4 * samples); }
     SampleBuffer(Arena &arena, int64_t n)
-        : samples(n), address(arena.take<int64_t>(4 * n)), share(arena.take<T>(4 * n)) {}
+        : samples(n), address(arena.take<int64_t>(4 * n)), share(arena.take<T>(4 * n)) {
+        memset(address, 0, size_t(4 * n) * sizeof(int64_t)); // the rows asked for ahead before there are any
+    }
 
     void put_address(int64_t sample, int k, AddressLanes a) { memcpy(address + k * samples + sample, &a, sizeof a); }
     void put(int64_t sample, int k, AddressLanes a, RealLanes<T> s) {

@@ -108,8 +108,8 @@ template <int AXES> struct Block {
     }
 };
 
-// Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does nothing but
-// prefetch for one without effect and drops the calls.
+// Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does
+// nothing but prefetch for one without effect and drops the calls.
 __attribute__((always_inline)) inline void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
