@@ -1,0 +1,168 @@
+"""`mx-driving demo`: six cameras to a bird's-eye view, and the view back to the cameras, in one picture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+FLOOR = 20.0  # dB inside the seen area
+FALL = 50.0  # times the loss must fall
+STEPS = 80
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What the demonstration measured. psnr is None with a rig of one's own: there is no true map to compare with."""
+
+    out: Path
+    psnr: float | None
+    recovered_psnr: float
+    losses: list[float]
+    seen: float
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the view is good enough and the descent descended."""
+        return (self.psnr is None or self.psnr >= FLOOR) and self.losses[-1] * FALL <= self.losses[0]
+
+
+def run_demo(
+    out: Path, rig: Path | None = None, *, width: int = 800, cells: int = 200, steps: int = STEPS, tell: Any = None
+) -> DemoResult:
+    """Make the views, recover them, and draw the picture.
+
+    Args:
+        out: PNG file to write.
+        rig: rig file with photographs; without one a street is rendered.
+        width: width of the rendered images (height follows, 9 : 16).
+        cells: cells per side of the rendered scene's view (a rig file sets its own).
+        steps: gradient steps of the recovery.
+        tell: called with (fraction done, what is going on).
+    Raises: RigError for a rig that cannot be used, RuntimeError when an extra is missing.
+    """
+    _need_extra()
+    from . import lift, picture
+
+    tell = tell or (lambda fraction, text: None)
+    began = time.perf_counter()
+    cameras, extent, truth, hidden = _input(rig, width, cells, tell)
+    tell(0.25, "projecting the ground")
+    plan = lift.build(cameras, extent, hidden)
+    if not bool(plan.seen.any()):
+        raise _rig_error(f"the cameras must see some ground inside the bev extent; got none of {extent.cells**2} cells")
+    features = lift.pyramid(cameras)
+    bev = plan(features)
+    found = lift.recover(plan, bev, steps, _ticker(tell, steps))
+    tell(0.85, "drawing")
+    quality = None if truth is None else lift.psnr(bev, truth, plan.seen)
+    again = lift.psnr(found.bev, bev, plan.seen)
+    seen = float((plan.cameras > 0).float().mean())
+    notes = _notes(cameras, extent, quality, again, seen)
+    picture.draw(
+        picture.Story(cameras, extent, plan, bev, truth, found, lift.paint(plan, found.features), *notes), Path(out)
+    )
+    return DemoResult(Path(out), quality, again, found.losses, seen, time.perf_counter() - began)
+
+
+def _input(rig: Path | None, width: int, cells: int, tell: Callable[[float, str], None]) -> tuple[Any, Any, Any, Any]:
+    """Cameras with images, extent, true map and occlusion test; the last two only for the rendered street."""
+    from . import rig as rigs
+
+    if rig is not None:
+        tell(0.0, "reading the photographs")
+        loaded = rigs.load_rig(rig)
+        return loaded.cameras, loaded.extent, None, None
+    from . import scene
+
+    tell(0.0, "painting the street")
+    extent = replace(rigs.Extent(), cells=cells)
+    ground = scene.street()
+    cameras = []
+    for i, camera in enumerate(rigs.surround(width * 9 // 16, width)):
+        tell(0.03 + 0.03 * i, f"rendering {camera.name}")
+        cameras.append(scene.photograph(camera, ground))
+    tell(0.2, "drawing the true map")
+    return tuple(cameras), extent, scene.true_map(ground, extent), scene.hidden
+
+
+def _ticker(tell: Callable[[float, str], None], steps: int) -> Callable[[], None]:
+    done = iter(range(1, steps + 1))
+    return lambda: tell(0.3 + 0.55 * next(done) / steps, "recovering the view by gradient descent")
+
+
+def _notes(cameras: Any, extent: Any, quality: float | None, again: float, seen: float) -> tuple[str, str, str]:
+    shape = f"{extent.cells} x {extent.cells} cells of {extent.cell[0]:.2g} x {extent.cell[1]:.2g} m"
+    plural = "camera" if len(cameras) == 1 else "cameras"
+    caption = f"{len(cameras)} pinhole {plural}, 4 scales each, onto {shape}; {100 * seen:.0f} % of the ground is seen"
+    return caption, "" if quality is None else f"PSNR {quality:.1f} dB where seen", f"PSNR {again:.1f} dB to the lifted view"
+
+
+def _need_extra() -> None:
+    """Say which extra to install when the pictures' packages are missing."""
+    try:
+        import matplotlib  # noqa: F401
+        import numpy  # noqa: F401
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f'the demo needs {error.name}: pip install "mx-driving-portable[demo]"') from None
+
+
+def _rig_error(message: str) -> ValueError:
+    from .rig import RigError
+
+    return RigError(message)
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="PNG file to write.", dir_okay=False)] = Path("demo.png"),
+    rig: Annotated[
+        Optional[Path], typer.Option(help="Rig file (JSON) with your own photographs and calibration; see the README.")
+    ] = None,
+) -> None:
+    """Six cameras to a bird's-eye view, and back again by gradient descent.
+
+    Cameras round a car look at a rendered street. `deformable_aggregation` gathers their images into a view from above;
+    then the same view is recovered from blank feature maps through the operator's backward. One picture shows it all.
+    Exit status 0 means that the view matches the true map and the descent descended.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console()
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    try:
+        if not out.parent.is_dir():
+            raise ValueError(f"the folder of --out must exist; got {out.parent}")
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("starting", total=1.0)
+            result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text))
+    except (ValueError, RuntimeError, OSError) as error:
+        console.print(f"[bold red]demo failed:[/] {error}", highlight=False)
+        raise typer.Exit(1) from None
+    _report(console, result)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+def _report(console: Any, result: DemoResult) -> None:
+    """A table of what was measured, and where the picture is."""
+    from rich.table import Table
+
+    table = Table(title="mx-driving demo", title_justify="left")
+    for name in ("what", "measured", "wanted"):
+        table.add_column(name)
+    if result.psnr is not None:
+        table.add_row("lifted view against the true map, where seen", f"{result.psnr:.1f} dB", f"{FLOOR:.0f} dB or more")
+    first, last = result.losses[0], result.losses[-1]
+    fall = f"{first:.3g} to {last:.3g} ({first / max(last, 1e-30):.0f} times less)"
+    table.add_row(f"loss over {len(result.losses)} gradient steps", fall, f"{FALL:.0f} times less or better")
+    table.add_row("recovered view against the lifted view", f"{result.recovered_psnr:.1f} dB", "")
+    table.add_row("ground seen by a camera", f"{100 * result.seen:.0f} %", "")
+    console.print(table)
+    verdict = "[bold green]all is well[/]" if result.ok else "[bold red]not good enough[/]"
+    console.print(f"{verdict}, {result.seconds:.1f} s; the picture is in {result.out}", highlight=False)

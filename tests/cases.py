@@ -1,0 +1,197 @@
+"""The tables: inputs by name, and implementations by name. Every property is tested on their product, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import truth
+from torch import Tensor
+
+import mx_driving
+from mx_driving import _native, reference
+
+MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
+OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
+DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+
+
+class Case(NamedTuple):
+    operator: str
+    name: str
+    make: Callable[[], tuple[Tensor, ...]]
+
+
+def levels_of(*sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    shapes = torch.tensor(sizes)
+    ends = shapes.prod(-1).flatten().cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return shapes, starts
+
+
+def off_lattice(pixels: Tensor) -> Tensor:
+    """Moves pixel coordinates at least 0.1 away from pixel centres, where the gradient of a location jumps."""
+    whole = pixels.floor()
+    return whole + 0.1 + 0.8 * (pixels - whole)
+
+
+def _locations(generator: torch.Generator, shapes: Tensor, lead: tuple[int, ...], points: int, margin: float) -> Tensor:
+    """[*lead, levels, points, 2] normalised, `margin` beyond the map on each side, off the lattice."""
+    uniform = torch.rand(*lead, len(shapes), points, 2, dtype=torch.float64, generator=generator)
+    size = shapes.flip(-1).double()[:, None]
+    pixels = off_lattice((uniform * (1 + 2 * margin) - margin) * size - 0.5)
+    return (pixels + 0.5) / size
+
+
+def multi_scale(
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, margin=0.15
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes, starts = levels_of(*sizes)
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
+    locations = _locations(generator, shapes, (bs, queries, heads), points, margin)
+    weights = torch.rand(bs, queries, heads, len(sizes), points, dtype=torch.float64, generator=generator) + 1e-5
+    return value, shapes, starts, locations, weights
+
+
+def geometric(
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, integral=True
+) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights = multi_scale(bs, queries, channels, heads, sizes, points, seed, margin=0.3)
+    pixels = locations * shapes.flip(-1).double()[:, None]
+    return value, shapes, starts, pixels.floor().long() if integral else pixels, weights
+
+
+def aggregation(
+    bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]], seed: int = 0
+) -> tuple[Tensor, ...]:
+    """sizes[cam][scale]; a point is well inside some images, outside others, and off the lattice of every scale."""
+    generator = torch.Generator().manual_seed(seed)
+    cams, scales = len(sizes), len(sizes[0])
+    shapes = torch.tensor(sizes)
+    starts = levels_of(*[size for cam in sizes for size in cam])[1].view(cams, scales)
+    features = torch.randn(bs, int(shapes.prod(-1).sum()), channels, dtype=torch.float64, generator=generator)
+    uniform = torch.rand(bs, anchors, points, cams, 2, dtype=torch.float64, generator=generator) * 1.4 - 0.2
+    for cam in range(cams):
+        for height, width in sizes[cam]:
+            size = torch.tensor([width, height], dtype=torch.float64)
+            fraction = (uniform[:, :, :, cam] * size - 0.5) % 1
+            near = ((fraction < 0.02) | (fraction > 0.98)).any(-1, keepdim=True)
+            uniform[:, :, :, cam] = torch.where(near, torch.full_like(size, 1.7), uniform[:, :, :, cam])
+    weight = torch.rand(bs, anchors, points, cams, scales, groups, dtype=torch.float64, generator=generator)
+    return features, shapes, starts, uniform, weight
+
+
+def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
+    """Every location one of xs in x and in y, in turn."""
+    table = torch.tensor(xs, dtype=torch.float64)
+    count = args[3].numel() // 2
+    index = torch.arange(count)
+    pairs = torch.stack([table[index % len(xs)], table[index // len(xs) % len(xs)]], -1)
+    return (*args[:3], pairs.view(args[3].shape), args[4])
+
+
+def _overlapping() -> tuple[Tensor, ...]:
+    args = multi_scale(2, 30, 8, 2, [(6, 7), (5, 4), (3, 3)], 3)
+    return args[0], args[1], torch.tensor([2, 20, 61]), *args[3:]  # levels 0 and 1 share rows; gaps at both ends
+
+
+PYRAMID = [(12, 17), (6, 9), (3, 5), (1, 1)]
+VENDOR_LEVEL = (60, 40)
+CASES = [
+    Case(MULTI_SCALE, "pyramid", lambda: multi_scale(2, 70, 32, 4, PYRAMID, 4)),
+    *(
+        Case(MULTI_SCALE, f"channels {c}", lambda c=c: multi_scale(1, 20, c, 2, [(5, 7), (3, 2)], 3))
+        for c in (1, 3, 8, 24, 37, 64, 147, 256)
+    ),
+    Case(MULTI_SCALE, "1 x 1 levels", lambda: multi_scale(2, 9, 16, 2, [(1, 1), (1, 1)], 5)),
+    Case(MULTI_SCALE, "one row, one column", lambda: multi_scale(1, 9, 16, 2, [(1, 9), (9, 1)], 5)),
+    Case(MULTI_SCALE, "overlapping levels and gaps", _overlapping),
+    Case(MULTI_SCALE, "mostly outside", lambda: multi_scale(1, 20, 8, 2, [(4, 4)], 4, margin=4)),
+    Case(MULTI_SCALE, "vendor 37 x 4 x 5 x 3", lambda: multi_scale(2, 60, 37, 4, [VENDOR_LEVEL] * 5, 3)),
+    Case(MULTI_SCALE, "vendor 16 x 5 x 3 x 1", lambda: multi_scale(1, 150, 16, 5, [VENDOR_LEVEL] * 3, 1)),
+    Case(MULTI_SCALE, "vendor 64 x 6 x 1 x 2", lambda: multi_scale(1, 150, 64, 6, [VENDOR_LEVEL], 2)),
+    Case(MULTI_SCALE, "vendor 128 x 8 x 8 x 8", lambda: multi_scale(1, 10, 128, 8, [VENDOR_LEVEL] * 8, 8)),
+    Case(MULTI_SCALE, "vendor 147 x 7 x 3 x 21", lambda: multi_scale(1, 10, 147, 7, [VENDOR_LEVEL] * 3, 21)),
+    Case(MULTI_SCALE, "vendor 32 x 7 x 4 x 16", lambda: multi_scale(1, 20, 32, 7, [VENDOR_LEVEL] * 4, 16)),
+    Case(MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, [(100, 134), (50, 67), (25, 34), (13, 17)], 4)),
+    Case(MULTI_SCALE, "BEVFormer temporal", lambda: multi_scale(2, 100, 32, 8, [(50, 50)], 4)),
+    Case(MULTI_SCALE, "BEVFormer spatial", lambda: multi_scale(3, 30, 32, 8, [(29, 50), (15, 25), (8, 13), (4, 7)], 8)),
+    Case(AGGREGATION, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (1, 1)]])),
+    Case(AGGREGATION, "vendor forward 64 / 16", lambda: aggregation(2, 13, 31, 64, 16, [[(32, 88)]])),
+    Case(AGGREGATION, "vendor backward 128 / 8", lambda: aggregation(1, 10, 21, 128, 8, [[(16, 22)]])),
+    Case(AGGREGATION, "one group of 37", lambda: aggregation(1, 5, 6, 37, 1, [[(6, 7)]])),
+    Case(AGGREGATION, "groups of one", lambda: aggregation(1, 5, 6, 6, 6, [[(6, 7)]])),
+    Case(AGGREGATION, "ten scales", lambda: aggregation(1, 4, 3, 8, 2, [[(4, 5)] * 10])),
+    Case(AGGREGATION, "Sparse4D", lambda: aggregation(1, 30, 13, 256, 8, [[(16, 44), (8, 22), (4, 11), (2, 5)]] * 6)),
+    Case(GEOMETRIC, "pyramid", lambda: geometric(2, 70, 32, 4, PYRAMID, 4)),
+    Case(GEOMETRIC, "fractional", lambda: geometric(2, 70, 24, 4, PYRAMID, 3, integral=False)),
+    Case(GEOMETRIC, "vendor 15 points", lambda: geometric(4, 120, 64, 4, [(15, 25)], 15)),
+    Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
+    *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
+]
+# On the pixel centres and on the border: the output is continuous there, location gradients are not and are compared apart.
+LATTICE = [
+    Case(
+        MULTI_SCALE,
+        "lattice and border",
+        lambda: _edge_locations(
+            MULTI_SCALE, multi_scale(1, 64, 8, 1, [(4, 4)], 2), [-0.25, -0.125, 0.0, 0.125, 0.375, 0.875, 1.0, 1.125, 1.5]
+        ),
+    ),
+    Case(
+        AGGREGATION,
+        "lattice and border",
+        lambda: _edge_locations(
+            AGGREGATION, aggregation(1, 9, 10, 8, 2, [[(4, 4)]]), [-0.125, 0.0, 0.125, 0.25, 0.625, 0.875, 1.0, 1.25]
+        ),
+    ),
+    Case(
+        GEOMETRIC,
+        "lattice and border",
+        lambda: _edge_locations(
+            GEOMETRIC, geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False), [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30]
+        ),
+    ),
+]
+
+
+def case_id(case: Case) -> str:
+    return f"{case.operator}: {case.name}"
+
+
+def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Name -> a context inside which `module_of(name)` is that implementation."""
+    found: dict[str, Any] = {"reference": contextlib.nullcontext}
+    if _native.why_not() is None:
+        for isa in _native.available_isas():
+            found[f"native-{isa}"] = lambda isa=isa: _native.use_isa(isa)
+    return found
+
+
+def forward_of(implementation: str, operator: str) -> Callable[..., Tensor]:
+    return getattr(reference if implementation == "reference" else mx_driving, operator)
+
+
+def gradients_of(implementation: str, operator: str, grad: Tensor, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    mask = [True] * len(DIFFERENTIABLE[operator])
+    if implementation == "reference":
+        return getattr(reference, operator + "_backward")(grad, *args, mask)
+    return getattr(torch.ops.mx_driving, operator + "_backward").default(grad, *args, mask)
+
+
+def cast(args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+
+
+def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
+    last = args[0].shape[2] if operator == AGGREGATION else args[0].shape[2] * args[0].shape[3]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(args[0].shape[0], args[3].shape[1], last, dtype=torch.float64, generator=generator)
+
+
+def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:
+    arrays = [a.double().numpy() if a.is_floating_point() or i == 3 else a.numpy() for i, a in enumerate(args)]
+    return getattr(truth, operator)(*arrays, grad.double().numpy())

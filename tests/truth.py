@@ -1,0 +1,136 @@
+"""float64 truth in numpy, written from the operators' equations and from nothing else in this repository.
+
+Each function returns the output, the gradients, and for each of them the scale that rounding errors are measured by: the
+same sum with every term's absolute value.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Truth(NamedTuple):
+    results: list[np.ndarray]  # output, then the gradients in the order of the inputs that have one
+    scales: list[np.ndarray]
+
+
+def _bilinear(height, width, x, y):
+    """For samples x, y [...]: which are valid, and per corner (on the map, row, share, d share / dx, d share / dy)."""
+    with np.errstate(invalid="ignore"):
+        valid = (x > -1) & (y > -1) & (x < width) & (y < height)
+    x, y = np.where(valid, x, 0.0), np.where(valid, y, 0.0)
+    x0, y0 = np.floor(x), np.floor(y)
+    lw, lh = x - x0, y - y0
+    corners = []
+    for dy in (0, 1):
+        for dx in (0, 1):
+            cx, cy = (x0 + dx).astype(np.int64), (y0 + dy).astype(np.int64)
+            on_map = valid & (cx >= 0) & (cx < width) & (cy >= 0) & (cy < height)
+            sx, sy = (lw if dx else 1 - lw), (lh if dy else 1 - lh)
+            row = np.where(on_map, cy * width + cx, 0)
+            corners.append((on_map, row, sx * sy, (1 if dx else -1) * sy, (1 if dy else -1) * sx))
+    return valid, corners
+
+
+def _sample(table, start, corners, which):
+    """Rows [..., c] weighted by the share (2) or one of its slopes (3, 4), and the same with absolute values."""
+    total = scale = 0.0
+    for corner in corners:
+        rows = np.where(corner[0][..., None], table[start + corner[1]], 0.0)
+        total = total + corner[which][..., None] * rows
+        scale = scale + np.abs(corner[which][..., None] * rows)
+    return total, scale
+
+
+def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad) -> Truth:
+    bs, _, heads, channels = value.shape
+    queries = locations.shape[1]
+    out = np.zeros((bs, queries, heads, channels))
+    g = grad.reshape(bs, queries, heads, channels)
+    gv, gl, gw = np.zeros(value.shape), np.zeros(locations.shape), np.zeros(weights.shape)
+    scales = [np.zeros(a.shape) for a in (out, gv, gl, gw)]
+    for b, h, l in np.ndindex(bs, heads, len(starts)):
+        (height, width), start = shapes[l], starts[l]
+        x = locations[b, :, h, l, :, 0] * width - 0.5
+        y = locations[b, :, h, l, :, 1] * height - 0.5
+        valid, corners = _bilinear(height, width, x, y)
+        w = np.where(valid, weights[b, :, h, l], 0.0)
+        gq = np.where(valid[..., None], g[b, :, h][:, None], 0.0)
+        table = value[b, :, h]
+        bil, bil_scale = _sample(table, start, corners, 2)
+        out[b, :, h] += (w[..., None] * bil).sum(1)
+        scales[0][b, :, h] += np.abs(w[..., None] * bil_scale).sum(1)
+        for on_map, row, share, _, _ in corners:
+            what = np.where(on_map[..., None], (share * w)[..., None] * gq, 0.0)
+            np.add.at(gv[b, :, h], start + row, what)
+            np.add.at(scales[1][b, :, h], start + row, np.abs(what))
+        gw[b, :, h, l] = (gq * bil).sum(-1)
+        scales[3][b, :, h, l] = np.abs(gq * bil_scale).sum(-1)
+        for axis, size in ((0, width), (1, height)):
+            slope, slope_scale = _sample(table, start, corners, 3 + axis)
+            gl[b, :, h, l, :, axis] = size * w * (gq * slope).sum(-1)
+            scales[2][b, :, h, l, :, axis] = np.abs(size * w) * np.abs(gq * slope_scale).sum(-1)
+    flat = (bs, queries, heads * channels)
+    return Truth([out.reshape(flat), gv, gl, gw], [scales[0].reshape(flat), *scales[1:]])
+
+
+def deformable_aggregation(features, shapes, starts, locations, weight, grad) -> Truth:
+    bs, _, channels = features.shape
+    _, anchors, _, cams, maps, groups = weight.shape
+    out = np.zeros((bs, anchors, channels))
+    gf, gl, gw = np.zeros(features.shape), np.zeros(locations.shape), np.zeros(weight.shape)
+    scales = [np.zeros(a.shape) for a in (out, gf, gl, gw)]
+    size = channels // groups
+    for b, cam, s in np.ndindex(bs, cams, maps):
+        (height, width), start = shapes[cam, s], starts[cam, s]
+        u, v = locations[b, :, :, cam, 0], locations[b, :, :, cam, 1]
+        with np.errstate(invalid="ignore"):
+            seen = (u > 0) & (u < 1) & (v > 0) & (v < 1)
+        nan = np.nan
+        _, corners = _bilinear(height, width, np.where(seen, u * width - 0.5, nan), np.where(seen, v * height - 0.5, nan))
+        wide = np.repeat(np.where(seen[..., None], weight[b, :, :, cam, s], 0.0), size, -1)  # [anchors, points, channels]
+        gq = np.where(seen[..., None], grad[b][:, None], 0.0)
+        bil, bil_scale = _sample(features[b], start, corners, 2)
+        out[b] += (wide * bil).sum(1)
+        scales[0][b] += np.abs(wide * bil_scale).sum(1)
+        for on_map, row, share, _, _ in corners:
+            what = np.where(on_map[..., None], share[..., None] * wide * gq, 0.0)
+            np.add.at(gf[b], start + row, what)
+            np.add.at(scales[1][b], start + row, np.abs(what))
+        by_group = (*gq.shape[:2], groups, size)
+        gw[b, :, :, cam, s] = (gq * bil).reshape(by_group).sum(-1)
+        scales[3][b, :, :, cam, s] = np.abs(gq * bil_scale).reshape(by_group).sum(-1)
+        for axis, extent in ((0, width), (1, height)):
+            slope, slope_scale = _sample(features[b], start, corners, 3 + axis)
+            gl[b, :, :, cam, axis] += extent * (gq * wide * slope).sum(-1)
+            scales[2][b, :, :, cam, axis] += extent * np.abs(gq * wide * slope_scale).sum(-1)
+    return Truth([out, gf, gl, gw], scales)
+
+
+def _nearest(x, size):
+    x = np.where(np.isnan(x), 0.0, x)
+    return np.trunc(np.clip(x, 0, size - 1)).astype(np.int64)
+
+
+def geometric_kernel_attention(value, shapes, starts, locations, weights, grad) -> Truth:
+    bs, _, heads, channels = value.shape
+    queries = locations.shape[1]
+    out = np.zeros((bs, queries, heads, channels))
+    g = grad.reshape(out.shape)
+    gv, gw = np.zeros(value.shape), np.zeros(weights.shape)
+    scales = [np.zeros(a.shape) for a in (out, gv, gw)]
+    for b, h, l in np.ndindex(bs, heads, len(starts)):
+        (height, width), start = shapes[l], starts[l]
+        xy = locations[b, :, h, l]
+        row = start + _nearest(xy[..., 1], height) * width + _nearest(xy[..., 0], width)
+        w, rows, gq = weights[b, :, h, l][..., None], value[b, :, h][row], g[b, :, h][:, None]
+        out[b, :, h] += (w * rows).sum(1)
+        scales[0][b, :, h] += np.abs(w * rows).sum(1)
+        np.add.at(gv[b, :, h], row, w * gq)
+        np.add.at(scales[1][b, :, h], row, np.abs(w * gq))
+        gw[b, :, h, l] = (gq * rows).sum(-1)
+        scales[2][b, :, h, l] = np.abs(gq * rows).sum(-1)
+    flat = (bs, queries, heads * channels)
+    return Truth([out.reshape(flat), gv, gw], [scales[0].reshape(flat), *scales[1:]])
