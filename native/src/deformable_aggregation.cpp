@@ -333,9 +333,8 @@ template <class V, class T> class FeatureGradient {
         for (int64_t group = 0; group < n.groups; ++group) {
             list.count = 0;
             for (int64_t i = 0; i < padded; i += LANES) {
-                const Corners<T> c = samples.corners(i);
                 const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
-                for (int k = 0; k < 4; ++k) list.add(c.inside[k], c.pixel[k], weight * c.share(k), band);
+                list.add(samples.corners(i), weight, band);
             }
             scatter_add<T, T>(list.address, list.share, list.count, n.group_channels, g + group * n.group_channels,
                               group * n.group_channels);

@@ -31,7 +31,9 @@ template <class T> struct Nearest {
     template <class B> static void scatter(const QueryReader<T> &reader, const B &band, ScatterList<T> &list) {
         for (int64_t i = 0; i < reader.padded; i += LANES) {
             const IntLanes<T> real = raw_load<Int<T>, LANES>(reader.maps().columns + i) > 0; // not padding
-            list.add(real, pixel_of(reader, i), reader.weight(i), band);
+            const IntLanes<T> pixel = pixel_of(reader, i);
+            const RealLanes<T> weight = reader.weight(i);
+            list.template add<1>(&real, &pixel, &weight, band);
         }
     }
 };

@@ -27,9 +27,7 @@ template <class T> struct Bilinear {
 
     template <class B> static void scatter(const QueryReader<T> &reader, const B &band, ScatterList<T> &list) {
         for (int64_t i = 0; i < reader.padded; i += LANES) {
-            const Corners<T> c = corners_of(reader, i);
-            const RealLanes<T> weight = reader.weight(i);
-            for (int k = 0; k < 4; ++k) list.add(c.inside[k], c.pixel[k], weight * c.share(k), band);
+            list.add(corners_of(reader, i), reader.weight(i), band);
         }
     }
 };

@@ -174,22 +174,33 @@ template <class T> struct ScatterList {
     ScatterList(Arena &arena, int64_t n)
         : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
 
-    // LANES rows of value, of which those count where `real` is all ones.
-    template <class B> void add(IntLanes<T> real, IntLanes<T> pixel, RealLanes<T> s, const B &band) {
-        const IntLanes<T> mine = real & (pixel >= Int<T>(band.begin)) & (pixel < Int<T>(band.end));
-        const AddressLanes a = convert<int64_t, LANES>(pixel - Int<T>(band.begin)) * band.step + band.address;
-        int64_t addresses[LANES];
-        T shares[LANES];
-        Int<T> flags[LANES];
-        memcpy(addresses, &a, sizeof a);
-        memcpy(shares, &s, sizeof s);
-        memcpy(flags, &mine, sizeof mine);
+    // LANES samples of CORNERS rows of value each; those count where `real` is all ones and the band has the row. The
+    // order is sample by sample: it does not depend on where a group of LANES begins, and so not on how rows are cut
+    // into bands.
+    template <int CORNERS, class B>
+    void add(const IntLanes<T> *real, const IntLanes<T> *pixel, const RealLanes<T> *shares, const B &band) {
+        int64_t addresses[CORNERS][LANES];
+        T kept[CORNERS][LANES];
+        Int<T> mine[CORNERS][LANES];
         MXD_UNROLL
-        for (int i = 0; i < LANES; ++i) {
-            address[count] = addresses[i];
-            share[count] = shares[i];
-            count -= flags[i];
+        for (int k = 0; k < CORNERS; ++k) {
+            const IntLanes<T> m = real[k] & (pixel[k] >= Int<T>(band.begin)) & (pixel[k] < Int<T>(band.end));
+            const AddressLanes a = convert<int64_t, LANES>(pixel[k] - Int<T>(band.begin)) * band.step + band.address;
+            memcpy(addresses[k], &a, sizeof a);
+            memcpy(kept[k], &shares[k], sizeof shares[k]);
+            memcpy(mine[k], &m, sizeof m);
         }
+        for (int i = 0; i < LANES; ++i) MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) {
+            address[count] = addresses[k][i];
+            share[count] = kept[k][i];
+            count -= mine[k][i];
+        }
+    }
+    template <class B> void add(const Corners<T> &c, RealLanes<T> weight, const B &band) {
+        const RealLanes<T> shares[4] = {weight * c.share(0), weight * c.share(1), weight * c.share(2),
+                                        weight * c.share(3)};
+        add<4>(c.inside, c.pixel, shares, band);
     }
 };
 

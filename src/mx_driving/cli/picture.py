@@ -37,9 +37,9 @@ def draw(story: Story, out: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 12.6), dpi=88, facecolor=PAPER)
+    figure = Figure(figsize=(16, 12.7), dpi=88, facecolor=PAPER)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 1, height_ratios=(4.5, 5.45, 1.5), left=0.02, right=0.98, top=0.905, bottom=0.0, hspace=0.11)
+    grid = figure.add_gridspec(3, 1, height_ratios=(4.5, 5.45, 1.5), left=0.02, right=0.98, top=0.905, bottom=0.0, hspace=0.1)
     figure.text(0.02, 0.967, "Surround view to bird's-eye view", color=INK, fontsize=21, weight="bold")
     figure.text(0.02, 0.945, story.caption, color=FAINT, fontsize=12)
     _top(figure, grid[0], story)
@@ -68,7 +68,7 @@ def _top(figure: Any, place: Any, story: Story) -> None:
         axes = figure.add_subplot(panes[i // columns, i % columns])
         axes.imshow(camera.image.numpy())
         _frame(axes, camera.name, COLOURS[i % len(COLOURS)])
-    _curve(figure.add_subplot(right), story.recovery.losses)
+    _curve(figure.add_subplot(right.subgridspec(2, 1, height_ratios=(14, 1), hspace=0)[0]), story.recovery.losses)
 
 
 def _curve(axes: Any, losses: list[float]) -> None:
@@ -88,7 +88,7 @@ def _curve(axes: Any, losses: list[float]) -> None:
 def _views(figure: Any, place: Any, story: Story) -> None:
     """Three maps: lifted, true (or how many cameras see each cell), recovered."""
     cells, lift = story.extent.cells, story.lift
-    mask = lift.cameras.view(cells, cells, 1) > 0
+    mask = lift.seen.view(cells, cells, 1)
     empty = torch.tensor(EMPTY)
     masked = lambda view: torch.where(mask, view.view(cells, cells, 3).clamp(0, 1), empty)  # noqa: E731
     panes = place.subgridspec(1, 3, wspace=0.06)
@@ -98,7 +98,7 @@ def _views(figure: Any, place: Any, story: Story) -> None:
         _map(other, story.truth.view(cells, cells, 3), story, "true map", "dimmed: no camera sees it", dim=~mask)
     else:
         _map(other, _coverage(lift, cells), story, "cameras per cell", "dark none, blue one, brighter more")
-    _map(found, masked(story.recovery.bev), story, "recovered by gradient descent", story.recovery_note)
+    _map(found, masked(story.recovery.bev), story, "recovered by descent", story.recovery_note)
 
 
 def _coverage(lift: Lift, cells: int) -> Tensor:
@@ -114,7 +114,7 @@ def _map(axes: Any, view: Tensor, story: Story, title: str, note: str, dim: Tens
     axes.imshow(view.flip(0, 1).numpy(), extent=(y1, y0, x0, x1), interpolation="nearest")
     for i, camera in enumerate(story.cameras):
         _wedge(axes, camera, COLOURS[i % len(COLOURS)], 0.09 * (x1 - x0))
-    if x0 < -1 and x1 > 4 and y0 < -1 and y1 > 1:  # the car, when its place is inside the view
+    if x0 < -1 and x1 > 4 and y0 < -1 and y1 > 1 and not _sees_own_car(story):
         axes.fill([0.9, 0.9, -0.9, -0.9], [-0.9, 3.6, 3.6, -0.9], color=INK, alpha=0.9, zorder=4)
         axes.fill([0.7, 0.7, -0.7, -0.7], [1.6, 2.5, 2.5, 1.6], color=PAPER, zorder=5)
     axes.set_xlim(y1, y0)
@@ -122,6 +122,13 @@ def _map(axes: Any, view: Tensor, story: Story, title: str, note: str, dim: Tens
     axes.set_aspect("equal")
     _frame(axes, title, INK)
     axes.text(1, 1.02, note, transform=axes.transAxes, color=FAINT, fontsize=11, ha="right")
+
+
+def _sees_own_car(story: Story) -> bool:
+    """Whether the cameras see the ground where the car would be drawn."""
+    (x0, x1), (y0, y1), cells = story.extent.x, story.extent.y, story.extent.cells
+    row, column = int((1.35 - x0) / (x1 - x0) * cells), int(-y0 / (y1 - y0) * cells)
+    return bool(story.lift.seen.view(cells, cells)[row, column])
 
 
 def _wedge(axes: Any, camera: Camera, colour: str, reach: float) -> None:
@@ -147,6 +154,7 @@ def _strip(figure: Any, place: Any, pictures: list[Any], cameras: tuple[Camera, 
 def _frame(axes: Any, title: str, colour: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
+    axes.set_anchor("NW")
     axes.set_title(title, color=colour, fontsize=12, loc="left", pad=4)
     for spine in axes.spines.values():
         spine.set_visible(False)

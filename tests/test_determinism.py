@@ -1,0 +1,43 @@
+"""The same bits for any number of threads, twice in a row, forward and backward."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+
+LARGE = {
+    MULTI_SCALE: lambda: cases.multi_scale(1, 700, 40, 3, [(20, 30), (10, 15), (5, 8)], 4),
+    AGGREGATION: lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
+    GEOMETRIC: lambda: cases.geometric(1, 700, 40, 3, [(20, 30), (10, 15)], 4),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_bitwise_for_any_number_of_threads(implementation, operator, dtype):
+    if implementation == "reference":
+        dtype = torch.float64  # plain torch: its own scatter is deterministic on a CPU; one dtype says so
+    args = cases.cast(LARGE[operator](), dtype)
+    grad = cases.grad_for(operator, args).to(dtype)
+    results = []
+    for threads in (1, 2, 3, 8, 8):
+        torch.set_num_threads(threads)
+        output = cases.forward_of(implementation, operator)(*args)
+        results.append([output, *cases.gradients_of(implementation, operator, grad, args)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_overlapping_levels_bitwise(implementation):
+    args = next(c for c in cases.CASES if c.name.startswith("overlapping")).make()
+    args = cases.cast(args, torch.float32)
+    grad = cases.grad_for(MULTI_SCALE, args).float()
+    first = None
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        found = cases.gradients_of(implementation, MULTI_SCALE, grad, args)
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))

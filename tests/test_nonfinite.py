@@ -1,0 +1,99 @@
+"""NaN and infinity: exact zeros where the specification says so, and no finite number turned into another one."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import pytest
+import tolerance
+import torch
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+
+NAN, INF = float("nan"), float("inf")
+
+
+def run(implementation, operator, args, grad):
+    output = cases.forward_of(implementation, operator)(*args)
+    return [output, *cases.gradients_of(implementation, operator, grad, args)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("operator", [MULTI_SCALE, AGGREGATION])
+def test_all_inputs_poisoned_give_exact_zeros(implementation, operator, poison, dtype):
+    case = next(c for c in cases.CASES if c.operator == operator)
+    args = tuple(torch.full_like(a, poison) if a.is_floating_point() else a for a in cases.cast(case.make(), dtype))
+    grad = torch.full_like(cases.grad_for(operator, args), poison).to(dtype)
+    for result in run(implementation, operator, args, grad):
+        assert not result.any()  # a NaN would be true
+
+
+@pytest.mark.parametrize("operator", [MULTI_SCALE, AGGREGATION])
+def test_invalid_samples_contribute_exactly_zero(implementation, operator):
+    """Half of the locations lie outside; there value, weight and grad may be anything."""
+    case = next(c for c in cases.CASES if c.operator == operator)
+    args = list(cases.cast(case.make(), torch.float32))
+    grad = cases.grad_for(operator, tuple(args)).float()
+    clean = [torch.where((torch.arange(a.shape[1]) % 2 == 0).view(-1, *[1] * (a.dim() - 2)), a, 0) for a in args[3:]]
+    locations, weights, g = args[3].clone(), args[4].clone(), grad.clone()
+    for odd, bad in ((1, NAN), (3, INF), (5, -7.0)):
+        locations[:, odd::6] = bad
+    weights[:, 1::2], g[:, 1::2] = NAN, INF
+    results = run(implementation, operator, (*args[:3], locations, weights), g)
+    grad = torch.where((torch.arange(grad.shape[1]) % 2 == 0)[:, None], grad, 0)
+    expected = run(implementation, operator, (*args[:3], args[3], clean[1]), grad)
+    assert torch.equal(results[0], expected[0])
+    torch.testing.assert_close(results[1], expected[1], rtol=0, atol=0)
+    for got in results[2:]:
+        assert not got[:, 1::2].any()
+        assert got[:, ::2].isfinite().all()
+    assert torch.equal(results[2][:, ::2], expected[2][:, ::2])
+
+
+@pytest.mark.parametrize("which", ["value", "weights", "grad"])
+@pytest.mark.parametrize("poison", [NAN, INF])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_finite_where_truth_is_finite(implementation, operator, poison, which):
+    """One element poisoned: what truth leaves finite is right, what truth makes non-finite is not finite."""
+    case = next(c for c in cases.CASES if c.operator == operator)
+    args = list(cases.cast(case.make(), torch.float32))
+    grad = cases.grad_for(operator, tuple(args)).float()
+    target = {"value": args[0], "weights": args[4], "grad": grad}[which]
+    target.view(-1)[target.numel() // 2] = poison
+    with np.errstate(invalid="ignore"):
+        true = cases.truth_of(operator, tuple(args), grad)
+    for got, expected, scale in zip(run(implementation, operator, tuple(args), grad), *true, strict=True):
+        finite = np.isfinite(expected)
+        assert (np.isfinite(got.numpy()) == finite).all()
+        limit = tolerance.allowed(torch.float32, torch.float32, expected, np.where(np.isfinite(scale), scale, 0), 64, 20)
+        assert (np.abs(got.double().numpy() - expected)[finite] <= np.broadcast_to(limit, finite.shape)[finite]).all()
+
+
+def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
+    """A corner that is off the map is not read: its neighbour's infinity arrives as infinity, not as NaN."""
+    value = torch.tensor([INF, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)
+    shapes, starts = torch.tensor([[2, 2]]), torch.tensor([0])
+    location = torch.tensor([0.125, 0.125]).view(1, 1, 1, 1, 1, 2)  # pixel (-0.25, -0.25): only corner 3 is on the map
+    weight = torch.ones(1, 1, 1, 1, 1)
+    out = cases.forward_of(implementation, MULTI_SCALE)(value, shapes, starts, location, weight)
+    assert out.item() == INF
+
+
+@pytest.mark.parametrize(("x", "column"), [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_geometric_clamps_before_it_converts(implementation, x, column, dtype):
+    value = torch.arange(4.0).view(1, 4, 1, 1)
+    location = torch.tensor([x, 0.0], dtype=dtype).view(1, 1, 1, 1, 1, 2)
+    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), location, torch.ones(1, 1, 1, 1, 1))
+    assert cases.forward_of(implementation, GEOMETRIC)(*args).item() == column
+    grad_value, grad_weight = cases.gradients_of(implementation, GEOMETRIC, torch.ones(1, 1, 1), args)
+    assert grad_value.view(-1).tolist() == [float(i == column) for i in range(4)]
+    assert grad_weight.item() == column
+
+
+@pytest.mark.parametrize("pixel", [2**62, -(2**62), 2**31, -(2**31), 3])
+def test_geometric_huge_integers(implementation, pixel):
+    value = torch.arange(4.0).view(1, 4, 1, 1)
+    location = torch.tensor([pixel, 0]).view(1, 1, 1, 1, 1, 2)
+    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), location, torch.ones(1, 1, 1, 1, 1))
+    assert cases.forward_of(implementation, GEOMETRIC)(*args).item() == max(0, min(3, pixel))
