@@ -116,7 +116,9 @@ CASES = [
     Case(MULTI_SCALE, "vendor 128 x 8 x 8 x 8", lambda: multi_scale(1, 10, 128, 8, [VENDOR_LEVEL] * 8, 8)),
     Case(MULTI_SCALE, "vendor 147 x 7 x 3 x 21", lambda: multi_scale(1, 10, 147, 7, [VENDOR_LEVEL] * 3, 21)),
     Case(MULTI_SCALE, "vendor 32 x 7 x 4 x 16", lambda: multi_scale(1, 20, 32, 7, [VENDOR_LEVEL] * 4, 16)),
-    Case(MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, [(100, 134), (50, 67), (25, 34), (13, 17)], 4)),
+    Case(
+        MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, [(100, 134), (50, 67), (25, 34), (13, 17)], 4)
+    ),
     Case(MULTI_SCALE, "BEVFormer temporal", lambda: multi_scale(2, 100, 32, 8, [(50, 50)], 4)),
     Case(MULTI_SCALE, "BEVFormer spatial", lambda: multi_scale(3, 30, 32, 8, [(29, 50), (15, 25), (8, 13), (4, 7)], 8)),
     Case(AGGREGATION, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (1, 1)]])),
@@ -152,7 +154,9 @@ LATTICE = [
         GEOMETRIC,
         "lattice and border",
         lambda: _edge_locations(
-            GEOMETRIC, geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False), [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30]
+            GEOMETRIC,
+            geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False),
+            [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30],
         ),
     ),
 ]

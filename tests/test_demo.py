@@ -1,6 +1,7 @@
 """The demonstration: the view matches the map, the descent descends, a bad rig file is named, the geometry closes."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-from typer.testing import CliRunner  # noqa: E402
 import typer  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
 
 from mx_driving.cli import demo as demos  # noqa: E402
 from mx_driving.cli import lift, scene  # noqa: E402
@@ -101,7 +102,7 @@ def test_the_street_is_lifted_and_recovered(tmp_path):
     result = demos.run_demo(tmp_path / "demo.png", width=480, cells=96, steps=60)
     assert result.ok
     assert result.psnr is not None
-    assert result.psnr > 24
+    assert result.psnr > demos.FLOOR
     assert result.seen > 0.7
     assert result.losses[-1] * 1000 < result.losses[0]
     assert 100_000 < result.out.stat().st_size < 1_000_000
@@ -127,6 +128,19 @@ def test_failure_is_an_exit_status(tmp_path):
     result = CliRunner().invoke(app, ["--rig", str(tmp_path / "none.json"), "--out", str(tmp_path / "x.png")])
     assert result.exit_code == 1
     assert "the rig file must exist" in result.output
+
+
+@pytest.mark.parametrize(
+    ("psnr", "last", "ok"), [(30.0, 1e-6, True), (None, 1e-6, True), (10.0, 1e-6, False), (30.0, 0.1, False)]
+)
+def test_a_bad_view_is_not_ok(psnr, last, ok):
+    assert demos.DemoResult(Path("x.png"), psnr, 60.0, [0.2, last], 0.9, 1.0).ok is ok
+
+
+def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(RuntimeError, match=r'the demo needs matplotlib: pip install "mx-driving-portable\[demo\]"'):
+        demos.run_demo(tmp_path / "x.png")
 
 
 def test_wide_photographs_are_scaled_with_their_intrinsics(folder):
@@ -159,6 +173,20 @@ def ground_colours(ground, points):
     scale = ground.shape[0] / (2 * scene.HALF)
     at = ((points[:, :2] + scene.HALF) * scale).long()
     return ground[at[:, 0], at[:, 1]].float() / 255
+
+
+def test_the_view_sits_on_the_map():
+    """Moved by a quarter of a cell in any direction, the true map fits worse: no half pixel is lost on the way."""
+    ground = scene.street()
+    cameras = tuple(scene.photograph(view, ground) for view in surround(450, 800))
+    plan = lift.build(cameras, Extent(cells=100), scene.hidden)
+    bev = plan(lift.pyramid(cameras))
+
+    def fit(dx, dy):
+        moved = Extent((-25 + dx, 25 + dx), (-25 + dy, 25 + dy), 100)
+        return lift.psnr(bev, scene.true_map(ground, moved, 4), plan.seen)
+
+    assert fit(0, 0) > max(fit(dx, dy) for dx, dy in ((0.125, 0), (-0.125, 0), (0, 0.125), (0, -0.125))) + 0.5
 
 
 def test_weights_share_each_seen_point_out(folder):

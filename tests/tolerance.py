@@ -16,9 +16,11 @@ import numpy as np
 import torch
 
 
-def allowed(result_dtype: torch.dtype, compute_dtype: torch.dtype, true: np.ndarray, scale: np.ndarray, terms: int, extent: int):
+def allowed(
+    result_dtype: torch.dtype, compute_dtype: torch.dtype, true: np.ndarray, scale: np.ndarray, terms: int, extent: int
+):
     ulp = torch.finfo(compute_dtype).eps
     rounding = torch.finfo(result_dtype).eps / 2 if result_dtype != compute_dtype else 0.0
     tiny = torch.finfo(result_dtype).tiny * 2.0**-9 if result_dtype == torch.float16 else 0.0
     arithmetic = ulp * (16 + 2 * np.sqrt(terms) + 2 * extent)
-    return arithmetic * scale.max(initial=0.0) + rounding * np.abs(true) + tiny
+    return arithmetic * scale.max(initial=0.0) + rounding * np.abs(np.where(np.isfinite(true), true, 0)) + tiny

@@ -127,7 +127,7 @@ def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]
             found = run(*tensors, ctx.mask)
             return tuple(g for g, used in zip(found, ctx.mask, strict=True) if used)
 
-        outputs, vjp = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
+        outputs, vjp, *_ = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
         given = [g for g, used in zip(grads, ctx.mask, strict=True) if used]
         given = [torch.zeros_like(o) if g is None else g for g, o in zip(given, outputs, strict=True)]
         found = dict(zip(wanted, vjp(tuple(given)), strict=True))
@@ -160,10 +160,10 @@ def _register(name: str) -> None:
         _library.impl(op, _cpu(name, backward), "CPU")
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
-    setup, backward_formula = _gradient(name)
-    torch.library.register_autograd(f"mx_driving::{name}", backward_formula, setup_context=setup, lib=_library)
-    setup, backward_formula = _second_gradient(name)
-    torch.library.register_autograd(f"mx_driving::{name}_backward", backward_formula, setup_context=setup, lib=_library)
+    setup, formula = _gradient(name)
+    torch.library.register_autograd(f"mx_driving::{name}", formula, setup_context=setup, lib=_library)
+    setup_second, second_formula = _second_gradient(name)
+    torch.library.register_autograd(f"mx_driving::{name}_backward", second_formula, setup_context=setup_second, lib=_library)
     _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
     _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
 

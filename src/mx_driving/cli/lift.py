@@ -153,7 +153,8 @@ def paint(lift: Lift, features: Tensor) -> list[Tensor]:
     for colours, counts in maps:
         size = list(counts[0].shape[-2:])
         colour, count = (sum(_enlarged(m, size) / 4**s for s, m in enumerate(ms)) for ms in (colours, counts))
-        assert isinstance(colour, Tensor) and isinstance(count, Tensor)
+        assert isinstance(colour, Tensor)
+        assert isinstance(count, Tensor)
         # near the car cells lie further apart than the coarsest pixels: the gaps take their neighbours' colour
         colour, count = colour + 0.1 * _blurred(colour), count + 0.1 * _blurred(count)
         pictures.append(torch.cat([colour / count.clamp_min(1e-12), (count > 1e-6).float()]).permute(1, 2, 0).clamp(0, 1))

@@ -82,7 +82,9 @@ def _curve(axes: Any, losses: list[float]) -> None:
     axes.grid(color="#2a3040", linewidth=0.7)
     for spine in axes.spines.values():
         spine.set_color("#2a3040")
-    axes.text(0.97, 0.93, f"{losses[0]:.3g}  to  {losses[-1]:.2g}", transform=axes.transAxes, color=INK, ha="right", fontsize=12)
+    axes.text(
+        0.97, 0.93, f"{losses[0]:.3g}  to  {losses[-1]:.2g}", transform=axes.transAxes, color=INK, ha="right", fontsize=12
+    )
 
 
 def _views(figure: Any, place: Any, story: Story) -> None:
@@ -95,7 +97,7 @@ def _views(figure: Any, place: Any, story: Story) -> None:
     lifted, other, found = (figure.add_subplot(panes[i]) for i in range(3))
     _map(lifted, masked(story.bev), story, "lifted by deformable_aggregation", story.bev_note)
     if story.truth is not None:
-        _map(other, story.truth.view(cells, cells, 3), story, "true map", "dimmed: no camera sees it", dim=~mask)
+        _map(other, story.truth.view(cells, cells, 3), story, "true map", "dimmed where no camera sees it", dim=~mask)
     else:
         _map(other, _coverage(lift, cells), story, "cameras per cell", "dark none, blue one, brighter more")
     _map(found, masked(story.recovery.bev), story, "recovered by descent", story.recovery_note)

@@ -227,7 +227,9 @@ def _sklearn(name: str, sample: str) -> Any:
     try:
         from sklearn.datasets import load_sample_image
     except ImportError:
-        raise RigError(f"{name} must have scikit-learn installed: pip install 'mx-driving-portable[examples]'; got none") from None
+        raise RigError(
+            f"{name} must have scikit-learn installed: pip install 'mx-driving-portable[examples]'; got none"
+        ) from None
     if sample not in ("china.jpg", "flower.jpg"):
         raise RigError(f"{name} must be sklearn:china.jpg or sklearn:flower.jpg; got {SKLEARN}{sample}")
     return load_sample_image(sample)

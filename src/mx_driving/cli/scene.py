@@ -84,7 +84,8 @@ class Painter:
         from PIL import Image, ImageDraw
 
         self.per_metre = per_metre
-        self.image = Image.new("RGB", (round(2 * HALF * per_metre),) * 2, GRASS)
+        side = round(2 * HALF * per_metre)
+        self.image = Image.new("RGB", (side, side), GRASS)
         self.draw = ImageDraw.Draw(self.image)
 
     def polygon(self, points: Any, colour: Colour) -> None:

@@ -1,0 +1,5 @@
+"""`python -m mx_driving` is `mx-driving`."""
+
+from .cli import main
+
+main()

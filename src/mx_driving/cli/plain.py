@@ -1,0 +1,52 @@
+"""The operators as people write them in plain torch today, to be measured against. Not used for correctness.
+
+Multi-scale attention and aggregation through grid_sample, geometric attention through a gather.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    bs, _, heads, channels = value.shape
+    queries = locations.shape[1]
+    grids = (2 * locations - 1).permute(3, 0, 2, 1, 4, 5).flatten(1, 2)  # [levels, bs * heads, queries, points, 2]
+    samples = []
+    for (height, width), start, grid in zip(shapes.tolist(), starts.tolist(), grids, strict=True):
+        level = value[:, start : start + height * width].permute(0, 2, 3, 1).reshape(bs * heads, channels, height, width)
+        samples.append(F.grid_sample(level, grid, mode="bilinear", padding_mode="zeros", align_corners=False))
+    flat = weights.transpose(1, 2).reshape(bs * heads, 1, queries, -1)
+    out = (torch.stack(samples, -2).flatten(-2) * flat).sum(-1)
+    return out.view(bs, heads * channels, queries).transpose(1, 2).contiguous()
+
+
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
+    bs, _, channels = feature_maps.shape
+    _, anchors, points, cams, scales, groups = weight.shape
+    total = 0
+    for cam in range(cams):
+        grid = 2 * locations[:, :, :, cam] - 1
+        seen = ((grid > -1) & (grid < 1)).all(-1)
+        for scale in range(scales):
+            (height, width), start = shapes[cam, scale].tolist(), int(starts[cam, scale])
+            plane = feature_maps[:, start : start + height * width].transpose(1, 2).reshape(bs, channels, height, width)
+            sample = F.grid_sample(plane, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+            by_group = sample.view(bs, groups, channels // groups, anchors, points)
+            w = (weight[:, :, :, cam, scale] * seen[..., None]).permute(0, 3, 1, 2)
+            total = total + (by_group * w[:, :, None]).sum(-1)
+    return total.flatten(1, 2).transpose(1, 2).contiguous()  # pyright: ignore
+
+
+def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    bs, _, heads, channels = value.shape
+    _, queries, _, levels, points, _ = locations.shape
+    size = shapes.flip(-1)[:, None]
+    pixel = torch.minimum(locations.long().clamp(min=0), size - 1)
+    row = pixel[..., 1] * size[..., 0] + pixel[..., 0] + starts[:, None]
+    index = row.transpose(1, 2).reshape(bs, heads, -1, 1).expand(-1, -1, -1, channels)
+    rows = value.transpose(1, 2).gather(2, index).view(bs, heads, queries, levels * points, channels)
+    out = (rows * weights.transpose(1, 2).reshape(bs, heads, queries, -1, 1)).sum(3)
+    return out.transpose(1, 2).reshape(bs, queries, heads * channels)
