@@ -1,5 +1,5 @@
 """`python -m mx_driving` is `mx-driving`."""
 
-from .cli import main
+from .cli.app import main
 
 main()

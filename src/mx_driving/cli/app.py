@@ -1,0 +1,22 @@
+"""The command line: `mx-driving check`, `mx-driving demo`. Nothing here is imported by the package itself."""
+
+from __future__ import annotations
+
+import typer
+
+from .check import check
+from .demo import demo
+
+app = typer.Typer(
+    name="mx-driving",
+    help="The deformable sampling operators of mx_driving: check them on this machine, and see them at work.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+app.command()(check)
+app.command()(demo)
+
+
+def main() -> None:
+    app(prog_name="mx-driving")
