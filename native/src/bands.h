@@ -10,16 +10,17 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-template <class V, class T> class Band {
+template <class T> class Band {
   public:
     int64_t begin = 0, end = 0;    // rows of value
     int64_t address = 0, step = 0; // of row `begin`, and bytes from row to row
 
     static int64_t bytes(const Call &call, int64_t channels) {
-        return in_place(call) ? 0 : Arena::bytes<T>(widest(call) * channels);
+        return call.grad_value_in_place ? 0 : Arena::bytes<T>(widest(call) * channels);
     }
     Band(const Call &c, int64_t num_channels, Arena &arena)
-        : call(c), channels(num_channels), sums(in_place(c) ? nullptr : arena.take<T>(widest(c) * num_channels)) {}
+        : call(c), channels(num_channels),
+          sums(c.grad_value_in_place ? nullptr : arena.take<T>(widest(c) * num_channels)) {}
 
     // `offset`: of row 0 of this (batch, head) in grad_value; `rows`: elements from row to row; channels are `unit`
     // apart.
@@ -50,7 +51,6 @@ template <class V, class T> class Band {
     T *sums;
     int64_t first = 0, row_stride = 0, channel_stride = 0;
 
-    static bool in_place(const Call &call) { return same_type<V, T> && call.grad_value_rows_adjacent; }
     static int64_t widest(const Call &call) {
         int64_t most = 0;
         for (int64_t i = 0; i < call.num_bands; ++i) {

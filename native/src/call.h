@@ -14,7 +14,7 @@ struct Call {
     mxd_tensor value, locations, weights; // value: channels are adjacent (stride 1)
     mxd_tensor output;                    // forward: written; backward: the gradient of the output, read
     mxd_tensor grad_value, grad_locations, grad_weights;
-    bool grad_value_rows_adjacent; // the channels of grad_value are adjacent
+    bool grad_value_in_place; // grad_value has the type computed in and adjacent channels: it is added up where it lies
     const Level *levels;
     int64_t num_levels; // maps (cam * scale) for deformable_aggregation
     // Backward: ranges of value rows; one worker at a time owns a range of one head, so there are no atomics and the

@@ -280,12 +280,12 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 };
 
 // The gradient of feature_maps. Items (batch, band).
-template <class V, class T> class FeatureGradient {
+template <class T> class FeatureGradient {
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
         return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + ScatterList<T>::bytes(n.room()) +
-               Arena::bytes<T>(n.channels) + Band<V, T>::bytes(call, n.channels);
+               Arena::bytes<T>(n.channels) + Band<T>::bytes(call, n.channels);
     }
     FeatureGradient(const Call &c, Arena arena)
         : call(c), n(c), locations(c, n, arena), samples(n, arena), list(arena, n.room()),
@@ -306,7 +306,7 @@ template <class V, class T> class FeatureGradient {
     Samples<T> samples;
     ScatterList<T> list;
     T *row;
-    Band<V, T> band;
+    Band<T> band;
 
     void one(int64_t b, int64_t a) {
         bool ready = false; // locations are read when the first map asks for them
@@ -336,8 +336,8 @@ template <class V, class T> class FeatureGradient {
                 const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
                 list.add(samples.corners(i), weight, band);
             }
-            scatter_add<T, T>(list.address, list.share, list.count, n.group_channels, g + group * n.group_channels,
-                              group * n.group_channels);
+            scatter_add<T>(list.address, list.share, list.count, n.group_channels, g + group * n.group_channels,
+                           group * n.group_channels);
         }
         samples.count = 0;
     }
@@ -361,7 +361,7 @@ bool deformable_aggregation_backward(const Call &call) {
         if (call.grad_locations.data || call.grad_weights.data)
             enough = parallel<SampleGradients<V, T>>(call.num_threads, n.batch * n.anchors, call);
         if (enough && call.grad_value.data)
-            enough = parallel<FeatureGradient<V, T>>(call.num_threads, n.batch * call.num_bands, call);
+            enough = parallel<FeatureGradient<T>>(call.num_threads, n.batch * call.num_bands, call);
         return enough;
     });
 }

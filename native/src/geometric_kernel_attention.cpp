@@ -90,7 +90,7 @@ bool geometric_kernel_attention_backward(const Call &call) {
         if (call.grad_weights.data)
             enough = parallel<WeightGradient<V, T>>(call.num_threads, QueryBlocks(n).count(), call);
         if (enough && call.grad_value.data)
-            enough = parallel<ValueGradient<V, T, Nearest>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
+            enough = parallel<ValueGradient<T, Nearest>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
         return enough;
     });
 }

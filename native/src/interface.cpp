@@ -186,12 +186,11 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
     if (backward && call.grad_value.data) {
         const bool wide =
             call.value.dtype == MXD_FLOAT64 || call.locations.dtype == MXD_FLOAT64 || call.weights.dtype == MXD_FLOAT64;
-        call.grad_value_rows_adjacent = channels <= 1 || call.grad_value.strides[geometry.value_axes - 1] == 1;
-        const bool in_place = call.grad_value.dtype == (wide ? MXD_FLOAT64 : MXD_FLOAT32) &&
-                              call.value.dtype == call.grad_value.dtype && call.grad_value_rows_adjacent;
+        call.grad_value_in_place = call.grad_value.dtype == (wide ? MXD_FLOAT64 : MXD_FLOAT32) &&
+                                   (channels <= 1 || call.grad_value.strides[geometry.value_axes - 1] == 1);
         const int64_t row_bytes = std::max<int64_t>(1, channels * (wide ? 8 : 4));
-        const int64_t most_rows =
-            in_place ? std::max<int64_t>(1, num_keys) : std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+        const int64_t most_rows = call.grad_value_in_place ? std::max<int64_t>(1, num_keys)
+                                                           : std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
         const int64_t splits = std::max<int64_t>(1, geometry.work_splits);
         const int64_t wanted = call.num_threads <= 1 ? 1 : (4 * call.num_threads + splits - 1) / splits;
         bands = cut_bands(levels, num_keys, wanted, most_rows);

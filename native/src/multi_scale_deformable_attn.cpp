@@ -111,8 +111,7 @@ bool multi_scale_deformable_attn_backward(const Call &call) {
         if (call.grad_locations.data || call.grad_weights.data)
             enough = parallel<SampleGradients<V, T>>(call.num_threads, QueryBlocks(n).count(), call);
         if (enough && call.grad_value.data)
-            enough =
-                parallel<ValueGradient<V, T, Bilinear>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
+            enough = parallel<ValueGradient<T, Bilinear>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
         return enough;
     });
 }

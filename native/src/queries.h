@@ -180,12 +180,12 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
 };
 
 // Rule<T>::scatter(reader, band, list) lists the gradient rows of one query. Items (batch, head, band).
-template <class V, class T, template <class> class Rule> class ValueGradient {
+template <class T, template <class> class Rule> class ValueGradient {
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
         return QueryReader<T>::bytes(n) + 2 * ScatterList<T>::bytes(n.room()) + Arena::bytes<T>(n.channels) +
-               Band<V, T>::bytes(call, n.channels);
+               Band<T>::bytes(call, n.channels);
     }
     ValueGradient(const Call &c, Arena arena)
         : call(c), n(c), reader(c, n, arena), lists{{arena, n.room()}, {arena, n.room()}},
@@ -221,14 +221,14 @@ template <class V, class T, template <class> class Rule> class ValueGradient {
     QueryReader<T> reader;
     ScatterList<T> lists[2];
     T *row;
-    Band<V, T> band;
+    Band<T> band;
 
     void add(int64_t b, int64_t h, int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {
         if (list.count == 0) return;
         if (q + PREFETCH_QUERIES < n.queries)
             prefetch(call.output, offset3(call.output, b, q + PREFETCH_QUERIES, h), n.channels);
         const T *g = row_as(call.output, offset3(call.output, b, q, h), call.output.strides[3], n.channels, row);
-        scatter_add<T, T>(list.address, list.share, list.count, n.channels, g, 0, next.address, next.count);
+        scatter_add<T>(list.address, list.share, list.count, n.channels, g, 0, next.address, next.count);
     }
 };
 

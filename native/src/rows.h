@@ -88,9 +88,9 @@ inline void weighted_sum_piece(const CornerRows<T> &rows, const int64_t *next, i
     }
 }
 
-template <class V, class T, int CORNERS> inline void weighted_sum(const CornerRows<T> &rows, const int64_t *next,
-                                                                  int64_t n, int64_t channels, T *out,
-                                                                  bool accumulate = false) {
+template <class V, class T, int CORNERS>
+inline void weighted_sum(const CornerRows<T> &rows, const int64_t *next, int64_t n, int64_t channels, T *out,
+                         bool accumulate = false) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t channel) {
         weighted_sum_piece<V, T, CORNERS, lanes.value, vectors.value>(rows, next, n, channel, out, accumulate);
     });
@@ -113,8 +113,9 @@ template <> inline Vec<float, 4> sums_of_four<float, 4>(const Vec<float, 4> *v) 
 }
 
 // One piece of dots over n rows, four at a time.
-template <class V, class T, int N, int K> inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n,
-                                                                 int64_t channel, const T *g, T *dot, bool accumulate) {
+template <class V, class T, int N, int K>
+inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
+                       bool accumulate) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
@@ -140,22 +141,23 @@ template <class V, class T, int N, int K> inline void dots_piece(const int64_t *
 }
 
 // dot[i] for rows 0..n-1, of `channels` channels: g from its beginning, the rows from channel `first`.
-template <class V, class T> inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels,
-                                             const T *g, T *dot, int64_t first = 0) {
+template <class V, class T>
+inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot,
+                 int64_t first = 0) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         dots_piece<V, T, lanes.value, vectors.value>(address, next, n, first + c, g + c, dot, c > 0);
     });
 }
 
-template <class V, class T, int N, int K> inline void scatter_add_piece(const int64_t *address, const T *share,
-                                                                        int64_t n, int64_t channel, const T *g,
-                                                                        const int64_t *next, int64_t num_next) {
+template <class T, int N, int K>
+inline void scatter_add_piece(const int64_t *address, const T *share, int64_t n, int64_t channel, const T *g,
+                              const int64_t *next, int64_t num_next) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
     for (int64_t i = 0; i < n; ++i) {
-        if (i < num_next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i], channel));
-        V *row = const_cast<V *>(row_at<V>(address[i], channel));
+        if (i < num_next) ask_for<K * N *int(sizeof(T))>(row_at<T>(next[i], channel));
+        T *row = const_cast<T *>(row_at<T>(address[i], channel));
         const Vec<T, N> s = broadcast<T, N>(share[i]);
         MXD_UNROLL
         for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
@@ -163,11 +165,11 @@ template <class V, class T, int N, int K> inline void scatter_add_piece(const in
 }
 
 // row[i] += share[i] * g, g from its beginning, the rows from channel `first`.
-template <class V, class T> inline void scatter_add(const int64_t *address, const T *share, int64_t n, int64_t channels,
-                                                    const T *g, int64_t first = 0, const int64_t *next = nullptr,
-                                                    int64_t num_next = 0) {
+template <class T>
+inline void scatter_add(const int64_t *address, const T *share, int64_t n, int64_t channels, const T *g,
+                        int64_t first = 0, const int64_t *next = nullptr, int64_t num_next = 0) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        scatter_add_piece<V, T, lanes.value, vectors.value>(address, share, n, first + c, g + c, next, num_next);
+        scatter_add_piece<T, lanes.value, vectors.value>(address, share, n, first + c, g + c, next, num_next);
     });
 }
 
