@@ -36,9 +36,11 @@ _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n 
 
 
 def _library_path() -> pathlib.Path:
+    """Beside this file, or, in an editable installation, in the package's other folder."""
     suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-    prefix = "" if sys.platform == "win32" else "lib"
-    return pathlib.Path(__file__).with_name(f"{prefix}mx_driving{suffix}")
+    name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
+    places = [pathlib.Path(folder, name) for folder in sys.modules[__package__].__path__]
+    return next((place for place in places if place.exists()), places[0])
 
 
 @functools.cache

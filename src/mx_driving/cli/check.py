@@ -114,7 +114,19 @@ def _forward_backward(function: Callable[..., Tensor], example: Example, args: t
     return lambda: torch.autograd.grad(function(*leaves), [leaves[i] for i in example.differentiable], grad)
 
 
-def check_one(example: Example, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None) -> Row:
+def _times(example: Example, args: tuple[Tensor, ...], grad: Tensor, device: str) -> tuple[float, float]:
+    """Seconds of this package and of plain torch."""
+    op = getattr(torch.ops.mx_driving, example.operator).default
+    ours = _timed(_forward_backward(op, example, args, grad), device)
+    # grid_sample has no 16-bit form on a CPU: there people compute in float32
+    usual = args if args[0].dtype in (torch.float32, torch.float64) else _cast(args, torch.float32)
+    usually = getattr(plain, example.operator)
+    return ours, _timed(_forward_backward(usually, example, usual, grad.to(usual[0].dtype)), device)
+
+
+def check_one(
+    example: Example, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
+) -> Row:
     """Errors on all queries (some of them when quick), times on the same call."""
     generator = torch.Generator().manual_seed(0)
     args = example.make(generator)
@@ -137,12 +149,10 @@ def check_one(example: Example, dtype: str, device: str, quick: bool, tick: Call
         _in_float64(example, some, grad[:, :QUICK], lambda: None),
     )
     allowed = {what: loss + ULPS * torch.finfo(args[0].dtype).eps for what, loss in lost.items()}
-    ours = _timed(_forward_backward(op, example, args, grad), device)
-    tick()
-    # grid_sample has no 16-bit form on a CPU: there people compute in float32
-    usual = args if dtype in ("float32", "float64") else _cast(args, torch.float32)
-    theirs = _timed(_forward_backward(getattr(plain, example.operator), example, usual, grad.to(usual[0].dtype)), device)
-    tick()
+    ours = theirs = 0.0
+    if timed:
+        ours, theirs = _times(example, args, grad, device)
+        tick()
     kind = device if device in ("cpu", "cuda") else "other"
     backend = f"{device}: {_library.backends()[kind][example.operator]}"
     backend = backend if "reference" not in backend else f"reference ({backend})"

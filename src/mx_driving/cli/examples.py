@@ -17,7 +17,7 @@ class Example(NamedTuple):
     gradients: tuple[str, ...]
 
 
-def _off_lattice(locations: Tensor, size: Tensor) -> Tensor:
+def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
     """The gradient of a location jumps where a sample crosses a pixel centre: stay 0.01 pixel away from there, or float32
     and float64 may differ about the side."""
     pixels = locations.double() * size - 0.5
@@ -34,7 +34,7 @@ def _attention(
     value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01
     locations = torch.rand(bs, queries, heads, levels, points, 2, generator=generator)
     weights = torch.rand(bs, queries, heads, levels, points, generator=generator) + 1e-5
-    return value, shapes, starts, _off_lattice(locations, shapes.flip(-1)[:, None]), weights
+    return value, shapes, starts, off_lattice(locations, shapes.flip(-1)[:, None]), weights
 
 
 def _geometric(generator: torch.Generator) -> tuple[Tensor, ...]:
@@ -47,7 +47,7 @@ def _aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
     features = torch.rand(1, 2816, 256, generator=generator)
     locations = torch.rand(1, 10, 2000, 1, 2, generator=generator)
     weight = torch.rand(1, 10, 2000, 1, 1, 8, generator=generator)
-    locations = _off_lattice(locations, torch.tensor([88, 32]))
+    locations = off_lattice(locations, torch.tensor([88, 32]))
     return features, torch.tensor([[[32, 88]]]), torch.tensor([[0]]), locations, weight
 
 

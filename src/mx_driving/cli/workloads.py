@@ -1,0 +1,104 @@
+"""What the models ask of the operators: rows named after models, sizes from the models' own configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .examples import EXAMPLES, off_lattice
+
+MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
+Sizes = list[tuple[int, int]]
+
+
+class Workload(NamedTuple):
+    name: str
+    operator: str
+    make: Callable[[torch.Generator], tuple[Tensor, ...]]
+
+
+def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
+    shapes = torch.tensor(sizes)
+    ends = shapes.prod(-1).cumsum(0)
+    return shapes, torch.cat([ends.new_zeros(1), ends[:-1]])
+
+
+def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
+    """8 heads of 32 channels; points normally distributed about each query's centre, `spread` pixels of each level."""
+    shapes, starts = _pyramid(sizes)
+    levels, queries = len(sizes), centres.shape[-2]
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
+    offsets = torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread
+    size = shapes.flip(-1)[:, None]
+    locations = off_lattice(centres[..., :, None, None, None, :] + offsets / size, size)
+    weights = torch.rand(bs, queries, 8, levels * points, generator=generator).softmax(-1)
+    return value, shapes, starts, locations, weights.view(bs, queries, 8, levels, points)
+
+
+def _grid(height: int, width: int) -> Tensor:
+    """Pixel centres, row by row, normalised (x, y)."""
+    y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
+    return torch.stack([x, y], -1).view(-1, 2)
+
+
+def _encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
+    """A query per pixel of every level, looking near its own position."""
+    return _attention(generator, bs, sizes, torch.cat([_grid(*size) for size in sizes]), 4, 3.0)
+
+
+def _decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
+    """Object queries anywhere, points over a box of some pixels."""
+    return _attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
+
+
+def _bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
+    """Six cameras; the queries of each are ground pillars in the order of the BEV grid, which sweep over the image."""
+    sweep = torch.linspace(0, 1, queries)
+    centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
+    return _attention(generator, 6, [(116, 200), (58, 100), (29, 50), (15, 25)], centres, 8, 4.0)
+
+
+def _sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
+    """Six cameras of four scales, 256 channels in 8 groups; a point is seen by one camera, sometimes by its neighbour."""
+    sizes = [(64, 176), (32, 88), (16, 44), (8, 22)]
+    shapes, starts = _pyramid(sizes * 6)
+    features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
+    heading = torch.rand(1, anchors, 1, 1, generator=generator) * 6
+    extent = torch.randn(1, anchors, points, 2, generator=generator) * 0.05
+    camera = torch.arange(6)
+    x = (heading + extent[..., :1] - camera + 0.1) % 6 / 1.2  # 0..1 within a camera, neighbours overlap by a sixth
+    y = (0.5 + 0.1 * torch.randn(1, anchors, 1, 1, generator=generator) + extent[..., 1:]).expand_as(x)
+    weight = torch.rand(1, anchors, points * 24, 8, generator=generator).softmax(2)
+    locations = torch.stack([x, y], -1)
+    for height, width in sizes:  # centres of coarse pixels lie between those of fine ones: one move does not undo another
+        locations = off_lattice(locations, torch.tensor([width, height]))
+    shapes, starts = shapes.view(6, 4, 2), starts.view(6, 4)
+    return features, shapes, starts, locations, weight.view(1, anchors, points, 6, 4, 8)
+
+
+def _maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
+    """Each BEV cell reads a few pixels of six camera images near where it projects; integral locations."""
+    centres = _grid(*bev).flip(-1)[None]
+    value, shapes, starts, locations, weights = _attention(generator, 6, sizes, centres, points, 3.0)
+    return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
+
+
+DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
+EXAMPLE_NAMES = ("example small", "example large", "example aggregation", "example geometric")
+WORKLOADS = (
+    Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder(g, DETR)),
+    Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 300)),
+    Workload("DINO decoder, 900 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 900)),
+    Workload("RT-DETR decoder", MULTI_SCALE, lambda g: _decoder(g, [(80, 80), (40, 40), (20, 20)], 300)),
+    Workload("Mask2Former pixel decoder", MULTI_SCALE, lambda g: _encoder(g, [(32, 32), (64, 64), (128, 128)])),
+    Workload("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder(g, [(200, 200)], 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial(g, 2500)),
+    Workload("Sparse4D v3", AGGREGATION, lambda g: _sparse4d(g, 900, 13)),
+    Workload("SparseDrive map head", AGGREGATION, lambda g: _sparse4d(g, 100, 300)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
+    Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
+    *(Workload(f"Vendor {n} {e.name}", e.operator, e.make) for n, e in zip(EXAMPLE_NAMES, EXAMPLES, strict=True)),
+)
