@@ -16,12 +16,11 @@ import mx_driving
 from mx_driving import _native
 
 MEASURE = """
-import json, sys, time, torch
-threads = len(__import__("os").listdir("/proc/self/task")) if sys.platform == "linux" else 0
+import json, pathlib, sys, time, torch
 before, start = set(sys.modules), time.perf_counter()
 import mx_driving
 spent = time.perf_counter() - start
-maps = open("/proc/self/maps").read() if sys.platform == "linux" else ""
+maps = pathlib.Path("/proc/self/maps").read_text() if sys.platform == "linux" else ""
 new = sorted(m for m in set(sys.modules) - before if "." not in m)
 print(json.dumps({"spent": spent, "loaded": "libmx_driving" in maps, "new": new}))
 """

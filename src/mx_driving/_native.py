@@ -39,7 +39,7 @@ def _library_path() -> pathlib.Path:
     """Beside this file, or, in an editable installation, in the package's other folder."""
     suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
     name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
-    places = [pathlib.Path(folder, name) for folder in sys.modules[__package__].__path__]
+    places = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
     return next((place for place in places if place.exists()), places[0])
 
 
