@@ -25,7 +25,8 @@ inline int64_t offset3(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
     return i * t.strides[0] + j * t.strides[1] + k * t.strides[2];
 }
 
-constexpr int64_t QUERIES_PER_ITEM = 64;
+// Long items prefetch best: 256 queries instead of 64 make the encoder of Deformable-DETR 9 % faster.
+constexpr int64_t QUERIES_PER_ITEM = 256;
 
 // How many queries ahead inputs are asked for. A head's share of a query is a few cache lines a kilobyte apart, which
 // hardware does not foresee.
