@@ -91,45 +91,91 @@ inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t 
     return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
 }
 
+// Samples with the rows they lead to: served after the next batch is ready, whose rows are asked for meanwhile.
+template <class T> struct Batch {
+    Samples<T> samples;
+    int64_t *address;              // a list of rows
+    T *share;                      // without weights
+    int64_t *pairs, num_pairs = 0; // (point, camera) of each `scales` samples
+
+    static int64_t bytes(const Sizes &n) {
+        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room()) +
+               Arena::bytes<int64_t>(n.room());
+    }
+    Batch(const Sizes &n, Arena &arena)
+        : samples(n, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())),
+          pairs(arena.take<int64_t>(n.room())) {
+        memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // asked for ahead before there are any
+    }
+    int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
+    void clear() { samples.count = num_pairs = 0; }
+};
+
+// Goes through the samples of one anchor that count: skip(point, camera) for what does not, serve(batch, next rows or
+// null) for full batches and the rest.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
     AnchorReader<T> locations;
-    Samples<T> samples;
-    int64_t *address; // the samples' rows, a list
-    T *share;         // without weights
+    Batch<T> batches[2];
+    int filling = 0;
     V *zeros;
     T *row;
     RowAddresses rows;
 
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) +
-               Arena::bytes<T>(4 * n.room()) + Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) +
-               RowAddresses::bytes(n.room());
+        return AnchorReader<T>::bytes(n) + 2 * Batch<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
     AnchorWorker(const Call &c, Arena &arena)
-        : call(c), n(c), locations(c, n, arena), samples(n, arena), address(arena.take<int64_t>(4 * n.room())),
-          share(arena.take<T>(4 * n.room())), zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
-          rows(arena, n.room(), zeros) {
+        : call(c), n(c), locations(c, n, arena), batches{{n, arena}, {n, arena}}, zeros(arena.take<V>(n.channels)),
+          row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
-    void prepare(int64_t padded, int64_t b) {
-        rows.set(0, padded, at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
-        for (int64_t i = 0; i < padded; i += LANES) {
-            const Corners<T> c = samples.corners(i);
-            for (int k = 0; k < 4; ++k) {
-                put_entries<4>(address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
-                put_entries<4>(share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+
+    template <class Skip, class Serve> void each(int64_t b, int64_t a, Skip &&skip, Serve &&serve) {
+        rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
+        locations.read(b, a);
+        for (int64_t p = 0; p < n.points; ++p)
+            for (int64_t cam = 0; cam < n.cameras; ++cam) {
+                const T *xy = locations.location(p, cam);
+                if (!counts(xy[0], xy[1])) {
+                    skip(p, cam);
+                    continue;
+                }
+                if (batches[filling].samples.count + n.scales > n.room()) turn(serve);
+                add_pair(batches[filling], b, a, p, cam);
             }
-        }
+        turn(serve);
+        if (batches[1 - filling].samples.count > 0) serve(batches[1 - filling], nullptr);
+        batches[1 - filling].clear();
     }
-    void add_pair(int64_t b, int64_t anchor, int64_t point, int64_t camera) {
+
+  private:
+    template <class Serve> void turn(Serve &&serve) {
+        prepare(batches[filling]);
+        filling = 1 - filling;
+        if (batches[filling].samples.count > 0) serve(batches[filling], batches[1 - filling].address);
+        batches[filling].clear();
+    }
+    void add_pair(Batch<T> &batch, int64_t b, int64_t anchor, int64_t point, int64_t camera) {
         const T *xy = locations.location(point, camera);
         const int64_t offset = weight_offset(call.weights, b, anchor, point, camera);
         for (int64_t s = 0; s < n.scales; ++s)
-            samples.add(call.levels[camera * n.scales + s], xy[0], xy[1], call.weights,
-                        offset + s * call.weights.strides[4]);
+            batch.samples.add(call.levels[camera * n.scales + s], xy[0], xy[1], call.weights,
+                              offset + s * call.weights.strides[4]);
+        batch.pairs[batch.num_pairs++] = point * n.cameras + camera;
+    }
+    void prepare(Batch<T> &batch) {
+        const int64_t padded = batch.samples.pad();
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const Corners<T> c = batch.samples.corners(i);
+            for (int k = 0; k < 4; ++k) {
+                put_entries<4>(batch.address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
+                put_entries<4>(batch.share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+            }
+        }
     }
 };
 
@@ -143,40 +189,29 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
     Forward(const Call &c, Arena arena) : Base(c, arena), shares(arena.take<T>(4 * this->n.room())) {}
 
     void operator()(int64_t item) {
-        const Sizes &n = this->n;
-        const int64_t b = item / n.anchors, a = item % n.anchors;
-        for (int64_t c = 0; c < n.channels; ++c) this->row[c] = 0;
-        this->locations.read(b, a);
-        for (int64_t p = 0; p < n.points; ++p)
-            for (int64_t cam = 0; cam < n.cameras; ++cam) {
-                const T *xy = this->locations.location(p, cam);
-                if (!counts(xy[0], xy[1])) continue;
-                if (this->samples.count + n.scales > n.room()) serve(b);
-                this->add_pair(b, a, p, cam);
-            }
-        serve(b);
+        const int64_t b = item / this->n.anchors, a = item % this->n.anchors;
+        for (int64_t c = 0; c < this->n.channels; ++c) this->row[c] = 0;
+        this->each(
+            b, a, [](int64_t, int64_t) {}, [&](const Batch<T> &batch, const int64_t *next) { serve(batch, next); });
         const mxd_tensor &out = this->call.output;
-        write_elements(this->row, at(out, offset2(out, b, a)), out.dtype, out.strides[2], n.channels);
+        write_elements(this->row, at(out, offset2(out, b, a)), out.dtype, out.strides[2], this->n.channels);
     }
 
   private:
     T *shares;
 
-    void serve(int64_t b) {
+    void serve(const Batch<T> &batch, const int64_t *next) {
         const Sizes &n = this->n;
-        const int64_t padded = this->samples.pad(), num_rows = 4 * round_up(this->samples.count, ROWS);
-        this->prepare(padded, b);
         for (int64_t g = 0; g < n.groups; ++g) {
-            for (int64_t i = 0; i < padded; i += LANES) {
-                const RealLanes<T> weight = raw_load<T, LANES>(this->samples.weight(g) + i);
+            for (int64_t i = 0; i < batch.samples.count; i += LANES) {
+                const RealLanes<T> weight = raw_load<T, LANES>(batch.samples.weight(g) + i);
                 for (int k = 0; k < 4; ++k)
-                    put_entries<4>(shares, i, k, RealLanes<T>(get_entries<4>(this->share, i, k) * weight));
+                    put_entries<4>(shares, i, k, RealLanes<T>(get_entries<4>(batch.share, i, k) * weight));
             }
             const int64_t channel = g * n.group_channels;
-            weighted_sum<V, T>(this->address, shares, nullptr, num_rows, n.group_channels, this->row + channel, true,
-                               channel);
+            weighted_sum<V, T>(batch.address, shares, next, batch.num_rows(), n.group_channels, this->row + channel,
+                               true, channel);
         }
-        this->samples.count = 0;
     }
 };
 
@@ -188,42 +223,28 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
         return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room()) + Arena::bytes<T>(n.room() * n.groups) +
-               2 * Arena::bytes<T>(n.room()) + Arena::bytes<int64_t>(n.room()) + Arena::bytes<T>(block(n));
+               2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(block(n));
     }
     SampleGradients(const Call &c, Arena arena)
         : Base(c, arena), dot(arena.take<T>(4 * this->n.room())),
           grad_weight(arena.take<T>(this->n.room() * this->n.groups)), grad_x(arena.take<T>(this->n.room())),
-          grad_y(arena.take<T>(this->n.room())), pairs(arena.take<int64_t>(this->n.room())),
-          one(arena.take<T>(block(this->n))), weights_out(c.grad_weights, 4) {
+          grad_y(arena.take<T>(this->n.room())), one(arena.take<T>(block(this->n))), weights_out(c.grad_weights, 4) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T)); // read beyond the last sample of a turn
     }
 
     void operator()(int64_t item) {
         const Sizes &n = this->n;
         const int64_t b = item / n.anchors, a = item % n.anchors;
-        this->locations.read(b, a);
-        g = row_as(this->call.output, offset2(this->call.output, b, a), this->call.output.strides[2], n.channels,
-                   this->row);
-        for (int64_t p = 0; p < n.points; ++p)
-            for (int64_t cam = 0; cam < n.cameras; ++cam) {
-                const T *xy = this->locations.location(p, cam);
-                if (!counts(xy[0], xy[1])) {
-                    write_zeros(b, a, p, cam);
-                    continue;
-                }
-                if (this->samples.count + n.scales > n.room()) serve(b, a);
-                pairs[num_pairs++] = p * n.cameras + cam;
-                this->add_pair(b, a, p, cam);
-            }
-        serve(b, a);
+        const T *g = row_as(this->call.output, offset2(this->call.output, b, a), this->call.output.strides[2],
+                            n.channels, this->row);
+        this->each(
+            b, a, [&](int64_t p, int64_t cam) { write_zeros(b, a, p, cam); },
+            [&](const Batch<T> &batch, const int64_t *next) { serve(batch, next, b, a, g); });
     }
 
   private:
-    T *dot, *grad_weight, *grad_x, *grad_y;
-    int64_t *pairs, num_pairs = 0;
-    T *one;
+    T *dot, *grad_weight, *grad_x, *grad_y, *one;
     Block<2> weights_out;
-    const T *g = nullptr;
 
     static int64_t block(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
@@ -239,43 +260,39 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         write(b, a, p, cam, one, one);
     }
 
-    void serve(int64_t b, int64_t a) {
+    void serve(const Batch<T> &batch, const int64_t *next, int64_t b, int64_t a, const T *g) {
         const Sizes &n = this->n;
-        const int64_t padded = this->samples.pad(), num_rows = 4 * round_up(this->samples.count, ROWS);
-        this->prepare(padded, b);
-        for (int64_t i = 0; i < padded; ++i) grad_x[i] = grad_y[i] = 0;
+        for (int64_t i = 0; i < n.room(); ++i) grad_x[i] = grad_y[i] = 0;
         for (int64_t group = 0; group < n.groups; ++group) {
             const int64_t channel = group * n.group_channels;
-            dots<V, T>(this->address, nullptr, num_rows, n.group_channels, g + channel, dot, channel);
-            for (int64_t i = 0; i < padded; i += LANES) finish(i, group);
+            dots<V, T>(batch.address, next, batch.num_rows(), n.group_channels, g + channel, dot, channel);
+            for (int64_t i = 0; i < batch.samples.count; i += LANES) finish(batch.samples, i, group);
         }
-        for (int64_t i = 0; i < num_pairs; ++i) write_pair(b, a, i);
-        this->samples.count = num_pairs = 0;
+        for (int64_t i = 0; i < batch.num_pairs; ++i) write_pair(b, a, batch.pairs[i], i * n.scales);
     }
 
-    void finish(int64_t i, int64_t group) {
-        const Corners<T> c = this->samples.corners(i);
+    void finish(const Samples<T> &samples, int64_t i, int64_t group) {
+        const Corners<T> c = samples.corners(i);
         const CornerSlopes<T> slope(c, dot, i);
-        const Maps<T> &maps = this->samples.maps();
-        const RealLanes<T> weight = raw_load<T, LANES>(this->samples.weight(group) + i);
-        const RealLanes<T> gx = raw_load<T, LANES>(maps.width + i) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(maps.height + i) * weight * slope.dy;
+        const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
+        const RealLanes<T> gx = raw_load<T, LANES>(samples.maps().width + i) * weight * slope.dx;
+        const RealLanes<T> gy = raw_load<T, LANES>(samples.maps().height + i) * weight * slope.dy;
         store<T, LANES>(grad_x + i, raw_load<T, LANES>(grad_x + i) + gx);
         store<T, LANES>(grad_y + i, raw_load<T, LANES>(grad_y + i) + gy);
         store<T, LANES>(grad_weight + group * this->n.room() + i, slope.sample);
     }
 
-    void write_pair(int64_t b, int64_t a, int64_t pair) {
+    // Of the `scales` samples from `first` on, which are one pair (point, camera).
+    void write_pair(int64_t b, int64_t a, int64_t pair, int64_t first) {
         const Sizes &n = this->n;
         T location[2] = {0, 0};
         for (int64_t s = 0; s < n.scales; ++s) {
-            const int64_t i = pair * n.scales + s;
-            location[0] += grad_x[i];
-            location[1] += grad_y[i];
+            location[0] += grad_x[first + s];
+            location[1] += grad_y[first + s];
             for (int64_t group = 0; group < n.groups; ++group)
-                one[s * n.groups + group] = grad_weight[group * n.room() + i];
+                one[s * n.groups + group] = grad_weight[group * n.room() + first + s];
         }
-        write(b, a, pairs[pair] / n.cameras, pairs[pair] % n.cameras, location, one);
+        write(b, a, pair / n.cameras, pair % n.cameras, location, one);
     }
 };
 
@@ -284,12 +301,12 @@ template <class T> class FeatureGradient {
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + ScatterList<T>::bytes(n.room()) +
-               Arena::bytes<T>(n.channels) + Band<T>::bytes(call, n.channels);
+        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + Arena::bytes<T>(n.channels) +
+               Band<T>::bytes(call, n.channels);
     }
     FeatureGradient(const Call &c, Arena arena)
-        : call(c), n(c), locations(c, n, arena), samples(n, arena), list(arena, n.room()),
-          row(arena.take<T>(n.channels)), band(c, n.channels, arena) {}
+        : call(c), n(c), locations(c, n, arena), samples(n, arena), row(arena.take<T>(n.channels)),
+          band(c, n.channels, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / call.num_bands;
@@ -304,7 +321,6 @@ template <class T> class FeatureGradient {
     Sizes n;
     AnchorReader<T> locations;
     Samples<T> samples;
-    ScatterList<T> list;
     T *row;
     Band<T> band;
 
@@ -326,27 +342,45 @@ template <class T> class FeatureGradient {
         serve(b, a);
     }
 
+    // Sample by sample, so that where value is cut into bands does not change the order of additions. All rows are
+    // asked for first.
     void serve(int64_t b, int64_t a) {
         if (samples.count == 0) return;
         const int64_t padded = samples.pad();
         const T *g = row_as(call.output, offset2(call.output, b, a), call.output.strides[2], n.channels, row);
-        for (int64_t group = 0; group < n.groups; ++group) {
-            list.count = 0;
-            for (int64_t i = 0; i < padded; i += LANES) {
-                const Corners<T> c = samples.corners(i);
-                const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
-                SampledRows<T, 4> rows;
-                for (int k = 0; k < 4; ++k) {
-                    rows.inside[k] = c.inside[k];
-                    rows.pixel[k] = c.pixel[k];
-                    rows.share[k] = weight * c.share(k);
-                }
-                list.template add<1>(rows, band);
+        for (int64_t first = 0; first < padded; first += LANES) {
+            const Corners<T> c = samples.corners(first);
+            Int<T> pixel[4][LANES], inside[4][LANES];
+            T shares[4][LANES];
+            for (int k = 0; k < 4; ++k) {
+                const IntLanes<T> mine =
+                    c.inside[k] & (c.pixel[k] >= Int<T>(band.begin)) & (c.pixel[k] < Int<T>(band.end));
+                const IntLanes<T> from = c.pixel[k] - Int<T>(band.begin);
+                const RealLanes<T> s = c.share(k);
+                memcpy(inside[k], &mine, sizeof mine);
+                memcpy(pixel[k], &from, sizeof from);
+                memcpy(shares[k], &s, sizeof s);
             }
-            scatter_add<T>(list.address, list.share, list.count, n.group_channels, g + group * n.group_channels,
-                           group * n.group_channels);
+            const auto row_of = [&](int i, int k) {
+                return reinterpret_cast<T *>(band.address + pixel[k][i] * band.step);
+            };
+            for (int i = 0; i < LANES; ++i)
+                for (int k = 0; k < 4; ++k)
+                    if (inside[k][i])
+                        for (int64_t channel = 0; channel < n.channels; channel += 64 / int(sizeof(T)))
+                            __builtin_prefetch(row_of(i, k) + channel, 1);
+            for (int i = 0; i < LANES; ++i)
+                for (int k = 0; k < 4; ++k)
+                    if (inside[k][i]) add(row_of(i, k), g, shares[k][i], first + i);
         }
         samples.count = 0;
+    }
+
+    void add(T *to, const T *g, T corner, int64_t sample) {
+        for (int64_t group = 0; group < n.groups; ++group) {
+            const int64_t channel = group * n.group_channels;
+            add_scaled<T>(to + channel, g + channel, corner * samples.weight(group)[sample], n.group_channels);
+        }
     }
 };
 

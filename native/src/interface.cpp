@@ -199,7 +199,7 @@ constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay
 // be enough queries for all. Returns the bytes; `offset` gets -1 for the others.
 constexpr double COPY_SHARE = 0.049; // 5 % with all other scratch memory
 constexpr int64_t COPY_READS = 8;
-constexpr int64_t COPY_QUERIES = 256; // for each thread
+constexpr int64_t COPY_QUERIES = 512; // for each thread
 
 int64_t choose_copies(const Call &call, const std::vector<Level> &levels, int64_t corners,
                       std::vector<int64_t> &offset) {

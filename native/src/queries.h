@@ -30,7 +30,7 @@ constexpr int64_t PREFETCH_QUERIES = 8;
 
 // Positions are worked out two queries ahead of their use, so that rows can be asked for while earlier ones are added
 // up. One query ahead is not enough: rows that are too near wait for each other.
-constexpr int AHEAD = 1;
+constexpr int AHEAD = 2;
 constexpr int SLOTS = 4; // a power of two above AHEAD
 
 // prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
@@ -66,6 +66,7 @@ struct QueryBlocks {
 };
 
 // Locations and weights of one query and head on levels first..last-1, as T, padded to LANES samples on empty maps.
+// Where they lie as they are needed they are not copied.
 template <class T> class QueryReader {
   public:
     int64_t samples = 0, padded = 0;
@@ -87,6 +88,9 @@ template <class T> class QueryReader {
         maps_.set_levels(call.levels, first, last, points, padded);
         for (int64_t i = 0; i < 2 * padded; ++i) xy[i] = T(__builtin_nan(""));
         for (int64_t i = 0; i < padded; ++i) weight_[i] = 0;
+        const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
+        locations_in_place = samples == padded && locations.packed && call.locations.dtype == own;
+        weights_in_place = samples == padded && weights.packed && call.weights.dtype == own;
     }
     const Maps<T> &maps() const { return maps_; }
 
@@ -95,11 +99,16 @@ template <class T> class QueryReader {
             prefetch(call.locations, offset(call.locations, b, h, q + PREFETCH_QUERIES), 2 * samples);
             prefetch(call.weights, offset(call.weights, b, h, q + PREFETCH_QUERIES), samples);
         }
-        locations.read(offset(call.locations, b, h, q), xy);
-        weights.read(offset(call.weights, b, h, q), weight_);
+        const int64_t l = offset(call.locations, b, h, q), w = offset(call.weights, b, h, q);
+        if (!locations_in_place) locations.read(l, xy);
+        if (!weights_in_place) weights.read(w, weight_);
+        xy_now = locations_in_place ? reinterpret_cast<const T *>(at(call.locations, l)) : xy;
+        weight_now = weights_in_place ? reinterpret_cast<const T *>(at(call.weights, w)) : weight_;
     }
-    RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weight_ + sample); }
-    void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const { load_pairs<T>(xy + 2 * sample, x, y); }
+    MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weight_now + sample); }
+    MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
+        load_pairs<T>(xy_now + 2 * sample, x, y);
+    }
 
   private:
     const Call &call;
@@ -107,7 +116,9 @@ template <class T> class QueryReader {
     Block<3> locations;
     Block<2> weights;
     Maps<T> maps_;
-    T *xy, *weight_;
+    T *xy, *weight_; // copies, where the tensors cannot be read as they are
+    const T *xy_now = nullptr, *weight_now = nullptr;
+    bool locations_in_place = false, weights_in_place = false;
 
     int64_t offset(const mxd_tensor &t, int64_t b, int64_t h, int64_t q) const {
         return b * t.strides[0] + q * t.strides[1] + h * t.strides[2] + first_level * t.strides[3];

@@ -90,7 +90,7 @@ MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &
 }
 
 // x and y of LANES samples from pairs (x, y).
-template <class T> inline void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
+template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
     const auto a = raw_load<T, LANES>(xy), b = raw_load<T, LANES>(xy + LANES);
     if constexpr (LANES == 8) {
         x = MXD_SHUFFLE(a, b, IntLanes<T>, 0, 2, 4, 6, 8, 10, 12, 14);
@@ -100,7 +100,7 @@ template <class T> inline void load_pairs(const T *xy, RealLanes<T> &x, RealLane
         y = MXD_SHUFFLE(a, b, IntLanes<T>, 1, 3, 5, 7);
     }
 }
-template <class T> inline void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
+template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
     RealLanes<T> a, b;
     if constexpr (LANES == 8) {
         a = MXD_SHUFFLE(x, y, IntLanes<T>, 0, 8, 1, 9, 2, 10, 3, 11);
