@@ -261,7 +261,7 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
         const int64_t splits = std::max<int64_t>(1, geometry.work_splits);
         // whole heads where they keep at least three quarters of the threads busy
         const int64_t threads = std::max(1, call.num_threads), rounds = (splits + threads - 1) / threads;
-        const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (4 * threads + splits - 1) / splits;
+        const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (2 * threads + splits - 1) / splits;
         bands = cut_bands(levels, num_keys, wanted, most_rows);
         call.band_starts = bands.data();
         call.num_bands = int64_t(bands.size()) - 1;

@@ -20,6 +20,18 @@ template <class T> using RealLanes = Vec<T, LANES>;
 template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
 
+// Whether any bit of v is set.
+template <class I> MXD_INLINE bool any(I v) {
+    struct Words {
+        int64_t word[sizeof(I) / sizeof(int64_t)];
+    };
+    const Words words = bits_as<Words>(v);
+    int64_t all = 0;
+    MXD_UNROLL
+    for (size_t i = 0; i < sizeof(I) / sizeof(int64_t); ++i) all |= words.word[i];
+    return all != 0;
+}
+
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // For each sample of one query (level by level, point by point), the map it is taken from.
@@ -200,6 +212,11 @@ template <class T> struct ScatterList {
     // cut into bands: either the samples of all bands fall into the same groups, or TOGETHER is 1.
     template <int TOGETHER, int CORNERS, class B>
     MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
+        IntLanes<T> here = {}; // a band is a small part of a map: most vectors have nothing in it
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k)
+            here |= rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
+        if (!any(here)) return;
         int64_t addresses[CORNERS][LANES];
         T kept[CORNERS][LANES];
         Int<T> mine[CORNERS][LANES];
