@@ -8,13 +8,7 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-template <class T> struct IntOf {
-    typedef int32_t type;
-};
-template <> struct IntOf<double> {
-    typedef int64_t type;
-};
-template <class T> using Int = typename IntOf<T>::type;
+template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
 
 template <class T> using RealLanes = Vec<T, LANES>;
 template <class T> using IntLanes = Vec<Int<T>, LANES>;
@@ -114,13 +108,7 @@ template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, Real
 }
 template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
     RealLanes<T> a, b;
-    if constexpr (LANES == 8) {
-        a = MXD_SHUFFLE(x, y, IntLanes<T>, 0, 8, 1, 9, 2, 10, 3, 11);
-        b = MXD_SHUFFLE(x, y, IntLanes<T>, 4, 12, 5, 13, 6, 14, 7, 15);
-    } else {
-        a = MXD_SHUFFLE(x, y, IntLanes<T>, 0, 4, 1, 5);
-        b = MXD_SHUFFLE(x, y, IntLanes<T>, 2, 6, 3, 7);
-    }
+    interleave<T, LANES>(x, y, a, b);
     memcpy(xy, &a, sizeof a);
     memcpy(xy + LANES, &b, sizeof b);
 }

@@ -26,6 +26,16 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
+template <class A, class B> constexpr bool same_type = false;
+template <class A> constexpr bool same_type<A, A> = true;
+
+template <int BYTES> struct IntOfSize {
+    typedef int32_t type;
+};
+template <> struct IntOfSize<8> {
+    typedef int64_t type;
+};
+
 struct Half {
     uint16_t bits;
 };
@@ -82,6 +92,22 @@ template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
 #else
     return Vec<T, 8>{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]};
 #endif
+}
+
+// a0 b0 a1 b1 ...
+template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &low, Vec<T, N> &high) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    if constexpr (N == 16) {
+        low = MXD_SHUFFLE(a, b, I, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        high = MXD_SHUFFLE(a, b, I, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    } else if constexpr (N == 8) {
+        low = MXD_SHUFFLE(a, b, I, 0, 8, 1, 9, 2, 10, 3, 11);
+        high = MXD_SHUFFLE(a, b, I, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+        static_assert(N == 4, "4, 8 or 16 lanes");
+        low = MXD_SHUFFLE(a, b, I, 0, 4, 1, 5);
+        high = MXD_SHUFFLE(a, b, I, 2, 6, 3, 7);
+    }
 }
 
 template <class T, int N> MXD_INLINE Vec<T, N> broadcast(T x) {

@@ -8,9 +8,6 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-template <class A, class B> constexpr bool same_type = false;
-template <class A> constexpr bool same_type<A, A> = true;
-
 inline int64_t element_size(int64_t dtype) {
     switch (dtype) {
     case MXD_FLOAT64:
