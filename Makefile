@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NATIVE := CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/*)
+NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
 
 .PHONY: demo test lint native clean
 
@@ -32,7 +32,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror native/src/*.cpp native/src/*.h native/include/*.h
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE))
 
 native: $(STAMP)
 
