@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -8,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
 
-.PHONY: demo test lint native clean
+.PHONY: demo test lint native sanitize clean
 
 # torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
 $(VENV)/made: constraints.txt
@@ -35,6 +36,23 @@ lint: $(STAMP)
 	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE))
 
 native: $(STAMP)
+
+# libgomp is not instrumented, so that ThreadSanitizer would see races that are none: OpenMP is off there, and the threads
+# are those of streams and callers. Its kernels are the same source for every instruction set: one is enough.
+SANITIZERS := build/asan build/tsan
+build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
+build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_OPENMP=OFF -DMXD_BASELINE_ONLY=ON
+HUGE_ALLOCATIONS_FAIL := ASAN_OPTIONS=allocator_may_return_null=1 TSAN_OPTIONS=allocator_may_return_null=1
+FUZZ_SECONDS := 30
+
+.PHONY: $(SANITIZERS)
+$(SANITIZERS): $(VENV)/made
+	$(BIN)/cmake -S . -B $@ $(FLAGS) -DMXD_NATIVE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build $@ --parallel 2
+	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
+
+sanitize: $(SANITIZERS)
+	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build

@@ -136,6 +136,8 @@ void check_output(const Argument &value, const Argument &output, const Attention
 aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
     aclOpExecutor plan{};
     plan.backward = count == 9;
+    for (int i = 0; i < count; ++i) plan.nothing_to_do = plan.nothing_to_do || empty(a[i].tensor);
+    if (plan.nothing_to_do) return plan; // strides and offsets of empty tensors mean nothing and were not checked
     plan.shapes = native(a[1].tensor);
     plan.starts = native(a[2].tensor);
     plan.call.value = native(a[0].tensor);
@@ -148,8 +150,6 @@ aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
         plan.call.grad_locations = native(a[7].tensor);
         plan.call.grad_weights = native(a[8].tensor);
     }
-    for (int i = 0; i < count; ++i) plan.nothing_to_do = plan.nothing_to_do || empty(a[i].tensor);
-    if (plan.nothing_to_do) return plan;
     plan.workspace_bytes = uint64_t(bytes_of_levels(plan.shapes));
     if (mxd::needs_packing(plan.call.value, VALUE_AXES))
         plan.workspace_bytes += uint64_t(mxd::packed_bytes(plan.call.value, VALUE_AXES));

@@ -122,12 +122,13 @@ void check_memory(const Argument &argument) {
         invalid(argument, "have strides that keep its elements apart", list(t.strides, t.axes));
 }
 
+// The stride of an axis of one element may be any number, and is none that arithmetic should meet.
 mxd_tensor native(const aclTensor &t) {
     mxd_tensor to{};
     to.dtype = t.dtype; // the numbers are the same
     to.data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
     std::copy_n(t.shape, t.axes, to.shape);
-    std::copy_n(t.strides, t.axes, to.strides);
+    for (int a = 0; a < t.axes; ++a) to.strides[a] = t.shape[a] > 1 ? t.strides[a] : 0;
     return to;
 }
 

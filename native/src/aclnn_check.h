@@ -40,7 +40,7 @@ void check_floating(const Argument &argument);
 // Memory: there, aligned, the view inside its storage, the elements of an output distinct.
 void check_memory(const Argument &argument);
 
-// One argument as the kernels want it.
+// A checked argument with elements, as the kernels want it.
 mxd_tensor native(const aclTensor &tensor);
 
 } // namespace acl

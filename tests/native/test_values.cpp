@@ -1,5 +1,8 @@
 // What comes out: the vendor's known answer, and any layout and dtype against the equations.
+#include "mx_driving.h"
 #include "problem.h"
+
+#include <string>
 
 void known_answer() {
     Problem p({1, 32, 1, 8, 1, {{1, 1}}}, 0, false);
@@ -17,7 +20,7 @@ void known_answer() {
 // ulp of bfloat16 is up to 2^-8 of the number.
 constexpr double FLOAT = 2e-5, BFLOAT16 = 1.0 / 256 + 2e-5;
 
-void layouts() {
+static void layouts_with_this_isa() {
     const Sizes shapes[] = {{2, 9, 3, 8, 3, {{5, 4}, {2, 3}}},
                             {1, 7, 2, 40, 1, {{20, 20}}},
                             {1, 3, 16, 16, 2, {{1, 1}, {1, 7}, {6, 1}, {3, 3}}}};
@@ -32,6 +35,13 @@ void layouts() {
             mixed.run(nullptr);
             mixed.verify(BFLOAT16);
         }
+}
+
+void layouts() {
+    const std::string best = mxd_isa();
+    for (const char *isa : {"baseline", "avx2", "avx512"})
+        if (mxd_use_isa(isa) == 0) layouts_with_this_isa();
+    CHECK(mxd_use_isa(best.c_str()) == 0);
 }
 
 void levels() {
