@@ -75,8 +75,8 @@ struct Description {
         for (uint64_t a = axes; a-- > 0; storage[0] *= shape[a]) strides[a] = storage[0];
         storage[0] += 3;
     }
-    void allocate(Bytes &bytes) {
-        memory.assign(size_t(storage[0]) * 8 + 8, 0);
+    void allocate() { memory.assign(size_t(storage[0]) * 8 + 8, 0); }
+    void fill(Bytes &bytes) {
         for (size_t i = 0; i < memory.size() && bytes.more(); ++i) memory[i] = char(bytes.byte());
     }
     // Memory shrinks to what is declared, so that a sanitizer sees the step behind it.
@@ -152,6 +152,22 @@ std::vector<Description> sound_call(Bytes &bytes, bool backward) {
     return d;
 }
 
+void put(Description &index, int64_t place, int64_t number) {
+    const int32_t narrow = int32_t(number);
+    const bool wide = index.dtype == ACL_INT64;
+    std::memcpy(index.memory.data() + size_t(place) * index.element(),
+                wide ? static_cast<const void *>(&number) : &narrow, index.element());
+}
+
+// Levels of one pixel, which fit in any num_keys.
+void put_small_levels(Description &shapes, Description &starts) {
+    for (int64_t l = 0; l < starts.shape[0]; ++l) {
+        put(shapes, 2 * l, 1);
+        put(shapes, 2 * l + 1, 1);
+        put(starts, l, 0);
+    }
+}
+
 aclnnStatus phase_one(bool backward, aclTensor **t, uint64_t *size, aclOpExecutor **executor) {
     return backward ? aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], t[6],
                                                                              t[7], t[8], size, executor)
@@ -178,17 +194,16 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t length) {
     Bytes bytes(data, length);
     const bool backward = bytes.below(2);
     std::vector<Description> d = sound_call(bytes, backward);
-    for (int64_t changes = bytes.below(4); changes > 0; --changes) {
-        Description &changed = d[size_t(bytes.below(backward ? TENSORS : 6))];
-        const int64_t allocated = changed.storage[0];
-        if (changed.memory.empty()) changed.memory.assign(size_t(allocated) * 8 + 8, 0);
-        changed.change(bytes);
-    }
+    for (Description &each : d) each.allocate();
+    const bool any_levels = bytes.below(4) == 0;
+    if (!any_levels) put_small_levels(d[1], d[2]);
+    for (int64_t changes = bytes.below(4); changes > 0; --changes)
+        d[size_t(bytes.below(backward ? TENSORS : 6))].change(bytes);
     aclTensor *tensors[TENSORS];
     bool honest = true;
     for (int i = 0; i < TENSORS; ++i) {
         Description &each = d[size_t(i)];
-        if (each.memory.empty()) each.allocate(bytes);
+        if (any_levels || (i != 1 && i != 2)) each.fill(bytes);
         each.settle();
         honest = honest && each.honest;
         tensors[i] = each.create();
