@@ -7,10 +7,11 @@ import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
 
+# 3 points, so that levels begin inside a group of samples; small levels and many queries, so that some are copied.
 LARGE = {
-    MULTI_SCALE: lambda: cases.multi_scale(1, 700, 40, 3, [(20, 30), (10, 15), (5, 8)], 4),
+    MULTI_SCALE: lambda: cases.multi_scale(1, 700, 40, 3, [(20, 30), (10, 15), (5, 8)], 3),
     AGGREGATION: lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
-    GEOMETRIC: lambda: cases.geometric(1, 700, 40, 3, [(20, 30), (10, 15)], 4),
+    GEOMETRIC: lambda: cases.geometric(1, 700, 40, 3, [(20, 30), (10, 15)], 3),
 }
 
 

@@ -21,6 +21,10 @@ struct Call {
     // order of additions is that of the queries whatever the number of threads.
     const int64_t *band_starts;
     int64_t num_bands;
+    // A copy of some levels of one (batch, head) of value, shared by all threads, one head after the other: a head's
+    // rows lie a kilobyte apart and use an eighth of the caches' sets. Null: nothing is copied.
+    char *copy;
+    const int64_t *copy_offset; // for each level where it lies in the copy, in bytes; -1: it is read from value
     int num_threads;
 };
 

@@ -91,34 +91,37 @@ inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t 
     return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
 }
 
-template <class V> inline RowAddresses feature_rows(const mxd_tensor &features, int64_t b, const void *zeros) {
-    return {reinterpret_cast<int64_t>(at(features, b * features.strides[0])), features.strides[1] * int64_t(sizeof(V)),
-            reinterpret_cast<int64_t>(zeros)};
-}
-
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
     AnchorReader<T> locations;
     Samples<T> samples;
-    SampleBuffer<T> buffer; // shares without weights
+    int64_t *address; // the samples' rows, a list
+    T *share;         // without weights
     V *zeros;
     T *row;
+    RowAddresses rows;
 
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + SampleBuffer<T>::bytes(n.room()) +
-               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels);
+        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) +
+               Arena::bytes<T>(4 * n.room()) + Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) +
+               RowAddresses::bytes(n.room());
     }
     AnchorWorker(const Call &c, Arena &arena)
-        : call(c), n(c), locations(c, n, arena), samples(n, arena), buffer(arena, n.room()),
-          zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)) {
+        : call(c), n(c), locations(c, n, arena), samples(n, arena), address(arena.take<int64_t>(4 * n.room())),
+          share(arena.take<T>(4 * n.room())), zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
+          rows(arena, n.room(), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
-    void prepare(int64_t padded, const RowAddresses &rows) {
+    void prepare(int64_t padded, int64_t b) {
+        rows.set(0, padded, at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
         for (int64_t i = 0; i < padded; i += LANES) {
             const Corners<T> c = samples.corners(i);
-            for (int k = 0; k < 4; ++k) buffer.put(i, k, rows.of(c, k), c.inside[k] ? c.share(k) : RealLanes<T>{});
+            for (int k = 0; k < 4; ++k) {
+                put_entries<4>(address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
+                put_entries<4>(share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+            }
         }
     }
     void add_pair(int64_t b, int64_t anchor, int64_t point, int64_t camera) {
@@ -161,18 +164,17 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 
     void serve(int64_t b) {
         const Sizes &n = this->n;
-        const int64_t padded = this->samples.pad(), pitch = this->buffer.samples;
-        this->prepare(padded, feature_rows<V>(this->call.value, b, this->zeros));
+        const int64_t padded = this->samples.pad(), num_rows = 4 * round_up(this->samples.count, ROWS);
+        this->prepare(padded, b);
         for (int64_t g = 0; g < n.groups; ++g) {
-            for (int k = 0; k < 4; ++k)
-                for (int64_t i = 0; i < padded; i += LANES) {
-                    const RealLanes<T> weight = raw_load<T, LANES>(this->samples.weight(g) + i);
-                    const RealLanes<T> share = raw_load<T, LANES>(this->buffer.share + k * pitch + i);
-                    store<T, LANES>(shares + k * pitch + i, share * weight);
-                }
-            const CornerRows<T> rows{this->buffer.address, shares, pitch, g * n.group_channels};
-            weighted_sum<V, T, 4>(rows, nullptr, this->samples.count, n.group_channels,
-                                  this->row + g * n.group_channels, true);
+            for (int64_t i = 0; i < padded; i += LANES) {
+                const RealLanes<T> weight = raw_load<T, LANES>(this->samples.weight(g) + i);
+                for (int k = 0; k < 4; ++k)
+                    put_entries<4>(shares, i, k, RealLanes<T>(get_entries<4>(this->share, i, k) * weight));
+            }
+            const int64_t channel = g * n.group_channels;
+            weighted_sum<V, T>(this->address, shares, nullptr, num_rows, n.group_channels, this->row + channel, true,
+                               channel);
         }
         this->samples.count = 0;
     }
@@ -239,14 +241,12 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
     void serve(int64_t b, int64_t a) {
         const Sizes &n = this->n;
-        const int64_t padded = this->samples.pad(), pitch = this->buffer.samples;
-        this->prepare(padded, feature_rows<V>(this->call.value, b, this->zeros));
+        const int64_t padded = this->samples.pad(), num_rows = 4 * round_up(this->samples.count, ROWS);
+        this->prepare(padded, b);
         for (int64_t i = 0; i < padded; ++i) grad_x[i] = grad_y[i] = 0;
         for (int64_t group = 0; group < n.groups; ++group) {
             const int64_t channel = group * n.group_channels;
-            for (int k = 0; k < 4; ++k)
-                dots<V, T>(this->buffer.address + k * pitch, nullptr, this->samples.count, n.group_channels,
-                           g + channel, dot + k * pitch, channel);
+            dots<V, T>(this->address, nullptr, num_rows, n.group_channels, g + channel, dot, channel);
             for (int64_t i = 0; i < padded; i += LANES) finish(i, group);
         }
         for (int64_t i = 0; i < num_pairs; ++i) write_pair(b, a, i);
@@ -255,7 +255,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
     void finish(int64_t i, int64_t group) {
         const Corners<T> c = this->samples.corners(i);
-        const CornerSlopes<T> slope(c, dot + i, this->buffer.samples);
+        const CornerSlopes<T> slope(c, dot, i);
         const Maps<T> &maps = this->samples.maps();
         const RealLanes<T> weight = raw_load<T, LANES>(this->samples.weight(group) + i);
         const RealLanes<T> gx = raw_load<T, LANES>(maps.width + i) * weight * slope.dx;
@@ -333,8 +333,15 @@ template <class T> class FeatureGradient {
         for (int64_t group = 0; group < n.groups; ++group) {
             list.count = 0;
             for (int64_t i = 0; i < padded; i += LANES) {
+                const Corners<T> c = samples.corners(i);
                 const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
-                list.add(samples.corners(i), weight, band);
+                SampledRows<T, 4> rows;
+                for (int k = 0; k < 4; ++k) {
+                    rows.inside[k] = c.inside[k];
+                    rows.pixel[k] = c.pixel[k];
+                    rows.share[k] = weight * c.share(k);
+                }
+                list.template add<1>(rows, band);
             }
             scatter_add<T>(list.address, list.share, list.count, n.group_channels, g + group * n.group_channels,
                            group * n.group_channels);

@@ -180,6 +180,36 @@ void prefer_huge_pages(const mxd_tensor &t, int axes) {
 
 constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay under 5 % of a 9 MB value
 
+// Which levels of a head are worth a copy of their own: those read at least COPY_READS times a row, the smallest first,
+// while all of them take at most COPY_SHARE of value's memory. Threads work on one head at a time then, so there must
+// be enough queries for all. Returns the bytes; `offset` gets -1 for the others.
+constexpr double COPY_SHARE = 0.049; // 5 % with all other scratch memory
+constexpr int64_t COPY_READS = 8;
+constexpr int64_t COPY_QUERIES = 256; // for each thread
+
+int64_t choose_copies(const Call &call, const std::vector<Level> &levels, int64_t corners,
+                      std::vector<int64_t> &offset) {
+    const int64_t *shape = call.value.shape;
+    const int64_t size = call.value.dtype == MXD_FLOAT64 ? 8 : call.value.dtype == MXD_FLOAT32 ? 4 : 2;
+    const int64_t row = shape[3] * size, reads = call.locations.shape[1] * call.locations.shape[4] * corners;
+    const double allowed = COPY_SHARE * double(shape[0] * shape[1]) * double(shape[2] * row);
+    offset.assign(levels.size(), -1);
+    if (call.value.strides[1] * size <= row) return 0; // rows lie side by side already
+    if (call.locations.shape[1] < COPY_QUERIES * std::max(1, call.num_threads)) return 0;
+    std::vector<size_t> order;
+    for (size_t l = 0; l < levels.size(); ++l) order.push_back(l);
+    const auto rows = [&](size_t l) { return levels[l].height * levels[l].width; };
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rows(a) < rows(b); });
+    int64_t total = 0;
+    for (size_t l : order) {
+        const int64_t bytes = (rows(l) * row + 63) / 64 * 64;
+        if (double(total + bytes) > allowed || reads < COPY_READS * rows(l)) break;
+        offset[l] = total;
+        total += bytes;
+    }
+    return total;
+}
+
 struct Geometry {
     int axes;            // leading axes of the two index tensors: 1 or 2
     int value_axes;      // 4: batch, keys, heads, channels; 3: batch, rows, channels
@@ -195,6 +225,15 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
     if (!pack(call.value, geometry.value_axes, packed)) return MXD_OUT_OF_MEMORY;
     call.levels = levels.data();
     call.num_levels = int64_t(levels.size());
+    std::vector<int64_t> copy_offset;
+    std::unique_ptr<char[]> copy;
+    if (op != AGGREGATION) {
+        const int64_t bytes = choose_copies(call, levels, op == GEOMETRIC ? 1 : 4, copy_offset);
+        if (bytes > 0) copy.reset(new (std::nothrow) char[size_t(bytes) + 64]);
+        const size_t misaligned = reinterpret_cast<uintptr_t>(copy.get()) % 64;
+        call.copy = copy ? copy.get() + (64 - misaligned) : nullptr; // without memory for it: no copy
+        call.copy_offset = copy_offset.data();
+    }
     std::vector<int64_t> bands;
     if (backward && call.grad_value.data) {
         prefer_huge_pages(call.grad_value, geometry.value_axes);
@@ -206,7 +245,9 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
         const int64_t most_rows = call.grad_value_in_place ? std::max<int64_t>(1, num_keys)
                                                            : std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
         const int64_t splits = std::max<int64_t>(1, geometry.work_splits);
-        const int64_t wanted = call.num_threads <= 1 ? 1 : (4 * call.num_threads + splits - 1) / splits;
+        // whole heads where they keep at least three quarters of the threads busy
+        const int64_t threads = std::max(1, call.num_threads), rounds = (splits + threads - 1) / threads;
+        const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (4 * threads + splits - 1) / splits;
         bands = cut_bands(levels, num_keys, wanted, most_rows);
         call.band_starts = bands.data();
         call.num_bands = int64_t(bands.size()) - 1;

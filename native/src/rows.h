@@ -5,6 +5,7 @@
 //   dots           dot[i] = sum over channels of  g * row[i]
 //   scatter_add    row[i] += share[i] * g
 //
+// Rows are lists of addresses, with a share each; their number is a multiple of ROWS, padded with rows that do no harm.
 // `next`: as many rows that will be wanted soon, asked for meanwhile; null when they are not known.
 //
 // Every channel count is cut into pieces of 8, 4, 2, 1 full vectors, then a half, a quarter ... of one, down to one
@@ -20,13 +21,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Addresses and shares of the corners of many samples: corner k of sample i is at [k * pitch + i].
-template <class T> struct CornerRows {
-    const int64_t *address;
-    const T *share;
-    int64_t pitch;
-    int64_t channel = 0; // where in the rows the channels in question begin
-};
+// Lists of rows are read this many rows a turn.
+constexpr int ROWS = 4;
 
 template <int N> struct Count {
     static constexpr int value = N;
@@ -49,7 +45,7 @@ template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
     if (rest & 1) op(Count<1>(), Count<1>(), c);
 }
 
-template <class V> inline const V *row_at(int64_t address, int64_t channel) {
+template <class V> MXD_INLINE const V *row_at(int64_t address, int64_t channel) {
     return reinterpret_cast<const V *>(address) + channel;
 }
 
@@ -59,84 +55,96 @@ template <int BYTES> __attribute__((always_inline)) inline void ask_for(const vo
     for (int line = 0; line < (BYTES + 63) / 64; ++line) __builtin_prefetch(static_cast<const char *>(row) + 64 * line);
 }
 
-// One piece of weighted_sum over n samples of CORNERS rows each. Several sets of accumulators hide the latency of the
-// multiply-add: K vectors in SETS sets give at least 8 independent chains where registers allow.
-template <class V, class T, int CORNERS, int N, int K>
-inline void weighted_sum_piece(const CornerRows<T> &rows, const int64_t *next, int64_t n, int64_t channel, T *out,
-                               bool accumulate) {
+// One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
+// give at least 8 independent chains where registers allow.
+template <class V, class T, int N, int K>
+inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
+                               T *out, bool accumulate) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
-    constexpr int STEP = CORNERS == 1 ? 4 : 1; // samples per turn: four rows either way
     Vec<T, N> sums[SETS][K] = {};
-    const auto add = [&](int set, int64_t at) {
-        const V *row = row_at<V>(rows.address[at], rows.channel + channel);
-        if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[at], rows.channel + channel));
-        const Vec<T, N> share = broadcast<T, N>(rows.share[at]);
+    for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
+    for (int r = 0; r < ROWS; ++r) {
+        const V *row = row_at<V>(address[i + r], channel);
+        if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
+        const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
         MXD_UNROLL
-        for (int k = 0; k < K; ++k) sums[set][k] += share * load<T, N>(row + k * N);
-    };
-    int64_t i = 0;
-    for (; i + STEP <= n; i += STEP) MXD_UNROLL
-    for (int r = 0; r < 4; ++r) add(r % SETS, CORNERS == 1 ? i + r : r * rows.pitch + i);
-    for (; i < n; ++i) add(0, i);
+        for (int k = 0; k < K; ++k) sums[r % SETS][k] += factor * load<T, N>(row + k * N);
+    }
     MXD_UNROLL
     for (int k = 0; k < K; ++k) {
         Vec<T, N> total = sums[0][k];
         MXD_UNROLL
         for (int s = 1; s < SETS; ++s) total += sums[s][k];
-        T *to = out + channel + k * N;
-        store<T, N>(to, accumulate ? load<T, N>(to) + total : total);
+        store<T, N>(out + k * N, accumulate ? load<T, N>(out + k * N) + total : total);
     }
 }
 
-template <class V, class T, int CORNERS>
-inline void weighted_sum(const CornerRows<T> &rows, const int64_t *next, int64_t n, int64_t channels, T *out,
-                         bool accumulate = false) {
-    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t channel) {
-        weighted_sum_piece<V, T, CORNERS, lanes.value, vectors.value>(rows, next, n, channel, out, accumulate);
+// Of rows 0..n-1, `channels` channels from channel `first` on: to out[0..channels-1].
+template <class V, class T>
+inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
+                         T *out, bool accumulate = false, int64_t first = 0) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        weighted_sum_piece<V, T, lanes.value, vectors.value>(address, share, next, n, first + c, out + c, accumulate);
     });
 }
 
-// The sums of four vectors, side by side.
-template <class T, int N> inline Vec<T, 4> sums_of_four(const Vec<T, N> *v) {
-    if constexpr (N <= 4) {
-        return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
-    } else {
-        const Vec<T, N / 2> half[4] = {fold<T, N>(v[0]), fold<T, N>(v[1]), fold<T, N>(v[2]), fold<T, N>(v[3])};
-        return sums_of_four<T, N / 2>(half);
-    }
+// The sums of four vectors, side by side. The vectors are folded together, not each by itself: half the steps.
+template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
+    return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
 }
-template <> inline Vec<float, 4> sums_of_four<float, 4>(const Vec<float, 4> *v) {
+template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 4>(const Vec<float, 4> (&v)[4]) {
     typedef Vec<int32_t, 4> I;
     const Vec<float, 4> a = MXD_SHUFFLE(v[0], v[1], I, 0, 4, 1, 5) + MXD_SHUFFLE(v[0], v[1], I, 2, 6, 3, 7);
     const Vec<float, 4> b = MXD_SHUFFLE(v[2], v[3], I, 0, 4, 1, 5) + MXD_SHUFFLE(v[2], v[3], I, 2, 6, 3, 7);
     return MXD_SHUFFLE(a, b, I, 0, 1, 4, 5) + MXD_SHUFFLE(a, b, I, 2, 3, 6, 7);
 }
+template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 8>(const Vec<float, 8> (&v)[4]) {
+    typedef Vec<int32_t, 8> I;
+    const auto halves = [](Vec<float, 8> a, Vec<float, 8> b) { // of a, then of b
+        return MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11) + MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15);
+    };
+    const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+    const Vec<float, 8> pairs = // of 0, 2, 1, 3
+        MXD_SHUFFLE(a, b, I, 0, 1, 8, 9, 4, 5, 12, 13) + MXD_SHUFFLE(a, b, I, 2, 3, 10, 11, 6, 7, 14, 15);
+    const Vec<float, 8> sums = pairs + MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6);
+    return four_of<0>(MXD_SHUFFLE(sums, sums, I, 0, 4, 2, 6, 0, 4, 2, 6));
+}
+template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 16>(const Vec<float, 16> (&v)[4]) {
+    typedef Vec<int32_t, 16> I;
+    const auto halves = [](Vec<float, 16> a, Vec<float, 16> b) { // of a, then of b
+        return MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    const Vec<float, 16> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+    const Vec<float, 16> quarters = MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+                                    MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    const Vec<float, 16> pairs =
+        quarters + MXD_SHUFFLE(quarters, quarters, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    const Vec<float, 16> sums =
+        pairs + MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    const Vec<float, 16> four = MXD_SHUFFLE(sums, sums, I, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    return raw_load<float, 4>(&four);
+}
 
-// One piece of dots over n rows, four at a time.
+// One piece of dots, ROWS rows at a time.
 template <class V, class T, int N, int K>
 inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
                        bool accumulate) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
-    const auto product = [&](int64_t i) {
-        const V *row = row_at<V>(address[i], channel);
-        Vec<T, N> total = factor[0] * load<T, N>(row);
+    for (int64_t i = 0; i < n; i += ROWS) {
+        Vec<T, N> products[ROWS];
         MXD_UNROLL
-        for (int k = 1; k < K; ++k) total += factor[k] * load<T, N>(row + k * N);
-        return total;
-    };
-    int64_t i = 0;
-    for (; i + 4 <= n; i += 4) {
-        if (next) MXD_UNROLL
-        for (int r = 0; r < 4; ++r) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
-        const Vec<T, N> products[4] = {product(i), product(i + 1), product(i + 2), product(i + 3)};
-        const Vec<T, 4> four = sums_of_four<T, N>(products);
-        store<T, 4>(dot + i, accumulate ? load<T, 4>(dot + i) + four : four);
-    }
-    for (; i < n; ++i) {
-        const T one = sum<T, N>(product(i));
-        dot[i] = accumulate ? dot[i] + one : one;
+        for (int r = 0; r < ROWS; ++r) {
+            const V *row = row_at<V>(address[i + r], channel);
+            if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
+            products[r] = factor[0] * load<T, N>(row);
+            MXD_UNROLL
+            for (int k = 1; k < K; ++k) products[r] += factor[k] * load<T, N>(row + k * N);
+        }
+        const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
+        store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
     }
 }
 

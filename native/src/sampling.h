@@ -57,14 +57,15 @@ template <class T> struct Corners {
     RealLanes<T> share(int k) const { return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below); }
 };
 
-template <class T> inline RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> &whole) {
+template <class T> MXD_INLINE RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> &whole) {
     whole = convert<Int<T>, LANES>(x);
     whole += x < convert<T, LANES>(whole);
     return convert<T, LANES>(whole);
 }
 
 // x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
-template <class T> inline Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
+template <class T>
+MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
     const auto width = raw_load<T, LANES>(maps.width + sample), height = raw_load<T, LANES>(maps.height + sample);
     const auto columns = raw_load<Int<T>, LANES>(maps.columns + sample);
     const auto rows = raw_load<Int<T>, LANES>(maps.rows + sample);
@@ -112,47 +113,68 @@ template <class T> inline void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y
     memcpy(xy + LANES, &b, sizeof b);
 }
 
-// Rows of value as addresses: pixel i lies at base + i * stride bytes; a corner that is not on the map reads zeros.
+// Rows of a tensor as addresses: pixel i of sample s lies at base[s] + i * stride[s] bytes; a corner that is not on the
+// map is `nowhere`.
 struct RowAddresses {
-    int64_t base, stride, zeros;
+    int64_t *base, *stride, nowhere;
 
-    template <class T> AddressLanes of(const Corners<T> &c, int k) const {
-        return convert<int64_t, LANES>(c.inside[k]) ? of_pixel<T>(c.pixel[k]) : AddressLanes{} + zeros;
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
+    RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
+        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
+          nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
+
+    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
+        for (int64_t i = first; i < last; ++i) {
+            base[i] = reinterpret_cast<int64_t>(pixel0);
+            stride[i] = bytes;
+        }
     }
-    template <class T> AddressLanes of_pixel(IntLanes<T> pixel) const {
-        return convert<int64_t, LANES>(pixel) * stride + base;
+    template <class I> MXD_INLINE AddressLanes of(int64_t sample, I inside, I pixel) const {
+        const auto b = raw_load<int64_t, LANES>(base + sample), s = raw_load<int64_t, LANES>(stride + sample);
+        return convert<int64_t, LANES>(inside) ? convert<int64_t, LANES>(pixel) * s + b : AddressLanes{} + nowhere;
     }
 };
 
-// The samples of one query as corner rows, with room for `samples` (a multiple of LANES) of them.
-template <class T> struct SampleBuffer {
-    int64_t samples;
-    int64_t *address; // [4][samples]
-    T *share;         // [4][samples]
-
-    static int64_t bytes(int64_t samples) { return Arena::bytes<int64_t>(4 * samples) + Arena::bytes<T>(4 * samples); }
-    SampleBuffer(Arena &arena, int64_t n)
-        : samples(n), address(arena.take<int64_t>(4 * n)), share(arena.take<T>(4 * n)) {
-        memset(address, 0, size_t(4 * n) * sizeof(int64_t)); // the rows asked for ahead before there are any
-    }
-
-    void put_address(int64_t sample, int k, AddressLanes a) { memcpy(address + k * samples + sample, &a, sizeof a); }
-    void put(int64_t sample, int k, AddressLanes a, RealLanes<T> s) {
-        put_address(sample, k, a);
-        memcpy(share + k * samples + sample, &s, sizeof s);
-    }
-    CornerRows<T> rows() const { return {address, share, samples}; }
+// What LANES samples read: pixels, which of them count, and with what share of the output.
+template <class T, int CORNERS> struct SampledRows {
+    IntLanes<T> inside[CORNERS], pixel[CORNERS];
+    RealLanes<T> share[CORNERS]; // 0 where not inside
 };
+
+// Lists of rows hold four samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Whoever
+// adds up in the order of a list does so in the same order however the samples are cut.
+template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
+    return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
+}
+
+// The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
+template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, int k, Vec<E, LANES> entries) {
+    E *to = list + entry_of<CORNERS>(i, k);
+    if constexpr (LANES == ROWS || CORNERS == 1) {
+        memcpy(to, &entries, sizeof entries);
+    } else {
+        const Vec<E, 4> low = four_of<0>(entries), high = four_of<4>(entries);
+        memcpy(to, &low, sizeof low);
+        memcpy(to + CORNERS * ROWS, &high, sizeof high);
+    }
+}
+template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *list, int64_t i, int k) {
+    const E *from = list + entry_of<CORNERS>(i, k);
+    if constexpr (LANES == ROWS)
+        return raw_load<E, LANES>(from);
+    else
+        return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
+}
 
 // From the dot products of g with the four corner rows to those with the sample and with its slopes in x and y.
 template <class T> struct CornerSlopes {
     RealLanes<T> sample, dx, dy;
 
-    // dot[k * pitch]: LANES products with corner k; what lies outside the map counts as zero.
-    CornerSlopes(const Corners<T> &c, const T *dot, int64_t pitch) : sample{} {
+    // dot: a list of products; of samples i..i+LANES-1. What lies outside the map counts as zero.
+    MXD_INLINE CornerSlopes(const Corners<T> &c, const T *dot, int64_t i) : sample{} {
         RealLanes<T> d[4];
         for (int k = 0; k < 4; ++k) {
-            d[k] = raw_load<T, LANES>(dot + k * pitch);
+            d[k] = get_entries<4>(dot, i, k);
             d[k] = c.inside[k] ? d[k] : RealLanes<T>{};
             sample += c.share(k) * d[k];
         }
@@ -174,33 +196,30 @@ template <class T> struct ScatterList {
     ScatterList(Arena &arena, int64_t n)
         : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
 
-    // LANES samples of CORNERS rows of value each; those count where `real` is all ones and the band has the row. The
-    // order is sample by sample: it does not depend on where a group of LANES begins, and so not on how rows are cut
-    // into bands.
-    template <int CORNERS, class B>
-    void add(const IntLanes<T> *real, const IntLanes<T> *pixel, const RealLanes<T> *shares, const B &band) {
+    // In the order of lists of rows, TOGETHER samples at a time corner by corner. It must not depend on how value is
+    // cut into bands: either the samples of all bands fall into the same groups, or TOGETHER is 1.
+    template <int TOGETHER, int CORNERS, class B>
+    MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
         int64_t addresses[CORNERS][LANES];
         T kept[CORNERS][LANES];
         Int<T> mine[CORNERS][LANES];
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            const IntLanes<T> m = real[k] & (pixel[k] >= Int<T>(band.begin)) & (pixel[k] < Int<T>(band.end));
-            const AddressLanes a = convert<int64_t, LANES>(pixel[k] - Int<T>(band.begin)) * band.step + band.address;
+            const IntLanes<T> m =
+                rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
+            const AddressLanes a =
+                convert<int64_t, LANES>(rows.pixel[k] - Int<T>(band.begin)) * band.step + band.address;
             memcpy(addresses[k], &a, sizeof a);
-            memcpy(kept[k], &shares[k], sizeof shares[k]);
+            memcpy(kept[k], &rows.share[k], sizeof rows.share[k]);
             memcpy(mine[k], &m, sizeof m);
         }
-        for (int i = 0; i < LANES; ++i) MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k) {
-            address[count] = addresses[k][i];
-            share[count] = kept[k][i];
-            count -= mine[k][i];
+        for (int i = 0; i < LANES; i += TOGETHER) MXD_UNROLL
+        for (int e = 0; e < CORNERS * TOGETHER; ++e) {
+            const int k = e / TOGETHER, lane = i + e % TOGETHER;
+            address[count] = addresses[k][lane];
+            share[count] = kept[k][lane];
+            count -= mine[k][lane];
         }
-    }
-    template <class B> void add(const Corners<T> &c, RealLanes<T> weight, const B &band) {
-        const RealLanes<T> shares[4] = {weight * c.share(0), weight * c.share(1), weight * c.share(2),
-                                        weight * c.share(3)};
-        add<4>(c.inside, c.pixel, shares, band);
     }
 };
 

@@ -12,6 +12,9 @@
 #include <immintrin.h>
 #endif
 
+// For what works on a handful of vectors: a call would pass them through memory.
+#define MXD_INLINE __attribute__((always_inline)) inline
+
 // Lanes of a and b by number, b's counted on after a's; `Index` is an integer vector type of the same shape.
 #if defined(__clang__)
 #define MXD_SHUFFLE(a, b, Index, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -50,35 +53,52 @@ template <class T> constexpr int WIDTH = VECTOR_BYTES / int(sizeof(T));
 // Samples prepared at once: as many as 64-bit addresses fit in one vector.
 constexpr int LANES = VECTOR_BYTES == 64 ? 8 : 4;
 
-template <class To, class From> inline To bits_as(From from) {
+template <class To, class From> MXD_INLINE To bits_as(From from) {
     static_assert(sizeof(To) == sizeof(From), "same size");
     To to;
     memcpy(&to, &from, sizeof to);
     return to;
 }
 
-template <class To, int N, class From> inline Vec<To, N> convert(From from) {
+template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) {
     if constexpr (N == 1)
         return To(from);
     else
         return __builtin_convertvector(from, Vec<To, N>);
 }
 
-template <class T, int N> inline Vec<T, N> broadcast(T x) {
+// Four of eight lanes and back. Not through memory: what was stored in pieces is slow to load as a whole.
+template <int FIRST, class Eight> MXD_INLINE auto four_of(Eight v) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(v, v, FIRST, FIRST + 1, FIRST + 2, FIRST + 3);
+#else
+    typedef __typeof__(v[0] + v[0]) E;
+    return Vec<E, 4>{v[FIRST], v[FIRST + 1], v[FIRST + 2], v[FIRST + 3]};
+#endif
+}
+template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+    return Vec<T, 8>{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]};
+#endif
+}
+
+template <class T, int N> MXD_INLINE Vec<T, N> broadcast(T x) {
     if constexpr (N == 1)
         return x;
     else
         return x - Vec<T, N>{};
 }
 
-template <class T, int N> inline Vec<T, N> raw_load(const void *from) {
+template <class T, int N> MXD_INLINE Vec<T, N> raw_load(const void *from) {
     Vec<T, N> v;
     memcpy(&v, from, sizeof v);
     return v;
 }
 
 // float from the bits of a half, in integer steps every machine has: exponent rescaled by one multiplication.
-template <int N> inline Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
+template <int N> MXD_INLINE Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
     typedef Vec<uint32_t, N> U;
     const U bits = convert<uint32_t, N>(half), magnitude = bits & 0x7fff;
     const Vec<float, N> scaled = bits_as<Vec<float, N>>(U(magnitude << 13)) * 0x1p112f;
@@ -99,7 +119,7 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-template <int N> inline Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) {
+template <int N> MXD_INLINE Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) {
     typedef Vec<uint32_t, N> U;
     const U bits = bits_as<U>(x);
     const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -108,20 +128,24 @@ template <int N> inline Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) {
 }
 
 // N elements of storage type V as T.
-template <class T, int N> inline Vec<T, N> load(const float *from) { return convert<T, N>(raw_load<float, N>(from)); }
-template <class T, int N> inline Vec<T, N> load(const double *from) { return convert<T, N>(raw_load<double, N>(from)); }
-template <class T, int N> inline Vec<T, N> load(const int32_t *from) {
+template <class T, int N> MXD_INLINE Vec<T, N> load(const float *from) {
+    return convert<T, N>(raw_load<float, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const double *from) {
+    return convert<T, N>(raw_load<double, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const int32_t *from) {
     return convert<T, N>(raw_load<int32_t, N>(from));
 }
-template <class T, int N> inline Vec<T, N> load(const int64_t *from) {
+template <class T, int N> MXD_INLINE Vec<T, N> load(const int64_t *from) {
     return convert<T, N>(raw_load<int64_t, N>(from));
 }
-template <class T, int N> inline Vec<T, N> load(const BFloat16 *from) {
+template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
     typedef Vec<uint32_t, N> U;
     const U bits = convert<uint32_t, N>(raw_load<uint16_t, N>(from)) << 16;
     return convert<T, N>(bits_as<Vec<float, N>>(bits));
 }
-template <class T, int N> inline Vec<T, N> load(const Half *from) {
+template <class T, int N> MXD_INLINE Vec<T, N> load(const Half *from) {
 #if defined(__AVX512F__)
     if constexpr (N == 16)
         return convert<T, N>((Vec<float, 16>)(_mm512_maskz_cvtph_ps(
@@ -136,19 +160,19 @@ template <class T, int N> inline Vec<T, N> load(const Half *from) {
     return convert<T, N>(half_to_float<N>(raw_load<uint16_t, N>(from)));
 }
 
-template <class T, int N> inline void store(float *to, Vec<T, N> x) {
+template <class T, int N> MXD_INLINE void store(float *to, Vec<T, N> x) {
     const Vec<float, N> y = convert<float, N>(x);
     memcpy(to, &y, sizeof y);
 }
-template <class T, int N> inline void store(double *to, Vec<T, N> x) {
+template <class T, int N> MXD_INLINE void store(double *to, Vec<T, N> x) {
     const Vec<double, N> y = convert<double, N>(x);
     memcpy(to, &y, sizeof y);
 }
-template <class T, int N> inline void store(BFloat16 *to, Vec<T, N> x) {
+template <class T, int N> MXD_INLINE void store(BFloat16 *to, Vec<T, N> x) {
     const Vec<uint16_t, N> y = float_to_bfloat16<N>(convert<float, N>(x));
     memcpy(to, &y, sizeof y);
 }
-template <class T, int N> inline void store(Half *to, Vec<T, N> x) {
+template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
     const Vec<float, N> y = convert<float, N>(x);
 #if defined(__AVX512F__)
     if constexpr (N == 16) {
@@ -170,7 +194,7 @@ template <class T, int N> inline void store(Half *to, Vec<T, N> x) {
 }
 
 // The lower and the upper half added, lane by lane.
-template <class T, int N> inline Vec<T, N / 2> fold(Vec<T, N> x) {
+template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
     struct Halves {
         Vec<T, N / 2> low, high;
     };
@@ -178,7 +202,7 @@ template <class T, int N> inline Vec<T, N / 2> fold(Vec<T, N> x) {
     return halves.low + halves.high;
 }
 
-template <class T, int N> inline T sum(Vec<T, N> x) {
+template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
     if constexpr (N == 1)
         return x;
     else
