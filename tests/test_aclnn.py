@@ -423,6 +423,21 @@ def test_streams_run_side_by_side_and_keep_their_tensors():
     same_bits(last[6:], run(nine()))
 
 
+def test_what_python_drops_is_destroyed():
+    _, _, executor = phase_one(*nine())
+    handle = executor._handle
+    del executor
+    assert aclnn._library().aclDestroyAclOpExecutor(handle) == INVALID  # nothing left to destroy
+
+    stream, tensors = aclnn.Stream(), nine(queries=200)
+    handle = stream._handle
+    _, size, executor = phase_one(*tensors)
+    assert phase_two(torch.empty(size, dtype=torch.uint8), size, executor, stream) == OK
+    del stream  # waits for its queue
+    same_bits(tensors[6:], run(nine(queries=200)))
+    assert aclnn._library().aclrtSynchronizeStream(handle) == Status.ACL_ERROR_INVALID_PARAM
+
+
 def test_threads():
     want, failures = run(nine(seed=3)), []
 
