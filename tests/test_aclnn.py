@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 
 import cases
@@ -436,6 +439,33 @@ def test_what_python_drops_is_destroyed():
     del stream  # waits for its queue
     same_bits(tensors[6:], run(nine(queries=200)))
     assert aclnn._library().aclrtSynchronizeStream(handle) == Status.ACL_ERROR_INVALID_PARAM
+
+
+FORK = """
+import os, torch
+from mx_driving import aclnn
+torch.set_num_threads(1)
+one = torch.ones
+inputs = (one(1, 1, 1, 8), one(1, 2).int(), torch.tensor([0]), torch.zeros(1, 4, 1, 1, 1, 2), one(1, 4, 1, 1, 1), one(1, 4, 8))
+own = aclnn.Stream()
+for stream in (None, own):
+    aclnn.multi_scale_deformable_attention_grad_out(*inputs, stream=stream)
+child = os.fork()
+grads = aclnn.multi_scale_deformable_attention_grad_out(*inputs)
+assert (grads[0] == 1).all()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert own.synchronize() == 0
+else:
+    assert own.synchronize() == aclnn.Status.ACL_ERROR_INVALID_PARAM
+    assert "in this process" in aclnn.recent_error()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_default_stream_of_its_own():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_threads():

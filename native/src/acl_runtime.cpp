@@ -2,11 +2,12 @@
 #include "acl_stream.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <cstring>
 
 namespace acl {
 namespace {
+
+constexpr std::align_val_t ALIGNMENT{64};
 
 enum Phase { BEFORE, INITIALISED, FINALISED };
 
@@ -57,8 +58,8 @@ aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
     return acl::guarded([&] {
         acl::require(devPtr, "devPtr", "point to a pointer", "NULL");
         acl::require(size > 0, "size", "be positive", "0");
-        void *memory = nullptr;
-        if (posix_memalign(&memory, 64, size) != 0) throw std::bad_alloc();
+        void *memory = ::operator new(size, acl::ALIGNMENT, std::nothrow);
+        if (!memory) throw std::bad_alloc();
         *devPtr = memory;
     });
 }
@@ -66,7 +67,7 @@ aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
 aclError aclrtFree(void *devPtr) {
     return acl::guarded([&] {
         acl::require(devPtr, "devPtr", "come from aclrtMalloc", "NULL");
-        std::free(devPtr);
+        ::operator delete(devPtr, acl::ALIGNMENT);
     });
 }
 

@@ -2,7 +2,19 @@
 
 #include "acl_handles.h"
 
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+
 namespace acl {
+
+int64_t Stream::this_process() {
+#ifdef _WIN32
+    return 0; // no fork
+#else
+    return getpid();
+#endif
+}
 
 Stream::~Stream() {
     {
@@ -57,9 +69,18 @@ Handles<Shared> &streams() {
     return handles;
 }
 
+// What a forked child inherits stays in memory: to destroy it would be to wait for a thread that is not there.
+void forget(Shared &stream) { new Shared(std::move(stream)); }
+
 struct Default {
     std::mutex mutex;
     Shared stream;
+
+    Shared &here() {
+        if (stream && !stream->works_here()) forget(stream);
+        return stream;
+    }
+    ~Default() { here(); }
 };
 
 Default &the_default() {
@@ -68,7 +89,7 @@ Default &the_default() {
 }
 
 [[noreturn]] void refuse_stream() {
-    throw Refusal(ACL_ERROR_INVALID_PARAM, "stream", "come from aclrtCreateStream and not be destroyed",
+    throw Refusal(ACL_ERROR_INVALID_PARAM, "stream", "come from aclrtCreateStream in this process and not be destroyed",
                   "a pointer that is no stream");
 }
 
@@ -77,13 +98,14 @@ Default &the_default() {
 Shared stream_of(aclrtStream handle) {
     if (handle) {
         Shared stream;
-        if (!streams().copy(handle, stream)) refuse_stream();
+        if (!streams().copy(handle, stream) || !stream->works_here()) refuse_stream();
         return stream;
     }
     Default &held = the_default();
     const std::lock_guard<std::mutex> lock(held.mutex);
-    if (!held.stream) held.stream = std::make_shared<Stream>();
-    return held.stream;
+    Shared &stream = held.here();
+    if (!stream) stream = std::make_shared<Stream>();
+    return stream;
 }
 
 Outcome finish_default_stream() {
@@ -91,7 +113,7 @@ Outcome finish_default_stream() {
     Shared stream;
     {
         const std::lock_guard<std::mutex> lock(held.mutex);
-        stream = held.stream;
+        stream = held.here();
     }
     return stream ? stream->synchronize() : Outcome{};
 }
@@ -118,7 +140,8 @@ aclError aclrtDestroyStream(aclrtStream stream) {
     acl::Outcome outcome;
     const aclError status = acl::guarded([&] {
         const std::unique_ptr<acl::Shared> last = stream ? acl::streams().remove(stream) : nullptr;
-        if (!last) acl::refuse_stream();
+        if (last && !(*last)->works_here()) acl::forget(*last);
+        if (!last || !*last) acl::refuse_stream();
         outcome = (*last)->synchronize();
     });
     return status ? status : acl::report(outcome);

@@ -121,7 +121,8 @@ ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
 ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
 
 /* A stream is a queue with a thread of its own: tasks run in order, two streams run side by side. NULL where a stream
- * is asked for means the default stream, which is also a queue. */
+ * is asked for means the default stream, which is also a queue. A forked child has a default stream of its own and
+ * cannot use its parent's others. */
 ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
 /* Waits for what is queued, then ends the thread. Returns the error nobody has synchronised for, if there is one. */
 ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
