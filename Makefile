@@ -1,6 +1,7 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
+# make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
 
-.PHONY: demo test lint native sanitize clean
+.PHONY: demo test bench lint native sanitize clean
 
 # torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
 $(VENV)/made: constraints.txt
@@ -28,6 +29,9 @@ demo: $(STAMP)
 
 test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2
+
+bench: $(STAMP)
+	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

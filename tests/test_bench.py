@@ -6,13 +6,18 @@ import csv
 
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import mx_driving
+from mx_driving import _native
 from mx_driving.cli import plain
 from mx_driving.cli.app import app
 from mx_driving.cli.check import Row
 from mx_driving.cli.examples import EXAMPLES
+from mx_driving.cli.floor import corner_rows
+from mx_driving.cli.report import slower
+from mx_driving.cli.traits import extra_memory
 from mx_driving.cli.workloads import AGGREGATION, WORKLOADS
 
 SMALL = "RT-DETR*"
@@ -42,17 +47,98 @@ def test_sparse4d_points_are_seen_by_one_or_two_cameras():
     assert seen.max() <= 2
 
 
-def test_rows_and_csv(tmp_path, monkeypatch):
+def run_bench(*options: str):
+    return CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.1", *options])
+
+
+def test_rows_csv_and_bars(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    out = tmp_path / "rows.csv"
-    result = CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.1", "--csv", str(out)])
+    out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
+    result = run_bench("--csv", str(out), "--plot", str(bars))
     assert result.exit_code == 0, result.output
     rows = list(csv.DictReader(out.open()))
     assert {(r["direction"], r["implementation"]) for r in rows} == {
-        (d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")
+        *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
+        ("backward", "mx_driving"),
+        *((d, "gather floor") for d in ("forward", "backward")),
     }
     assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)
     assert "torch " + torch.__version__ in rows[0]["machine"]
+    with Image.open(bars) as picture:
+        assert min(picture.size) > 100
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 10
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1000.0, 0), (0.001, 1)])
+def test_compare_with_an_earlier_file(tmp_path, factor, code):
+    """The earlier run took `factor` times as long: only the other way round is it a failure."""
+    out = tmp_path / "rows.csv"
+    assert run_bench("--csv", str(out)).exit_code == 0
+    rows = list(csv.DictReader(out.open()))
+    for row in rows:
+        if row["implementation"] == "mx_driving":
+            row["milliseconds"] = str(float(row["milliseconds"]) * factor)
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    result = run_bench("--compare", str(out))
+    assert result.exit_code == code
+    assert ("times the earlier" in result.output) == bool(code)
+
+
+def test_compare_cancels_a_slow_day():
+    def rows(ours: float, plain_torch: float):
+        shared = {"workload": "w", "dtype": "float32", "direction": "forward"}
+        both = {"mx_driving": ours, "plain torch": plain_torch}
+        return [{**shared, "implementation": name, "milliseconds": time} for name, time in both.items()]
+
+    assert slower(rows(2, 20), rows(1, 10), 0.25) == []
+    assert len(slower(rows(2, 10), rows(1, 10), 0.25)) == 1
+    with pytest.raises(ValueError, match="no row of mx_driving in common"):
+        slower(rows(1, 1), [], 0.25)
+
+
+@pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano"])
+def test_the_gather_floor_reads_and_adds_the_rows(name):
+    """Against plain indexing, forward and backward."""
+    workload = next(w for w in WORKLOADS if w.name == name)
+    args = workload.make(torch.Generator().manual_seed(0))
+    args = (*args[:3], args[3][:, :30], args[4][:, :30])
+    value = args[0].unsqueeze(2) if workload.operator == AGGREGATION else args[0]
+    rows = corner_rows(workload.operator, args)
+    bs, heads, queries, _ = rows.shape
+    padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 1)).double()  # num_keys: a row of zeros; -1: that row too
+    found = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
+    expected = found.view(bs, heads, queries, -1).transpose(1, 2)
+    output = torch.empty(expected.shape)
+    _native.gather_floor(value, rows, output)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
+    grad_value, one = torch.zeros_like(value), torch.ones_like(output)
+    _native.gather_floor(value, rows, one, grad_value)
+    keys = value.shape[1]
+    real = torch.where(rows < 0, keys, rows)
+    counts = torch.stack([real[b, h].flatten().bincount(minlength=keys + 1) for b in range(bs) for h in range(heads)])
+    expected = counts[:, :keys].view(bs, heads, keys).transpose(1, 2)[..., None].expand_as(value)
+    assert torch.equal(grad_value, expected.float())
+
+
+def test_corner_rows_are_the_operators_own():
+    """The operator's gradient of value is not zero exactly where rows are read."""
+    workload = next(w for w in WORKLOADS if w.name == "Sparse4D v3")
+    args = workload.make(torch.Generator().manual_seed(0))
+    args = (*args[:3], args[3][:, :30], args[4][:, :30])
+    grad = torch.ones(1, 30, args[0].shape[2])
+    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
+    read = backward(grad, *args, [True, False, False])[0].abs().sum(-1)[0].nonzero().flatten()
+    rows = corner_rows(AGGREGATION, args).unique()
+    assert torch.equal(read, rows[(rows >= 0) & (rows < args[0].shape[1])])
+
+
+def test_memory_beside_inputs_and_outputs_is_within_five_percent():
+    forward, backward = extra_memory(next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder"))
+    assert 0.01 < forward < 0.05  # a copy of the small levels of one head
+    assert 0.01 < backward < 0.05
 
 
 def test_no_workload_of_that_name():

@@ -25,11 +25,16 @@ namespace mxd {
     bool deformable_aggregation_backward(const Call &);                                                                \
     bool geometric_kernel_attention(const Call &);                                                                     \
     bool geometric_kernel_attention_backward(const Call &);                                                            \
+    bool gather_floor(const Call &);                                                                                   \
     }
 #define MXD_KERNELS(isa)                                                                                               \
-    {isa::multi_scale_deformable_attn,     isa::deformable_aggregation,                                                \
-     isa::geometric_kernel_attention,      isa::multi_scale_deformable_attn_backward,                                  \
-     isa::deformable_aggregation_backward, isa::geometric_kernel_attention_backward}
+    {isa::multi_scale_deformable_attn,                                                                                 \
+     isa::deformable_aggregation,                                                                                      \
+     isa::geometric_kernel_attention,                                                                                  \
+     isa::multi_scale_deformable_attn_backward,                                                                        \
+     isa::deformable_aggregation_backward,                                                                             \
+     isa::geometric_kernel_attention_backward,                                                                         \
+     isa::gather_floor}
 
 MXD_DECLARE(baseline)
 #ifdef MXD_HAVE_AVX2
@@ -46,7 +51,7 @@ enum Operator { MULTI_SCALE, AGGREGATION, GEOMETRIC };
 struct Isa {
     const char *name;
     bool (*supported)();
-    bool (*kernels[6])(const Call &); // forward by Operator, then backward
+    bool (*kernels[7])(const Call &); // forward by Operator, then backward, then the gather floor
 };
 
 // Best last.
@@ -409,6 +414,14 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
     want(call.grad_value, grad_value);
     want(call.grad_weights, grad_weights);
     return mxd::attention(true, true, call, *shapes, *starts);
+}
+
+int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
+                     const mxd_tensor *grad_value, int num_threads) {
+    mxd::Call call = call_of(value, rows, value, output, num_threads);
+    want(call.grad_value, grad_value);
+    if (rows->dtype != MXD_INT32 || rows->shape[3] % 4 != 0) return MXD_BAD_SHAPE;
+    return mxd::chosen_isa().load()->kernels[6](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 
 const char *mxd_isa(void) { return mxd::chosen_isa().load()->name; }

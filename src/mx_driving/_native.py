@@ -224,3 +224,12 @@ def deformable_aggregation_backward(
     if status:
         _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
     return tuple(gradients)
+
+
+def gather_floor(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:
+    """For measurements: see mxd_gather_floor. `rows` are trusted."""
+    status = _library().mxd_gather_floor(
+        *map(_pack, (value, rows, output)), None if grad_value is None else _pack(grad_value), torch.get_num_threads()
+    )
+    if status:
+        raise RuntimeError(f"the gather floor was given {_STATUS.get(status, f'status {status}')}")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import csv
-import platform
 import statistics
-import time
 from collections.abc import Callable
-from datetime import date
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,27 +13,33 @@ import torch
 import typer
 from torch import Tensor
 
-from .. import _native
-from . import plain
+from . import plain, report
 from .check import DType, check_one
 from .examples import Example
+from .floor import gather_floor
+from .report import OURS, Row
+from .timing import interleaved
+from .traits import traits
 from .workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
 
 Call = Callable[[], Any]
-DIRECTIONS = ("forward", "forward + backward")
+FLOOR = "gather floor"
 
 
-def _rivals(workload: Workload, peers: bool) -> dict[str, Callable[..., Tensor]]:
+def _rivals(workload: Workload, args: tuple[Tensor, ...], peers: bool) -> dict[str, Callable[..., Tensor]]:
     """By name, ours first."""
-    found = {
-        "mx_driving": getattr(torch.ops.mx_driving, workload.operator).default,
-        "plain torch": getattr(plain, workload.operator),
-    }
+    form = getattr(plain, workload.operator)
+    found = {OURS: getattr(torch.ops.mx_driving, workload.operator).default, "plain torch": form}
+    if peers:
+        torch.compiler.reset()
+        shapes, starts = args[1], args[2]  # of one model always the same: constants to the compiler, as people write it
+        core = torch.compile(lambda value, locations, weights: form(value, shapes, starts, locations, weights))
+        found["torch.compile"] = lambda value, _shapes, _starts, locations, weights: core(value, locations, weights)
     if peers and workload.operator == MULTI_SCALE:
         try:
             from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
         except ImportError:
-            raise typer.BadParameter("--peers needs torch-ms-deform-attn==0.1.1 (see --help)") from None
+            return found
         found["torch-ms-deform-attn"] = ms_deform_attn
     return found
 
@@ -55,23 +58,13 @@ def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tens
     }
 
 
-def interleaved(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Times of each call, in turn, round after round: at least 3 rounds and about `seconds`. Whatever else the machine does
-    falls on all of them alike."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    began = time.perf_counter()
-    while len(next(iter(times.values()))) < 3 or time.perf_counter() - began < seconds:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
-    return times
+def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Call:
+    operator = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
+    return lambda: operator(grad, *args, [True] * len(_differentiable(workload)))
 
 
-def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[dict[str, Any]]:
-    """One row per direction and rival; correctness first."""
+def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
+    """One row per direction and implementation; correctness first."""
     names = ("value", "weights") if workload.operator == GEOMETRIC else ("value", "locations", "weights")
     example = Example(workload.operator, workload.name, workload.make, _differentiable(workload), names)
     failures = check_one(example, dtype, "cpu", quick=True, timed=False).failures
@@ -79,14 +72,19 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
         raise RuntimeError("; ".join(failures))
     args = workload.make(torch.Generator().manual_seed(0))
     args = tuple(a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args)
-    rivals = _rivals(workload, peers)
+    rivals = _rivals(workload, args, peers)
     if dtype in ("float16", "bfloat16"):
-        rivals = {"mx_driving": rivals["mx_driving"]}  # no rival computes 16 bits on a CPU
-    output = rivals["mx_driving"](*args)
+        rivals = {OURS: rivals[OURS]}  # no rival computes 16 bits on a CPU
+    output = rivals[OURS](*args)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
+    calls = {name: _calls(workload, rival, args, grad) for name, rival in rivals.items()}
+    calls[OURS]["backward"] = _backward(workload, args, grad)
+    calls[FLOOR] = {"forward": gather_floor(workload.operator, args, backward=False)}
+    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
+        calls[FLOOR]["backward"] = gather_floor(workload.operator, args, backward=True)
     rows = []
-    for direction in DIRECTIONS:
-        times = interleaved({n: _calls(workload, f, args, grad)[direction] for n, f in rivals.items()}, seconds)
+    for direction in calls[OURS]:
+        times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)
         medians = {name: statistics.median(t) for name, t in times.items()}
         rows += [
             {
@@ -95,42 +93,12 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
                 "direction": direction,
                 "implementation": name,
                 "milliseconds": round(median * 1e3, 4),
-                "times ours": round(median / medians["mx_driving"], 2),
+                "times ours": round(median / medians[OURS], 3),
                 "rounds": len(times[name]),
             }
             for name, median in medians.items()
         ]
     return rows
-
-
-def _table(rows: list[dict[str, Any]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="mx-driving bench", title_justify="left")
-    for name in ("workload", "dtype", "direction", "implementation"):
-        table.add_column(name)
-    for name in ("ms", "times ours"):
-        table.add_column(name, justify="right")
-    previous = None
-    for row in rows:
-        key = (row["workload"], row["dtype"], row["direction"])
-        if previous is not None and key != previous:
-            table.add_section()
-        first = key if key != previous else ("", "", "")
-        table.add_row(*first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.1f}")
-        previous = key
-    return table
-
-
-def _machine() -> str:
-    """Machine, versions, date: what a number means nothing without."""
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0] if models else cpu
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {cpu}, {_native.isa()}, {torch.get_num_threads()} threads, {versions}"
 
 
 def bench(
@@ -139,19 +107,30 @@ def bench(
     ] = None,
     dtype: Annotated[list[DType] | None, typer.Option(help="Dtype of the inputs; may be repeated.")] = None,
     threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch uses.")] = 0,
-    peers: Annotated[bool, typer.Option("--peers", help="Also torch-ms-deform-attn, where installed.")] = False,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also plain torch under torch.compile, and torch-ms-deform-attn where installed.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Measure each row and direction about this long.")] = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows as bars to this file.")] = None,
+    compare: Annotated[
+        Path | None, typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True)
+    ] = None,
+    tolerance: Annotated[float, typer.Option(help="For --compare: 0.25 lets a row take 1.25 times as long.")] = 0.25,
+    with_traits: Annotated[
+        bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, and memory beside inputs and outputs.")
+    ] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the workloads' names and stop.")] = False,
 ) -> None:
     """Measure the operators on the workloads of known models, beside plain torch and other packages.
 
     Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
-    figures are medians, and "times ours" is how many times longer an implementation takes than this package.
+    figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
+    floor" is a native loop that knows the rows beforehand and only reads and adds them: what memory allows.
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 
-    Example: `mx-driving bench --workload 'Deformable-DETR*' --peers --csv mine.csv`
+    Example: `mx-driving bench --workload 'Deformable-DETR*' --peers --csv mine.csv --plot mine.png`
     """
     from rich.console import Console
     from rich.progress import track
@@ -163,14 +142,21 @@ def bench(
         raise typer.Exit(0 if names else 1)
     if threads:
         torch.set_num_threads(threads)
+    before = list(csv.DictReader(compare.open())) if compare else None  # first: it may be the file that --csv overwrites
     work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):
         rows += measure(one, name, peers, seconds)
-    console.print(_table(rows))
-    console.print(_machine(), highlight=False)
+    console.print(report.table(rows))
+    if with_traits:
+        found = [traits(one, seconds) for one in track(chosen, description="traits", console=console, transient=True)]
+        console.print(report.traits_table(found))
+    console.print(report.machine(), highlight=False)
     if out:
-        with out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [*rows[0], "machine"])
-            writer.writeheader()
-            writer.writerows({**row, "machine": _machine()} for row in rows)
+        report.write(rows, out)
+    if picture:
+        report.plot(rows, picture)
+    if before is not None:
+        found = report.slower(rows, before, tolerance)
+        console.print("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}", highlight=False)
+        raise typer.Exit(1 if found else 0)

@@ -1,0 +1,61 @@
+"""The gather floor of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .. import _native
+from .workloads import AGGREGATION, GEOMETRIC
+
+
+def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:
+    """Rows of the four corners of samples at `pixel` [..., 2] (x, y) on maps of `size` (width, height): [..., 4]. A corner
+    off the map is row `keys`, a row of zeros."""
+    corner = torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]])
+    at = pixel.floor().long()[..., None, :] + corner
+    inside = ((at >= 0) & (at < size[..., None, :])).all(-1)
+    rows = start[..., None] + at[..., 1] * size[..., None, 0] + at[..., 0]
+    return torch.where(inside, rows, keys)
+
+
+def _aggregation_rows(features: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor) -> Tensor:
+    size = shapes.flip(-1)  # [cam, scale, (w, h)]
+    seen = ((locations > 0) & (locations < 1)).all(-1)[..., None, None]
+    rows = _corners(locations[..., None, :] * size - 0.5, size, starts, features.shape[1])
+    rows = torch.where(seen, rows, -1).flatten(2)  # [bs, anchor, pts * cam * scale * 4]
+    last = (rows < 0).sort(dim=-1, stable=True).indices  # what counts first, in its order
+    rows = rows.gather(-1, last)
+    return rows[..., : int((rows >= 0).sum(-1).max())][:, None]
+
+
+def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
+    """int32 [bs, heads, queries, rows]: the rows of value each query adds up, in the order of its samples."""
+    value, shapes, starts, locations, _ = args
+    keys = value.shape[1]
+    if operator == AGGREGATION:
+        rows = _aggregation_rows(value, shapes, starts, locations)
+    else:
+        size = shapes.flip(-1)[:, None]
+        if operator == GEOMETRIC:
+            pixel = torch.minimum(locations.long().clamp(min=0), size - 1)
+            rows = pixel[..., 1] * size[..., 0] + pixel[..., 0] + starts[:, None]
+        else:
+            rows = _corners(locations * size - 0.5, size, starts[:, None], keys)
+        rows = rows.flatten(3).transpose(1, 2)
+    rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 4), value=keys)
+    if int(rows.min()) < -1 or int(rows.max()) > keys:
+        raise ValueError("rows outside value")  # the native loop trusts them
+    return rows.to(torch.int32).contiguous()
+
+
+def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool) -> Callable[[], object]:
+    """A call that does one direction's share of reading and adding; "backward" is the backward direction alone."""
+    value = args[0].unsqueeze(2) if operator == AGGREGATION else args[0]
+    rows = corner_rows(operator, args)
+    bs, heads, queries, _ = rows.shape
+    output = torch.zeros(bs, queries, heads, value.shape[-1], dtype=value.dtype)
+    grad_value = torch.zeros_like(value) if backward else None
+    return lambda: _native.gather_floor(value, rows, output, grad_value)
