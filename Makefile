@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
@@ -7,9 +8,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NATIVE := CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/*)
+NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
 
-.PHONY: demo test bench lint native clean
+.PHONY: demo test bench lint native sanitize clean
 
 # torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
 $(VENV)/made: constraints.txt
@@ -36,9 +37,26 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror native/src/*.cpp native/src/*.h native/include/*.h
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c*)
 
 native: $(STAMP)
+
+# libgomp is not instrumented, so that ThreadSanitizer would see races that are none: OpenMP is off there, and the threads
+# are those of streams and callers. Its kernels are the same source for every instruction set: one is enough.
+SANITIZERS := build/asan build/tsan
+build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
+build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_OPENMP=OFF -DMXD_BASELINE_ONLY=ON
+HUGE_ALLOCATIONS_FAIL := ASAN_OPTIONS=allocator_may_return_null=1 TSAN_OPTIONS=allocator_may_return_null=1
+FUZZ_SECONDS := 30
+
+.PHONY: $(SANITIZERS)
+$(SANITIZERS): $(VENV)/made
+	$(BIN)/cmake -S . -B $@ $(FLAGS) -DMXD_NATIVE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
+	$(BIN)/cmake --build $@ --parallel 2
+	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
+
+sanitize: $(SANITIZERS)
+	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 clean:
 	rm -rf $(VENV) build

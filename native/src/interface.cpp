@@ -98,6 +98,13 @@ bool floating(const mxd_tensor &t) {
 }
 bool integer(const mxd_tensor &t) { return t.dtype == MXD_INT32 || t.dtype == MXD_INT64; }
 
+// The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
+bool output_dtype(bool backward, const Call &call) {
+    return backward ? floating(call.output) : call.output.dtype == call.value.dtype;
+}
+
+int64_t floating_size(const mxd_tensor &t) { return t.dtype == MXD_FLOAT64 ? 8 : t.dtype == MXD_FLOAT32 ? 4 : 2; }
+
 bool has_shape(const mxd_tensor &t, std::initializer_list<int64_t> shape) {
     int axis = 0;
     for (int64_t size : shape)
@@ -109,11 +116,6 @@ bool empty(const mxd_tensor &t, int axes) {
     for (int a = 0; a < axes; ++a)
         if (t.shape[a] == 0) return true;
     return false;
-}
-
-int64_t element(const mxd_tensor &t, int64_t offset) {
-    return t.dtype == MXD_INT32 ? static_cast<const int32_t *>(t.data)[offset]
-                                : static_cast<const int64_t *>(t.data)[offset];
 }
 
 // Levels from shapes [.., 2] and starts [..] of `axes` leading axes; false when one does not fit.
@@ -157,21 +159,10 @@ std::vector<int64_t> cut_bands(const std::vector<Level> &levels, int64_t num_key
 
 // A packed copy of a [.., channels] tensor of `axes` axes whose channels are not adjacent.
 bool pack(mxd_tensor &t, int axes, std::unique_ptr<char[]> &memory) {
-    if (t.shape[axes - 1] <= 1 || t.strides[axes - 1] == 1 || empty(t, axes)) return true;
-    int64_t count = 1, index[6] = {};
-    for (int a = 0; a < axes; ++a) count *= t.shape[a];
-    const int64_t size = t.dtype == MXD_FLOAT64 ? 8 : t.dtype == MXD_FLOAT32 ? 4 : 2;
-    memory.reset(new (std::nothrow) char[size_t(count * size)]);
-    if (!memory) return false;
-    for (int64_t i = 0; i < count; ++i) {
-        int64_t offset = 0;
-        for (int a = 0; a < axes; ++a) offset += index[a] * t.strides[a];
-        std::memcpy(memory.get() + i * size, static_cast<char *>(t.data) + offset * size, size_t(size));
-        for (int a = axes - 1; a >= 0 && ++index[a] == t.shape[a]; --a) index[a] = 0;
-    }
-    t.data = memory.get();
-    for (int64_t a = axes - 1, stride = 1; a >= 0; stride *= t.shape[a--]) t.strides[a] = stride;
-    return true;
+    if (!needs_packing(t, axes)) return true;
+    memory.reset(new (std::nothrow) char[size_t(packed_bytes(t, axes))]);
+    if (memory) pack_into(t, axes, memory.get());
+    return bool(memory);
 }
 
 // Asks for huge pages under a large gradient that is about to be written. The bands of the heads touch the same small
@@ -183,7 +174,7 @@ void prefer_huge_pages(const mxd_tensor &t, int axes) {
     if (!t.data || empty(t, axes)) return;
     int64_t last = 0;
     for (int a = 0; a < axes; ++a) last += (t.shape[a] - 1) * t.strides[a];
-    const int64_t size = t.dtype == MXD_FLOAT64 ? 8 : t.dtype == MXD_FLOAT32 ? 4 : 2;
+    const int64_t size = floating_size(t);
     const uintptr_t data = reinterpret_cast<uintptr_t>(t.data);
     const uintptr_t begin = (data + PAGE - 1) / PAGE * PAGE, end = (data + uintptr_t((last + 1) * size)) / PAGE * PAGE;
     if (end > begin) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
@@ -271,6 +262,34 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
 
 } // namespace
 
+int64_t element(const mxd_tensor &t, int64_t offset) {
+    return t.dtype == MXD_INT32 ? static_cast<const int32_t *>(t.data)[offset]
+                                : static_cast<const int64_t *>(t.data)[offset];
+}
+
+bool needs_packing(const mxd_tensor &t, int axes) {
+    return t.shape[axes - 1] > 1 && t.strides[axes - 1] != 1 && !empty(t, axes);
+}
+
+int64_t packed_bytes(const mxd_tensor &t, int axes) {
+    int64_t bytes = floating_size(t);
+    for (int a = 0; a < axes; ++a) bytes *= t.shape[a];
+    return bytes;
+}
+
+void pack_into(mxd_tensor &t, int axes, char *memory) {
+    const int64_t size = floating_size(t), bytes = packed_bytes(t, axes);
+    int64_t index[6] = {};
+    for (int64_t to = 0; to < bytes; to += size) {
+        int64_t offset = 0;
+        for (int a = 0; a < axes; ++a) offset += index[a] * t.strides[a];
+        std::memcpy(memory + to, static_cast<char *>(t.data) + offset * size, size_t(size));
+        for (int a = axes - 1; a >= 0 && ++index[a] == t.shape[a]; --a) index[a] = 0;
+    }
+    t.data = memory;
+    for (int64_t a = axes - 1, stride = 1; a >= 0; stride *= t.shape[a--]) t.strides[a] = stride;
+}
+
 int attention(bool geometric, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
     const int64_t *v = call.value.shape, *l = call.locations.shape;
     const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1], levels = starts.shape[0],
@@ -280,7 +299,7 @@ int attention(bool geometric, bool backward, Call &call, const mxd_tensor &shape
         !has_shape(call.weights, {bs, queries, heads, levels, points}) ||
         !has_shape(call.output, {bs, queries, heads, channels}))
         return MXD_BAD_SHAPE;
-    if (!floating(call.value) || !floating(call.weights) || !floating(call.output) || !integer(shapes) ||
+    if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
         !integer(starts) || !(floating(call.locations) || (geometric && integer(call.locations))))
         return MXD_BAD_DTYPE;
     if (call.grad_value.data && !(has_shape(call.grad_value, {bs, keys, heads, channels}) && floating(call.grad_value)))
@@ -304,7 +323,7 @@ int aggregation(bool backward, Call &call, const mxd_tensor &shapes, const mxd_t
         !has_shape(call.weights, {bs, anchors, points, cams, scales, groups}) ||
         !has_shape(call.output, {bs, anchors, channels}))
         return MXD_BAD_SHAPE;
-    if (!floating(call.value) || !floating(call.weights) || !floating(call.output) || !integer(shapes) ||
+    if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
         !integer(starts) || !floating(call.locations))
         return MXD_BAD_DTYPE;
     if (call.grad_value.data && !(has_shape(call.grad_value, {bs, rows, channels}) && floating(call.grad_value)))

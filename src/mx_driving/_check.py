@@ -27,7 +27,8 @@ def _fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn
     raise kind(f"{name} must {rule}; got {fact}")
 
 
-def _tensors(*named: Named) -> None:
+def tensors(*named: Named) -> None:
+    """Each is a torch.Tensor."""
     for name, t in named:
         if not isinstance(t, Tensor):
             _fail(TypeError, name, "be a torch.Tensor", type(t).__name__)
@@ -71,7 +72,7 @@ def attention(
 ) -> None:
     """The inputs of multi_scale_deformable_attn and geometric_kernel_attention, which share their shapes."""
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
-    _tensors(*named)
+    tensors(*named)
     _axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
     _axes(names[1], shapes, "num_levels, 2")
     _axes(names[3], locations, "bs, num_queries, num_heads, num_levels, num_points, 2")
@@ -97,7 +98,7 @@ def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations:
     """The inputs of deformable_aggregation."""
     names = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
-    _tensors(*named)
+    tensors(*named)
     _axes("feature_maps", feature_maps, "bs, num_feat, c")
     _axes("scale_start_index", starts, "cam, scale")
     _axes("sample_locations", locations, "bs, anchor, pts, cam, 2")
@@ -131,6 +132,20 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
         if start + height * width > num_keys:
             rule = f"leave room for {height} x {width} rows among {num_keys}"
             _fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows)")
+
+
+def host_memory(name: str, t: Any) -> None:
+    """Memory that a C function may be pointed at."""
+    tensors((name, t))
+    if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
+        _fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
+
+
+def workspace(t: Tensor, size: int) -> None:
+    """Memory of at least `size` bytes for phase two."""
+    host_memory("workspace", t)
+    if not t.is_contiguous() or t.nbytes < size:
+        _fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
 
 
 def limit(name: str, rule: str, fact: object) -> NoReturn:

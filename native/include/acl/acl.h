@@ -1,0 +1,168 @@
+/* The part of CANN's runtime interface that programs around aclnnMultiScaleDeformableAttentionGrad use, on the host.
+ *
+ * Names, signatures and numeric values are CANN's, so that a program written for an NPU builds and runs here unchanged.
+ * "Device memory" is the host's. What differs from a device is said at each function; in short: aclInit and
+ * aclrtSetDevice are not required, every device id works, and a mistake is reported instead of crashing where that
+ * costs little (a handle used after it was destroyed, a view that leaves its storage, an executor run twice).
+ *
+ * Functions may be called from several threads at once. A function that fails leaves a sentence for its thread:
+ * see aclGetRecentErrMsg.
+ */
+#ifndef MX_DRIVING_ACL_H
+#define MX_DRIVING_ACL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define ACL_FUNC_VISIBILITY __attribute__((visibility("default")))
+#else
+#define ACL_FUNC_VISIBILITY
+#endif
+
+typedef int aclError;
+typedef int32_t aclnnStatus;
+typedef void *aclrtStream;
+typedef uint16_t aclFloat16;
+typedef struct aclTensor aclTensor;
+typedef struct aclOpExecutor aclOpExecutor;
+
+static const int ACL_SUCCESS = 0;
+static const int ACL_ERROR_NONE = 0;
+static const int ACL_ERROR_INVALID_PARAM = 100000;       /* an argument breaks a rule of its function */
+static const int ACL_ERROR_UNINITIALIZE = 100001;        /* aclFinalize without aclInit */
+static const int ACL_ERROR_REPEAT_INITIALIZE = 100002;   /* aclInit a second time */
+static const int ACL_ERROR_REPEAT_FINALIZE = 100037;     /* aclFinalize a second time */
+static const int ACL_ERROR_BAD_ALLOC = 200000;           /* no memory */
+static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a thread */
+static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met data it cannot work on: a level table */
+
+static const aclnnStatus ACLNN_SUCCESS = 0;
+static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
+static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a dtype, a shape, a limit, or a handle that is not one */
+
+typedef enum {
+    ACL_DT_UNDEFINED = -1,
+    ACL_FLOAT = 0,
+    ACL_FLOAT16 = 1,
+    ACL_INT8 = 2,
+    ACL_INT32 = 3,
+    ACL_UINT8 = 4,
+    ACL_INT16 = 6,
+    ACL_UINT16 = 7,
+    ACL_UINT32 = 8,
+    ACL_INT64 = 9,
+    ACL_UINT64 = 10,
+    ACL_DOUBLE = 11,
+    ACL_BOOL = 12,
+    ACL_STRING = 13,
+    ACL_COMPLEX64 = 16,
+    ACL_COMPLEX128 = 17,
+    ACL_BF16 = 27,
+    ACL_INT4 = 29,
+    ACL_UINT1 = 30,
+    ACL_COMPLEX32 = 33
+} aclDataType;
+
+typedef enum {
+    ACL_FORMAT_UNDEFINED = -1,
+    ACL_FORMAT_NCHW = 0,
+    ACL_FORMAT_NHWC = 1,
+    ACL_FORMAT_ND = 2,
+    ACL_FORMAT_NC1HWC0 = 3,
+    ACL_FORMAT_FRACTAL_Z = 4,
+    ACL_FORMAT_NC1HWC0_C04 = 12,
+    ACL_FORMAT_HWCN = 16,
+    ACL_FORMAT_NDHWC = 27,
+    ACL_FORMAT_FRACTAL_NZ = 29,
+    ACL_FORMAT_NCDHW = 30,
+    ACL_FORMAT_NDC1HWC0 = 32,
+    ACL_FRACTAL_Z_3D = 33,
+    ACL_FORMAT_NC = 35,
+    ACL_FORMAT_NCL = 47
+} aclFormat;
+
+typedef enum aclrtMemMallocPolicy {
+    ACL_MEM_MALLOC_HUGE_FIRST = 0,
+    ACL_MEM_MALLOC_HUGE_ONLY = 1,
+    ACL_MEM_MALLOC_NORMAL_ONLY = 2,
+    ACL_MEM_MALLOC_HUGE_FIRST_P2P = 3,
+    ACL_MEM_MALLOC_HUGE_ONLY_P2P = 4,
+    ACL_MEM_MALLOC_NORMAL_ONLY_P2P = 5,
+    ACL_MEM_TYPE_LOW_BAND_WIDTH = 0x0100,
+    ACL_MEM_TYPE_HIGH_BAND_WIDTH = 0x1000
+} aclrtMemMallocPolicy;
+
+typedef enum aclrtMemcpyKind {
+    ACL_MEMCPY_HOST_TO_HOST = 0,
+    ACL_MEMCPY_HOST_TO_DEVICE = 1,
+    ACL_MEMCPY_DEVICE_TO_HOST = 2,
+    ACL_MEMCPY_DEVICE_TO_DEVICE = 3,
+    ACL_MEMCPY_DEFAULT = 4
+} aclrtMemcpyKind;
+
+/* The sentence of the last failure on this thread, and forgets it; NULL when there is none. The text stays valid until
+ * this thread calls aclGetRecentErrMsg again. Sentences read: NAME must RULE; got FACT. */
+ACL_FUNC_VISIBILITY const char *aclGetRecentErrMsg(void);
+
+/* configPath: ignored, may be NULL. ACL_ERROR_REPEAT_INITIALIZE when already initialised. Not required here. */
+ACL_FUNC_VISIBILITY aclError aclInit(const char *configPath);
+/* Waits for the default stream and returns its pending error. ACL_ERROR_UNINITIALIZE before aclInit,
+ * ACL_ERROR_REPEAT_FINALIZE a second time. */
+ACL_FUNC_VISIBILITY aclError aclFinalize(void);
+
+/* deviceId: any number from 0 on; there is one host behind all of them. Not required here. */
+ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
+/* Waits for the default stream and returns its pending error. */
+ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
+
+/* A stream is a queue with a thread of its own: tasks run in order, two streams run side by side. NULL where a stream
+ * is asked for means the default stream, which is also a queue. A forked child has a default stream of its own and
+ * cannot use its parent's others. */
+ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
+/* Waits for what is queued, then ends the thread. Returns the error nobody has synchronised for, if there is one. */
+ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
+/* Waits for everything queued before this call. Returns the first error since the last synchronise, with its sentence
+ * for the calling thread, and forgets it; the tasks queued behind a failed one have run. */
+ACL_FUNC_VISIBILITY aclError aclrtSynchronizeStream(aclrtStream stream);
+
+/* Memory aligned to 64 bytes; the policy is ignored. ACL_ERROR_INVALID_PARAM for devPtr NULL or size 0. */
+ACL_FUNC_VISIBILITY aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy policy);
+/* devPtr: from aclrtMalloc, not NULL. */
+ACL_FUNC_VISIBILITY aclError aclrtFree(void *devPtr);
+/* Copies count bytes at once, whatever is queued on streams. ACL_ERROR_INVALID_PARAM when count > destMax or a pointer
+ * is NULL; nothing is copied then. */
+ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count,
+                                         aclrtMemcpyKind kind);
+
+/* Describes a view of memory; copies no data and owns none.
+ *
+ * viewDims, viewDimsNum    shape of the view, at most 8 axes
+ * dataType                 of the elements
+ * stride                   in elements, viewDimsNum of them, may be 0 or negative; NULL: a packed view
+ * offset                   in elements, from tensorData to the view's first element
+ * format                   the operators here take ACL_FORMAT_ND
+ * storageDims, storageDimsNum   shape of the memory behind tensorData, at most 8 axes. Phase one refuses a view that
+ *                          leaves it. NULL or 0 axes: the size is unknown and the program vouches for it
+ * tensorData               the memory; must live until the stream has run what uses it
+ *
+ * NULL when there is no memory or too many axes (aclGetRecentErrMsg). Destroy it any time after phase one. */
+ACL_FUNC_VISIBILITY aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType,
+                                               const int64_t *stride, int64_t offset, aclFormat format,
+                                               const int64_t *storageDims, uint64_t storageDimsNum, void *tensorData);
+/* ACLNN_ERR_PARAM_NULLPTR for NULL, ACLNN_ERR_PARAM_INVALID for what is no tensor, or no longer. */
+ACL_FUNC_VISIBILITY aclnnStatus aclDestroyTensor(const aclTensor *tensor);
+
+/* Phase two frees the executor it runs; this is for one that never gets there, and for a repeatable one. */
+ACL_FUNC_VISIBILITY aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
+/* From now on phase two leaves the executor alive, to be run again on the same memory. */
+ACL_FUNC_VISIBILITY aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

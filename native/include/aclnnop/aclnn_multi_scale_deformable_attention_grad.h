@@ -1,0 +1,68 @@
+/* The gradients of multi-scale deformable attention in CANN's two phases, on the host.
+ *
+ *     gradValue[corner ij, h] += share_ij * attnWeight * gradOutput
+ *     gradAttnWeight           = sum over channels of gradOutput * sample
+ *     gradLocation             = (W * attnWeight * sum g dSample/dx, H * attnWeight * sum g dSample/dy)
+ *
+ * A sample is bilinear at x = location0 * W - 0.5, y = location1 * H - 0.5; a corner that is not on the map counts as
+ * zero; a sample with x <= -1, y <= -1, x >= W or y >= H, NaN included, contributes exactly 0 to every gradient.
+ * Locations are (x, y): CANN's document says (y, x), its code never does.
+ */
+#ifndef MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD_H
+#define MX_DRIVING_ACLNN_MULTI_SCALE_DEFORMABLE_ATTENTION_GRAD_H
+
+#include "acl/acl.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Phase one: checks the nine tensors and prepares the call. Reads no tensor data and writes nothing but its two
+ * results.
+ *
+ * Floating tensors are ACL_FLOAT, ACL_FLOAT16 or ACL_BF16, each as it likes; everything is computed in float32 and
+ * rounded once to each output's own dtype. Index tensors are ACL_INT32 or ACL_INT64. Format ACL_FORMAT_ND; any strides
+ * and offset, except that no two elements of an output may share memory. No output may share memory with another tensor
+ * (not checked). The program owns the tensors and their memory; the descriptors may be destroyed after this call, the
+ * memory must live until the stream has run phase two.
+ *
+ * value            in   [bs, num_keys, num_heads, channels]; channels % 8 == 0, <= 256; num_heads <= 16
+ * spatialShape     in   [num_levels, 2], (H, W); num_levels <= 16
+ * levelStartIndex  in   [num_levels], row of each level in num_keys
+ * location         in   [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y), 0..1 is the map;
+ *                       num_queries < 500000, num_points <= 16
+ * attnWeight       in   [bs, num_queries, num_heads, num_levels, num_points]
+ * gradOutput       in   [bs, num_queries, num_heads, channels] or [bs, num_queries, num_heads * channels]
+ * gradValue        out  value's shape; overwritten, as the other two
+ * gradLocation     out  location's shape
+ * gradAttnWeight   out  attnWeight's shape
+ * workspaceSize    out  bytes that phase two needs; 0 for an empty input
+ * executor         out  the prepared call; phase two frees it, or aclDestroyAclOpExecutor
+ *
+ * Returns 0; ACLNN_ERR_PARAM_NULLPTR (161001) when a pointer, or the memory of a tensor with elements, is NULL;
+ * ACLNN_ERR_PARAM_INVALID (161002) for a dtype, format, shape or limit as above, a view that leaves its storage or is
+ * not aligned to its elements, or a destroyed tensor. aclGetRecentErrMsg tells which. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
+    const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
+    const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
+    aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor);
+
+/* Phase two: queues the call on the stream and returns.
+ *
+ * workspace      workspaceSize bytes, aligned to 8, at the call's disposal until the stream has run it
+ * workspaceSize  what phase one announced, or more
+ * executor       from phase one; freed, also when a check fails, unless it is repeatable
+ * stream         from aclrtCreateStream; NULL: the default stream
+ *
+ * Returns 0; ACLNN_ERR_PARAM_NULLPTR for a NULL executor or workspace, ACLNN_ERR_PARAM_INVALID for a workspace that is
+ * too small or not aligned, an executor that was run before or belongs to another operator, or a destroyed stream.
+ * What only the data can tell comes from aclrtSynchronizeStream: ACL_ERROR_RT_AICORE_EXCEPTION (507015) when a level
+ * does not fit in num_keys, and then no output was written; ACL_ERROR_BAD_ALLOC when memory ran out.
+ * An empty input: the outputs stay as they are. */
+ACL_FUNC_VISIBILITY aclnnStatus aclnnMultiScaleDeformableAttentionGrad(void *workspace, uint64_t workspaceSize,
+                                                                       aclOpExecutor *executor, aclrtStream stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,65 @@
+"""What a C or C++ build needs: `python -m mx_driving.config --cflags --libs`, or `--cmakedir` for CMake.
+
+    cc program.c $(python -m mx_driving.config --cflags --libs)
+    cmake -Dmx_driving_DIR=$(python -m mx_driving.config --cmakedir) ...
+
+Exit status: 0; 1 when the package has no native library; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import shlex
+
+from . import _native
+
+
+def _folder() -> pathlib.Path:
+    """Where the library lies, and beside it headers and the CMake package."""
+    reason = _native.why_not()
+    if reason:
+        raise SystemExit(f"mx_driving.config: {reason}")
+    return _native._library_path().parent.resolve()
+
+
+def includedir() -> str:
+    """The folder of acl/acl.h, aclnnop/*.h and mx_driving.h."""
+    return str(_folder() / "include")
+
+
+def libdir() -> str:
+    """The folder of the shared library, libmx_driving."""
+    return str(_folder())
+
+
+def cmakedir() -> str:
+    """The folder of mx_driving-config.cmake, whose target is mx_driving::mx_driving."""
+    return str(_folder() / "cmake")
+
+
+def cflags() -> str:
+    """For the compiler, quoted for a shell."""
+    return shlex.join(["-I" + includedir()])
+
+
+def libs() -> str:
+    """For the linker, quoted for a shell; programs find the library where it lies now."""
+    return shlex.join(["-L" + libdir(), "-Wl,-rpath," + libdir(), "-lmx_driving"])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print what is asked for on one line, in the order cflags, libs, cmakedir."""
+    parser = argparse.ArgumentParser("python -m mx_driving.config", description="What a C or C++ build needs.")
+    answers = (cflags, libs, cmakedir)
+    for answer in answers:
+        parser.add_argument("--" + answer.__name__, action="store_true", help=(answer.__doc__ or "").rstrip("."))
+    asked = parser.parse_args(arguments)
+    wanted = [answer for answer in answers if getattr(asked, answer.__name__)]
+    if not wanted:
+        parser.error("one of --cflags, --libs, --cmakedir is required")
+    print(*(answer() for answer in wanted))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+#include "check.h"
+
+#include <cstring>
+
+namespace {
+
+const struct {
+    const char *name;
+    void (*run)();
+} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},     {"levels", levels},
+             {"handles", handles},           {"executors", executors}, {"streams", streams},
+             {"many_threads", many_threads}};
+
+} // namespace
+
+// With a name: that test alone.
+int main(int count, char **arguments) {
+    CHECK(aclFinalize() == ACL_ERROR_UNINITIALIZE);
+    CHECK(aclInit(nullptr) == ACL_SUCCESS && aclInit(nullptr) == ACL_ERROR_REPEAT_INITIALIZE);
+    for (const auto &test : TESTS) {
+        if (count > 1 && std::strcmp(arguments[1], test.name) != 0) continue;
+        test.run();
+        std::printf("%s: passed\n", test.name);
+    }
+    CHECK(aclrtResetDevice(0) == ACL_SUCCESS && aclFinalize() == ACL_SUCCESS);
+    CHECK(aclFinalize() == ACL_ERROR_REPEAT_FINALIZE);
+}

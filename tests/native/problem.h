@@ -1,0 +1,74 @@
+// One call with its nine tensors in memory of exactly their size, so that a sanitizer sees every step outside, and its
+// gradients by the equations of the specification.
+#pragma once
+
+#include "check.h"
+
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+struct Sizes {
+    int64_t bs, queries, heads, channels, points;
+    std::vector<std::pair<int64_t, int64_t>> levels; // H, W
+};
+
+// A view with its storage. Packed, or with its axes permuted, every other element left out, and an offset.
+class View {
+  public:
+    View(std::vector<int64_t> shape, aclDataType dtype, std::mt19937 *layout);
+    ~View();
+    View(const View &) = delete;
+
+    const std::vector<int64_t> shape;
+    aclTensor *handle = nullptr;
+
+    int64_t count() const;
+    double get(int64_t flat) const; // flat: place in the packed order
+    void set(int64_t flat, double number);
+    // Elements of the storage that are not the view's still hold what they were filled with.
+    bool gaps_intact() const;
+
+  private:
+    const aclDataType dtype;
+    std::vector<int64_t> strides;
+    int64_t offset = 0, elements = 1;
+    std::unique_ptr<char[]> memory;
+
+    int64_t size() const;
+    char *at(int64_t flat) const;
+};
+
+struct Workspace {
+    explicit Workspace(uint64_t announced);
+    bool canary_intact() const;
+    char *data() { return memory.data() + ROOM; }
+
+  private:
+    static constexpr size_t ROOM = 64;
+    std::vector<char> memory;
+};
+
+struct Problem {
+    // layout: null for packed tensors; dtypes: of the seven floating tensors in turn
+    Problem(const Sizes &sizes, unsigned seed, bool strided, std::vector<aclDataType> dtypes = {ACL_FLOAT},
+            bool flat_rows = false);
+
+    Sizes n;
+    std::mt19937 random;
+    View value, shapes, starts, location, weight, grad_output, grad_value, grad_location, grad_weight, output;
+
+    aclnnStatus plan(uint64_t *bytes, aclOpExecutor **executor);
+    aclnnStatus plan_forward(uint64_t *bytes, aclOpExecutor **executor);
+    // Both operators through both phases on a stream, with a workspace of exactly the announced size.
+    void run(aclrtStream stream);
+    // Against the equations in double.
+    void verify(double tolerance) const;
+    // Both operators are queued, fail at synchronise with this sentence (or its beginning), and have written nothing.
+    void expect_refusal_by_kernel(const char *sentence);
+
+  private:
+    static int64_t keys(const Sizes &n);
+    std::mt19937 *layout(bool strided) { return strided ? &random : nullptr; }
+};

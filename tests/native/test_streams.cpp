@@ -1,0 +1,170 @@
+// Who owns what, what is a queue, and what may happen at once.
+#include "problem.h"
+
+#include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
+#include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
+
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+namespace {
+
+const Sizes SMALL{1, 4, 2, 8, 2, {{3, 4}, {2, 2}}};
+
+bool last_message_is(const char *sentence) {
+    const char *message = aclGetRecentErrMsg();
+    const bool same = message && std::strcmp(message, sentence) == 0;
+    if (!same) std::fprintf(stderr, "message: %s\n", message ? message : "none");
+    return same;
+}
+
+} // namespace
+
+void handles() {
+    CHECK(aclDestroyTensor(nullptr) == ACLNN_ERR_PARAM_NULLPTR);
+    const int64_t two = 2;
+    float data[2];
+    aclTensor *tensor = aclCreateTensor(&two, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, &two, 1, data);
+    CHECK(tensor && aclDestroyTensor(tensor) == ACL_SUCCESS);
+    CHECK(aclDestroyTensor(tensor) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(last_message_is(
+        "tensor must come from aclCreateTensor and be destroyed once; got a pointer that is no tensor"));
+    CHECK(!aclGetRecentErrMsg());
+    const int64_t many[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
+    CHECK(!aclCreateTensor(many, 9, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, many, 1, data));
+    CHECK(last_message_is("viewDimsNum must be at most 8; got 9"));
+    CHECK(!aclCreateTensor(nullptr, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, many, 1, data));
+
+    Problem p(SMALL, 1, false);
+    View gone({1, 4, 2, 8}, ACL_FLOAT, nullptr);
+    uint64_t bytes = 99;
+    aclOpExecutor *executor = nullptr;
+    aclTensor *kept = gone.handle;
+    CHECK(aclDestroyTensor(kept) == ACL_SUCCESS);
+    CHECK(aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
+              p.value.handle, p.shapes.handle, p.starts.handle, p.location.handle, p.weight.handle, kept,
+              p.grad_value.handle, p.grad_location.handle, p.grad_weight.handle, &bytes,
+              &executor) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(bytes == 99 && !executor);
+    gone.handle = aclCreateTensor(&two, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, &two, 1, data);
+
+    void *memory = nullptr;
+    CHECK(aclrtMalloc(&memory, 0, ACL_MEM_MALLOC_HUGE_FIRST) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtMalloc(nullptr, 8, ACL_MEM_MALLOC_HUGE_FIRST) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtMalloc(&memory, SIZE_MAX / 2, ACL_MEM_MALLOC_HUGE_FIRST) == ACL_ERROR_BAD_ALLOC);
+    CHECK(aclrtMalloc(&memory, 8, ACL_MEM_MALLOC_HUGE_FIRST) == ACL_SUCCESS);
+    CHECK(reinterpret_cast<uintptr_t>(memory) % 64 == 0);
+    CHECK(aclrtMemcpy(memory, 8, "12345678", 9, ACL_MEMCPY_HOST_TO_DEVICE) == ACL_ERROR_INVALID_PARAM);
+    CHECK(last_message_is("count must be at most destMax; got 9 for 8"));
+    CHECK(aclrtMemcpy(memory, 8, "12345678", 8, ACL_MEMCPY_HOST_TO_DEVICE) == ACL_SUCCESS);
+    CHECK(std::memcmp(memory, "12345678", 8) == 0);
+    CHECK(aclrtMemcpy(memory, 8, nullptr, 8, ACL_MEMCPY_HOST_TO_DEVICE) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtFree(memory) == ACL_SUCCESS);
+    CHECK(aclrtFree(nullptr) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtSetDevice(-1) == ACL_ERROR_INVALID_PARAM && aclrtSetDevice(7) == ACL_SUCCESS);
+}
+
+void executors() {
+    Problem p(SMALL, 2, false);
+    uint64_t bytes;
+    aclOpExecutor *executor;
+    const auto backward = aclnnMultiScaleDeformableAttentionGrad;
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS && bytes > 0);
+    Workspace workspace(bytes);
+    char *memory = workspace.data();
+
+    CHECK(aclDestroyAclOpExecutor(executor) == ACLNN_SUCCESS); // never gets to phase two
+    CHECK(aclDestroyAclOpExecutor(executor) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(aclDestroyAclOpExecutor(nullptr) == ACLNN_ERR_PARAM_NULLPTR);
+    CHECK(backward(memory, bytes, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(last_message_is("executor must come from phase one and be run once; got a pointer that is no executor"));
+    CHECK(backward(memory, bytes, nullptr, nullptr) == ACLNN_ERR_PARAM_NULLPTR);
+
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(backward(nullptr, bytes, executor, nullptr) == ACLNN_ERR_PARAM_NULLPTR);
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(backward(memory, bytes - 1, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(last_message_is("workspaceSize must be at least 48; got 47"));
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(backward(memory + 1, bytes, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(aclnnMultiScaleDeformableAttnFunction(memory, bytes, executor, nullptr) == ACLNN_ERR_PARAM_INVALID);
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(backward(memory, bytes, executor, memory) == ACLNN_ERR_PARAM_INVALID); // no stream
+
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(aclSetAclOpExecutorRepeatable(executor) == ACLNN_SUCCESS);
+    for (int i = 0; i < 3; ++i) CHECK(backward(memory, bytes, executor, nullptr) == ACLNN_SUCCESS);
+    CHECK(aclrtSynchronizeStream(nullptr) == ACL_SUCCESS);
+    CHECK(aclDestroyAclOpExecutor(executor) == ACLNN_SUCCESS);
+    CHECK(aclSetAclOpExecutorRepeatable(executor) == ACLNN_ERR_PARAM_INVALID);
+}
+
+void streams() {
+    CHECK(aclrtCreateStream(nullptr) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtDestroyStream(nullptr) == ACL_ERROR_INVALID_PARAM);
+    aclrtStream first, second;
+    CHECK(aclrtCreateStream(&first) == ACL_SUCCESS && aclrtCreateStream(&second) == ACL_SUCCESS);
+
+    // A queue in order: many calls that write the same outputs, the last one with doubled gradients.
+    Problem p(SMALL, 3, false);
+    std::vector<Workspace> workspaces;
+    uint64_t bytes;
+    aclOpExecutor *executor;
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    aclDestroyAclOpExecutor(executor);
+    workspaces.assign(20, Workspace(bytes));
+    for (Workspace &workspace : workspaces) {
+        CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+        CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
+    }
+    CHECK(aclrtSynchronizeStream(first) == ACL_SUCCESS);
+    Problem same(SMALL, 3, false);
+    same.run(second);
+    for (int64_t i = 0; i < p.grad_value.count(); ++i) CHECK(p.grad_value.get(i) == same.grad_value.get(i));
+
+    // An error stays with its stream, is told once, and destroying a stream tells what nobody asked for.
+    p.starts.set(1, 1000);
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    CHECK(aclnnMultiScaleDeformableAttentionGrad(workspaces[0].data(), bytes, executor, first) == ACLNN_SUCCESS);
+    CHECK(aclrtSynchronizeStream(second) == ACL_SUCCESS);
+    CHECK(aclrtDestroyStream(first) == ACL_ERROR_RT_AICORE_EXCEPTION);
+    CHECK(aclrtSynchronizeStream(first) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtDestroyStream(first) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtDestroyStream(second) == ACL_SUCCESS);
+}
+
+void many_threads() {
+    std::vector<std::thread> threads;
+    aclrtStream shared;
+    CHECK(aclrtCreateStream(&shared) == ACL_SUCCESS);
+    for (unsigned t = 0; t < 6; ++t)
+        threads.emplace_back([t, shared] {
+            for (unsigned round = 0; round < 6; ++round) {
+                Problem p(SMALL, 100 * t + round, true);
+                aclrtStream own;
+                CHECK(aclrtCreateStream(&own) == ACL_SUCCESS);
+                p.run(round % 3 == 0 ? shared : round % 3 == 1 ? own : nullptr);
+                p.verify(2e-5);
+                CHECK(aclrtDestroyStream(own) == ACL_SUCCESS);
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    CHECK(aclrtDestroyStream(shared) == ACL_SUCCESS);
+
+    // One executor, many takers: it is run once.
+    Problem p(SMALL, 9, false);
+    uint64_t bytes;
+    aclOpExecutor *executor;
+    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    Workspace workspace(bytes);
+    std::atomic<int> taken(0);
+    threads.clear();
+    for (int t = 0; t < 4; ++t)
+        threads.emplace_back(
+            [&] { taken += aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, nullptr) == 0; });
+    for (std::thread &thread : threads) thread.join();
+    CHECK(taken == 1);
+    CHECK(aclrtSynchronizeStream(nullptr) == ACL_SUCCESS);
+}

@@ -1,0 +1,131 @@
+"""What C and C++ programs get: headers, the library, the CMake package, and the examples built with every warning on."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import mx_driving
+from mx_driving import config
+
+HERE = pathlib.Path(__file__).parent
+EXAMPLES = HERE.parent / "examples" / "c"
+HEADERS = [
+    "acl/acl.h",
+    "aclnn/acl_meta.h",
+    "aclnn/aclnn_base.h",
+    "aclnnop/aclnn_multi_scale_deformable_attention_grad.h",
+    "aclnnop/aclnn_multi_scale_deformable_attn_function.h",
+    "mx_driving.h",
+]
+STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
+C, CPP = ["gcc", "-std=c11", *STRICT], ["g++", "-std=c++17", *STRICT]
+
+
+def run(*command):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def build_and_run(compiler, sources, folder):
+    program = folder / "program"
+    run(*compiler, *sources, *shlex.split(config.cflags()), *shlex.split(config.libs()), "-pthread", "-o", program)
+    return run(program)
+
+
+def check_training(printed):
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+    assert len(losses) == 11
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0] / 10
+
+
+def check_known_answer(printed):
+    assert re.findall(r"= (\d+), as expected", printed) == ["8", "4", "2"]
+
+
+@pytest.mark.parametrize("compiler", [C, CPP], ids=["C11", "C++17"])
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_header_stands_alone(header, compiler, tmp_path):
+    source = tmp_path / ("alone.c" if compiler is C else "alone.cpp")
+    source.write_text(f'#include "{header}"\n#include "{header}"\nint main(void) {{ return 0; }}\n')
+    run(*compiler, "-fsyntax-only", *shlex.split(config.cflags()), source)
+
+
+def test_the_enumerations_are_canns(tmp_path):
+    values = {
+        "ACL_FLOAT": 0,
+        "ACL_FLOAT16": 1,
+        "ACL_INT32": 3,
+        "ACL_INT64": 9,
+        "ACL_BF16": 27,
+        "ACL_FORMAT_ND": 2,
+        "ACL_SUCCESS": 0,
+        "ACLNN_ERR_PARAM_NULLPTR": 161001,
+        "ACLNN_ERR_PARAM_INVALID": 161002,
+        "ACL_MEM_MALLOC_HUGE_FIRST": 0,
+        "ACL_MEMCPY_HOST_TO_DEVICE": 1,
+        "ACL_MEMCPY_DEVICE_TO_HOST": 2,
+    }
+    source = tmp_path / "values.c"
+    prints = "".join(f'printf("{name} %d\\n", (int){name});' for name in values)
+    source.write_text(f'#include <stdio.h>\n#include "acl/acl.h"\nint main(void) {{ {prints} return 0; }}\n')
+    printed = dict(line.split() for line in build_and_run(C, [source], tmp_path).splitlines())
+    assert {name: int(value) for name, value in printed.items()} == values
+
+
+def test_the_c_example_trains(tmp_path):
+    check_training(build_and_run(C, [EXAMPLES / "train.c"], tmp_path))
+
+
+def test_the_cpp_example_gives_the_known_answer(tmp_path):
+    check_known_answer(build_and_run(CPP, [EXAMPLES / "known_answer.cpp"], tmp_path))
+
+
+def test_the_native_tests(tmp_path):
+    printed = build_and_run(CPP, sorted((HERE / "native").glob("[!f]*.cpp")), tmp_path)
+    assert printed.count("passed") >= 7
+
+
+def test_the_cmake_package(tmp_path):
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    cmake = cmake if cmake.exists() else shutil.which("cmake")
+    run(cmake, "-S", EXAMPLES, "-B", tmp_path, f"-Dmx_driving_DIR={config.cmakedir()}")
+    run(cmake, "--build", tmp_path)
+    check_training(run(tmp_path / "train"))
+    check_known_answer(run(tmp_path / "known_answer"))
+    version = (pathlib.Path(config.cmakedir()) / "mx_driving-config-version.cmake").read_text()
+    assert f'"{mx_driving.__version__}"' in version
+
+
+def test_config_prints_what_is_asked_for():
+    printed = run(sys.executable, "-m", "mx_driving.config", "--libs", "--cflags")
+    assert printed == f"{config.cflags()} {config.libs()}\n"
+    assert run(sys.executable, "-m", "mx_driving.config", "--cmakedir") == config.cmakedir() + "\n"
+
+
+def test_config_refuses_an_empty_question(capsys):
+    with pytest.raises(SystemExit) as caught:
+        config.main([])
+    assert caught.value.code == 2
+    assert "one of --cflags, --libs, --cmakedir is required" in capsys.readouterr().err
+
+
+def test_config_quotes_a_folder_with_a_space(monkeypatch, tmp_path):
+    monkeypatch.setattr(config, "_folder", lambda: tmp_path / "my machine")
+    assert shlex.split(config.cflags()) == [f"-I{tmp_path}/my machine/include"]
+    assert shlex.split(config.libs())[1] == f"-Wl,-rpath,{tmp_path}/my machine"
+
+
+def test_config_says_when_there_is_no_library(monkeypatch):
+    monkeypatch.setattr(config._native, "why_not", lambda: "libmx_driving.so is not in the package")
+    with pytest.raises(SystemExit) as caught:
+        config.main(["--cflags"])
+    assert caught.value.code == "mx_driving.config: libmx_driving.so is not in the package"
