@@ -2,6 +2,7 @@
 # make test    the same environment, linters and the whole test suite
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
+# make aarch64   cross-compile, and run the native tests under qemu-user
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
 
-.PHONY: demo test bench lint native sanitize clean
+.PHONY: demo test bench lint native sanitize aarch64 clean
 
 # torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
 $(VENV)/made: constraints.txt
@@ -54,6 +55,13 @@ $(SANITIZERS): $(VENV)/made
 	$(BIN)/cmake -S . -B $@ $(FLAGS) -DMXD_NATIVE_TESTS=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(BIN)/cmake --build $@ --parallel 2
 	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
+
+# For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Says that it is right, not how fast.
+AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
+aarch64: $(VENV)/made
+	$(BIN)/cmake -S . -B build/aarch64 $(AARCH64) -DMXD_NATIVE_TESTS=ON
+	$(BIN)/cmake --build build/aarch64 --parallel 2
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/native/native_tests
 
 sanitize: $(SANITIZERS)
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
