@@ -1,0 +1,104 @@
+"""What the two attention operators share: which rows a program owns, and the launches.
+
+A program owns neighbouring queries of one head, as a tile [rows, channels]; a thread has a few neighbouring channels of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import deterministic, launch
+
+# Four warps to a program, where nothing is exchanged between them.
+_FORWARD_WARPS = 4
+# One warp: its sums over channels are shuffles, and its stores need no exchange through shared memory.
+_BACKWARD_WARPS = 1
+
+
+@triton.jit
+def rows_of(queries, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Batch, head, and for each row of the tile: does it exist, and its number among [bs, queries, heads].
+
+    Programs go head by head, so that those that run together read the same part of the table.
+    """
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    head = (program // blocks) % HEADS
+    batch = (program // blocks // HEADS).to(tl.int64)
+    first = (program % blocks) * ROWS
+    local = tl.arange(0, ROWS)[:, None]
+    here = first + local < queries
+    # rows that do not exist repeat the first: reads need no mask
+    row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
+    return batch, head, here, row
+
+
+class Operator(NamedTuple):
+    """The kernels of an operator, and what its launches depend on."""
+
+    forward: Any
+    backward: Any
+    tables: tuple[str, str]  # names of the index tables, for errors
+    corners: int  # pixels that a sample reads
+    wanted: tuple[str, ...]  # flags of the backward kernel: which gradients besides the table's
+    backward_elements: int  # of a row, to a thread
+
+    def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        bs, num_keys, heads, channels = value.shape
+        queries = locations.shape[1]
+        launch.check(*self.tables, shapes, starts, num_keys)
+        output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
+        if not output.numel() or not weights.numel() or not num_keys:
+            return output.zero_()
+        table = launch.table(value, channels)
+        tile = launch.tile(channels, _FORWARD_WARPS, 16 // value.element_size())
+        with launch.on(value.device):
+            self.forward[(bs * heads * -(-queries // tile.rows),)](
+                table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
+                queries, num_keys, *table.strides, **_constants(table, tile, locations), num_warps=tile.warps,
+            )  # fmt: skip
+        return output
+
+    def backward_of(
+        self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+    ) -> tuple[Tensor, ...]:
+        bs, num_keys, heads, channels = value.shape
+        queries, levels, points = locations.shape[1], *locations.shape[3:5]
+        launch.check(*self.tables, shapes, starts, num_keys)
+        inputs = (locations, weights)[-len(self.wanted) :]
+        if not grad.numel() or not weights.numel() or not num_keys:
+            return tuple(g.zero_() for g in launch.gradients((value, *inputs), mask))
+        table = launch.table(value, channels)
+        tile = launch.tile(channels, _BACKWARD_WARPS, self.backward_elements)
+        grad, weights = grad.contiguous(), weights.contiguous()
+        others = launch.gradients(inputs, mask[1:])
+        sums = deterministic.Sums(value, mask[0], self.corners * weights.numel())
+        with launch.on(value.device):
+            self.backward[(bs * heads * -(-queries // tile.rows),)](
+                grad, table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
+                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *table.strides,
+                **_constants(table, tile, locations), VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
+                num_warps=tile.warps,
+            )  # fmt: skip
+            return (sums.finish(grad, weights, levels * points), *others)
+
+
+def _constants(table: launch.Table, tile: launch.Tile, locations: Tensor) -> dict[str, int]:
+    """What a kernel is compiled for: the model's sizes, never batch, queries or map sizes."""
+    _, _, heads, levels, points, _ = locations.shape
+    return {
+        "HEADS": heads,
+        "CHANNELS": table.tensor.shape[3],
+        "LEVELS": levels,
+        "POINTS": points,
+        "ROWS": tile.rows,
+        "COLUMNS": tile.columns,
+        "LANE": table.lane,
+        "KEY": table.key,
+        "UNROLL": launch.unroll(points),
+    }
