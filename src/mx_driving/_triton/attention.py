@@ -20,6 +20,9 @@ _FORWARD_WARPS = 4
 _BACKWARD_WARPS = 1
 
 
+VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]  # what no kernel is compiled for
+
+
 @triton.jit
 def rows_of(queries, HEADS: tl.constexpr, ROWS: tl.constexpr):
     """Batch, head, and for each row of the tile: does it exist, and its number among [bs, queries, heads].
@@ -46,7 +49,6 @@ class Operator(NamedTuple):
     tables: tuple[str, str]  # names of the index tables, for errors
     corners: int  # pixels that a sample reads
     wanted: tuple[str, ...]  # flags of the backward kernel: which gradients besides the table's
-    backward_elements: int  # of a row, to a thread
 
     def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         bs, num_keys, heads, channels = value.shape
@@ -56,11 +58,11 @@ class Operator(NamedTuple):
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
         table = launch.table(value, channels)
-        tile = launch.tile(channels, _FORWARD_WARPS, 16 // value.element_size())
+        tile = launch.tile(channels, table.lane, _FORWARD_WARPS)
         with launch.on(value.device):
             self.forward[(bs * heads * -(-queries // tile.rows),)](
                 table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
-                queries, num_keys, *table.strides, **_constants(table, tile, locations), num_warps=tile.warps,
+                queries, num_keys, *table.strides, **_constants(table, tile, locations), **launch.options(table, tile),
             )  # fmt: skip
         return output
 
@@ -74,7 +76,7 @@ class Operator(NamedTuple):
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in launch.gradients((value, *inputs), mask))
         table = launch.table(value, channels)
-        tile = launch.tile(channels, _BACKWARD_WARPS, self.backward_elements)
+        tile = launch.tile(channels, min(table.lane, launch.MOST_HELD), _BACKWARD_WARPS)
         grad, weights = grad.contiguous(), weights.contiguous()
         others = launch.gradients(inputs, mask[1:])
         sums = deterministic.Sums(value, mask[0], self.corners * weights.numel())
@@ -83,7 +85,7 @@ class Operator(NamedTuple):
                 grad, table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
                 sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *table.strides,
                 **_constants(table, tile, locations), VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
-                num_warps=tile.warps,
+                **launch.options(table, tile),
             )  # fmt: skip
             return (sums.finish(grad, weights, levels * points), *others)
 

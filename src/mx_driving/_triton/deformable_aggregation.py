@@ -15,7 +15,7 @@ from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
 
 _TABLES = ("spatial_shape", "scale_start_index")
-_BACKWARD_ELEMENTS = 4  # of a row, to a thread
+_VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]  # what no kernel is compiled for
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _sample(x, y, shapes, starts, map, num_keys):
     return height, width, valid, pixel, right, below, in00, in01, in10, in11
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _forward(
     features, shapes, starts, locations, weights, output,
     anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
@@ -73,7 +73,7 @@ def _forward(
     tl.store(output + anchor * (GROUPS * WIDTH) + c, total.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _backward(
     grad, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights, targets, parts,
     anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
@@ -149,11 +149,11 @@ def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Ten
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
     table = launch.table(feature_maps, channels // groups)
-    tile = launch.grouped_tile(groups, channels // groups, 16 // feature_maps.element_size())
+    tile = launch.grouped_tile(groups, channels // groups, table.lane)
     with launch.on(feature_maps.device):
         _forward[(bs * anchors,)](
             table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
-            anchors, num_keys, *table.strides, **_constants(table, tile, weight), num_warps=tile.warps,
+            anchors, num_keys, *table.strides, **_constants(table, tile, weight), **launch.options(table, tile),
         )  # fmt: skip
     return output
 
@@ -168,13 +168,14 @@ def backward(
     if not grad.numel() or not weight.numel() or not num_keys:
         return (launch.gradients((feature_maps,), mask[:1])[0].zero_(), *others)
     table = launch.table(feature_maps, channels // groups)
-    tile = launch.grouped_tile(groups, channels // groups, _BACKWARD_ELEMENTS)
+    tile = launch.grouped_tile(groups, channels // groups, min(table.lane, launch.MOST_HELD))
     grad, weight = grad.contiguous(), weight.contiguous()
     sums = deterministic.Sums(feature_maps, mask[0], 4 * weight.numel() // groups)
     with launch.on(feature_maps.device):
         _backward[(bs * anchors * points,)](
             grad, table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
             sums.buffer, *others, sums.targets, sums.parts, anchors, num_keys, *table.strides,
-            **_constants(table, tile, weight), VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2], num_warps=tile.warps,
+            **_constants(table, tile, weight), VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2],
+            **launch.options(table, tile),
         )  # fmt: skip
         return (sums.finish(grad, weight, points * cams * starts.shape[1], groups), *others)

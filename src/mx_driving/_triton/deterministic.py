@@ -69,7 +69,7 @@ class Sums:
         targets, order = torch.sort(self.targets, stable=True)
         ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
         output = torch.empty(self.table.shape, dtype=self.table.dtype, device=self.table.device)
-        columns, warps = tile(channels, 1, 4)[1:]
+        columns, warps = tile(channels, 4, 1)[1:]
         _ordered_sums[(rows,)](
             order, ends, self.parts, grad, weights, output,
             PER_SAMPLE=self.targets.numel() * groups // weights.numel(), PER_ROW=per_row, GROUPS=groups,

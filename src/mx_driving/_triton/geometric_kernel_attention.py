@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import attention
-from .attention import rows_of
+from .attention import VARYING, rows_of
 from .sampling import ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 
 
@@ -30,7 +30,7 @@ def _pixel(locations, at, height, width, start, num_keys):
     return row, (width > 0) & exists(row, num_keys)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _forward(
     value, shapes, starts, locations, weights, output,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
@@ -53,7 +53,7 @@ def _forward(
     tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _backward(
     grad, value, shapes, starts, locations, weights, grad_value, grad_weights, targets, parts,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
@@ -92,6 +92,5 @@ _operator = attention.Operator(
     tables=("spatial_shapes", "level_start_index"),
     corners=1,
     wanted=("WEIGHTS",),
-    backward_elements=4,
 )
 forward, backward = _operator.forward_of, _operator.backward_of

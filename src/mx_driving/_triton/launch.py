@@ -12,6 +12,9 @@ from torch import Tensor
 
 from .. import _check
 
+# Channels that a thread holds in a backward kernel: with eight (16 bytes of a 16-bit dtype), the four corners' rows, their
+# products and the gradient pass 64 registers, and with that half of the occupancy.
+MOST_HELD = 4
 _MOST_WARPS = 16  # more than 512 threads leave too few registers each
 
 
@@ -33,8 +36,9 @@ def table(value: Tensor, run: int) -> Table:
         value = value.contiguous()
     strides = [stride if size > 1 else 0 for stride, size in zip(value.stride()[:-1], value.shape[:-1], strict=True)]
     lane = math.gcd(16 // value.element_size(), run, *strides)
-    constant = strides[1] if strides[1] in (value.shape[-1], value[0, 0].numel()) else 0
-    return Table(value, lane, constant, tuple(stride // lane for stride in strides))
+    packed = math.prod(value.shape[2:])
+    key = strides[1] if value.shape[1] > 1 else packed
+    return Table(value, lane, key if key in (packed, value.shape[-1]) else 0, tuple(stride // lane for stride in strides))
 
 
 def _power_of_two(n: int) -> int:
@@ -48,19 +52,27 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(channels: int, warps: int, elements: int) -> Tile:
-    """A tile of `warps` warps (more where one row asks for it) with about `elements` elements to a thread."""
+def tile(channels: int, held: int, warps: int) -> Tile:
+    """A tile of `warps` warps, more where one row asks for it; a thread holds `held` channels of a row."""
     columns = _power_of_two(channels)
-    rows = max(1, min(16, 32 * elements // columns) * warps)
-    if columns > 32 * warps * elements:
-        warps = min(_MOST_WARPS, columns // (32 * elements))
-    return Tile(rows, columns, warps)
+    rows = max(1, min(16 * warps, 32 * warps * held // columns))
+    return Tile(rows, columns, max(warps, _warps(columns, held)))
 
 
-def grouped_tile(groups: int, width: int, elements: int) -> Tile:
+def grouped_tile(groups: int, width: int, held: int) -> Tile:
     """All the groups of a row at once, in as many warps as that takes."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
-    return Tile(rows, columns, max(1, min(_MOST_WARPS, rows * columns // (32 * elements))))
+    return Tile(rows, columns, max(1, _warps(rows * columns, held)))
+
+
+def _warps(elements: int, held: int) -> int:
+    return min(_MOST_WARPS, elements // (32 * held))
+
+
+def options(table: Table, tile: Tile) -> dict[str, int | None]:
+    """Warps, and a cap on registers for 16-bit tables: one kernel in three asks for 65 or 66 of the 64 that half of the
+    occupancy leaves. No cap (None) for float32: with one of 64, the compiler spills in a kernel that needs 40."""
+    return {"num_warps": tile.warps, "maxnreg": None if table.tensor.dtype == torch.float32 else 64}
 
 
 def unroll(points: int) -> int:

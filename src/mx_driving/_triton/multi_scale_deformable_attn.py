@@ -6,11 +6,11 @@ import triton
 import triton.language as tl
 
 from . import attention
-from .attention import rows_of
+from .attention import VARYING, rows_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _forward(
     value, shapes, starts, locations, weights, output,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
@@ -41,7 +41,7 @@ def _forward(
     tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _backward(
     grad, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights, targets, parts,
     queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
@@ -92,7 +92,5 @@ _operator = attention.Operator(
     tables=("value_spatial_shapes", "value_level_start_index"),
     corners=4,
     wanted=("LOCATIONS", "WEIGHTS"),
-    # Eight elements a thread pass 64 registers, and with that half of the occupancy.
-    backward_elements=4,
 )
 forward, backward = _operator.forward_of, _operator.backward_of
