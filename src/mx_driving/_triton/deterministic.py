@@ -2,8 +2,8 @@
 
 Deterministic mode (torch.use_deterministic_algorithms) writes down, for every corner of every sample, the row it adds to
 and its share; a stable sort by row brings together what one row receives, in the order of the samples, and one program
-per row adds it up. Cost: 32 bytes of memory per corner (12 recorded, the rest inside the sort) and the sort's time; a row that
-receives very many samples is summed by one program alone.
+per row adds it up. Cost: 28 bytes of memory per corner and the sort's own buffers, and the sort's time; a row
+that receives very many samples is summed by one program alone.
 """
 
 from __future__ import annotations
