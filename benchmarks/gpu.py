@@ -272,13 +272,15 @@ def main() -> None:
         raise SystemExit("there is no GPU here; --dry-run checks this script without one")
     print(machine(), "mx_driving", mx_driving.__version__)
     peaks = ceilings.measure(lambda call: events(call, 1), DEVICE, DRY)
-    print("ceilings, GB/s:", ", ".join(f"{name} {value / 1e9:.0f}" for name, value in peaks._asdict().items()))
+    if not DRY:
+        print("ceilings, GB/s:", ", ".join(f"{name} {value / 1e9:.0f}" for name, value in peaks._asdict().items()))
     rows = []
     for workload in (*GPU_WORKLOADS, *(WORKLOADS if options.all else ())):
         for dtype in DTYPES:
             found = measure(workload, dtype, peaks)
             for row in found:
-                print("  ".join(f"{value}" for value in row.values() if value != ""), flush=True)
+                shown = list(row.values())[:4] if DRY else row.values()
+                print("  ".join(f"{value}" for value in shown if value != ""), flush=True)
             rows += found
     if DRY:
         return print("dry run: nothing was measured, nothing is written")

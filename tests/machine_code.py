@@ -3,6 +3,7 @@
     python tests/machine_code.py            the figures of every kernel and target, as a table
     python tests/machine_code.py --json     the same for the tests, which run in a process where Triton interprets
     python tests/machine_code.py --compilations     how often each kernel is compiled over calls that differ in size
+    python tests/machine_code.py --variants         compiles every combination of flags, dtypes and layouts; prints how many
 
 A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -211,6 +213,43 @@ def odd_rows() -> Iterator[dict[str, Any]]:
                 yield {"operator": operator, "channels": channels, "backward": backward, **figures(code)}
 
 
+def _variants() -> Iterator[tuple[str, tuple[torch.Tensor, ...], list[bool] | None, bool]]:
+    """Name, inputs, wanted gradients (None: forward), deterministic: what compiles differently from the models' sizes."""
+    small = {
+        MULTI_SCALE: cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3),
+        AGGREGATION: cases.aggregation(2, 3, 2, 12, 3, [[(3, 4), (2, 2)]]),
+        GEOMETRIC: cases.geometric(2, 5, 8, 2, [(3, 4), (2, 2)], 5),
+    }
+    for operator, inputs in small.items():
+        args = cases.cast(inputs, torch.float32)
+        for mask in itertools.product([False, True], repeat=len(DIFFERENTIABLE[operator])):
+            for deterministic in (False, True):
+                if any(mask) and not (deterministic and not mask[0]):
+                    yield operator, args, list(mask), deterministic
+        keys_first = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+        narrow = (args[0].half(), args[1].int(), args[2].int(), args[3].to(torch.bfloat16), args[4].to(torch.bfloat16))
+        for other in ((keys_first, *args[1:]), narrow):
+            yield operator, other, None, False
+            yield operator, other, [True] * len(DIFFERENTIABLE[operator]), True
+    value, shapes, starts, locations, weights = cases.cast(small[GEOMETRIC], torch.float32)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32, torch.float16):
+        yield GEOMETRIC, (value, shapes, starts, locations.to(dtype), weights), None, False
+        yield GEOMETRIC, (value, shapes, starts, locations.to(dtype), weights), [True, True], False
+
+
+def variants() -> int:
+    """How many kernels there are among the variants; each is compiled for sm_90."""
+    names = set()
+    for operator, args, mask, deterministic in _variants():
+        torch.use_deterministic_algorithms(deterministic)
+        with compiling(90) as kernels:
+            call(operator, args, mask is not None, mask)
+        assert len(kernels) == 1 + (deterministic and mask is not None)
+        names |= {k.hash for k in kernels}
+    torch.use_deterministic_algorithms(False)
+    return len(names)
+
+
 def compilations() -> dict[str, int]:
     """Distinct compilations of each kernel over calls that differ in batch, queries and map sizes only."""
     found = {}
@@ -243,8 +282,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Machine code of the GPU kernels")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compilations", action="store_true")
+    parser.add_argument("--variants", action="store_true")
     options = parser.parse_args()
-    if options.compilations:
+    if options.variants:
+        json.dump(variants(), sys.stdout)
+    elif options.compilations:
         json.dump(compilations(), sys.stdout)
     elif options.json:
         json.dump({"models": list(rows()), "odd": list(odd_rows())}, sys.stdout)

@@ -77,3 +77,9 @@ def test_nothing_is_compiled_again_for_other_sizes():
     found = _run("--compilations")
     assert len(found) == 2 * len(OPERATORS)
     assert set(found.values()) == {1}, found
+
+
+def test_every_variant_compiles():
+    """Every combination of wanted gradients, deterministic mode, dtypes of locations and layouts: what the interpreter, which
+    does not compile, would let pass."""
+    assert _run("--variants") >= 50
