@@ -140,6 +140,7 @@ def rivals(workload: Workload) -> dict[str, Function]:
     usual = getattr(plain, workload.operator)
     found: dict[str, Function] = {"plain torch": usual}
     if not DRY:
+        torch._dynamo.reset()  # or else the ninth workload exceeds the limit of recompilations, and runs uncompiled
         found["plain torch, compiled"] = torch.compile(usual)
     return found | (installed() if workload.operator == MULTI_SCALE else {})
 
@@ -180,7 +181,8 @@ def check(workload: Workload, args: Args) -> None:
     wide = tuple(a.double() if a.is_floating_point() else a for a in some)
     true = getattr(reference, workload.operator)(*wide)
     error = ((got - true).abs().max() / true.abs().max()).item()
-    allowed = 64 * torch.finfo(args[0].dtype).eps if args[0].dtype == torch.float32 else 4 * torch.finfo(args[0].dtype).eps
+    # float32 positions on a map of 200 pixels, and one rounding to 16 bits
+    allowed = 512 * torch.finfo(torch.float32).eps + torch.finfo(args[0].dtype).eps
     if not error <= allowed:
         raise SystemExit(f"{workload.name}: off by {error:.2g}, allowed {allowed:.2g}: not measured")
 

@@ -5,6 +5,7 @@ A program owns neighbouring queries of one head, as a tile [rows, channels]; a t
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -57,50 +58,49 @@ class Operator(NamedTuple):
         output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
-        table = launch.table(value, channels)
-        tile = launch.tile(channels, table.lane, _FORWARD_WARPS)
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], False)
         with launch.on(value.device):
-            self.forward[(bs * heads * -(-queries // tile.rows),)](
-                table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
-                queries, num_keys, *table.strides, **_constants(table, tile, locations), **launch.options(table, tile),
+            self.forward[(bs * heads * -(-queries // plan.rows),)](
+                value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
+                queries, num_keys, *plan.strides, **plan.options,
             )  # fmt: skip
         return output
 
     def backward_of(
         self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
     ) -> tuple[Tensor, ...]:
-        bs, num_keys, heads, channels = value.shape
+        bs, num_keys, heads, _ = value.shape
         queries, levels, points = locations.shape[1], *locations.shape[3:5]
         launch.check(*self.tables, shapes, starts, num_keys)
         inputs = (locations, weights)[-len(self.wanted) :]
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in launch.gradients((value, *inputs), mask))
-        table = launch.table(value, channels)
-        tile = launch.tile(channels, min(table.lane, launch.MOST_HELD), _BACKWARD_WARPS)
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], True)
         grad, weights = grad.contiguous(), weights.contiguous()
         others = launch.gradients(inputs, mask[1:])
         sums = deterministic.Sums(value, mask[0], self.corners * weights.numel())
         with launch.on(value.device):
-            self.backward[(bs * heads * -(-queries // tile.rows),)](
-                grad, table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
-                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *table.strides,
-                **_constants(table, tile, locations), VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
-                **launch.options(table, tile),
+            self.backward[(bs * heads * -(-queries // plan.rows),)](
+                grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
+                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *plan.strides,
+                **plan.options, VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
             )  # fmt: skip
             return (sums.finish(grad, weights, levels * points), *others)
 
 
-def _constants(table: launch.Table, tile: launch.Tile, locations: Tensor) -> dict[str, int]:
-    """What a kernel is compiled for: the model's sizes, never batch, queries or map sizes."""
-    _, _, heads, levels, points, _ = locations.shape
-    return {
-        "HEADS": heads,
-        "CHANNELS": table.tensor.shape[3],
-        "LEVELS": levels,
-        "POINTS": points,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "LANE": table.lane,
-        "KEY": table.key,
-        "UNROLL": launch.unroll(points),
-    }
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], backward: bool
+) -> launch.Plan:
+    """Of a value of this layout, sampled at `samples` = (levels, points)."""
+    heads, channels = shape[2:]
+    layout = launch.layout(shape, stride, itemsize, channels)
+    if backward:
+        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS)
+    else:
+        tile = launch.tile(channels, layout.lane, _FORWARD_WARPS)
+    levels, points = samples
+    sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
+    return launch.plan(layout, tile, itemsize, **sizes)

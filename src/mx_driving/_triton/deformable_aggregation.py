@@ -6,6 +6,8 @@ else waits for.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -125,35 +127,32 @@ def _backward(
                 tl.store(place + 1, tl.sum(tl.sum(along_y, 1), 0).to(grad_locations.dtype.element_ty))
 
 
-def _constants(table: launch.Table, tile: launch.Tile, weights: Tensor) -> dict[str, int]:
-    """What a kernel is compiled for: the model's sizes, never batch, anchors or map sizes."""
-    _, _, points, cams, scales, groups = weights.shape
-    return {
-        "POINTS": points,
-        "CAMS": cams,
-        "SCALES": scales,
-        "GROUPS": groups,
-        "WIDTH": table.tensor.shape[2] // groups,
-        "ROWS": tile.rows,
-        "COLUMNS": tile.columns,
-        "LANE": table.lane,
-        "KEY": table.key,
-    }
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], backward: bool
+) -> launch.Plan:
+    """Of feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
+    points, cams, scales, groups = samples
+    width = shape[2] // groups
+    layout = launch.layout(shape, stride, itemsize, width)
+    tile = launch.grouped_tile(groups, width, min(layout.lane, launch.MOST_HELD) if backward else layout.lane)
+    sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
+    return launch.plan(layout, tile, itemsize, **sizes)
 
 
 def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     bs, num_keys, channels = feature_maps.shape
-    anchors, groups = locations.shape[1], weight.shape[5]
+    anchors = locations.shape[1]
     launch.check(*_TABLES, shapes, starts, num_keys)
     output = torch.empty((bs, anchors, channels), dtype=feature_maps.dtype, device=feature_maps.device)
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
-    table = launch.table(feature_maps, channels // groups)
-    tile = launch.grouped_tile(groups, channels // groups, table.lane)
+    table = launch.packed(feature_maps)
+    plan = _plan(table.shape, table.stride(), table.element_size(), weight.shape[2:], False)
     with launch.on(feature_maps.device):
         _forward[(bs * anchors,)](
-            table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
-            anchors, num_keys, *table.strides, **_constants(table, tile, weight), **launch.options(table, tile),
+            table, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
+            anchors, num_keys, *plan.strides, **plan.options,
         )  # fmt: skip
     return output
 
@@ -161,21 +160,20 @@ def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Ten
 def backward(
     grad: Tensor, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
-    bs, num_keys, channels = feature_maps.shape
+    bs, num_keys, _ = feature_maps.shape
     anchors, points, cams, groups = *locations.shape[1:4], weight.shape[5]
     launch.check(*_TABLES, shapes, starts, num_keys)
     others = [g.zero_() for g in launch.gradients((locations, weight), mask[1:])]
     if not grad.numel() or not weight.numel() or not num_keys:
         return (launch.gradients((feature_maps,), mask[:1])[0].zero_(), *others)
-    table = launch.table(feature_maps, channels // groups)
-    tile = launch.grouped_tile(groups, channels // groups, min(table.lane, launch.MOST_HELD))
+    table = launch.packed(feature_maps)
+    plan = _plan(table.shape, table.stride(), table.element_size(), weight.shape[2:], True)
     grad, weight = grad.contiguous(), weight.contiguous()
     sums = deterministic.Sums(feature_maps, mask[0], 4 * weight.numel() // groups)
     with launch.on(feature_maps.device):
         _backward[(bs * anchors * points,)](
-            grad, table.tensor, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
-            sums.buffer, *others, sums.targets, sums.parts, anchors, num_keys, *table.strides,
-            **_constants(table, tile, weight), VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2],
-            **launch.options(table, tile),
+            grad, table, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
+            sums.buffer, *others, sums.targets, sums.parts, anchors, num_keys, *plan.strides,
+            **plan.options, VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2],
         )  # fmt: skip
         return (sums.finish(grad, weight, points * cams * starts.shape[1], groups), *others)

@@ -18,27 +18,34 @@ MOST_HELD = 4
 _MOST_WARPS = 16  # more than 512 threads leave too few registers each
 
 
-class Table(NamedTuple):
-    """A table whose channels are neighbours in memory."""
+class Layout(NamedTuple):
+    """How a table lies in memory."""
 
-    tensor: Tensor
     lane: int  # neighbouring elements that one thread reads at once: 16 bytes where strides allow it
     key: int  # distance of neighbouring rows where it is one of the model's constants, else 0: read from `strides`
     strides: tuple[int, ...]  # of every axis but channels, in lanes: the compiler sees that rows stay aligned
 
 
-def table(value: Tensor, run: int) -> Table:
-    """value [bs, num_keys, ..., channels], of which `run` neighbouring channels belong together.
+def packed(value: Tensor) -> Tensor:
+    """Any strides are read in place, except channels that are not neighbours: those would cost a read each, four times over."""
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
-    Any strides are read in place, except channels that are not neighbours: those would cost a read each, four times over.
-    """
-    if value.stride(-1) != 1 and value.shape[-1] > 1:
-        value = value.contiguous()
-    strides = [stride if size > 1 else 0 for stride, size in zip(value.stride()[:-1], value.shape[:-1], strict=True)]
-    lane = math.gcd(16 // value.element_size(), run, *strides)
-    packed = math.prod(value.shape[2:])
-    key = strides[1] if value.shape[1] > 1 else packed
-    return Table(value, lane, key if key in (packed, value.shape[-1]) else 0, tuple(stride // lane for stride in strides))
+
+def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
+    """Of a table [bs, num_keys, ..., channels], of which `run` neighbouring channels belong together."""
+    strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
+    lane = math.gcd(16 // itemsize, run, *strides)
+    row = math.prod(shape[2:])
+    key = strides[1] if shape[1] > 1 else row
+    return Layout(lane, key if key in (row, shape[-1]) else 0, tuple(step // lane for step in strides))
+
+
+class Plan(NamedTuple):
+    """What a launch depends on besides its tensors. Worked out once for each layout: it would be a third of a small call."""
+
+    rows: int  # of a tile
+    strides: tuple[int, ...]
+    options: dict[str, int | None]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
 
 
 def _power_of_two(n: int) -> int:
@@ -69,10 +76,13 @@ def _warps(elements: int, held: int) -> int:
     return min(_MOST_WARPS, elements // (32 * held))
 
 
-def options(table: Table, tile: Tile) -> dict[str, int | None]:
-    """Warps, and a cap on registers for 16-bit tables: one kernel in three asks for 65 or 66 of the 64 that half of the
-    occupancy leaves. No cap (None) for float32: with one of 64, the compiler spills in a kernel that needs 40."""
-    return {"num_warps": tile.warps, "maxnreg": None if table.tensor.dtype == torch.float32 else 64}
+def plan(layout: Layout, tile: Tile, itemsize: int, **sizes: int) -> Plan:
+    """`sizes` are the operator's own constants."""
+    # A cap on registers for 16-bit tables: one kernel in three asks for 65 or 66 of the 64 that half of the occupancy leaves.
+    # None for float32: with a cap of 64 the compiler spills in a kernel that needs 40.
+    cap = 64 if itemsize == 2 else None
+    shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
+    return Plan(tile.rows, layout.strides, {**sizes, **shape, "num_warps": tile.warps, "maxnreg": cap})
 
 
 def unroll(points: int) -> int:
