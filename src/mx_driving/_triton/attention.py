@@ -25,8 +25,12 @@ VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]  
 
 
 @triton.jit
-def rows_of(queries, HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """Batch, head, and for each row of the tile: does it exist, and its number among [bs, queries, heads].
+def tile_of(
+    value, queries, batch_stride, head_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Batch, head, for each row of the tile: does it exist, and its number among [bs, queries, heads]; the channels, and where
+    they are in the table's first row.
 
     Programs go head by head, so that those that run together read the same part of the table.
     """
@@ -39,7 +43,8 @@ def rows_of(queries, HEADS: tl.constexpr, ROWS: tl.constexpr):
     here = first + local < queries
     # rows that do not exist repeat the first: reads need no mask
     row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
-    return batch, head, here, row
+    c = tl.arange(0, COLUMNS)[None, :]
+    return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
 
 
 class Operator(NamedTuple):

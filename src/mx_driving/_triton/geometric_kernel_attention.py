@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from . import attention
-from .attention import VARYING, rows_of
+from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 
 
@@ -37,10 +37,8 @@ def _forward(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row = rows_of(queries, HEADS, ROWS)
-    c = tl.arange(0, COLUMNS)[None, :]
+    _, _, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
-    table = value + (batch * batch_stride + head * head_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for l in range(LEVELS):
@@ -61,10 +59,8 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
     VALUE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row = rows_of(queries, HEADS, ROWS)
-    c = tl.arange(0, COLUMNS)[None, :]
+    batch, head, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
-    table = value + (batch * batch_stride + head * head_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
     grad_table = grad_value + first * CHANNELS + c

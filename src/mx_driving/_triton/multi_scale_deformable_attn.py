@@ -6,8 +6,16 @@ import triton
 import triton.language as tl
 
 from . import attention
-from .attention import VARYING, rows_of
+from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
+
+
+@triton.jit
+def _sample(locations, at, height, width, start, num_keys):
+    """The bilinear sample at a normalised location."""
+    x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
+    y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
+    return bilinear(x, y, height, width, start, num_keys)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -17,20 +25,16 @@ def _forward(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row = rows_of(queries, HEADS, ROWS)
-    c = tl.arange(0, COLUMNS)[None, :]
+    _, _, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
-    table = value + (batch * batch_stride + head * head_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
-            y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
             weight = tl.load(weights + at).to(tl.float32)
-            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys)
+            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
             v00, v01, v10, v11 = corners(table, pixel, width, key, in00, in01, in10, in11)
             s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
@@ -49,10 +53,8 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
     VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row = rows_of(queries, HEADS, ROWS)
-    c = tl.arange(0, COLUMNS)[None, :]
+    batch, head, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
-    table = value + (batch * batch_stride + head * head_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
     grad_table = grad_value + first * CHANNELS + c
@@ -61,10 +63,8 @@ def _backward(
         height, width, start = level(shapes, starts, l)
         for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
-            x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
-            y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
             weight = tl.load(weights + at).to(tl.float32)
-            valid, pixel, right, below, in00, in01, in10, in11 = bilinear(x, y, height, width, start, num_keys)
+            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
             valid = valid & here
             in00, in01, in10, in11 = in00 & here, in01 & here, in10 & here, in11 & here
             if VALUE == RECORDED:
