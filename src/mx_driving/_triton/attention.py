@@ -108,4 +108,4 @@ def _plan(
         tile = launch.tile(channels, layout.lane, _FORWARD_WARPS)
     levels, points = samples
     sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
-    return launch.plan(layout, tile, itemsize, **sizes)
+    return launch.plan(layout, tile, capped=backward and itemsize == 2, **sizes)

@@ -137,7 +137,7 @@ def _plan(
     layout = launch.layout(shape, stride, itemsize, width)
     tile = launch.grouped_tile(groups, width, min(layout.lane, launch.MOST_HELD) if backward else layout.lane)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
-    return launch.plan(layout, tile, itemsize, **sizes)
+    return launch.plan(layout, tile, capped=itemsize == 2 and not backward, **sizes)
 
 
 def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:

@@ -76,13 +76,11 @@ def _warps(elements: int, held: int) -> int:
     return min(_MOST_WARPS, elements // (32 * held))
 
 
-def plan(layout: Layout, tile: Tile, itemsize: int, **sizes: int) -> Plan:
-    """`sizes` are the operator's own constants."""
-    # A cap on registers for 16-bit tables: one kernel in three asks for 65 or 66 of the 64 that half of the occupancy leaves.
-    # None for float32: with a cap of 64 the compiler spills in a kernel that needs 40.
-    cap = 64 if itemsize == 2 else None
+def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
+    """`sizes` are the operator's own constants. capped: at most 64 registers, for kernels that on one target or another ask
+    for 65 or 66; as a rule it is harmful, because the compiler then takes 64 where it needs 40, and has spilled on the way."""
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
-    return Plan(tile.rows, layout.strides, {**sizes, **shape, "num_warps": tile.warps, "maxnreg": cap})
+    return Plan(tile.rows, layout.strides, {**sizes, **shape, "num_warps": tile.warps, "maxnreg": 64 if capped else None})
 
 
 def unroll(points: int) -> int:
