@@ -1,6 +1,5 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
-# make check-gpu   tests and measures the GPU kernels with $(PYTHON)'s own torch; DRY=1 without a GPU
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -9,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt $(wildcard native/src/*) $(wildcard native/include/*)
 
-.PHONY: demo test lint native check-gpu clean
+.PHONY: demo test lint native clean
 
 # torch is pinned because a bare `torch` can bring several GB of CUDA packages; the package itself takes torch >= 2.6.
 $(VENV)/made: constraints.txt
@@ -37,7 +36,8 @@ lint: $(STAMP)
 
 native: $(STAMP)
 
-# Not in the virtual environment: that one's torch knows no GPU.
+# Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; DRY=1 goes through the steps without a GPU.
+.PHONY: check-gpu
 check-gpu:
 	PYTHON=$(PYTHON) DRY=$(DRY) benchmarks/check_gpu
 
