@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import pathlib
 import subprocess
@@ -24,9 +25,17 @@ def _run(option: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, list[dict[str, Any]]]:
-    return _run("--json")
+@pytest.fixture(scope="session")
+def found(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
+    """Compiled once, also where pytest-xdist has several workers: the first to come does it, the others wait."""
+    here = tmp_path_factory.getbasetemp()
+    shared = here.parent if hasattr(request.config, "workerinput") else here
+    result = shared / "machine_code.json"
+    with (shared / "machine_code.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(_run("--json")))
+    return json.loads(result.read_text())
 
 
 def test_every_kernel_dtype_and_target_is_there(found):
