@@ -58,6 +58,13 @@ def test_wicked(operator, make):
     compare("triton", operator, args, cases.grad_for(operator, args).float())
 
 
+@pytest.mark.parametrize("case", cases.LATTICE, ids=cases.case_id)
+def test_lattice_and_border(case):
+    """On pixel centres, on the border, and for aggregation on 0 and 1, which do not count."""
+    args = cases.cast(case.make(), torch.float32)
+    compare("triton", case.operator, args, cases.grad_for(case.operator, args).float())
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("channels", [16, 5])
 @pytest.mark.parametrize("operator", OPERATORS)
