@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 
 import cases
+import numpy as np
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
@@ -141,6 +142,21 @@ def test_samples_outside_ignore_what_is_not_finite(operator):
         else:
             assert torch.equal(a, b)
     assert not found[2][:, 1::2].any()
+
+
+@pytest.mark.parametrize("which", ["value", "weights", "grad"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_finite_where_truth_is_finite(operator, which):
+    """A few NaN spread as far as they do in truth, and no further."""
+    args = cases.cast(SMALL[operator](), torch.float32)
+    grad = cases.grad_for(operator, args).float()
+    target = {"value": args[0], "weights": args[4], "grad": grad}[which]
+    target.view(-1)[:: target.numel() // 3] = NAN
+    true = cases.truth_of(operator, args, grad)
+    assert not all(np.isfinite(result).all() for result in true.results)
+    found = [cases.forward_of("triton", operator)(*args), *cases.gradients_of("triton", operator, grad, args)]
+    for got, expected in zip(found, true.results, strict=True):
+        assert (got.isfinite().numpy() == np.isfinite(expected)).all()
 
 
 def test_corner_off_the_map_is_zero_next_to_infinity():
