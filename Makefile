@@ -66,5 +66,10 @@ aarch64: $(VENV)/made
 sanitize: $(SANITIZERS)
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
+# Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; DRY=1 goes through the steps without a GPU.
+.PHONY: check-gpu
+check-gpu:
+	PYTHON=$(PYTHON) DRY=$(DRY) benchmarks/check_gpu
+
 clean:
 	rm -rf $(VENV) build

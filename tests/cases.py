@@ -11,10 +11,11 @@ import truth
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _native, reference
+from mx_driving import _native, _triton, reference
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
+INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
 DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
 
 
@@ -172,15 +173,46 @@ def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManage
     if _native.why_not() is None:
         for isa in _native.available_isas():
             found[f"native-{isa}"] = lambda isa=isa: _native.use_isa(isa)
+    if _triton.why_not() is None:
+        found["triton"] = contextlib.nullcontext
     return found
 
 
+def on_gpu(t: Any) -> Any:
+    """A copy with the same strides, offset and surroundings."""
+    if not isinstance(t, Tensor):
+        return t
+    whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+    return whole.cuda().as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
+    """The operator with its tensors on the GPU; without one, its kernel in Triton's interpreter."""
+    name = operator + "_backward" if backward else operator
+
+    def interpreted(*args: Any) -> Any:
+        served = _triton.serves(*(args[backward + i] for i in (0, 3, 4)))
+        return (_triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
+
+    def dispatched(*args: Any) -> Any:
+        found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))
+        return tuple(t.cpu() for t in found) if backward else found.cpu()
+
+    return interpreted if INTERPRETED else dispatched
+
+
 def forward_of(implementation: str, operator: str) -> Callable[..., Tensor]:
+    if implementation == "triton":
+        return _triton_kernel(operator, False)
     return getattr(reference if implementation == "reference" else mx_driving, operator)
 
 
-def gradients_of(implementation: str, operator: str, grad: Tensor, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    mask = [True] * len(DIFFERENTIABLE[operator])
+def gradients_of(
+    implementation: str, operator: str, grad: Tensor, args: tuple[Tensor, ...], mask: list[bool] | None = None
+) -> tuple[Tensor, ...]:
+    mask = mask or [True] * len(DIFFERENTIABLE[operator])
+    if implementation == "triton":
+        return _triton_kernel(operator, True)(grad, *args, mask)
     if implementation == "reference":
         return getattr(reference, operator + "_backward")(grad, *args, mask)
     return getattr(torch.ops.mx_driving, operator + "_backward").default(grad, *args, mask)

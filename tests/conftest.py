@@ -1,13 +1,22 @@
-"""Which implementations run: MX_DRIVING_TEST_BACKENDS, or else all that this machine has. A named one that is missing fails."""
+"""Which implementations run: MX_DRIVING_TEST_BACKENDS, or else all that this machine has. A named one that is missing fails.
+
+Without a GPU the Triton kernels run in Triton's interpreter, on the small table of test_triton.py alone.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
 
-import cases
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    import interpreter
+
+    interpreter.round_to_nearest()
+
+import cases
 
 EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
 
@@ -16,7 +25,10 @@ def wanted_implementations() -> list[str]:
     named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
     if named:
         return named.split(",")
-    return list(dict.fromkeys([*EXPECTED, *cases.implementations()]))
+    found = dict.fromkeys([*EXPECTED, *cases.implementations()])
+    if cases.INTERPRETED:
+        found.pop("triton", None)
+    return list(found)
 
 
 @pytest.fixture(params=wanted_implementations())

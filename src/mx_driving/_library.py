@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _native, reference
+from . import _check, _native, _triton, reference
 
 _TABLES = {
     "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
@@ -71,6 +71,19 @@ def _cpu(name: str, backward: bool) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         return chosen()(*args)
+
+    return kernel
+
+
+def _cuda(name: str, backward: bool) -> Callable[..., Any]:
+    """The Triton kernel, imported at the first call; the reference for what it does not serve."""
+    plain = _reference(name, backward)
+
+    def kernel(*args: Any) -> Any:
+        table, _, _, locations, weights = args[backward : backward + 5]
+        if _triton.why_not() is None and _triton.serves(table, locations, weights):
+            return _triton.kernel(name, backward)(*args)
+        return plain(*args)
 
     return kernel
 
@@ -158,6 +171,7 @@ def _register(name: str) -> None:
     for op, backward in ((name, False), (name + "_backward", True)):
         _library.impl(op, _reference(name, backward), "CompositeExplicitAutograd")
         _library.impl(op, _cpu(name, backward), "CPU")
+        _library.impl(op, _cuda(name, backward), "CUDA")
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = _gradient(name)
@@ -186,7 +200,8 @@ def backends() -> dict[str, dict[str, str]]:
         cpu = f"native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
     else:
         cpu = f"reference: {reason}"
-    gpu = "reference: this version has no GPU kernels"
+    no_triton = _triton.why_not()
+    gpu = f"reference: {no_triton}" if no_triton else "Triton; float32, float16, bfloat16; float64: reference"
     other = "reference: there are no kernels for this device"
     return {
         "cpu": dict.fromkeys(OPERATORS, cpu),

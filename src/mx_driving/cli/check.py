@@ -154,8 +154,8 @@ def check_one(
         ours, theirs = _times(example, args, grad, device)
         tick()
     kind = device if device in ("cpu", "cuda") else "other"
-    backend = f"{device}: {_library.backends()[kind][example.operator]}"
-    backend = backend if "reference" not in backend else f"reference ({backend})"
+    serving = _library.backends()[kind][example.operator]
+    backend = f"reference ({device}: {serving})" if serving.startswith("reference") else f"{device}: {serving}"
     return Row(example, dtype, backend, errors, allowed, ours, theirs)
 
 

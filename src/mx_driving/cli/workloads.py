@@ -102,3 +102,20 @@ WORKLOADS = (
     Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
     *(Workload(f"Vendor {n} {e.name}", e.operator, e.make) for n, e in zip(EXAMPLE_NAMES, EXAMPLES, strict=True)),
 )
+
+
+def _batch(make: Callable[[torch.Generator], tuple[Tensor, ...]], g: torch.Generator, bs: int) -> tuple[Tensor, ...]:
+    """`bs` different calls of batch 1 as one."""
+    value, shapes, starts, locations, weights = zip(*(make(g) for _ in range(bs)), strict=True)
+    return torch.cat(value), shapes[0], starts[0], torch.cat(locations), torch.cat(weights)
+
+
+# The rows that GPU kernels are compared on; a 800 x 1333 image at strides 8 to 64.
+LARGE_DETR = [(100, 167), (50, 84), (25, 42), (13, 21)]
+GPU_WORKLOADS = (
+    Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: _encoder(g, LARGE_DETR, 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: _bevformer_spatial(g, 9680)),
+    Workload("Decoder, batch 2, 900 queries", MULTI_SCALE, lambda g: _batch(lambda g: _decoder(g, LARGE_DETR, 900), g, 2)),
+    Workload("Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _batch(lambda g: _sparse4d(g, 900, 13), g, 6)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
+)

@@ -39,7 +39,8 @@ def multi_scale_deformable_attn(
     nowhere on the map contributes exactly 0 to the output and to every gradient, even where other inputs are NaN.
 
     Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
-    in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads.
+    in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
+    on a GPU, value's gradient is so under torch.use_deterministic_algorithms(True).
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

@@ -1,0 +1,111 @@
+"""What the two attention operators share: which rows a program owns, and the launches.
+
+A program owns neighbouring queries of one head, as a tile [rows, channels]; a thread has a few neighbouring channels of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from . import deterministic, launch
+
+# Four warps to a program, where nothing is exchanged between them.
+_FORWARD_WARPS = 4
+# One warp: its sums over channels are shuffles, and its stores need no exchange through shared memory.
+_BACKWARD_WARPS = 1
+
+
+VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]  # what no kernel is compiled for
+
+
+@triton.jit
+def tile_of(
+    value, queries, batch_stride, head_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """Batch, head, for each row of the tile: does it exist, and its number among [bs, queries, heads]; the channels, and where
+    they are in the table's first row.
+
+    Programs go head by head, so that those that run together read the same part of the table.
+    """
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    head = (program // blocks) % HEADS
+    batch = (program // blocks // HEADS).to(tl.int64)
+    first = (program % blocks) * ROWS
+    local = tl.arange(0, ROWS)[:, None]
+    here = first + local < queries
+    # rows that do not exist repeat the first: reads need no mask
+    row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
+    c = tl.arange(0, COLUMNS)[None, :]
+    return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
+
+
+class Operator(NamedTuple):
+    """The kernels of an operator, and what its launches depend on."""
+
+    forward: Any
+    backward: Any
+    tables: tuple[str, str]  # names of the index tables, for errors
+    corners: int  # pixels that a sample reads
+    wanted: tuple[str, ...]  # flags of the backward kernel: which gradients besides the table's
+
+    def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        bs, num_keys, heads, channels = value.shape
+        queries = locations.shape[1]
+        launch.check(*self.tables, shapes, starts, num_keys)
+        output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
+        if not output.numel() or not weights.numel() or not num_keys:
+            return output.zero_()
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], False)
+        with launch.on(value.device):
+            self.forward[(bs * heads * -(-queries // plan.rows),)](
+                value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
+                queries, num_keys, *plan.strides, **plan.options,
+            )  # fmt: skip
+        return output
+
+    def backward_of(
+        self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+    ) -> tuple[Tensor, ...]:
+        bs, num_keys, heads, _ = value.shape
+        queries, levels, points = locations.shape[1], *locations.shape[3:5]
+        launch.check(*self.tables, shapes, starts, num_keys)
+        inputs = (locations, weights)[-len(self.wanted) :]
+        if not grad.numel() or not weights.numel() or not num_keys:
+            return tuple(g.zero_() for g in launch.gradients((value, *inputs), mask))
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], True)
+        grad, weights = grad.contiguous(), weights.contiguous()
+        others = launch.gradients(inputs, mask[1:])
+        sums = deterministic.Sums(value, mask[0], self.corners * weights.numel())
+        with launch.on(value.device):
+            self.backward[(bs * heads * -(-queries // plan.rows),)](
+                grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
+                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *plan.strides,
+                **plan.options, VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
+            )  # fmt: skip
+            return (sums.finish(grad, weights, levels * points), *others)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], backward: bool
+) -> launch.Plan:
+    """Of a value of this layout, sampled at `samples` = (levels, points)."""
+    heads, channels = shape[2:]
+    layout = launch.layout(shape, stride, itemsize, channels)
+    if backward:
+        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS)
+    else:
+        tile = launch.tile(channels, layout.lane, _FORWARD_WARPS)
+    levels, points = samples
+    sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
+    return launch.plan(layout, tile, capped=backward and itemsize == 2, **sizes)

@@ -1,0 +1,78 @@
+"""The gradient of the table: by atomics, or in an order fixed by the inputs.
+
+Deterministic mode (torch.use_deterministic_algorithms) writes down, for every corner of every sample, the row it adds to
+and its share; a stable sort by row brings together what one row receives, in the order of the samples, and one program
+per row adds it up. Cost: 28 bytes of memory per corner and the sort's own buffers, and the sort's time; a row
+that receives very many samples is summed by one program alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import tile
+from .sampling import ADDED, NOT_WANTED, RECORDED
+
+
+@triton.jit
+def _ordered_sums(
+    order, ends, parts, grad, weights, output,
+    PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
+    CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Row `program` of the table: the sum of share * weight * grad over its corners, one after the other.
+
+    A corner belongs to sample corner // PER_SAMPLE, and that to row sample // PER_ROW of grad.
+    """
+    target = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, COLUMNS)
+    inside = c < CHANNELS
+    total = tl.zeros((COLUMNS,), tl.float32)
+    i = tl.load(ends + target)
+    end = tl.load(ends + target + 1)
+    while i < end:
+        corner = tl.load(order + i)
+        sample = corner // PER_SAMPLE
+        weight = tl.load(weights + sample * GROUPS + c // (CHANNELS // GROUPS), mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(grad + sample // PER_ROW * CHANNELS + c, mask=inside, other=0.0).to(tl.float32)
+        total += tl.load(parts + corner) * weight * g
+        i += 1
+    tl.store(output + target * CHANNELS + c, total.to(output.dtype.element_ty), mask=inside)
+
+
+class Sums:
+    """The gradient of `table` while it is being made: `how`, and the memory that the operator's kernel writes."""
+
+    def __init__(self, table: Tensor, wanted: bool, corners: int) -> None:
+        self.table, device = table, table.device
+        ordered = wanted and torch.are_deterministic_algorithms_enabled()
+        self.how = (RECORDED if ordered else ADDED if wanted else NOT_WANTED).value
+        # 16-bit gradients are summed in float32 and rounded once
+        self.buffer = torch.zeros(table.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
+        self.targets = torch.full((corners if ordered else 0,), -1, dtype=torch.int64, device=device)  # -1: nowhere
+        self.parts = torch.empty(corners if ordered else 0, dtype=torch.float32, device=device)
+
+    def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
+        """The gradient in the table's dtype; an empty tensor when it is not wanted. grad and weights are contiguous."""
+        if self.how == ADDED.value:
+            return self.buffer.to(self.table.dtype)
+        if self.how == NOT_WANTED.value:
+            return torch.empty(0, dtype=self.table.dtype, device=self.table.device)
+        return self._ordered(grad, weights, per_row, groups)
+
+    def _ordered(self, grad: Tensor, weights: Tensor, per_row: int, groups: int) -> Tensor:
+        channels = self.table.shape[-1]
+        rows = self.table.numel() // channels
+        targets, order = torch.sort(self.targets, stable=True)
+        ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
+        output = torch.empty(self.table.shape, dtype=self.table.dtype, device=self.table.device)
+        columns, warps = tile(channels, 4, 1)[1:]
+        _ordered_sums[(rows,)](
+            order, ends, self.parts, grad, weights, output,
+            PER_SAMPLE=self.targets.numel() * groups // weights.numel(), PER_ROW=per_row, GROUPS=groups,
+            CHANNELS=channels, COLUMNS=columns, num_warps=warps,
+        )  # fmt: skip
+        return output

@@ -1,0 +1,148 @@
+"""What the GPU kernels share: a level of the pyramid, the one bilinear sample, and its gradient.
+
+Coordinates, rows and shares may be scalars (one sample per program) or tensors [rows, 1] (one sample per row of a tile);
+whatever has channels broadcasts against them. Index tables are never trusted: every access is masked by `exists`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Rows are numbered in 32 bits. Tables with more of them go to the reference, and a level that alone has more samples nothing.
+MOST_ROWS = 1 << 30
+_MOST_ROWS = tl.constexpr(MOST_ROWS)
+
+# What becomes of the gradient of the table.
+NOT_WANTED = tl.constexpr(0)
+ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
+RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
+
+
+@triton.jit
+def level(shapes, starts, l):
+    """(H, W, first row) in int32; H = W = -1, where no sample is valid, when the table holds what no level can be."""
+    height = tl.load(shapes + 2 * l).to(tl.int64)
+    width = tl.load(shapes + 2 * l + 1).to(tl.int64)
+    start = tl.load(starts + l).to(tl.int64)
+    sane = (height > 0) & (height <= _MOST_ROWS) & (width > 0) & (width <= _MOST_ROWS)
+    sane = sane & (start >= -_MOST_ROWS) & (start <= _MOST_ROWS)
+    height = tl.where(sane, height, -1)
+    width = tl.where(sane, width, -1)
+    sane = height * width <= _MOST_ROWS
+    return tl.where(sane, height, -1).to(tl.int32), tl.where(sane, width, -1).to(tl.int32), start.to(tl.int32)
+
+
+@triton.jit
+def exists(row, num_keys):
+    """0 <= row < num_keys, in one comparison."""
+    return row.to(tl.uint32, bitcast=True) < num_keys.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def bilinear(x, y, height, width, start, num_keys):
+    """The sample at pixel (x, y): is it valid, the row of its corner 00, its fractions, and which corners may be read."""
+    valid = (x > -1) & (y > -1) & (x < width) & (y < height)
+    x = tl.where(valid, x, 0.0)
+    y = tl.where(valid, y, 0.0)
+    i = tl.floor(x).to(tl.int32)
+    j = tl.floor(y).to(tl.int32)
+    right = x - i.to(tl.float32)
+    below = y - j.to(tl.float32)
+    row = start + j * width + i
+    on_left = valid & (i >= 0)
+    on_right = valid & (i + 1 < width)
+    in00 = on_left & (j >= 0) & exists(row, num_keys)
+    in01 = on_right & (j >= 0) & exists(row + 1, num_keys)
+    in10 = on_left & (j + 1 < height) & exists(row + width, num_keys)
+    in11 = on_right & (j + 1 < height) & exists(row + width + 1, num_keys)
+    return valid, row, right, below, in00, in01, in10, in11
+
+
+@triton.jit
+def shares(right, below, weight):
+    """What each corner counts in a sample of this weight."""
+    bottom = weight * below
+    top = weight - bottom
+    return top - top * right, top * right, bottom - bottom * right, bottom * right
+
+
+@triton.jit
+def slopes(v00, v01, v10, v11, right, below):
+    """The sample of four corners, and its slopes in x and in y."""
+    along_top = v01 - v00
+    along_bottom = v11 - v10
+    top = v00 + right * along_top
+    down = v10 + right * along_bottom - top
+    return top + below * down, along_top + below * (along_bottom - along_top), down
+
+
+@triton.jit
+def read(pointers, here):
+    """Rows in float32, zero where not here."""
+    return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def corners(table, row, width, key, in00, in01, in10, in11):
+    """The four corners' rows of a table whose rows are `key` elements apart."""
+    # The right neighbour is a constant away where key is one: it then costs no address arithmetic.
+    top = table + row.to(tl.int64) * key
+    bottom = table + (row + width).to(tl.int64) * key
+    return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
+
+
+@triton.jit
+def add(pointers, what, here):
+    # relaxed: the default order puts a fence around every reduction
+    tl.atomic_add(pointers, what, mask=here, sem="relaxed")
+
+
+@triton.jit
+def add_corners(table, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, what):
+    """Adds each corner's share of `what` to its row."""
+    top = table + row.to(tl.int64) * key
+    bottom = table + (row + width).to(tl.int64) * key
+    add(top, s00 * what, in00)
+    add(top + key, s01 * what, in01)
+    add(bottom, s10 * what, in10)
+    add(bottom + key, s11 * what, in11)
+
+
+@triton.jit
+def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
+    """The rows of the whole table that sample `at` adds to, and its shares, for a later sum in order."""
+    s00, s01, s10, s11 = shares(right, below, 1.0)
+    record_one(targets, parts, 4 * at, first, step, row, s00, in00)
+    record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
+    record_one(targets, parts, 4 * at + 2, first, step, row + width, s10, in10)
+    record_one(targets, parts, 4 * at + 3, first, step, row + width + 1, s11, in11)
+
+
+@triton.jit
+def record_one(targets, parts, at, first, step, row, share, inside):
+    tl.store(targets + at, first + row.to(tl.int64) * step, mask=inside)
+    tl.store(parts + at, share, mask=inside)
+
+
+@triton.jit
+def by_lane(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
+    """[ROWS, COLUMNS] -> [ROWS, COLUMNS / LANE]: the sums within each lane, before anything crosses lanes."""
+    return tl.sum(tl.reshape(t, (ROWS, COLUMNS // LANE, LANE)), 2)
+
+
+@triton.jit
+def dots(v00, v01, v10, v11, g, right, below, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
+    """Products of g with the sample and with its slopes, summed over channels: [ROWS, 1] each.
+
+    The four corners are combined within lanes, so that three sums cross lanes instead of four.
+    """
+    sample, dx, dy = slopes(
+        by_lane(v00 * g, ROWS, COLUMNS, LANE),
+        by_lane(v01 * g, ROWS, COLUMNS, LANE),
+        by_lane(v10 * g, ROWS, COLUMNS, LANE),
+        by_lane(v11 * g, ROWS, COLUMNS, LANE),
+        right,
+        below,
+    )
+    return tl.sum(sample, 1, keep_dims=True), tl.sum(dx, 1, keep_dims=True), tl.sum(dy, 1, keep_dims=True)

@@ -1,0 +1,94 @@
+"""What the compiled kernels look like on GPUs that are not here; `python tests/machine_code.py` prints the figures."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from cases import MULTI_SCALE, OPERATORS
+
+from mx_driving import _triton
+
+pytestmark = pytest.mark.skipif(_triton.why_not() is not None, reason=str(_triton.why_not()))
+SCRIPT = pathlib.Path(__file__).parent / "machine_code.py"
+
+
+def _run(option: str) -> Any:
+    """In a process of its own: in this one Triton interprets."""
+    done = subprocess.run([sys.executable, str(SCRIPT), option], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def found(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
+    """Compiled once, also where pytest-xdist has several workers: the first to come does it, the others wait."""
+    here = tmp_path_factory.getbasetemp()
+    shared = here.parent if hasattr(request.config, "workerinput") else here
+    result = shared / "machine_code.json"
+    with (shared / "machine_code.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(json.dumps(_run("--json")))
+    return json.loads(result.read_text())
+
+
+def test_every_kernel_dtype_and_target_is_there(found):
+    rows = {(r["operator"], r["target"], r["dtype"], r["direction"]) for r in found["models"]}
+    assert len(rows) == len(OPERATORS) * 3 * 3 * 2
+
+
+def test_no_stack_and_no_spills(found):
+    for row in found["models"] + found["odd"]:
+        assert row["stack"] == row["spills"] == 0, row
+
+
+def test_registers_allow_half_the_occupancy(found):
+    for row in found["models"] + found["odd"]:
+        assert row["occupancy"] >= 0.5, row
+
+
+def test_rows_are_read_16_bytes_at_once(found):
+    """Except 16-bit rows in backward kernels, which take 8: see launch.MOST_HELD."""
+    for row in found["models"]:
+        narrow = row["direction"] == "backward" and row["dtype"] != "float32"
+        reads = row["reads of 8 bytes" if narrow else "reads of 16 bytes"]
+        assert reads >= 4, row
+        assert narrow or row["single reads of rows"] == 0, row
+
+
+def test_gradients_are_added_by_reductions_without_fences(found):
+    for row in found["models"]:
+        assert row["fences"] == row["atomics that return"] == 0, row
+        assert bool(row["reductions"]) == (row["direction"] == "backward"), row
+        if row["target"] >= 90:
+            assert row["vector reductions"] == row["reductions"], row
+
+
+def test_instruction_counts(found):
+    """8 x 32 channels, 4 levels of 4 points, float32: what the classic CUDA kernel does in about 1,490 and 272."""
+    rows = [r for r in found["models"] if r["operator"] == MULTI_SCALE and r["dtype"] == "float32"]
+    assert len(rows) == 6
+    for row in rows:
+        if row["direction"] == "forward":
+            assert 200 < row["instructions per row"] <= 400, row
+        else:
+            assert 30 < row["instructions per row and point"] <= 60, row
+
+
+def test_nothing_is_compiled_again_for_other_sizes():
+    """Batch 1 to 16, 1 to 300 queries, maps of 1 x 1 to 16 x 16: one compilation of each kernel."""
+    found = _run("--compilations")
+    assert len(found) == 2 * len(OPERATORS)
+    assert set(found.values()) == {1}, found
+
+
+def test_every_variant_compiles():
+    """Every combination of wanted gradients, deterministic mode, dtypes of locations and layouts: what the interpreter, which
+    does not compile, would let pass."""
+    assert _run("--variants") >= 50
