@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _native, reference
+from . import _check, _decompositions, _native, reference
 
 _TABLES = {
     "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
@@ -159,6 +159,7 @@ def _register(name: str) -> None:
         _library.impl(op, _reference(name, backward), "CompositeExplicitAutograd")
         _library.impl(op, _cpu(name, backward), "CPU")
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
+    _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = _gradient(name)
     torch.library.register_autograd(f"mx_driving::{name}", formula, setup_context=setup, lib=_library)
