@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import onnx
-from onnxscript import opset20 as op
+from onnxscript import opset20
 
+op: Any = opset20  # its type variables bind one tensor type per call, which mixed constants are not
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 
 

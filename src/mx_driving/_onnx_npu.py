@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx
-from onnxscript import opset20 as op
+from onnxscript import opset20
 from onnxscript.values import Op, Opset
 
+op: Any = opset20
 _INPUTS = {"value": "T", "spatial_shapes": "I", "level_start_index": "I", "locations": "L", "weights": "W"}
 _FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _SCHEMA = onnx.defs.OpSchema(
