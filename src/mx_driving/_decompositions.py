@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _decomp
 
 from . import reference
 
@@ -85,6 +85,6 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
     """Tell torch how the operator is made of others. Only who asks for it gets it: torch.onnx.export does."""
-    torch._decomp.decomposition_table[op] = globals()[name]
+    _decomp.decomposition_table[op] = globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
-    torch._decomp.meta_table[op] = fake
+    _decomp.meta_table[op] = fake
