@@ -142,15 +142,21 @@ def test_dynamic_shapes_do_not_go_through_the_decomposition(operator, monkeypatc
     assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
 
 
+def per_sample_gradient(function):
+    return torch.vmap(torch.func.grad(lambda w: function(w).square().sum()))
+
+
+def directional_derivative(function):
+    return lambda w: torch.func.jvp(torch.vmap(function), (w,), (w.sin(),))[1]
+
+
+@pytest.mark.parametrize("transform", [per_sample_gradient, directional_derivative])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_compiled_function_transforms(operator):
+def test_compiled_function_transforms(operator, transform):
     torch._dynamo.reset()
     args = GROWING[operator](3, 5)
-
-    def per_sample(weights):
-        run = torch.func.grad(lambda w: getattr(mx_driving, operator)(*args[:4], w).square().sum())
-        return torch.vmap(run)(weights)
-
+    run = transform(lambda weights: getattr(mx_driving, operator)(*args[:4], weights))
     weights = torch.stack([args[4], 2 * args[4]])
-    got = torch.compile(per_sample, fullgraph=True, backend="aot_eager")(weights)
-    torch.testing.assert_close(got, per_sample(weights))
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(weights)
+    assert got.abs().sum() > 0
+    torch.testing.assert_close(got, run(weights))

@@ -46,11 +46,12 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        if forward_ad._current_level >= 0 and _any_tangent(args):
+        transformed = torch._C._are_functorch_transforms_active()
+        # a compiled torch.func.jvp enters its level without telling forward_ad
+        if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             return run(*args)
         if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
             return below(*args, keyset)
-        transformed = torch._C._are_functorch_transforms_active()
         with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
             return function.apply(*args, keyset)
 
@@ -58,7 +59,7 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
 
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:
-    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args)
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
 
 
 def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
