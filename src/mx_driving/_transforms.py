@@ -16,10 +16,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from . import _distributed
+
 Formula = Callable[..., Any]
 
 
-def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula) -> Formula:
+def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula, locations: int) -> Formula:
     """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
 
     Reverse mode is a function of a single level: inside the dispatcher torch.func has already taken its levels apart.
@@ -45,7 +47,10 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     }
     function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
 
+    tables = (locations - 2, locations - 1)
+
     def kernel(keyset: Any, *args: Any) -> Any:
+        args = _distributed.prepared(args, tables)
         transformed = torch._C._are_functorch_transforms_active()
         # a compiled torch.func.jvp enters its level without telling forward_ad
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
@@ -110,5 +115,6 @@ def _one_by_one(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...
 
 
 def register(library: torch.library.Library, op: Any, setup_context: Formula, backward: Formula, run: Formula) -> None:
-    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, 4 if "backward" in op._opname else 3), lib=library)
+    locations = 4 if "backward" in op._opname else 3
+    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run, locations), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, locations), lib=library)
