@@ -26,7 +26,7 @@ demo: $(STAMP)
 	$(BIN)/mx-driving demo --out demo.png
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

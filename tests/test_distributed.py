@@ -9,6 +9,8 @@ import torch.multiprocessing
 from cases import OPERATORS
 from distributed_worker import SHARDED
 
+pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
+
 AXES = [(operator, axis) for operator in OPERATORS for axis in SHARDED[operator]]
 SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
 BLOCKS = ("heads", "groups")  # axes that need shards of one size

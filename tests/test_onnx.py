@@ -14,6 +14,8 @@ from test_compile import GROWING
 
 import mx_driving
 
+pytestmark = pytest.mark.xdist_group("onnx")  # so that each graph is exported once
+
 BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
 DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})
 FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]

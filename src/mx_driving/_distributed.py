@@ -113,17 +113,17 @@ def _sum(at: int | None) -> Any:
 
 
 def _forward_rules(name: str, *inputs: Any) -> list[tuple[list[Any], list[Any]]]:
-    whole = ([_placement(None)], [_placement(None)] * 5)
-    return [whole, *(([_sum(at[5])], [_placement(a) for a in at[:5]]) for at in _axes(name, inputs))]
+    everywhere = _placement(None)
+    return [([everywhere], [everywhere] * 5), *(([_sum(at[5])], [_placement(a) for a in at[:5]]) for at in _axes(name, inputs))]
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
     """A gradient of what is whole in every process is there a partial sum; one that is not wanted is empty everywhere."""
     *inputs, mask = rest
     differentiable = (0, 3, 4) if len(mask) == 3 else (0, 4)
-    nothing = _placement(None)
-    rules = [([nothing] * len(mask), [nothing] * 6)]
+    everywhere = _placement(None)
+    rules = [([everywhere] * len(mask), [everywhere] * 6)]
     for at in _axes(name, (*inputs, grad)):
-        gradients = [_sum(at[i]) if wanted else nothing for i, wanted in zip(differentiable, mask, strict=True)]
+        gradients = [_sum(at[i]) if wanted else everywhere for i, wanted in zip(differentiable, mask, strict=True)]
         rules.append((gradients, [_placement(at[5]), *(_placement(a) for a in at[:5])]))
     return rules
