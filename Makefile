@@ -29,7 +29,7 @@ demo: $(STAMP)
 	$(BIN)/mx-driving demo --out demo.png
 
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 bench: $(STAMP)
 	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png

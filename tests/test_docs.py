@@ -6,8 +6,11 @@ import doctest
 import importlib
 import pathlib
 import re
+import socket
 
 import pytest
+import torch
+import torch.distributed
 
 README = pathlib.Path(__file__).parent.parent / "README.md"
 SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
@@ -21,6 +24,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
         "mx_driving.ops.geometric_kernel_attention",
         "mx_driving._library",
         "mx_driving.aclnn",
+        "mx_driving.onnx",
     ],
 )
 def test_doctests(module):
@@ -34,5 +38,16 @@ def test_readme_has_a_snippet_per_operator():
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_readme_snippets_run(snippet):
-    exec(compile(snippet, str(README), "exec"), {})
+def test_readme_snippets_run(snippet, tmp_path, monkeypatch):
+    """In a folder of its own, and in the environment that torchrun gives a single process."""
+    monkeypatch.chdir(tmp_path)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        exec(compile(snippet, str(README), "exec"), {"__name__": "snippet"})
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
-from . import ops
+from . import onnx, ops
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -21,5 +21,6 @@ __all__ = [
     "multi_scale_deformable_attn",
     "npu_deformable_aggregation",
     "npu_multi_scale_deformable_attn_function",
+    "onnx",
     "ops",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _native, _triton, reference
+from . import _check, _decompositions, _flops, _native, _transforms, _triton, reference
 
 _TABLES = {
     "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
@@ -173,11 +173,14 @@ def _register(name: str) -> None:
         _library.impl(op, _cpu(name, backward), "CPU")
         _library.impl(op, _cuda(name, backward), "CUDA")
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
+    _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = _gradient(name)
-    torch.library.register_autograd(f"mx_driving::{name}", formula, setup_context=setup, lib=_library)
+    _transforms.register(_library, _op(name), setup, formula, getattr(reference, name))
     setup_second, second_formula = _second_gradient(name)
-    torch.library.register_autograd(f"mx_driving::{name}_backward", second_formula, setup_context=setup_second, lib=_library)
+    reference_backward = getattr(reference, name + "_backward")
+    _transforms.register(_library, _op(name + "_backward"), setup_second, second_formula, reference_backward)
+    _flops.register(name)
     _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
     _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
 

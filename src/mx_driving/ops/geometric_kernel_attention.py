@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 
 _NAMES = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
 
@@ -64,6 +64,5 @@ def geometric_kernel_attention(
     )
     if _limits.enforced():
         _limits.geometric_kernel_attention(value, sampling_locations)
-    return torch.ops.mx_driving.geometric_kernel_attention.default(
-        value, spatial_shapes, level_start_index, sampling_locations, attention_weights
-    )
+    op = torch.ops.mx_driving.geometric_kernel_attention.default
+    return _distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)

@@ -7,7 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
-from .. import _check, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 
 _NAMES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 
@@ -61,9 +61,8 @@ def multi_scale_deformable_attn(
     _check.attention(_NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
     if _limits.enforced():
         _limits.multi_scale_deformable_attn(value, sampling_locations)
-    return torch.ops.mx_driving.multi_scale_deformable_attn.default(
-        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-    )
+    op = torch.ops.mx_driving.multi_scale_deformable_attn.default
+    return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
 def npu_multi_scale_deformable_attn_function(

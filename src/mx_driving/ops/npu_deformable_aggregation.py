@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 
 
 def deformable_aggregation(
@@ -58,9 +58,8 @@ def deformable_aggregation(
     _check.aggregation(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     if _limits.enforced():
         _limits.deformable_aggregation(feature_maps, spatial_shape, sample_locations, weight)
-    return torch.ops.mx_driving.deformable_aggregation.default(
-        feature_maps, spatial_shape, scale_start_index, sample_locations, weight
-    )
+    op = torch.ops.mx_driving.deformable_aggregation.default
+    return _distributed.call(op, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
 
 def npu_deformable_aggregation(

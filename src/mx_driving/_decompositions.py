@@ -1,0 +1,90 @@
+"""The operators as gathers and sums of standard torch operations, without loops over levels: what exporters are given.
+
+Reading a tensor's rows with `index_select` and nothing else is what every runtime does right: no `grid_sample`, no
+data-dependent shapes, and batch, queries and map sizes stay free. Numbers and the rule for samples that are not on the map
+are the reference's, whose geometry is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, _decomp
+
+from . import reference
+
+
+def _weighted_rows(table: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sum over parts (index, share) [..., samples] of share * table[index - 1], index 0 being a row of zeros -> [..., c]."""
+    table = torch.cat([table.new_zeros(1, table.shape[1]), table])
+    total = None
+    for index, share in parts:
+        rows = table.index_select(0, index.flatten()).unflatten(0, index.shape)
+        part = (share[..., None] * rows).sum(-2)
+        total = part if total is None else total + part
+    assert total is not None
+    return total
+
+
+def _by_head(corners: reference.Corners, weight: Tensor, num_keys: int) -> list[tuple[Tensor, Tensor]]:
+    """Corners [bs, num_queries, num_heads, num_levels, num_points] in the rows of value.flatten(0, 2), one after the other."""
+    return [
+        (_row_of_head(corners.row[k], corners.inside[k], num_keys), (corners.share(k) * weight).flatten(-2)) for k in range(4)
+    ]
+
+
+def _row_of_head(row: Tensor, inside: Tensor, num_keys: int) -> Tensor:
+    bs, _, heads = row.shape[:3]
+    batch = torch.arange(bs, device=row.device).view(-1, 1, 1, 1, 1)
+    head = torch.arange(heads, device=row.device).view(-1, 1, 1)
+    return torch.where(inside, (batch * num_keys + row) * heads + head + 1, 0).flatten(-2)
+
+
+def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+    """(H, W) first, and room for an axis of points."""
+    return shapes.transpose(0, 1)[..., None], starts[:, None]
+
+
+def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    dtype = reference._compute_dtype(value, locations, weights)
+    shape, start = _columns(shapes, starts)
+    corners = reference._corners(*reference._pixels(locations.to(dtype), shape), shape, start, value.shape[1])
+    weight = torch.where(corners.valid, weights.to(dtype), 0)
+    out = _weighted_rows(value.to(dtype).flatten(0, 2), _by_head(corners, weight, value.shape[1]))
+    return out.flatten(2).to(value.dtype)
+
+
+def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    dtype = reference._compute_dtype(value, locations, weights)
+    row, inside = reference._nearest(locations, *_columns(shapes, starts), value.shape[1])
+    parts = [(_row_of_head(row, inside, value.shape[1]), weights.to(dtype).flatten(-2))]
+    return _weighted_rows(value.to(dtype).flatten(0, 2), parts).flatten(2).to(value.dtype)
+
+
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
+    dtype = reference._compute_dtype(feature_maps, locations, weight)
+    bs, num_feat, channels = feature_maps.shape
+    groups = weight.shape[-1]
+    location = locations.to(dtype)[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
+    seen = reference._seen(location)
+    corners = reference._aggregation_corners(location, seen, shapes.movedim(-1, 0), starts, num_feat)
+    weights = torch.where(seen[..., None], weight.to(dtype), 0)
+    batch = torch.arange(bs, device=weight.device).view(-1, 1, 1, 1, 1)
+    group = torch.arange(groups, device=weight.device)
+    parts = []
+    for k in range(4):
+        row = (batch * num_feat + corners.row[k])[..., None] * groups + group + 1
+        index = torch.where(corners.inside[k][..., None], row, 0)
+        share = corners.share(k)[..., None] * weights
+        parts.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in (index, share)))  # [bs, anchor, group, samples]
+    table = feature_maps.to(dtype).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
+    return _weighted_rows(table, parts).flatten(2).to(feature_maps.dtype)
+
+
+def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
+    """Tell torch how the operator is made of others. Only who asks for it gets it: torch.onnx.export does."""
+    _decomp.decomposition_table[op] = globals()[name]
+    # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
+    _decomp.meta_table[op] = fake

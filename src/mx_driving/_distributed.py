@@ -1,0 +1,129 @@
+"""DTensor: how an operator's inputs may be sharded so that every process works with what it has.
+
+The rules are registered when the first DTensor comes by: importing torch.distributed.tensor takes many times longer than
+importing this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Axis -> which dimension it is of table, shapes, starts, locations, weights and output. None where an input is needed whole;
+# where the output is None, the axis is summed over and each process has a partial sum.
+_ATTENTION = {
+    "bs": (0, None, None, 0, 0, 0),
+    "num_queries": (None, None, None, 1, 1, 1),
+    "num_heads": (2, None, None, 2, 2, 2),
+    "num_levels": (None, 0, 0, 3, 3, None),
+    "num_points": (None, None, None, 4, 4, None),
+}
+_AGGREGATION = {
+    "bs": (0, None, None, 0, 0, 0),
+    "anchor": (None, None, None, 1, 1, 1),
+    "group": (2, None, None, None, 5, 2),
+    "cam": (None, 0, 0, 3, 3, None),
+    "pts": (None, None, None, 2, 2, None),
+}
+_AXES = {
+    "multi_scale_deformable_attn": _ATTENTION,
+    "deformable_aggregation": _AGGREGATION,
+    "geometric_kernel_attention": _ATTENTION,
+}
+_WEIGHTS = 4
+# The output's last dimension is this axis times channels, so its shards are the table's only where they are even.
+_BLOCKS = ("num_heads", "group")
+
+
+def prepared(args: tuple[Any, ...], tables: tuple[int, int]) -> tuple[Any, ...]:
+    """The arguments as DTensor's dispatch wants them; `tables` are the places of the two index tables among them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return args
+    mesh = next((a.device_mesh for a in args if isinstance(a, module.DTensor)), None)
+    if mesh is None:
+        return args
+    _register()
+    return tuple(_replicated(a, mesh) if i in tables else a for i, a in enumerate(args))
+
+
+def call(op: Any, *args: Tensor) -> Tensor:
+    """An operator, from a door. Inference mode skips the Autograd kernel, where a DTensor is met otherwise."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        args = prepared(args, (1, 2))
+    return op(*args)
+
+
+def _replicated(table: Tensor, mesh: Any) -> Tensor:
+    """An index table that every process has, as it comes out of a configuration."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(table, DTensor):
+        return table
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+@functools.cache
+def _register() -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name in _AXES:
+        forward = getattr(torch.ops.mx_driving, name).default
+        backward = getattr(torch.ops.mx_driving, name + "_backward").default
+        register_sharding(forward)(functools.partial(_forward_rules, name))
+        register_sharding(backward)(functools.partial(_backward_rules, name))
+        # remembered per mask too, since a gradient that is not wanted has another shape
+        propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(6, needs_pytree=True)
+
+
+def _axes(name: str, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
+    return [places for axis, places in _AXES[name].items() if axis not in _BLOCKS or _even(places, inputs)]
+
+
+def _even(places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
+    """Whether the shards along a block axis, as some input has them, are all of one size."""
+    from torch.distributed.tensor import Shard
+
+    mesh = inputs[0].mesh
+    cut = set()
+    for spec, at in zip(inputs, places, strict=False):
+        cut |= {i for i, placement in enumerate(spec.placements) if at is not None and placement == Shard(at)}
+    size = inputs[_WEIGHTS].shape[places[_WEIGHTS]]
+    return bool(cut) and size % math.prod(mesh.size(i) for i in cut) == 0
+
+
+def _placement(at: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if at is None else Shard(at)
+
+
+def _sum(at: int | None) -> Any:
+    from torch.distributed.tensor import Partial
+
+    return Partial() if at is None else _placement(at)
+
+
+def _forward_rules(name: str, *inputs: Any) -> list[tuple[list[Any], list[Any]]]:
+    everywhere = _placement(None)
+    return [([everywhere], [everywhere] * 5), *(([_sum(at[5])], [_placement(a) for a in at[:5]]) for at in _axes(name, inputs))]
+
+
+def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+    """A gradient of what is whole in every process is there a partial sum; one that is not wanted is empty everywhere."""
+    *inputs, mask = rest
+    differentiable = (0, 3, 4) if len(mask) == 3 else (0, 4)
+    everywhere = _placement(None)
+    rules = [([everywhere] * len(mask), [everywhere] * 6)]
+    for at in _axes(name, (*inputs, grad)):
+        gradients = [_sum(at[i]) if wanted else everywhere for i, wanted in zip(differentiable, mask, strict=True)]
+        rules.append((gradients, [_placement(at[5]), *(_placement(a) for a in at[:5])]))
+    return rules

@@ -1,0 +1,111 @@
+"""The operators as one GridSample per map, in ONNX. Imports onnxscript: only `onnx.translations` imports this.
+
+GridSample's coordinate ((g + 1) * W - 1) / 2 of g = 2 * location - 1 is the operators' location * W - 0.5. Map sizes are
+read from the index tables when the graph runs: Slice and Reshape take tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx
+from onnxscript import opset20
+
+op: Any = opset20  # its type variables bind one tensor type per call, which mixed constants are not
+_OUTSIDE = -3.0  # a normalised location whose four corners are off any map
+
+
+def _axis(tensor: Any, axis: int) -> Any:
+    return op.Shape(tensor, start=axis, end=axis + 1)
+
+
+def _sizes(*parts: Any) -> Any:
+    """A shape for Reshape, of numbers (0: keep, -1: the rest) and of one-element tensors."""
+    return op.Concat(*(op.Constant(value_ints=[p]) if isinstance(p, int) else p for p in parts), axis=0)
+
+
+def _pick(tensor: Any, index: int, axis: int = 0) -> Any:
+    return op.Gather(tensor, op.Constant(value_int=index), axis=axis)
+
+
+def _both(condition: Any) -> Any:
+    """Whether it holds for x and for y."""
+    return op.And(_pick(condition, 0, -1), _pick(condition, 1, -1))
+
+
+def _compute_type(*tensors: Any) -> int:
+    double = any(t.dtype == onnx.TensorProto.DOUBLE for t in tensors)
+    return onnx.TensorProto.DOUBLE if double else onnx.TensorProto.FLOAT
+
+
+def _sample(table: Any, size: Any, start: Any, locations: Any, valid: Any) -> Any:
+    """table [n, c, num_keys], size and start of one map, locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]"""
+    size, start = op.Cast(size, to=onnx.TensorProto.INT64), op.Cast(start, to=onnx.TensorProto.INT64)
+    start = op.Reshape(start, _sizes(1))
+    end = op.Add(start, op.ReduceProd(size, keepdims=1))
+    image = op.Reshape(op.Slice(table, start, end, _sizes(2)), op.Concat(_sizes(0, 0), size, axis=0))
+    outside = op.CastLike(op.Constant(value_float=_OUTSIDE), locations)
+    locations = op.Where(op.Unsqueeze(valid, _sizes(-1)), locations, outside)
+    two, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (2.0, 1.0))
+    grid = op.Sub(op.Mul(locations, two), one)
+    return op.GridSample(image, grid, align_corners=0, mode="linear", padding_mode="zeros")
+
+
+def _zero_where_not(valid: Any, weights: Any) -> Any:
+    return op.Where(valid, weights, op.CastLike(op.Constant(value_float=0.0), weights))
+
+
+def _on_the_map(locations: Any, size: Any) -> Any:
+    """-1 < location * size - 0.5 < size, in x and in y"""
+    size = op.CastLike(op.Concat(_pick_one(size, 1), _pick_one(size, 0), axis=0), locations)
+    half, minus_one = (op.CastLike(op.Constant(value_float=x), locations) for x in (0.5, -1.0))
+    pixels = op.Sub(op.Mul(locations, size), half)
+    return _both(op.And(op.Greater(pixels, minus_one), op.Less(pixels, size)))
+
+
+def _pick_one(tensor: Any, index: int) -> Any:
+    return op.Gather(tensor, op.Constant(value_ints=[index]), axis=0)
+
+
+def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
+    dtype = _compute_type(value, locations, weights)
+    channels = _axis(value, 3)
+    table = op.Transpose(op.Cast(value, to=dtype), perm=[0, 2, 3, 1])
+    table = op.Reshape(table, _sizes(-1, channels, _axis(value, 1)))  # [bs * heads, c, num_keys]
+    locations = op.Transpose(op.Cast(locations, to=dtype), perm=[3, 0, 2, 1, 4, 5])  # levels first, queries beside points
+    weights = op.Transpose(op.Cast(weights, to=dtype), perm=[3, 0, 2, 1, 4])
+    out = None
+    for level in range(starts.shape[0]):
+        size = _pick(shapes, level)
+        location = op.Reshape(_pick(locations, level), _sizes(-1, _axis(locations, 3), _axis(locations, 4), 2))
+        weight = op.Reshape(_pick(weights, level), _sizes(-1, _axis(weights, 3), _axis(weights, 4)))
+        valid = _on_the_map(location, size)
+        sampled = _sample(table, size, _pick(starts, level), location, valid)
+        share = op.Unsqueeze(_zero_where_not(valid, weight), _sizes(1))
+        part = op.ReduceSum(op.Mul(sampled, share), _sizes(-1), keepdims=0)  # [bs * heads, c, num_queries]
+        out = part if out is None else op.Add(out, part)
+    # [bs, heads * c, num_queries] -> [bs, num_queries, heads * c]
+    out = op.Reshape(out, _sizes(_axis(value, 0), -1, _axis(weights, 3)))
+    return op.CastLike(op.Transpose(out, perm=[0, 2, 1]), value)
+
+
+def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> Any:
+    dtype = _compute_type(feature_maps, locations, weight)
+    table = op.Transpose(op.Cast(feature_maps, to=dtype), perm=[0, 2, 1])
+    locations, weights = op.Cast(locations, to=dtype), op.Cast(weight, to=dtype)
+    zero, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (0.0, 1.0))
+    out = None
+    for cam in range(starts.shape[0]):
+        location = _pick(locations, cam, axis=3)
+        seen = _both(op.And(op.Greater(location, zero), op.Less(location, one)))  # [bs, anchor, pts]
+        for scale in range(starts.shape[1]):
+            size, start = _pick(_pick(shapes, cam), scale), _pick(_pick(starts, cam), scale)
+            sampled = _sample(table, size, start, location, seen)
+            groups = op.Reshape(sampled, _sizes(0, _axis(weight, 5), -1, _axis(weight, 1), _axis(weight, 2)))
+            share = op.Transpose(_pick(_pick(weights, cam, axis=3), scale, axis=3), perm=[0, 3, 1, 2])
+            share = op.Unsqueeze(_zero_where_not(op.Unsqueeze(seen, _sizes(1)), share), _sizes(2))
+            part = op.ReduceSum(op.Mul(groups, share), _sizes(-1), keepdims=0)  # [bs, group, c / group, anchor]
+            out = part if out is None else op.Add(out, part)
+    # [bs, c, anchor] -> [bs, anchor, c]
+    out = op.Reshape(out, _sizes(0, _axis(feature_maps, 2), _axis(weight, 1)))
+    return op.CastLike(op.Transpose(out, perm=[0, 2, 1]), feature_maps)

@@ -1,0 +1,120 @@
+"""How autograd and torch.func see an operator: reverse mode, forward mode and vmap, in the dispatcher's own places.
+
+`torch.library.register_autograd` would do for reverse mode alone: its kernels refuse torch.func.grad and, worse, drop a
+forward-mode tangent without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from . import _distributed
+
+Formula = Callable[..., Any]
+
+
+def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula, locations: int) -> Formula:
+    """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
+
+    Reverse mode is a function of a single level: inside the dispatcher torch.func has already taken its levels apart.
+    Forward mode goes through `run`, whose operations all have a rule for tangents.
+    """
+
+    def below(*args: Any) -> Any:
+        *inputs, keyset = args
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+    def forward(*args: Any) -> Any:
+        if not torch._C._are_functorch_transforms_active():
+            return below(*args)
+        # a function's forward runs with both modes of differentiation off, which is not meant for the levels further out
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below(*args)
+
+    names = {
+        "forward": forward,
+        "setup_context": lambda ctx, inputs, output: setup_context(ctx, inputs[:-1], output),
+        "backward": lambda ctx, *grads: (*backward(ctx, *grads), None),
+    }
+    function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
+
+    tables = (locations - 2, locations - 1)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        args = _distributed.prepared(args, tables)
+        transformed = torch._C._are_functorch_transforms_active()
+        # a compiled torch.func.jvp enters its level without telling forward_ad
+        if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
+            return run(*args)
+        if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+            return below(*args, keyset)
+        with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
+            return function.apply(*args, keyset)
+
+    return kernel
+
+
+def _any_tangent(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
+
+
+def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
+    """The vmapped axis moved to `at`, or a new one of `size` without copying."""
+    if dim is not None:
+        return t.movedim(dim, at)
+    return t.unsqueeze(at).expand(*t.shape[:at], size, *t.shape[at:])
+
+
+def vmap_rule(op: Any, locations: int) -> Formula:
+    """The vmapped axis becomes part of the queries while the table (value, feature maps) is one for all, else of the batch.
+
+    `locations` is the place of sampling_locations among the arguments: 3 in an operator, 4 in its backward.
+    """
+    table, tables = locations - 3, (locations - 2, locations - 1)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, in_dims, strict=True)]
+        if any(dims[i] is not None for i in tables):
+            return _one_by_one(op, info.batch_size, dims, args)
+        table_gradient = table > 0 and args[-1][0]
+        at = 1 if dims[table] is None and not table_gradient else 0
+        kept = {*tables, table} if at else set(tables)
+        folded = [
+            _leading(a, d, info.batch_size, at).flatten(at, at + 1) if isinstance(a, Tensor) and i not in kept else a
+            for i, (a, d) in enumerate(zip(args, dims, strict=True))
+        ]
+        return _unfold(op(*folded), info.batch_size, at, args[-1] if table else None)
+
+    return rule
+
+
+def _unfold(found: Any, size: int, at: int, mask: list[bool] | None) -> Any:
+    if mask is None:
+        return found.unflatten(at, (size, found.shape[at] // size)), at
+    outputs = tuple(
+        g.unflatten(at, (size, g.shape[at] // size)) if wanted else g for g, wanted in zip(found, mask, strict=True)
+    )
+    return outputs, tuple(at if wanted else None for wanted in mask)
+
+
+def _one_by_one(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+    """Maps of different sizes cannot share a call."""
+    results = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
+
+
+def register(library: torch.library.Library, op: Any, setup_context: Formula, backward: Formula, run: Formula) -> None:
+    locations = 4 if "backward" in op._opname else 3
+    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run, locations), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, locations), lib=library)

@@ -1,0 +1,56 @@
+"""Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators.
+
+Without any argument it writes gathers of standard operators (`_decompositions.py`). The other forms are asked for by
+
+    torch.onnx.export(module, inputs, dynamo=True, opset_version=20,
+                      custom_translation_table=mx_driving.onnx.translations("grid_sample"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+FORMS = ("gather", "grid_sample", "npu")
+
+
+def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
+    """The `custom_translation_table` of torch.onnx.export for one way of writing the operators down.
+
+    Args:
+        form:
+            "gather": Gather and sums, what is exported without a table. Every runtime does it right, TensorRT included;
+                samples that are not on the map contribute exactly 0, even where weights or values are NaN.
+            "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 20 or later; TensorRT has
+                miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
+            "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, its two
+                index tables cast to int32. The vendor has no node for the other two, which stay gathers.
+
+    Returns:
+        A dictionary from operator to function, to be merged with a table of your own. "gather" gives an empty one.
+
+    Raises:
+        ValueError: form is none of these.
+        ImportError: onnxscript, which torch.onnx.export itself requires, is not installed.
+
+    >>> import mx_driving.onnx
+    >>> mx_driving.onnx.translations("gather")
+    {}
+    """
+    if form not in FORMS:
+        raise ValueError(f"form must be one of {', '.join(FORMS)}; got {form!r}")
+    ops = torch.ops.mx_driving
+    if form == "grid_sample":
+        from . import _onnx_grid_sample
+
+        return {
+            ops.multi_scale_deformable_attn.default: _onnx_grid_sample.multi_scale_deformable_attn,
+            ops.deformable_aggregation.default: _onnx_grid_sample.deformable_aggregation,
+        }
+    if form == "npu":
+        from . import _onnx_npu
+
+        return {ops.multi_scale_deformable_attn.default: _onnx_npu.multi_scale_deformable_attn}
+    return {}

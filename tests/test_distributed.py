@@ -1,0 +1,98 @@
+"""DTensor, DDP and FSDP on two and four CPU processes (gloo), which start once each; what they do: distributed_worker.py."""
+
+from __future__ import annotations
+
+import distributed_worker
+import pytest
+import torch
+import torch.multiprocessing
+from cases import OPERATORS
+from distributed_worker import SHARDED
+
+pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
+
+AXES = [(operator, axis) for operator in OPERATORS for axis in SHARDED[operator]]
+SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
+BLOCKS = ("heads", "groups")  # axes that need shards of one size
+
+
+two, four = (pytest.mark.parametrize("world", [n], ids=[f"{n} processes"], indirect=True) for n in (2, 4))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} processes")
+def world(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def found(world, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("distributed")
+    torch.multiprocessing.spawn(distributed_worker.run, args=(world, str(folder)), nprocs=world)
+    return torch.load(folder / "found.pt")
+
+
+def assert_same_numbers(result):
+    """Sums over processes come in another order; all else is the same to the last bit."""
+    allowed = 1e-14 * result["scale"]
+    assert result["scale"] > 1
+    assert result["output"] <= allowed
+    assert result["gradients"] <= allowed
+
+
+def assert_silent(result):
+    assert (result["forward"], result["backward"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("operator", "axis"), AXES)
+def test_sharded_without_communication(found, operator, axis):
+    result = found[operator, axis]
+    assert_same_numbers(result)
+    assert_silent(result)
+    place = SHARDED[operator][axis][3]
+    assert result["placements"] == ["P(sum)" if axis in SUMMED else f"S({place})"]
+
+
+@pytest.mark.parametrize(("operator", "axis"), [a for a in AXES if a[1] not in SUMMED])
+def test_uneven_shards(found, operator, axis):
+    """Batch and queries may be uneven; heads and groups are gathered then, since the output's shards would not fit."""
+    result = found[operator, axis, "uneven"]
+    assert_same_numbers(result)
+    if axis in BLOCKS:
+        assert result["forward"] > 0
+    else:
+        assert_silent(result)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_other_gradients_wanted(found, operator):
+    """What is wanted is part of what a sharding is remembered by."""
+    result = found[operator, "weights only"]
+    assert_same_numbers(result)
+    assert_silent(result)
+    assert result["unwanted"] == []
+
+
+@four
+@pytest.mark.parametrize("layout", ["batch x blocks", "blocks x places", "blocks x blocks"])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_two_dimensional_mesh(found, operator, layout):
+    assert_same_numbers(found[operator, layout])
+    assert_silent(found[operator, layout])
+
+
+@two
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_compiled(found, operator):
+    assert found[operator, "compiled"] == 0
+
+
+def test_inference_mode(found):
+    assert found["inference"] == 0
+
+
+@two
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"])
+def test_training(found, kind):
+    losses = found[kind]
+    assert losses["together"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert losses["together"] < 0.99 * losses["before"]

@@ -1,0 +1,199 @@
+"""torch.onnx.export(dynamo=True): the nodes of each form, and onnxruntime's numbers with batch and queries of any size."""
+
+from __future__ import annotations
+
+import functools
+
+import cases
+import onnx
+import onnxruntime
+import pytest
+import torch
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from test_compile import GROWING
+
+import mx_driving
+
+pytestmark = pytest.mark.xdist_group("onnx")  # so that each graph is exported once
+
+BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
+DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})
+FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, table, shapes, starts, locations, weights):
+        return getattr(mx_driving, self.operator)(table, shapes, starts, locations, weights)
+
+
+class Attention(torch.nn.Module):
+    """What stands around the operator in a model: projections, offsets, softmax; batch and queries from its input."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.value, self.offsets, self.weights = (torch.nn.Linear(16, n) for n in (16, 2 * 2 * 3 * 2, 2 * 2 * 3))
+        self.register_buffer("shapes", shapes)
+        self.register_buffer("starts", torch.tensor([0, int(shapes[0].prod())]))
+
+    def forward(self, queries, centres, features):
+        lead = queries.shape[:2]
+        locations = centres[:, :, None, None, None] + self.offsets(queries).view(*lead, 2, 2, 3, 2)
+        weights = self.weights(queries).view(*lead, 2, 6).softmax(-1).view(*lead, 2, 2, 3)
+        value = self.value(features).unflatten(-1, (2, 8))
+        return mx_driving.multi_scale_deformable_attn(value, self.shapes, self.starts, locations, weights)
+
+
+@functools.cache
+def exported(operator, form, opset=20, dtype=torch.float32):
+    args = cases.cast(GROWING[operator](3, 5), dtype)
+    return torch.onnx.export(
+        Calls(operator).eval(),
+        args,
+        dynamo=True,
+        opset_version=opset,
+        dynamic_shapes=DYNAMIC,
+        custom_translation_table=mx_driving.onnx.translations(form),
+        verbose=False,
+    ).model_proto
+
+
+def run(model, *args):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+    return torch.from_numpy(session.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+
+
+def check(model, operator, args):
+    expected = getattr(mx_driving, operator)(*args)
+    torch.testing.assert_close(run(model, *args), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS)
+def test_same_numbers_for_any_batch_and_queries(operator, form):
+    model = exported(operator, form)
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        check(model, operator, cases.cast(GROWING[operator](bs, queries), torch.float32))
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS)
+def test_standard_operators_only(operator, form):
+    model = exported(operator, form)
+    onnx.checker.check_model(model, full_check=True)
+    assert {(o.domain, o.version) for o in model.opset_import} == {("", 20)}
+    assert not model.functions
+    kinds = {node.op_type for node in model.graph.node}
+    assert ("GridSample" in kinds) == (form == "grid_sample")
+    assert "GridSample" in kinds or "Gather" in kinds
+
+
+@pytest.mark.parametrize(("operator", "form"), [f for f in FORMS if f[0] != GEOMETRIC])
+def test_what_is_not_on_the_map_contributes_zero(operator, form):
+    args = list(cases.cast(GROWING[operator](3, 5), torch.float32))
+    outside = torch.tensor([float("nan"), float("inf"), -float("inf"), 7.0, -7.0])
+    args[3][0] = outside.view(5, *[1] * (args[3].dim() - 2))
+    args[4][0] = float("nan")
+    got = run(exported(operator, form), *args)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1:].isfinite().all()
+    check(exported(operator, form), operator, args)
+    args[0] = torch.full_like(args[0], float("nan"))
+    got = run(exported(operator, form), *args)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1:].isnan().any()
+
+
+@pytest.mark.parametrize("form", ["gather", "grid_sample"])
+def test_border_of_the_map(form):
+    """Strictly inside for aggregation: locations of exactly 0 and 1 contribute nothing."""
+    for case in cases.LATTICE:
+        if (case.operator, form) in FORMS:
+            args = cases.cast(case.make(), torch.float32)
+            model = torch.onnx.export(
+                Calls(case.operator).eval(),
+                args,
+                dynamo=True,
+                opset_version=20,
+                custom_translation_table=mx_driving.onnx.translations(form),
+                verbose=False,
+            ).model_proto
+            check(model, case.operator, args)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_later_opset(operator):
+    model = exported(operator, "gather", opset=23)
+    assert [o.version for o in model.opset_import] == [23]
+    check(model, operator, cases.cast(GROWING[operator](2, 6), torch.float32))
+
+
+@pytest.mark.parametrize("form", ["gather", "grid_sample"])
+def test_sixteen_bit_values_with_float32_locations(form):
+    def mixed(bs, queries):
+        value, shapes, starts, *rest = GROWING[MULTI_SCALE](bs, queries)
+        return value.half(), shapes.int(), starts.int(), *(t.float() for t in rest)
+
+    model = torch.onnx.export(
+        Calls(MULTI_SCALE).eval(),
+        mixed(3, 5),
+        dynamo=True,
+        opset_version=20,
+        custom_translation_table=mx_driving.onnx.translations(form),
+        verbose=False,
+    ).model_proto
+    got, expected = run(model, *mixed(3, 5)), mx_driving.multi_scale_deformable_attn(*mixed(3, 5))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # one ulp of the last rounding
+
+
+def test_inside_a_module():
+    """No table is passed: the default is the gather form."""
+    torch.manual_seed(0)
+    model = Attention(torch.tensor([[6, 7], [3, 4]])).eval()
+
+    def inputs(bs, queries):
+        return torch.randn(bs, queries, 16), torch.rand(bs, queries, 2), torch.randn(bs, 54, 16)
+
+    program = torch.onnx.export(
+        model,
+        inputs(3, 5),
+        dynamo=True,
+        opset_version=20,
+        dynamic_shapes=({0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES}, {0: BATCH}),
+        verbose=False,
+    )
+    assert {node.domain for node in program.model_proto.graph.node} == {""}
+    for bs, queries in ((3, 5), (2, 9)):
+        args = inputs(bs, queries)
+        torch.testing.assert_close(run(program.model_proto, *args), model(*args).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_vendor_node():
+    model = exported(MULTI_SCALE, "npu")
+    kinds = {node.op_type: node for node in model.graph.node}
+    node = kinds.pop("MultiScaleDeformableAttn")
+    assert set(kinds) == {"Cast"}
+    assert node.domain == "npu"
+    assert not node.attribute
+    producers = {output: n for n in model.graph.node for output in n.output}
+    inputs = [i.name for i in model.graph.input]
+    assert [producers[name].input[0] if name in producers else name for name in node.input] == inputs
+    assert [name in producers for name in node.input] == [False, True, True, False, False]
+    casts = [n.attribute for n in model.graph.node if n.op_type == "Cast"]
+    assert all(onnx.TensorProto.INT32 in [a.i for a in attributes if a.name == "to"] for attributes in casts)
+    shape = model.graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
+
+
+@pytest.mark.parametrize("operator", [AGGREGATION, GEOMETRIC])
+def test_without_a_vendor_node_a_gather(operator):
+    args = cases.cast(GROWING[operator](2, 6), torch.float32)
+    check(exported(operator, "npu"), operator, args)
+
+
+def test_unknown_form_is_refused():
+    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu; got 'tensorrt'"):
+        mx_driving.onnx.translations("tensorrt")
