@@ -1,6 +1,6 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
-from . import ops
+from . import nn, ops
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -19,6 +19,7 @@ __all__ = [
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
+    "nn",
     "npu_deformable_aggregation",
     "npu_multi_scale_deformable_attn_function",
     "ops",

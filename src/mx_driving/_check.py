@@ -136,3 +136,20 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
 def limit(name: str, rule: str, fact: object) -> NoReturn:
     """A documented limit of Atlas A2 is passed."""
     _fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
+
+
+def divides(name: str, part: int, whole_name: str, whole: int) -> None:
+    if part <= 0 or whole % part != 0:
+        _fail(ValueError, name, f"divide {whole_name}={whole}", part)
+
+
+def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        _fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
+
+
+def reference_points(t: Tensor, numbers: tuple[int, ...]) -> None:
+    """The modules' reference points end with one of these counts of numbers."""
+    if t.dim() != 4 or t.shape[-1] not in numbers:
+        rule = "have 4 axes, the last of " + " or ".join(map(str, numbers)) + " numbers"
+        _fail(ValueError, "reference_points", rule, tuple(t.shape))
