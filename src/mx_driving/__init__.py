@@ -1,6 +1,6 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
-from . import nn, ops
+from . import compat, nn, ops, viz
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -10,12 +10,15 @@ from .ops.multi_scale_deformable_attn import (
     npu_multi_scale_deformable_attn_function,
 )
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
+from .patching import Patch, patch, patched
 
 __version__ = "0.1.0"
 __all__ = [
     "MultiScaleDeformableAttnFunction",
+    "Patch",
     "atlas_limits",
     "backends",
+    "compat",
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
@@ -23,4 +26,7 @@ __all__ = [
     "npu_deformable_aggregation",
     "npu_multi_scale_deformable_attn_function",
     "ops",
+    "patch",
+    "patched",
+    "viz",
 ]

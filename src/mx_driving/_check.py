@@ -153,3 +153,12 @@ def reference_points(t: Tensor, numbers: tuple[int, ...]) -> None:
     if t.dim() != 4 or t.shape[-1] not in numbers:
         rule = "have 4 axes, the last of " + " or ".join(map(str, numbers)) + " numbers"
         _fail(ValueError, "reference_points", rule, tuple(t.shape))
+
+
+def patch_target(target: object) -> NoReturn:
+    _fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
+
+
+def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
+    left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
+    _fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")

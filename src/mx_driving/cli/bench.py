@@ -122,7 +122,7 @@ def _table(rows: list[dict[str, Any]]) -> Any:
     return table
 
 
-def _machine() -> str:
+def machine() -> str:
     """Machine, versions, date: what a number means nothing without."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -168,9 +168,9 @@ def bench(
     for one, name in track(work, description="measuring", console=console, transient=True):
         rows += measure(one, name, peers, seconds)
     console.print(_table(rows))
-    console.print(_machine(), highlight=False)
+    console.print(machine(), highlight=False)
     if out:
         with out.open("w", newline="") as file:
             writer = csv.DictWriter(file, [*rows[0], "machine"])
             writer.writeheader()
-            writer.writerows({**row, "machine": _machine()} for row in rows)
+            writer.writerows({**row, "machine": machine()} for row in rows)
