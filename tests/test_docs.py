@@ -21,6 +21,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
         "mx_driving.ops.geometric_kernel_attention",
         "mx_driving._library",
         "mx_driving.patching._patch",
+        "mx_driving.viz",
         "mx_driving.nn._pyramid",
         "mx_driving.nn.multi_scale_deformable_attn",
         "mx_driving.nn.geometric_kernel_attention",

@@ -162,3 +162,11 @@ def patch_target(target: object) -> NoReturn:
 def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
     left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
     _fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+
+
+def same_samples(locations: Tensor, weights: Tensor) -> None:
+    """Locations to draw, and a weight for each."""
+    if locations.dim() < 3 or locations.shape[-1] != 2:
+        _fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
+    if weights.shape != locations.shape[:-1]:
+        _fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))

@@ -40,13 +40,13 @@ class Recipe:
 def _swin(*stages: int) -> Any:
     from transformers import SwinConfig  # pyright: ignore
 
-    return SwinConfig(out_indices=list(stages))
+    return SwinConfig(out_indices=list(stages))  # pyright: ignore
 
 
 def _resnet() -> Any:
     from transformers import ResNetConfig  # pyright: ignore
 
-    return ResNetConfig(out_features=["stage2", "stage3", "stage4"])
+    return ResNetConfig(out_features=["stage2", "stage3", "stage4"])  # pyright: ignore
 
 
 def _words(*ids: int) -> dict[str, Tensor]:
