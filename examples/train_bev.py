@@ -232,7 +232,7 @@ def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 
         guess = model(scenes.images[:count] / 255).sigmoid()
     extent = (-REACH, REACH, -REACH, REACH)
     for row, image, truth, share in zip(axes, scenes.images, scenes.maps.float(), guess, strict=False):
-        row[0].imshow(image[1].permute(1, 2, 0))
+        row[0].imshow(image[1].permute(1, 2, 0).numpy())
         row[0].set_axis_off()
         mx_driving.viz.bev(_coloured(truth), extent=extent, ax=row[1], title="truth")
         mx_driving.viz.bev(_coloured(share), extent=extent, ax=row[2], title="prediction")
