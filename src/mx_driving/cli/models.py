@@ -128,11 +128,15 @@ def _mixture(out: Tensor) -> Tensor:
 
 
 def photograph(height: int, width: int) -> Tensor:
-    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised as ImageNet's pictures are."""
+    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised."""
     from sklearn.datasets import load_sample_image  # pyright: ignore
 
     picture = torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)[None] / 255
-    picture = torch.nn.functional.interpolate(picture, (height, width), mode="bilinear", antialias=True)
+    return normalised(torch.nn.functional.interpolate(picture, (height, width), mode="bilinear", antialias=True))
+
+
+def normalised(picture: Tensor) -> Tensor:
+    """A picture of 0..1, [..., 3, H, W], as networks trained on ImageNet expect it."""
     mean, spread = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
     return (picture - mean[:, None, None]) / spread[:, None, None]
 
