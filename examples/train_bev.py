@@ -6,7 +6,9 @@
 
 Scenes are rendered: the demo's street from a random place and heading, with random vehicles. The scenes of a step depend on
 the step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
-checkpoint.pt, losses.csv and prediction.png, and beside it scenes-*.pt. Needs `pip install "mx-driving-portable[demo]"`.
+checkpoint.pt, losses.csv, prediction.png and looks.png, and beside it scenes-*.pt.
+
+Needs `pip install "mx-driving-portable[demo]"`.
 """
 
 from __future__ import annotations
@@ -240,6 +242,34 @@ def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 
     figure.savefig(path, dpi=90)
 
 
+def draw_looks(model: Network, scenes: Scenes, path: Path) -> None:
+    """Where the cell of a vehicle ahead looks in the front camera's picture."""
+    front = 1
+    with torch.no_grad(), mx_driving.viz.recording() as looks:
+        model(scenes.images[:1] / 255)
+    cell = vehicle_ahead(scenes.maps[0, 1])
+    ax = mx_driving.viz.sampling_points(scenes.images[0, front], *seen_by(looks[-1], front, cell))
+    ax.set_title(f"where the cell at {cell_centres(model.cells).flatten(0, 1)[cell].tolist()} m looks", fontsize=8)
+    ax.figure.savefig(path, dpi=90)
+
+
+def vehicle_ahead(vehicle: Tensor) -> int:
+    """The cell under a vehicle that is nearest to a point 9 m ahead."""
+    distance = (cell_centres(len(vehicle)) - torch.tensor([9.0, 0.0])).norm(dim=-1)
+    return int(torch.where(vehicle, distance, distance + 100).argmin())
+
+
+def seen_by(look: mx_driving.viz.Look, camera: int, cell: int) -> tuple[Tensor, Tensor]:
+    """Locations [..., level, point, 2] in 0..1 of the camera's picture, and weights, of the first scene."""
+    if look.operator == "deformable_aggregation":
+        weights = look.weights[0, cell, :, camera].mean(-1).T  # [scale, pts]
+        return look.locations[0, cell, :, camera].expand(len(weights), -1, -1), weights
+    places = look.locations[camera, cell]
+    if look.operator == "geometric_kernel_attention":
+        places = (places + 0.5) / look.shapes.flip(-1)[:, None]
+    return places, look.weights[camera, cell]
+
+
 def _coloured(shares: Tensor) -> Tensor:
     """Road grey, vehicles orange, by probability: [class, cells, cells] to [cells, cells, 3]."""
     road, vehicle = shares[..., None]
@@ -310,19 +340,16 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     return report(model, held_out, losses, seconds, options)
 
 
-def report(model: nn.Module, held_out: Scenes, losses: list[float], seconds: float, options: argparse.Namespace) -> dict:
+def report(model: Network, held_out: Scenes, losses: list[float], seconds: float, options: argparse.Namespace) -> dict:
     """Print and draw what was learnt, and write the curve."""
     found = intersection_over_union(model, held_out)
     with (options.out / "losses.csv").open("w", newline="") as file:
         csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
     scores = ", ".join(f"{name} {100 * score:.1f} %" for name, score in found.items())
-    draw(
-        model,
-        held_out,
-        options.out / "prediction.png",
-        f"{options.transform}: IoU on {len(held_out)} held-out scenes: {scores}",
-    )
-    print(f"{options.transform}: {len(losses)} steps, {seconds:.0f} s of training; IoU on held-out scenes: {scores}")
+    what = f"{options.transform}: IoU on {len(held_out)} held-out scenes: {scores}"
+    draw(model, held_out, options.out / "prediction.png", what)
+    draw_looks(model, held_out, options.out / "looks.png")
+    print(f"{what}; {len(losses)} steps, {seconds:.0f} s of training")
     print(f"checkpoint, losses and picture are in {options.out}")
     return found
 

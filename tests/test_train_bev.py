@@ -55,7 +55,8 @@ def curve(out: pathlib.Path) -> list[float]:
 def test_learns_and_resumes_on_the_same_curve(folder, transform):
     whole = run(folder, f"whole-{transform}", transform)
     assert len(whole) == 4
-    assert (folder / f"whole-{transform}" / "prediction.png").stat().st_size > 10_000
+    for picture in ("prediction.png", "looks.png"):
+        assert (folder / f"whole-{transform}" / picture).stat().st_size > 10_000
     assert run(folder, f"part-{transform}", transform, stop=2) == whole[:2]
     assert run(folder, f"part-{transform}", transform, resume=True) == whole
 
