@@ -308,18 +308,18 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     model = Network(options.transform, options.cells)
     optimiser = torch.optim.AdamW(model.parameters(), lr=options.rate, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.15)
-    checkpoint, losses = options.out / "checkpoint.pt", []
+    checkpoint, losses, earlier = options.out / "checkpoint.pt", [], 0.0
     if options.resume and checkpoint.exists():
         state = torch.load(checkpoint)
         for part, name in ((model, "model"), (optimiser, "optimiser"), (schedule, "schedule")):
             part.load_state_dict(state[name])
-        losses = state["losses"]
+        losses, earlier = state["losses"], state["seconds"]
     learner = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     with Progress(*columns, disable=rank > 0) as progress:
         seen = cached(options.out.parent, options.scenes, 0, options.cells, progress)
         held_out = cached(options.out.parent, options.held_out, 1, options.cells, progress)
-        began = time.perf_counter()
+        began = time.perf_counter() - earlier
         task = progress.add_task("training", total=options.steps, completed=len(losses))
         for step in range(len(losses), min(options.steps, options.stop or options.steps)):
             index = batch_of(step, len(seen), options.batch, rank, world)
@@ -333,7 +333,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
             progress.update(task, advance=1, description=f"training, loss {losses[-1]:.3f}")
             if rank == 0 and (len(losses) % options.save == 0 or len(losses) in (options.steps, options.stop)):
                 parts = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
-                torch.save({**parts, "losses": losses}, checkpoint)
+                torch.save({**parts, "losses": losses, "seconds": time.perf_counter() - began}, checkpoint)
         seconds = time.perf_counter() - began
     if rank > 0:
         return {}

@@ -89,7 +89,7 @@ def sampling_points(
     """
     _check.same_samples(locations, weights)
     picture = image.detach().cpu()
-    picture = picture.permute(1, 2, 0) if picture.shape[-1] not in (3, 4) else picture
+    picture = picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
     ax = _axes(ax, picture.shape[1] / picture.shape[0])
     height, width = picture.shape[:2]
     ax.imshow(picture.numpy() if picture.dtype == torch.uint8 else picture.float().clamp(0, 1).numpy())
