@@ -26,77 +26,59 @@ from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
 
-
-def _multi_scale(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64):
-    return multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+Function = Callable[..., Any]
 
 
-def _multi_scale_backward(
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    grad: Tensor,
-    im2col_step: int = 64,
-) -> list[Tensor]:
-    backward = torch.ops.mx_driving.multi_scale_deformable_attn_backward.default
-    return list(backward(grad, value, shapes, starts, locations, weights, [True, True, True]))
+def _forward(door: Function) -> Function:
+    """The operator, called with a step of im2col that it has no use for."""
+
+    def forward(
+        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
+    ) -> Tensor:
+        return door(value, shapes, starts, locations, weights)
+
+    return forward
 
 
-def _geometric(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64):
-    return geometric_kernel_attention(value, shapes, starts, locations, weights)
+def _backward(operator: str, wanted: int) -> Function:
+    """Gradients as a list, of value, (locations,) and weights."""
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+
+    def gradients(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        im2col_step: int = 64,
+    ) -> list[Tensor]:
+        return list(backward(grad_output, value, shapes, starts, locations, weights, [True] * wanted))
+
+    return gradients
 
 
-def _geometric_backward(
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    grad: Tensor,
-    im2col_step: int = 64,
-) -> list[Tensor]:
-    backward = torch.ops.mx_driving.geometric_kernel_attention_backward.default
-    return list(backward(grad, value, shapes, starts, locations, weights, [True, True]))
+_multi_scale_backward = _backward("multi_scale_deformable_attn", 3)
+_gradients_of_aggregation = _backward("deformable_aggregation", 3)
 
 
-def _aggregation_backward(
-    feature_maps: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    grad_output: Tensor,
-    *outputs: Tensor,
-) -> None:
-    """Adds to the three tensors it is given, like the compiled one."""
-    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
-    for out, found in zip(
-        outputs, backward(grad_output, feature_maps, shapes, starts, locations, weights, [True] * 3), strict=True
-    ):
+def _aggregation_backward(*arguments: Tensor) -> None:
+    """Six inputs and three outputs: adds to the outputs, like the compiled one."""
+    inputs, outputs = arguments[:6], arguments[6:]
+    for out, found in zip(outputs, _gradients_of_aggregation(*inputs), strict=True):
         out.add_(found)
 
 
-def _mmcv_backward(
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    grad_output: Tensor,
-    *outputs: Tensor,
-    im2col_step: int = 64,
-) -> None:
-    """mmcv's gives its gradients in tensors of the caller's, too."""
-    found = _multi_scale_backward(value, shapes, starts, locations, weights, grad_output)
-    for out, gradient in zip(outputs, found, strict=True):
-        out.copy_(gradient)
+def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
+    """Six inputs and three outputs: mmcv's tensors, too, are the caller's."""
+    inputs, outputs = arguments[:6], arguments[6:]
+    for out, found in zip(outputs, _multi_scale_backward(*inputs), strict=True):
+        out.copy_(found)
 
 
-_EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
+_EXTENSIONS: dict[str, dict[str, Function]] = {
     "MultiScaleDeformableAttention": {
-        "ms_deform_attn_forward": _multi_scale,
+        "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
         "ms_deform_attn_backward": _multi_scale_backward,
     },
     "deformable_aggregation_ext": {
@@ -104,14 +86,14 @@ _EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
         "deformable_aggregation_backward": _aggregation_backward,
     },
     "GeometricKernelAttention": {
-        "geometric_kernel_attn_cuda_forward": _geometric,
-        "geometric_kernel_attn_cuda_backward": _geometric_backward,
+        "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
+        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention", 2),
     },
 }
-_MMCV = {"ms_deform_attn_forward": _multi_scale, "ms_deform_attn_backward": _mmcv_backward}
+_MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}
 
 
-def _missing(name: str) -> Callable[..., Any]:
+def _missing(name: str) -> Function:
     """mmcv asks at import whether functions exist, so that they must seem to."""
     if name.startswith("__"):
         raise AttributeError(name)
@@ -125,7 +107,7 @@ def _missing(name: str) -> Callable[..., Any]:
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes the modules. One instance comes before all other finders, for the three names; one after them, for mmcv._ext."""
 
-    def __init__(self, functions_of: Callable[[str], dict[str, Callable[..., Any]] | None]) -> None:
+    def __init__(self, functions_of: Callable[[str], dict[str, Function] | None]) -> None:
         self._functions_of = functions_of
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None):

@@ -46,6 +46,13 @@ def flatten_cameras(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     return by_camera.flatten(1, 2), shapes.expand(cams, -1, -1), first + starts
 
 
+def heads_of(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Projected rows [bs, num_keys, c] as the operators' value, [bs, num_keys, num_heads, c / num_heads]; padding is zero."""
+    if padding_mask is not None:
+        rows = rows.masked_fill(padding_mask[..., None], 0)
+    return rows.unflatten(2, (num_heads, -1))
+
+
 def _tables(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     starts = [0]
     for height, width in sizes[:-1]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import _check
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
+from ._pyramid import heads_of
 
 
 class GeometricKernelAttention(nn.Module):
@@ -90,10 +91,7 @@ class GeometricKernelAttention(nn.Module):
         _check.reference_points(reference_points, (2,))
         weights = self.attention_weights(query).unflatten(2, (self.num_heads, -1)).softmax(-1)
         weights = weights.unflatten(3, (self.num_levels, self.num_points))
-        rows = self.value_proj(value)
-        if padding_mask is not None:
-            rows = rows.masked_fill(padding_mask[..., None], 0)
-        rows = rows.unflatten(2, (self.num_heads, -1))
+        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
         pixels = self.pixels(reference_points, spatial_shapes)
         return geometric_kernel_attention(rows, spatial_shapes, level_start_index, pixels, weights)
 

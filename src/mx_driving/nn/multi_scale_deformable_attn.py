@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import _check
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from ._pyramid import heads_of
 
 
 class MultiScaleDeformableAttention(nn.Module):
@@ -88,10 +89,7 @@ class MultiScaleDeformableAttention(nn.Module):
             [bs, num_queries, embed_dims].
         """
         locations, weights = self.sampling(query, reference_points, spatial_shapes)
-        rows = self.value_proj(value)
-        if padding_mask is not None:
-            rows = rows.masked_fill(padding_mask[..., None], 0)
-        rows = rows.unflatten(2, (self.num_heads, -1))
+        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
         out = multi_scale_deformable_attn(rows, spatial_shapes, level_start_index, locations, weights)
         return self.output_proj(out)
 

@@ -11,6 +11,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,8 +21,18 @@ from ._forms import FUNCTION, MODULE, Form
 from ._search import find
 from ._trial import objection
 
+
+@dataclass
+class _Change:
+    """A core that is replaced: it (so that its id stays its own), what gives it back, and how many patches hold it."""
+
+    core: Any
+    undo: Callable[[], None]
+    holders: int = 0
+
+
 _lock = threading.RLock()
-_held: dict[int, list[Any]] = {}  # id of a core -> [the core, what undoes the change, how many patches hold it]
+_changes: dict[int, _Change] = {}  # by the core's id
 
 
 class Patch:
@@ -77,7 +88,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
     """
     found = find(target)
     with _lock:
-        reasons = {name: objection(form, core) for name, (form, core) in found.cores.items() if id(core) not in _held}
+        reasons = {name: objection(form, core) for name, (form, core) in found.cores.items() if id(core) not in _changes}
         skipped = {**found.unknown, **{name: why for name, why in reasons.items() if why is not None}}
         chosen = {name: entry for name, entry in found.cores.items() if name not in skipped}
         if not chosen:
@@ -106,17 +117,17 @@ def _called(target: Any) -> str:
 
 
 def _hold(form: Form, core: Any) -> None:
-    if id(core) not in _held:
-        _held[id(core)] = [core, _replace(form, core), 0]
-    _held[id(core)][2] += 1
+    if id(core) not in _changes:
+        _changes[id(core)] = _Change(core, _replace(form, core))
+    _changes[id(core)].holders += 1
 
 
 def _release(core: Any) -> None:
-    entry = _held[id(core)]
-    entry[2] -= 1
-    if entry[2] == 0:
-        del _held[id(core)]
-        entry[1]()
+    change = _changes[id(core)]
+    change.holders -= 1
+    if change.holders == 0:
+        del _changes[id(core)]
+        change.undo()
 
 
 def _replace(form: Form, core: Any) -> Callable[[], None]:
