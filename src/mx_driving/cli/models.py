@@ -69,7 +69,10 @@ RECIPES = {
     "deformable_detr": Recipe(lambda c: {"backbone_config": _resnet(), "use_timm_backbone": False}, why=_OWN_BACKBONE),
     "grounding_dino": _PROMPT,
     "lw_detr": Recipe(
-        lambda c: {"projector_scale_factors": [1.0]}, smallest=320, why="one level, as published; by default there is none"
+        lambda c: {"projector_scale_factors": [1.0]},
+        multiple=64,
+        smallest=320,
+        why="one level, as published; by default there is none",
     ),
     "mm_grounding_dino": _PROMPT,
     "omdet_turbo": Recipe(
@@ -241,7 +244,7 @@ def models(
     the largest magnitude. "Core" is the sampling alone: the same inputs through grid_sample and through the operator.
     """
     from rich.console import Console
-    from rich.progress import track
+    from rich.live import Live
     from rich.table import Table
 
     console = Console()
@@ -251,15 +254,18 @@ def models(
     table.add_column("model")
     for column in ("difference", "ms before", "after", "times", "core before", "after", "times"):
         table.add_column(column, justify="right")
-    for name in track(names, description="models", console=console, transient=True):
-        subject = build(name, height, width)
-        difference = max(compare(subject)) if gradients else _output_difference(subject)
-        before, after, core_before, core_after = time_model(subject, seconds)
-        numbers = [f"{before:.0f}", f"{after:.0f}", f"{before / after:.2f}"]
-        numbers += [f"{core_before:.1f}", f"{core_after:.1f}", f"{core_before / core_after:.1f}"]
-        table.add_row(name, f"{difference:.0e}", *numbers)
-    console.print(table)
+    with Live(table, console=console, auto_refresh=False) as live:  # what is measured is shown even when a later model fails
+        for name in names:
+            table.add_row(name, *_row(build(name, height, width), seconds, gradients))
+            live.refresh()
     console.print(machine(), highlight=False)
+
+
+def _row(subject: Subject, seconds: float, gradients: bool) -> list[str]:
+    difference = max(compare(subject)) if gradients else _output_difference(subject)
+    before, after, core_before, core_after = time_model(subject, seconds)
+    numbers = [f"{difference:.0e}", f"{before:.0f}", f"{after:.0f}", f"{before / after:.2f}"]
+    return [*numbers, f"{core_before:.1f}", f"{core_after:.1f}", f"{core_before / core_after:.1f}"]
 
 
 @torch.no_grad()
