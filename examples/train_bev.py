@@ -249,7 +249,8 @@ def draw_looks(model: Network, scenes: Scenes, path: Path) -> None:
         model(scenes.images[:1] / 255)
     cell = vehicle_ahead(scenes.maps[0, 1])
     ax = mx_driving.viz.sampling_points(scenes.images[0, front], *seen_by(looks[-1], front, cell))
-    ax.set_title(f"where the cell at {cell_centres(model.cells).flatten(0, 1)[cell].tolist()} m looks", fontsize=8)
+    ahead, left = cell_centres(model.cells).flatten(0, 1)[cell].tolist()
+    ax.set_title(f"where the cell {ahead:.1f} m ahead and {left:.1f} m left looks", fontsize=9)
     ax.figure.savefig(path, dpi=90)
 
 
