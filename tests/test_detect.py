@@ -43,7 +43,7 @@ def test_checkpoint_and_photo_of_ones_own(tmp_path):
 def test_random_weights(tmp_path):
     from PIL import Image
 
-    Image.radial_gradient("L").resize((192, 160)).save(tmp_path / "photo.png")
+    Image.radial_gradient("L").resize((96, 64)).save(tmp_path / "photo.png")
     photo = str(tmp_path / "photo.png")
     said = run("--model", "deformable_detr", "--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"))
     assert "12 layers sample deformably" in said
