@@ -18,7 +18,7 @@ import onnxruntime
 import torch
 
 import mx_driving
-from mx_driving.cli.bench import interleaved
+from mx_driving.cli.timing import interleaved
 from mx_driving.cli.workloads import GEOMETRIC, WORKLOADS, Workload
 
 DEFAULT = ("Deformable-DETR decoder*", "RT-DETR*", "Sparse4D*", "MapTR nano")

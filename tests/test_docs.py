@@ -25,6 +25,11 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
         "mx_driving._library",
         "mx_driving.aclnn",
         "mx_driving.onnx",
+        "mx_driving.patching._patch",
+        "mx_driving.viz",
+        "mx_driving.nn._pyramid",
+        "mx_driving.nn.multi_scale_deformable_attn",
+        "mx_driving.nn.geometric_kernel_attention",
     ],
 )
 def test_doctests(module):

@@ -1,6 +1,6 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
-from . import onnx, ops
+from . import compat, nn, onnx, ops, viz
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -10,17 +10,24 @@ from .ops.multi_scale_deformable_attn import (
     npu_multi_scale_deformable_attn_function,
 )
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
+from .patching import Patch, patch, patched
 
 __version__ = "0.1.0"
 __all__ = [
     "MultiScaleDeformableAttnFunction",
+    "Patch",
     "atlas_limits",
     "backends",
+    "compat",
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
+    "nn",
     "npu_deformable_aggregation",
     "npu_multi_scale_deformable_attn_function",
     "onnx",
     "ops",
+    "patch",
+    "patched",
+    "viz",
 ]

@@ -151,3 +151,37 @@ def workspace(t: Tensor, size: int) -> None:
 def limit(name: str, rule: str, fact: object) -> NoReturn:
     """A documented limit of Atlas A2 is passed."""
     _fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
+
+
+def divides(name: str, part: int, whole_name: str, whole: int) -> None:
+    if part <= 0 or whole % part != 0:
+        _fail(ValueError, name, f"divide {whole_name}={whole}", part)
+
+
+def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        _fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
+
+
+def reference_points(t: Tensor, numbers: tuple[int, ...]) -> None:
+    """The modules' reference points end with one of these counts of numbers."""
+    if t.dim() != 4 or t.shape[-1] not in numbers:
+        rule = "have 4 axes, the last of " + " or ".join(map(str, numbers)) + " numbers"
+        _fail(ValueError, "reference_points", rule, tuple(t.shape))
+
+
+def patch_target(target: object) -> NoReturn:
+    _fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
+
+
+def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
+    left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
+    _fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+
+
+def same_samples(locations: Tensor, weights: Tensor) -> None:
+    """Locations to draw, and a weight for each."""
+    if locations.dim() < 3 or locations.shape[-1] != 2:
+        _fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
+    if weights.shape != locations.shape[:-1]:
+        _fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))

@@ -7,6 +7,7 @@ import typer
 from .bench import bench
 from .check import check
 from .demo import demo
+from .models import models
 
 app = typer.Typer(
     name="mx-driving",
@@ -18,6 +19,7 @@ app = typer.Typer(
 app.command()(check)
 app.command()(demo)
 app.command()(bench)
+app.command()(models)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -128,13 +129,13 @@ class Painter:
             self.rectangle(*((x0, x1, a, b) if along_x else (a, b, y0, y1)), WHITE)
 
 
-def street(per_metre: int = 32) -> Tensor:
-    """The painted ground, [rows, columns, 3] bytes over -HALF..HALF metres in x (rows) and y (columns)."""
+def street(per_metre: int = 32, traffic: Sequence[Box] = TRAFFIC) -> Tensor:
+    """The painted ground with the traffic's shadows, [rows, columns, 3] bytes over -HALF..HALF metres in x and in y."""
     painter = Painter(per_metre)
     _surfaces(painter)
     _lines(painter)
     _signs(painter)
-    for box in TRAFFIC:
+    for box in traffic:
         shade = replace(box, x=box.x - 0.25, y=box.y - 0.3, size=(box.size[0] + 0.3, box.size[1] + 0.3, 0))
         painter.polygon(shade.corners().tolist(), (38, 40, 46))
     return _bytes(painter.image)
@@ -222,7 +223,7 @@ def _look(ground: Tensor, points: Tensor) -> Tensor:
     return ground.view(-1, 3)[at[..., 0] * ground.shape[1] + at[..., 1]]
 
 
-def photograph(camera: Camera, ground: Tensor) -> Camera:
+def photograph(camera: Camera, ground: Tensor, boxes: Sequence[Box] = TRAFFIC + BUILDINGS) -> Camera:
     """The camera with its image: ground and sky by rays at twice the resolution, then boxes back to front."""
     from PIL import Image, ImageDraw
 
@@ -230,7 +231,7 @@ def photograph(camera: Camera, ground: Tensor) -> Camera:
     fine = camera.scaled(2 * height, 2 * width)
     image = Image.fromarray(_background(fine, ground).numpy())
     draw = ImageDraw.Draw(image)
-    boxes = sorted(TRAFFIC + BUILDINGS, key=lambda box: -math.dist((box.x, box.y), camera.position[:2].tolist()))
+    boxes = sorted(boxes, key=lambda box: -math.dist((box.x, box.y), camera.position[:2].tolist()))
     for box in boxes:
         for polygon, colour in _faces(box, fine):
             draw.polygon(polygon, fill=colour)

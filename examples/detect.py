@@ -1,0 +1,133 @@
+"""Detect objects on a photograph with a transformers model, before and after `mx_driving.patch`, and draw where it looks.
+
+    python examples/detect.py --checkpoint path/to/a/saved/detector --photo street.jpg --out detected.png
+    python examples/detect.py --model rt_detr_v2                    # random weights: boxes mean nothing, times and looks do
+
+A checkpoint is a folder that `save_pretrained` wrote or that was downloaded before; nothing is fetched. Without --photo it
+is scikit-learn's picture of a temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mx_driving
+from mx_driving.cli import models
+
+
+def load_photo(path: Path | None) -> Any:
+    """A Pillow image."""
+    from PIL import Image
+
+    if path is not None:
+        return Image.open(path).convert("RGB")
+    from sklearn.datasets import load_sample_image
+
+    return Image.fromarray(load_sample_image("china.jpg"))
+
+
+def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """A trained model and its inputs, from files alone."""
+    from transformers import AutoImageProcessor, AutoModelForObjectDetection
+
+    processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForObjectDetection.from_pretrained(folder, local_files_only=True).eval()
+    return model, dict(processor(images=photo, return_tensors="pt"))
+
+
+def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model of transformers/models/<name> in its default configuration."""
+    width, height = photo.size
+    subject = models.build(name, height, width)
+    size = subject.inputs["pixel_values"].shape[-2:]
+    pixels = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(height, width, 3)
+    picture = torch.nn.functional.interpolate(pixels.permute(2, 0, 1)[None] / 255, tuple(size), mode="bilinear", antialias=True)
+    return subject.model, {**subject.inputs, "pixel_values": models.normalised(picture)}
+
+
+def median_ms(run: Any, rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def last_look(looks: list[mx_driving.viz.Look], queries: int) -> mx_driving.viz.Look:
+    """The last decoder layer's: as many queries as there are boxes."""
+    return next(look for look in reversed(looks) if look.locations.shape[1] == queries)
+
+
+def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries with the highest scores, their scores and classes."""
+    scores, classes = logits.sigmoid().max(-1)
+    order = scores.argsort(descending=True)[:count]
+    return order, scores[order], classes[order]
+
+
+def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, str], count: int, path: Path) -> None:
+    """The boxes on the photograph, and for each of them the points its query read in the last layer."""
+    from matplotlib.figure import Figure
+
+    width, height = photo.size
+    image = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(height, width, 3)
+    queries, scores, classes = best(outputs.logits[0].float(), count)
+    boxes = outputs.pred_boxes[0].detach().float()
+    columns = 3
+    rows = -(-(count + 1) // columns)
+    figure = Figure(figsize=(4.4 * columns, 4.6 * rows * height / width), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).flatten()
+    none = torch.zeros(1, 1, 2), torch.zeros(1, 1)
+    mx_driving.viz.sampling_points(image, *none, reference=boxes[queries], labels=False, ax=axes[0])
+    axes[0].set_title(f"{count} best boxes", fontsize=9)
+    for ax, query, score, kind in zip(axes[1:], queries.tolist(), scores.tolist(), classes.tolist(), strict=False):
+        mx_driving.viz.sampling_points(
+            image, look.locations[0, query], look.weights[0, query], reference=boxes[query][None], ax=ax
+        )
+        ax.set_title(f"query {query}: {names.get(kind, kind)}, {score:.2f}", fontsize=9)
+    for ax in axes[count + 1 :]:
+        ax.set_axis_off()
+    figure.savefig(path, dpi=80)
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photo", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="folder of a saved detector")
+    parser.add_argument("--model", default="rt_detr_v2", help="without a checkpoint: the name of a model of transformers")
+    parser.add_argument("--count", type=int, default=5, help="boxes to draw")
+    parser.add_argument("--rounds", type=int, default=5, help="runs to time, before and after")
+    parser.add_argument("--out", type=Path, default=Path("detected.png"))
+    options = parser.parse_args()
+    photo = load_photo(options.photo)
+    if options.checkpoint:
+        model, inputs = from_checkpoint(options.checkpoint, photo)
+    else:
+        model, inputs = at_random(options.model, photo)
+    before = model(**inputs)
+    ms_before = median_ms(lambda: model(**inputs), options.rounds)
+    done = mx_driving.patch(model)
+    print(done)
+    with mx_driving.viz.recording() as looks:
+        after = model(**inputs)
+    ms_after = median_ms(lambda: model(**inputs), options.rounds)
+    difference = max(float((after[name] - before[name]).abs().max()) for name in ("logits", "pred_boxes"))
+    height, width = inputs["pixel_values"].shape[-2:]
+    print(f"{type(model).__name__}, {height} x {width}: {ms_before:.0f} ms before, {ms_after:.0f} ms after")
+    print(f"largest difference of logits and boxes: {difference:.1e}; {len(looks)} layers sample deformably")
+    names = getattr(model.config, "id2label", {}) if options.checkpoint else {}
+    draw(photo, after, last_look(looks, after.logits.shape[1]), names, options.count, options.out)
+    print(f"the picture is in {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Stand-ins for compiled extensions, so that code written against them imports and runs without building anything.
+
+After `mx_driving.compat.install()` these imports give the operators of this package, also as submodules of a package that
+would hold the compiled file (`from . import deformable_aggregation_ext`):
+
+- `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward
+- `deformable_aggregation_ext` (Sparse4D, SparseDrive): deformable_aggregation_forward, _backward
+- `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
+- `mmcv._ext`, only where mmcv has none (mmcv-lite): ms_deform_attn_forward, _backward; every other function of it raises
+  NotImplementedError when it is called
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops.geometric_kernel_attention import geometric_kernel_attention
+from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from .ops.npu_deformable_aggregation import deformable_aggregation
+
+Function = Callable[..., Any]
+
+
+def _forward(door: Function) -> Function:
+    """The operator, called with a step of im2col that it has no use for."""
+
+    def forward(
+        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
+    ) -> Tensor:
+        return door(value, shapes, starts, locations, weights)
+
+    return forward
+
+
+def _backward(operator: str, wanted: int) -> Function:
+    """Gradients as a list, of value, (locations,) and weights."""
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+
+    def gradients(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        im2col_step: int = 64,
+    ) -> list[Tensor]:
+        return list(backward(grad_output, value, shapes, starts, locations, weights, [True] * wanted))
+
+    return gradients
+
+
+_multi_scale_backward = _backward("multi_scale_deformable_attn", 3)
+_gradients_of_aggregation = _backward("deformable_aggregation", 3)
+
+
+def _aggregation_backward(*arguments: Tensor) -> None:
+    """Six inputs and three outputs: adds to the outputs, like the compiled one."""
+    inputs, outputs = arguments[:6], arguments[6:]
+    for out, found in zip(outputs, _gradients_of_aggregation(*inputs), strict=True):
+        out.add_(found)
+
+
+def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
+    """Six inputs and three outputs: mmcv's tensors, too, are the caller's."""
+    inputs, outputs = arguments[:6], arguments[6:]
+    for out, found in zip(outputs, _multi_scale_backward(*inputs), strict=True):
+        out.copy_(found)
+
+
+_EXTENSIONS: dict[str, dict[str, Function]] = {
+    "MultiScaleDeformableAttention": {
+        "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
+        "ms_deform_attn_backward": _multi_scale_backward,
+    },
+    "deformable_aggregation_ext": {
+        "deformable_aggregation_forward": deformable_aggregation,
+        "deformable_aggregation_backward": _aggregation_backward,
+    },
+    "GeometricKernelAttention": {
+        "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
+        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention", 2),
+    },
+}
+_MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}
+
+
+def _missing(name: str) -> Function:
+    """mmcv asks at import whether functions exist, so that they must seem to."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def absent(*args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError(f"mmcv._ext.{name} is not compiled; mx_driving.compat stands in for ms_deform_attn only")
+
+    return absent
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules. One instance comes before all other finders, for the three names; one after them, for mmcv._ext."""
+
+    def __init__(self, functions_of: Callable[[str], dict[str, Function] | None]) -> None:
+        self._functions_of = functions_of
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None):
+        if self._functions_of(fullname) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat")
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        functions = self._functions_of(module.__name__)
+        assert functions is not None
+        vars(module).update(functions)
+        if module.__name__ == "mmcv._ext":
+            vars(module)["__getattr__"] = _missing
+
+
+_first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
+_last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
+
+
+def install() -> tuple[str, ...]:
+    """Let the extensions' names import this package's operators from now on; does nothing the second time.
+
+    Call it before the code that imports them.
+
+    Returns:
+        The names.
+
+    Raises:
+        RuntimeError: a compiled extension of one of the names has been imported already.
+    """
+    for name, module in list(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:
+            raise RuntimeError(f"mx_driving.compat.install must come before the first import of {name}")
+    if _first not in sys.meta_path:
+        sys.meta_path.insert(0, _first)
+        sys.meta_path.append(_last)
+    return (*_EXTENSIONS, "mmcv._ext")
+
+
+def uninstall() -> None:
+    """Undo `install`: later imports find what they found before. What has imported a stand-in keeps it."""
+    for finder in (_first, _last):
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+    for name, module in list(sys.modules.items()):
+        if getattr(getattr(module, "__spec__", None), "loader", None) in (_first, _last):
+            del sys.modules[name]

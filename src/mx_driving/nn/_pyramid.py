@@ -1,0 +1,60 @@
+"""From a backbone's maps to the one table of rows that the operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def flatten_levels(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The levels of a feature pyramid, one after the other, row by row.
+
+    Args:
+        maps: each level [bs, c, H, W], with its own H and W.
+
+    Returns:
+        value [bs, num_keys, c], spatial_shapes [num_levels, 2] and level_start_index [num_levels], both int64.
+
+    >>> value, shapes, starts = flatten_levels([torch.zeros(1, 8, 4, 6), torch.zeros(1, 8, 2, 3)])
+    >>> tuple(value.shape), shapes.tolist(), starts.tolist()
+    ((1, 30, 8), [[4, 6], [2, 3]], [0, 24])
+    """
+    value = torch.cat([m.flatten(2) for m in maps], 2).transpose(1, 2)
+    shapes, starts = _tables([m.shape[-2:] for m in maps], value.device)
+    return value, shapes, starts
+
+
+def flatten_cameras(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """The feature pyramids of several cameras: all levels of the first one, then of the second, and so on.
+
+    Args:
+        maps: each level [bs, cam, c, H, W], with its own H and W.
+
+    Returns:
+        feature_maps [bs, num_feat, c], spatial_shape [cam, scale, 2] and scale_start_index [cam, scale], both int64.
+
+    >>> maps, shape, start = flatten_cameras([torch.zeros(1, 2, 8, 4, 6), torch.zeros(1, 2, 8, 2, 3)])
+    >>> tuple(maps.shape), tuple(shape.shape), start.tolist()
+    ((1, 60, 8), (2, 2, 2), [[0, 24], [30, 54]])
+    """
+    cams = maps[0].shape[1]
+    by_camera = torch.cat([m.flatten(3) for m in maps], 3).transpose(2, 3)
+    shapes, starts = _tables([m.shape[-2:] for m in maps], by_camera.device)
+    first = torch.arange(cams, device=starts.device)[:, None] * by_camera.shape[2]
+    return by_camera.flatten(1, 2), shapes.expand(cams, -1, -1), first + starts
+
+
+def heads_of(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Projected rows [bs, num_keys, c] as the operators' value, [bs, num_keys, num_heads, c / num_heads]; padding is zero."""
+    if padding_mask is not None:
+        rows = rows.masked_fill(padding_mask[..., None], 0)
+    return rows.unflatten(2, (num_heads, -1))
+
+
+def _tables(sizes: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    starts = [0]
+    for height, width in sizes[:-1]:
+        starts.append(starts[-1] + height * width)
+    return torch.tensor([list(s) for s in sizes], device=device), torch.tensor(starts, device=device)

@@ -1,0 +1,184 @@
+"""Deformable feature aggregation as a module: what a 3D anchor of Sparse4D v3 sees in all cameras."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import _check
+from ..ops.npu_deformable_aggregation import deformable_aggregation
+
+# fractions of an anchor's width, length and height: its centre and just inside its six faces, as in Sparse4D v3
+FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0), (0, 0, 0.45), (0, 0, -0.45))
+
+
+class KeyPoints(nn.Module):
+    """Points inside an anchor: some at fixed fractions of its size, some where the instance's feature says.
+
+        point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
+
+    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); what follows is not read.
+    """
+
+    def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
+        super().__init__()
+        self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32).view(-1, 3), requires_grad=False)
+        self.num_learnable_pts = num_learnable_pts
+        self.num_pts = len(self.fix_scale) + num_learnable_pts
+        if num_learnable_pts:
+            self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
+
+    def forward(self, anchor: Tensor, instance_feature: Tensor) -> Tensor:
+        """anchor [bs, anchor, >= 8] and instance_feature [bs, anchor, embed_dims] -> [bs, anchor, pts, 3], metres."""
+        scale = self.fix_scale.expand(*anchor.shape[:2], -1, -1)
+        if self.num_learnable_pts:
+            learned = self.learnable_fc(instance_feature).unflatten(2, (self.num_learnable_pts, 3)).sigmoid() - 0.5
+            scale = torch.cat([scale, learned], 2)
+        x, y, z = (scale * anchor[:, :, None, 3:6].exp()).unbind(-1)
+        sin, cos = anchor[:, :, 6, None], anchor[:, :, 7, None]
+        return torch.stack([cos * x - sin * y, sin * x + cos * y, z], -1) + anchor[:, :, None, :3]
+
+
+class DeformableFeatureAggregation(nn.Module):
+    """An anchor's feature from all cameras: key points inside it, projected into each picture, sampled and weighted.
+
+        location = project(key points of the anchor)                          in each camera, 0..1 is the picture
+        weight   = softmax over cameras, scales and points of weights_fc(feature + anchor_embed + camera_embed)
+        out      = output_proj(deformable_aggregation(feature_maps, location, weight)), with the input added or appended
+
+    Sparse4D's checkpoints load as they are: `kps_generator.fix_scale`, `kps_generator.learnable_fc`, `camera_encoder`,
+    `weights_fc`, `output_proj`. The defaults are those of Sparse4D v3's configuration.
+
+    Args:
+        embed_dims: channels; a multiple of num_groups.
+        num_groups: groups of channels that share a weight.
+        num_levels, num_cams: scales of a camera's pyramid, cameras. With use_camera_embed the number of cameras may differ
+            from call to call.
+        num_learnable_pts: key points placed by the instance's feature.
+        fix_scale: the other key points, [n, 3] fractions of the anchor's width, length and height.
+        use_camera_embed: weights from the camera's projection matrix instead of one output per camera.
+        attn_drop: in training, the share of (point, camera) pairs left out; proj_drop: dropout of the projected output.
+        residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
+
+    Source: Lin et al., "Sparse4D v3", 2023.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_groups: int = 8,
+        num_levels: int = 4,
+        num_cams: int = 6,
+        *,
+        num_learnable_pts: int = 6,
+        fix_scale: Sequence[Sequence[float]] = FIX_SCALE,
+        use_camera_embed: bool = True,
+        attn_drop: float = 0.15,
+        proj_drop: float = 0.0,
+        residual_mode: str = "cat",
+    ) -> None:
+        super().__init__()
+        _check.divides("num_groups", num_groups, "embed_dims", embed_dims)
+        _check.choice("residual_mode", residual_mode, ("add", "cat"))
+        self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
+        self.attn_drop, self.residual_mode = attn_drop, residual_mode
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.kps_generator = KeyPoints(embed_dims, num_learnable_pts, fix_scale)
+        self.num_pts = self.kps_generator.num_pts
+        self.output_proj = nn.Linear(embed_dims, embed_dims)
+        self.camera_encoder = _camera_encoder(embed_dims) if use_camera_embed else None
+        cams = 1 if use_camera_embed else num_cams
+        self.weights_fc = nn.Linear(embed_dims, cams * num_levels * self.num_pts * num_groups)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sparse4D's initialisation: equal weights everywhere."""
+        nn.init.zeros_(self.weights_fc.weight)
+        nn.init.zeros_(self.weights_fc.bias)
+        learned = [self.kps_generator.learnable_fc] if self.kps_generator.num_learnable_pts else []
+        for projection in (self.output_proj, *learned):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        instance_feature: Tensor,
+        anchor: Tensor,
+        anchor_embed: Tensor,
+        feature_maps: Tensor,
+        spatial_shape: Tensor,
+        scale_start_index: Tensor,
+        projection_mat: Tensor,
+        image_wh: Tensor | None = None,
+    ) -> Tensor:
+        """Aggregate.
+
+        Args:
+            instance_feature: [bs, anchor, embed_dims].
+            anchor: [bs, anchor, >= 8]: x, y, z in metres, log width, log length, log height, sin yaw, cos yaw, ...
+            anchor_embed: [bs, anchor, embed_dims].
+            feature_maps, spatial_shape, scale_start_index: as `flatten_cameras` makes them.
+            projection_mat: [bs, cam, 4, 4], from metres to homogeneous pixels: (u * depth, v * depth, depth, 1).
+            image_wh: [bs, cam, 2], width and height of the pictures in pixels; None when projection_mat gives 0..1.
+
+        Returns:
+            [bs, anchor, embed_dims], or twice as many channels with residual_mode "cat".
+        """
+        points = self.kps_generator(anchor, instance_feature)
+        locations = project(points, projection_mat, image_wh)
+        weights = self.weights(instance_feature + anchor_embed, projection_mat)
+        features = deformable_aggregation(feature_maps, spatial_shape, scale_start_index, locations, weights)
+        output = self.proj_drop(self.output_proj(features))
+        if self.residual_mode == "add":
+            return output + instance_feature
+        return torch.cat([output, instance_feature], -1)
+
+    def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
+        """The operator's weight, [bs, anchor, pts, cam, scale, group]: for each group it sums to 1 over all else."""
+        if self.camera_encoder is not None:
+            feature = feature[:, :, None] + self.camera_encoder(projection_mat[:, :, :3].flatten(2))[:, None]
+        logits = self.weights_fc(feature).flatten(2).unflatten(2, (-1, self.num_groups))
+        weights = logits.softmax(2).unflatten(2, (-1, self.num_levels, self.num_pts)).permute(0, 1, 4, 2, 3, 5)
+        if self.training and self.attn_drop > 0:
+            kept = torch.rand(weights.shape[:4], device=weights.device) > self.attn_drop
+            weights = weights * kept[..., None, None] / (1 - self.attn_drop)
+        return weights
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dims={self.embed_dims}, num_groups={self.num_groups}, num_levels={self.num_levels}, "
+            f"num_cams={self.num_cams}, num_pts={self.num_pts}, residual_mode={self.residual_mode!r}"
+        )
+
+
+def project(points: Tensor, projection_mat: Tensor, image_wh: Tensor | None = None) -> Tensor:
+    """Where cameras see points: the operator's sample_locations.
+
+    Like Sparse4D, a point behind a camera is not marked: its depth is taken as 1e-5, which puts it far outside the picture
+    unless it lies within a hair's breadth of the optical axis.
+
+    Args:
+        points: [bs, anchor, pts, 3], metres.
+        projection_mat: [bs, cam, 4, 4].
+        image_wh: [bs, cam, 2], or None when projection_mat gives 0..1.
+
+    Returns:
+        [bs, anchor, pts, cam, 2], (x, y).
+    """
+    turned = torch.einsum("bcij,bapj->bapci", projection_mat[:, :, :3, :3], points) + projection_mat[:, None, None, :, :3, 3]
+    locations = turned[..., :2] / turned[..., 2:].clamp(min=1e-5)
+    return locations if image_wh is None else locations / image_wh[:, None, None]
+
+
+def _camera_encoder(embed_dims: int) -> nn.Sequential:
+    """The upper 3 x 4 of a projection matrix to an embedding."""
+    return nn.Sequential(
+        nn.Linear(12, embed_dims),
+        nn.ReLU(inplace=True),
+        nn.LayerNorm(embed_dims),
+        nn.Linear(embed_dims, embed_dims),
+        nn.ReLU(inplace=True),
+        nn.LayerNorm(embed_dims),
+    )

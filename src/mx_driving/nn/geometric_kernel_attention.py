@@ -1,0 +1,108 @@
+"""Geometric kernel attention as a module: MapTR's look around the projections of a bird's-eye cell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .. import _check
+from ..ops.geometric_kernel_attention import geometric_kernel_attention
+from ._pyramid import heads_of
+
+
+class GeometricKernelAttention(nn.Module):
+    """Each query weighs the pixels of a small window around its reference points: fixed places, learned weights.
+
+        pixel = round(reference * (W_l, H_l) + offset_k)        offset_k: a kernel_size window, `dilation` pixels apart
+        out   = geometric_kernel_attention(value_proj(value), pixel, softmax over levels and window of weight(query))
+
+    Head h reads around reference point h: MapTR gives each cell as many points above the ground as there are heads.
+    MapTR's checkpoints (`GeometryKernelAttention`) load as they are: `attention_weights` and `value_proj`, each with weight
+    and bias. There is no output projection: MapTR has it in the spatial cross-attention around this module.
+
+    Args:
+        embed_dims: channels of queries, values and output; a multiple of num_heads.
+        num_heads: heads, and reference points per query.
+        num_levels: levels of the pyramid.
+        kernel_size: (height, width) of the window in pixels. Its points are ordered column by column, as in MapTR.
+        dilation: pixels between neighbours in the window.
+
+    Gradients: of query and value; none for reference_points.
+
+    Source: Liao et al., "MapTR", ICLR 2023; defaults of its tiny configuration.
+
+    >>> import mx_driving
+    >>> attention = mx_driving.nn.GeometricKernelAttention(embed_dims=64)
+    >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 15, 25)])
+    >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 4, 2), value, shapes, starts).shape)
+    (1, 10, 64)
+    """
+
+    grid_offsets: Tensor
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_heads: int = 4,
+        num_levels: int = 1,
+        kernel_size: tuple[int, int] = (3, 5),
+        dilation: int = 1,
+    ) -> None:
+        super().__init__()
+        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
+        self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
+        self.kernel_size, self.dilation = tuple(kernel_size), dilation
+        x, y = ((torch.arange(n) - n // 2) * dilation for n in reversed(kernel_size))
+        self.register_buffer("grid_offsets", torch.cartesian_prod(x, y).view(-1, 2), persistent=False)
+        self.num_points = len(self.grid_offsets)
+        self.attention_weights = nn.Linear(embed_dims, num_heads * num_levels * self.num_points)
+        self.value_proj = nn.Linear(embed_dims, embed_dims)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """MapTR's initialisation: equal weights everywhere."""
+        nn.init.zeros_(self.attention_weights.weight)
+        nn.init.zeros_(self.attention_weights.bias)
+        nn.init.xavier_uniform_(self.value_proj.weight)
+        nn.init.zeros_(self.value_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [bs, num_queries, embed_dims], the positional embedding added.
+            reference_points: [bs, num_queries, num_heads, 2] (x, y); 0..1 is the map.
+            value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
+            spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
+            level_start_index: [num_levels]. int32 or int64.
+            padding_mask: [bs, num_keys], bool; True is padding, which reads as zero.
+
+        Returns:
+            [bs, num_queries, embed_dims].
+        """
+        _check.reference_points(reference_points, (2,))
+        weights = self.attention_weights(query).unflatten(2, (self.num_heads, -1)).softmax(-1)
+        weights = weights.unflatten(3, (self.num_levels, self.num_points))
+        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
+        pixels = self.pixels(reference_points, spatial_shapes)
+        return geometric_kernel_attention(rows, spatial_shapes, level_start_index, pixels, weights)
+
+    @torch.no_grad()
+    def pixels(self, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+        """The pixels each query reads: [bs, num_queries, num_heads, num_levels, num_points, 2], whole numbers as floats."""
+        centre = reference_points[:, :, :, None] * spatial_shapes.flip(-1)
+        return (centre[..., None, :] + self.grid_offsets).round()
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, num_levels={self.num_levels}, "
+            f"kernel_size={self.kernel_size}, dilation={self.dilation}"
+        )

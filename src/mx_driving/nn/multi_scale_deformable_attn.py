@@ -1,0 +1,113 @@
+"""Multi-scale deformable attention as a module: Deformable-DETR's, mmcv's and transformers' under one roof."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .. import _check
+from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from ._pyramid import heads_of
+
+
+class MultiScaleDeformableAttention(nn.Module):
+    """Each query reads a few points that it chooses itself, near its reference point, on every level of a feature pyramid.
+
+        location = reference + offset(query) / (W_l, H_l)                        reference points (x, y)
+        location = centre + offset(query) / num_points * (w, h) / 2              reference boxes (x, y, w, h)
+        out      = output_proj(multi_scale_deformable_attn(value_proj(value), location, softmax(weight(query))))
+
+    Checkpoints of Deformable-DETR (`MSDeformAttn`), mmcv (`MultiScaleDeformableAttention`) and transformers load as they
+    are: `sampling_offsets`, `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. mmcv's module also
+    adds the query and applies dropout to the result; this one, like Deformable-DETR's, leaves both to the layer around it.
+
+    Args:
+        embed_dims: channels of queries, values and output; a multiple of num_heads.
+        num_heads, num_levels, num_points: heads, levels of the pyramid, points per head and level.
+
+    At the start every query looks in num_heads directions, num_points pixels far, with equal weights (Deformable-DETR's
+    initialisation).
+
+    Source: Zhu et al., "Deformable DETR", ICLR 2021.
+
+    >>> import mx_driving
+    >>> attention = mx_driving.nn.MultiScaleDeformableAttention(embed_dims=64, num_levels=2)
+    >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 8, 8), torch.rand(1, 64, 4, 4)])
+    >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 2, 2), value, shapes, starts).shape)
+    (1, 10, 64)
+    """
+
+    def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4) -> None:
+        super().__init__()
+        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
+        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
+        samples = num_heads * num_levels * num_points
+        self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
+        self.attention_weights = nn.Linear(embed_dims, samples)
+        self.value_proj = nn.Linear(embed_dims, embed_dims)
+        self.output_proj = nn.Linear(embed_dims, embed_dims)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Deformable-DETR's initialisation."""
+        angle = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
+        direction = torch.stack([angle.cos(), angle.sin()], -1)
+        direction = direction / direction.abs().amax(-1, keepdim=True)
+        steps = torch.arange(1.0, self.num_points + 1)
+        offsets = (direction[:, None, None] * steps[:, None]).expand(-1, self.num_levels, -1, -1)
+        nn.init.zeros_(self.sampling_offsets.weight)
+        with torch.no_grad():
+            self.sampling_offsets.bias.copy_(offsets.flatten())
+        nn.init.zeros_(self.attention_weights.weight)
+        nn.init.zeros_(self.attention_weights.bias)
+        for projection in (self.value_proj, self.output_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [bs, num_queries, embed_dims], the positional embedding added.
+            reference_points: [bs, num_queries, num_levels, 2] (x, y), or [..., 4] (x, y, w, h); 0..1 is the map.
+            value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
+            spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
+            level_start_index: [num_levels]. int32 or int64.
+            padding_mask: [bs, num_keys], bool; True is padding, which reads as zero.
+
+        Returns:
+            [bs, num_queries, embed_dims].
+        """
+        locations, weights = self.sampling(query, reference_points, spatial_shapes)
+        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
+        out = multi_scale_deformable_attn(rows, spatial_shapes, level_start_index, locations, weights)
+        return self.output_proj(out)
+
+    def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
+        """Where each query looks, and how much each look counts: the operator's sampling_locations and attention_weights."""
+        _check.reference_points(reference_points, (2, 4))
+        heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
+        reference = reference_points[:, :, None, :, None]  # over heads and points
+        if reference_points.shape[-1] == 2:
+            locations = reference + offsets / spatial_shapes.flip(-1)[:, None]
+        else:
+            locations = reference[..., :2] + offsets / points * reference[..., 2:] * 0.5
+        weights = self.attention_weights(query).unflatten(2, (heads, levels * points)).softmax(-1)
+        return locations, weights.unflatten(3, (levels, points))
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, "
+            f"num_levels={self.num_levels}, num_points={self.num_points}"
+        )

@@ -1,0 +1,133 @@
+"""Which cores a target has: by its modules' contents, and for a library by its files' texts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .. import _check
+from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
+
+# where a library keeps its cores; of any other one the modules that are loaded are searched
+_FILES = {"transformers": "models/*/modeling_*.py", "mmcv": "ops/multi_scale_deform_attn.py"}
+_ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
+_MARKS = ("grid_sample", "attention_weights", "sampling")  # what the text of a file with a core contains
+
+
+class Found:
+    """The cores of a target, by name; and what looks like one but is of no form that is known, with the reason."""
+
+    def __init__(self) -> None:
+        self.cores: dict[str, tuple[Form, Any]] = {}
+        self.unknown: dict[str, str] = {}
+
+    def look(self, module: types.ModuleType) -> None:
+        """Add the cores that the module defines or imports."""
+        for thing in list(vars(module).values()):
+            self.consider(thing)
+
+    def consider(self, thing: Any) -> None:
+        """Add the thing if it is a core, under the name of the place that defines it."""
+        described = _describe(thing)
+        if described is None:
+            return
+        kind, parameters = described
+        name = f"{thing.__module__}.{thing.__qualname__}"
+        form = next((f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)), None)
+        if form is not None:
+            self.cores[name] = (form, thing)
+        elif {"sampling_locations", "attention_weights"} <= set(parameters):
+            self.unknown[name] = f"no known form of a core has the parameters ({', '.join(parameters)})"
+
+
+def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
+    """Kind and parameters of what may be a core; None for everything else."""
+    if isinstance(thing, types.FunctionType):
+        return FUNCTION, _parameters(thing)
+    if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
+        return None
+    kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
+    forward = inspect.unwrap(vars(thing).get("forward", None) or (lambda: None))
+    forward = forward.__func__ if isinstance(forward, staticmethod) else forward
+    if kind is None or not isinstance(forward, types.FunctionType):
+        return None
+    return kind, _parameters(inspect.unwrap(forward))[1:]
+
+
+def _parameters(function: types.FunctionType) -> tuple[str, ...]:
+    """Names in order; those that can only be given by name are marked, so that no form has them."""
+    code = function.__code__
+    names, positional = code.co_varnames, code.co_argcount
+    return names[:positional] + tuple("*" + name for name in names[positional : positional + code.co_kwonlyargcount])
+
+
+def find(target: Any) -> Found:
+    """The cores of a library or module by name, of a Python module, or of a model."""
+    found = Found()
+    if isinstance(target, torch.nn.Module):
+        _of_model(target, found)
+    elif isinstance(target, types.ModuleType):
+        found.look(target)
+        _of_package(target.__name__, found)
+    elif isinstance(target, str):
+        _of_name(_ALIASES.get(target, target), found)
+    else:
+        _check.patch_target(target)
+    return found
+
+
+def _of_model(model: torch.nn.Module, found: Found) -> None:
+    names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
+    for name in sorted(names):
+        if name in sys.modules and name.partition(".")[0] not in ("torch", "mx_driving", "builtins"):
+            found.look(sys.modules[name])
+
+
+def _of_package(name: str, found: Found) -> None:
+    """The module and what is loaded below it."""
+    for loaded in sorted(sys.modules):
+        if loaded == name or loaded.startswith(name + "."):
+            module = sys.modules[loaded]
+            if isinstance(module, types.ModuleType):
+                found.look(module)
+
+
+def _of_name(name: str, found: Found) -> None:
+    if name not in _FILES:
+        importlib.import_module(name)
+        _of_package(name, found)
+        return
+    for module_name in _marked(name):
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:  # an optional requirement of one model must not stop the others
+            found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+            continue
+        before = len(found.cores) + len(found.unknown)
+        found.look(module)
+        if len(found.cores) + len(found.unknown) == before:
+            found.unknown[module_name] = "its text mentions a core, but it has none of a known form"
+
+
+def _marked(library: str) -> Iterator[str]:
+    """Names of the library's modules whose texts have the marks of a core."""
+    for root in _folders(library):
+        for file in sorted(root.glob(_FILES[library])):
+            text = file.read_text(encoding="utf-8")
+            if all(mark in text for mark in _MARKS):
+                yield ".".join([library, *file.relative_to(root).with_suffix("").parts])
+
+
+def _folders(library: str) -> Iterable[pathlib.Path]:
+    spec = importlib.util.find_spec(library)
+    if spec is None or spec.submodule_search_locations is None:
+        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+    return [pathlib.Path(folder) for folder in spec.submodule_search_locations]

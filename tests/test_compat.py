@@ -1,0 +1,215 @@
+"""compat.install: code written against compiled extensions imports, runs and differentiates on a CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import cases
+import pytest
+import torch
+
+import mx_driving
+from mx_driving import compat
+
+# the way the original repositories call their extensions: an autograd function per operator, the extension a submodule
+PACKAGE = """
+import torch
+from torch.autograd import Function
+import MultiScaleDeformableAttention as MSDA
+import GeometricKernelAttention as GKA
+from . import deformable_aggregation_ext as DAF
+
+class MSDeformAttnFunction(Function):
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        ctx.save_for_backward(*inputs)
+        return MSDA.ms_deform_attn_forward(*inputs, im2col_step)
+
+    @staticmethod
+    def backward(ctx, grad):
+        value, locations, weights = MSDA.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)
+        return value, None, None, locations, weights, None
+
+class GeometricKernelAttentionFunc(Function):
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        ctx.save_for_backward(*inputs)
+        return GKA.geometric_kernel_attn_cuda_forward(*inputs, im2col_step)
+
+    @staticmethod
+    def backward(ctx, grad):
+        value, weights = GKA.geometric_kernel_attn_cuda_backward(*ctx.saved_tensors, grad, 64)
+        return value, None, None, None, weights, None
+
+class DeformableAggregationFunction(Function):
+    @staticmethod
+    def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):
+        inputs = mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights
+        ctx.save_for_backward(*inputs)
+        return DAF.deformable_aggregation_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = ctx.saved_tensors
+        outputs = [torch.zeros_like(inputs[i]) for i in (0, 3, 4)]
+        DAF.deformable_aggregation_backward(*inputs, grad.contiguous(), *outputs)
+        return outputs[0], None, None, outputs[1], outputs[2]
+"""
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """A package as it lies in a repository whose extensions nobody has built."""
+    (tmp_path / "someones_ops").mkdir()
+    (tmp_path / "someones_ops" / "__init__.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.install()
+    import someones_ops  # pyright: ignore
+
+    yield someones_ops
+    compat.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "someones_ops"]:
+        del sys.modules[name]
+
+
+FUNCTIONS = {
+    cases.MULTI_SCALE: "MSDeformAttnFunction",
+    cases.AGGREGATION: "DeformableAggregationFunction",
+    cases.GEOMETRIC: "GeometricKernelAttentionFunc",
+}
+INPUTS = {
+    cases.MULTI_SCALE: cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2),
+    cases.AGGREGATION: cases.aggregation(2, 5, 3, 8, 2, [[(4, 6), (2, 3)], [(5, 4), (3, 2)]]),
+    cases.GEOMETRIC: cases.geometric(2, 5, 8, 3, [(4, 6), (2, 3)], 2),
+}
+
+
+def results(function, operator, *more):
+    places = cases.DIFFERENTIABLE[operator]
+    inputs = [i.detach().clone().requires_grad_(k in places) for k, i in enumerate(INPUTS[operator])]
+    out = function(*inputs, *more)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return [out, *torch.autograd.grad(out, [inputs[k] for k in places], direction)]
+
+
+def apply(repository, operator):
+    more = () if operator == cases.AGGREGATION else (64,)
+    return results(getattr(repository, FUNCTIONS[operator]).apply, operator, *more)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_original_code_runs(repository, operator):
+    for a, b in zip(apply(repository, operator), results(getattr(mx_driving, operator), operator), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autograd_functions_are_patched_by_name(repository, monkeypatch):
+    """Where the extension cannot run, as a GPU one on a CPU; and it is back afterwards."""
+    for extension in (repository.MSDA, repository.GKA, repository.DAF):
+        for name in [n for n in vars(extension) if n.endswith("ward")]:
+            monkeypatch.setattr(extension, name, None)
+    with mx_driving.patched(repository) as done:
+        assert {name.rpartition(".")[2] for name in done.replaced} == set(FUNCTIONS.values())
+        for operator in cases.OPERATORS:
+            for a, b in zip(apply(repository, operator), results(getattr(mx_driving, operator), operator), strict=True):
+                assert torch.equal(a, b)
+    for operator in cases.OPERATORS:
+        with pytest.raises(TypeError, match="not callable"):
+            apply(repository, operator)
+        assert "apply" not in vars(getattr(repository, FUNCTIONS[operator]))
+
+
+def test_install_twice_and_undo():
+    code = """
+    import sys, mx_driving
+    finders = list(sys.meta_path)
+    assert mx_driving.compat.install() == mx_driving.compat.install()
+    assert len(sys.meta_path) == len(finders) + 2
+    import MultiScaleDeformableAttention
+    mx_driving.compat.uninstall()
+    assert sys.meta_path == finders
+    try:
+        import MultiScaleDeformableAttention
+    except ModuleNotFoundError:
+        print("gone")
+    sys.modules["GeometricKernelAttention"] = sys
+    try:
+        mx_driving.compat.install()
+    except RuntimeError as error:
+        print(error)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "gone",
+        "mx_driving.compat.install must come before the first import of GeometricKernelAttention",
+    ]
+
+
+MMCV = """
+import torch, mx_driving
+mx_driving.compat.install()
+import mmcv
+from mmcv.ops import MultiScaleDeformableAttention, multi_scale_deform_attn as module, nms
+from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction as Function
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch as plain
+torch.manual_seed(0)
+value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(2, 32, 5, 4), torch.rand(2, 32, 3, 2)])
+layer = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, batch_first=True)
+for p in layer.parameters():
+    torch.nn.init.normal_(p, std=0.2)
+query, reference, padding = torch.rand(2, 6, 32), torch.rand(2, 6, 2, 2), torch.rand(2, 26) < 0.2
+ours = mx_driving.nn.MultiScaleDeformableAttention(32, 4, 2, 3)
+ours.load_state_dict(layer.state_dict(), strict=True)
+
+def theirs():
+    return layer(query, value=value, key_padding_mask=padding, reference_points=reference,
+                 spatial_shapes=shapes, level_start_index=starts)
+
+def counted(call):
+    with mx_driving.viz.recording() as looks:
+        out = call()
+    return out, len(looks)
+
+before, count = counted(theirs)
+assert count == 0
+torch.testing.assert_close(ours(query, reference, value, shapes, starts, padding) + query, before, rtol=1e-5, atol=1e-6)
+heads = (value.view(2, 26, 4, 8), *ours.sampling(query, reference, shapes))
+expected = plain(heads[0], shapes, *heads[1:])
+with mx_driving.patched(NAME) as done:
+    print(*done.replaced, sep="\\n")
+    after, count = counted(theirs)
+    assert count == 1
+    torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-6)
+    out, count = counted(lambda: plain(heads[0], shapes, *heads[1:]))
+    assert count == 1
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    out, count = counted(lambda: Function.apply(heads[0], shapes, starts, *heads[1:], 64))
+    assert count == 1
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+assert counted(theirs)[1] == 0
+leaf = heads[0].detach().requires_grad_()
+gradient = torch.autograd.grad(Function.apply(leaf, shapes, starts, *heads[1:], 64).sum(), leaf)[0]  # through mmcv._ext
+torch.testing.assert_close(gradient, torch.autograd.grad(plain(leaf, shapes, *heads[1:]).sum(), leaf)[0])
+try:
+    nms(torch.rand(2, 4), torch.rand(2), 0.5)
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("name", ["mmcv", "mmcv-full"])
+def test_mmcv(name):
+    """mmcv-lite has no compiled extension; with the stand-in its ops import, and both of its cores are replaced."""
+    pytest.importorskip("mmcv")
+    code = MMCV.replace("NAME", repr(name))
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction",
+        "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",
+        "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn only",
+    ]

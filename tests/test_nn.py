@@ -1,0 +1,207 @@
+"""The modules: numbers and gradients of published.py's writings, checkpoint names, initialisation, errors, compilation."""
+
+from __future__ import annotations
+
+import published
+import pytest
+import torch
+
+from mx_driving import nn
+
+SIZES = [(9, 7), (5, 4), (3, 2)]
+
+
+def randomise(module: torch.nn.Module, seed: int = 0) -> torch.nn.Module:
+    """Every parameter away from its initial zeros, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "fix_scale" not in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module.double()
+
+
+def pyramid(channels: int, bs: int = 2, seed: int = 1):
+    generator = torch.Generator().manual_seed(seed)
+    maps = [torch.randn(bs, channels, *size, generator=generator, dtype=torch.float64) for size in SIZES]
+    return nn.flatten_levels(maps)
+
+
+def rand(*shape: int, seed: int = 2) -> torch.Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(module, inputs, writing):
+    """Outputs and the gradients of all parameters and floating inputs: float64, so nothing but rounding may differ."""
+    leaves = [i.requires_grad_() for i in inputs if i is not None and i.is_floating_point()]
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    wanted = [*leaves, *parameters.values()]
+    got, true = module(*inputs), writing({**dict(module.named_parameters())}, *inputs)
+    torch.testing.assert_close(got, true, rtol=1e-11, atol=1e-11)
+    g = torch.randn(got.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ours = torch.autograd.grad(got, wanted, g, allow_unused=True)
+    theirs = torch.autograd.grad(true, wanted, g, allow_unused=True)
+    names = [*(f"input {i}" for i in range(len(leaves))), *parameters]
+    for name, a, b in zip(names, ours, theirs, strict=True):
+        if a is None or b is None:  # one writing says "none" where the other one says "zero"
+            assert all(g is None or not g.any() for g in (a, b)), name
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("numbers", [2, 4])
+@pytest.mark.parametrize("padded", [False, True])
+def test_multi_scale(numbers, padded):
+    module = randomise(nn.MultiScaleDeformableAttention(24, num_heads=3, num_levels=3, num_points=2))
+    value, shapes, starts = pyramid(24)
+    padding = rand(2, value.shape[1], seed=9) < 0.3 if padded else None
+    inputs = (rand(2, 11, 24), rand(2, 11, 3, numbers, seed=5) * 1.2 - 0.1, value, shapes, starts, padding)
+    assert_same(module, inputs, lambda state, *a: published.multi_scale(state, (3, 3, 2), *a))
+
+
+@pytest.mark.parametrize(("kernel_size", "dilation", "padded"), [((3, 5), 1, False), ((2, 3), 2, True), ((1, 1), 1, False)])
+def test_geometric(kernel_size, dilation, padded):
+    module = randomise(nn.GeometricKernelAttention(24, 4, 3, kernel_size, dilation))
+    value, shapes, starts = pyramid(24)
+    padding = rand(2, value.shape[1], seed=9) < 0.3 if padded else None
+    inputs = (rand(2, 11, 24), rand(2, 11, 4, 2, seed=5) * 1.4 - 0.2, value, shapes, starts, padding)
+    assert_same(module, inputs, lambda state, *a: published.geometric(state, (4, 3, kernel_size, dilation), *a))
+
+
+def test_geometric_window_order():
+    """Column by column, (x, y), as MapTR's meshgrid of (x, y) orders it."""
+    module = nn.GeometricKernelAttention(8, 1, kernel_size=(3, 2), dilation=2)
+    assert module.grid_offsets.tolist() == [[-2, -2], [-2, 0], [-2, 2], [0, -2], [0, 0], [0, 2]]
+
+
+def cameras(bs: int = 2, cams: int = 3, seed: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cameras at the origin that look around: projections to pixels of pictures of 80 x 60, and their sizes."""
+    matrices = []
+    for c in range(bs * cams):
+        angle = torch.tensor(2 * torch.pi * c / cams + 0.1 * seed, dtype=torch.float64)
+        forward = torch.stack([angle.cos(), angle.sin()])
+        rows = torch.zeros(4, 4, dtype=torch.float64)
+        rows[2, :2] = forward
+        rows[0, :2] = 40 * forward + 50 * torch.stack([forward[1], -forward[0]])
+        rows[1, :2] = 30 * forward
+        rows[1, 2], rows[2, 3], rows[3, 3] = -50, 0.4, 1
+        matrices.append(rows)
+    wh = torch.tensor([80.0, 60.0], dtype=torch.float64).expand(bs, cams, 2).clone()
+    return torch.stack(matrices).view(bs, cams, 4, 4), wh
+
+
+@pytest.mark.parametrize("mode", ["cat", "add"])
+@pytest.mark.parametrize(("camera_embed", "learnable"), [(True, 3), (True, 0), (False, 2)])
+def test_aggregation(mode, camera_embed, learnable):
+    module = nn.DeformableFeatureAggregation(
+        16, 4, 2, 3, num_learnable_pts=learnable, use_camera_embed=camera_embed, residual_mode=mode
+    )
+    randomise(module).eval()
+    projection, wh = cameras()
+    maps = [torch.randn(2, 3, 16, *s, generator=torch.Generator().manual_seed(8), dtype=torch.float64) for s in SIZES[:2]]
+    yaw = rand(2, 6, seed=6) * 6.28
+    anchor = torch.cat([rand(2, 6, 3) * 10 - 5, rand(2, 6, 3, seed=7), yaw.sin()[..., None], yaw.cos()[..., None]], -1)
+    anchor = torch.cat([anchor, rand(2, 6, 3)], -1)  # velocities are not read
+    inputs = (rand(2, 6, 16), anchor, rand(2, 6, 16, seed=3), *nn.flatten_cameras(maps), projection, wh)
+
+    def writing(state, *a):
+        return published.aggregation(state, (4, 2), *a, mode=mode)
+
+    with torch.no_grad():  # the writing turns an anchor by a constant matrix, so its gradient is not compared here
+        torch.testing.assert_close(module(*inputs), writing(dict(module.named_parameters()), *inputs), rtol=1e-11, atol=1e-11)
+        assert (module(*inputs)[..., :16] - module.output_proj.bias).abs().amax() > 0.1  # the cameras see something
+    if not camera_embed:  # else the matrix is also an input of the weights
+        scaled = projection.clone()
+        scaled[:, :, :2] /= wh[..., None]
+        torch.testing.assert_close(module(*inputs[:-2], scaled), module(*inputs), rtol=1e-11, atol=1e-11)
+
+
+def test_aggregation_gradients():
+    """By finite differences: every input, through projection, softmax and sampling."""
+    module = nn.DeformableFeatureAggregation(4, 2, 1, 2, num_learnable_pts=1, fix_scale=((0.2, 0.1, 0),), attn_drop=0.0)
+    randomise(module)
+    projection, wh = cameras(1, 2)
+    maps = [torch.randn(1, 2, 4, 4, 5, generator=torch.Generator().manual_seed(8), dtype=torch.float64)]
+    table, shape, start = nn.flatten_cameras(maps)
+    anchor = torch.tensor([[[3.0, 1.0, 0.3, 0.1, 0.2, 0.0, 0.6, 0.8]]], dtype=torch.float64)
+    leaves = [rand(1, 1, 4), anchor, rand(1, 1, 4, seed=1), table, projection]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    assert torch.autograd.gradcheck(lambda f, a, e, m, p: module(f, a, e, m, shape, start, p, wh), leaves)
+
+
+def test_aggregation_drops_pairs_in_training_only():
+    module = nn.DeformableFeatureAggregation(8, 2, 2, 3, attn_drop=0.5)
+    projection, _ = cameras(1)
+    feature = torch.rand(1, 400, 8)
+    torch.manual_seed(0)
+    dropped = module.weights(feature, projection.float())
+    gone = (dropped == 0).all(-1).all(-1)  # [bs, anchor, pts, cam]
+    assert ((dropped == 0) == gone[..., None, None]).all()  # a pair goes as a whole
+    assert 0.45 < gone.float().mean() < 0.55
+    kept = module.eval().weights(feature, projection.float())
+    torch.testing.assert_close(dropped[~gone], kept[~gone] * 2)
+    torch.testing.assert_close(kept.sum((2, 3, 4)), torch.ones(1, 400, 2))
+
+
+def test_checkpoint_names():
+    """As they stand in files of Deformable-DETR and mmcv, Sparse4D and MapTR."""
+
+    def layers(*names):
+        return {f"{n}.{kind}" for n in names for kind in ("weight", "bias")}
+
+    detr = nn.MultiScaleDeformableAttention().state_dict()
+    assert set(detr) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
+    assert detr["sampling_offsets.weight"].shape == (256, 256)
+    assert detr["attention_weights.weight"].shape == (128, 256)
+    maptr = nn.GeometricKernelAttention().state_dict()
+    assert set(maptr) == layers("attention_weights", "value_proj")
+    assert maptr["attention_weights.weight"].shape == (4 * 1 * 15, 256)
+    sparse4d = nn.DeformableFeatureAggregation().state_dict()
+    encoder = layers(*(f"camera_encoder.{i}" for i in (0, 2, 3, 5)))
+    others = layers("output_proj", "weights_fc", "kps_generator.learnable_fc")
+    assert set(sparse4d) == {"kps_generator.fix_scale"} | encoder | others
+    assert sparse4d["weights_fc.weight"].shape == (8 * 4 * 13, 256)
+    assert sparse4d["camera_encoder.0.weight"].shape == (256, 12)
+    assert sparse4d["kps_generator.fix_scale"].shape == (7, 3)
+    without = nn.DeformableFeatureAggregation(use_camera_embed=False, num_learnable_pts=0).state_dict()
+    assert set(without) == {"kps_generator.fix_scale"} | layers("output_proj", "weights_fc")
+    assert without["weights_fc.weight"].shape == (8 * 6 * 4 * 7, 256)
+
+
+@pytest.mark.parametrize(("heads", "levels", "points"), [(8, 4, 4), (3, 2, 5)])
+def test_initialisation(heads, levels, points):
+    module = nn.MultiScaleDeformableAttention(24, heads, levels, points)
+    torch.testing.assert_close(module.sampling_offsets.bias.detach(), published.grid_bias(heads, levels, points))
+    for zero in (module.sampling_offsets.weight, module.attention_weights.weight, module.attention_weights.bias):
+        assert not zero.any()
+    for other in (module, nn.GeometricKernelAttention(24), nn.DeformableFeatureAggregation(24)):
+        for name, p in other.named_parameters():
+            if name in ("value_proj.weight", "output_proj.weight"):
+                bound = (6 / 48) ** 0.5
+                assert 0.9 * bound < p.abs().max() <= bound
+            if name in ("value_proj.bias", "output_proj.bias"):
+                assert not p.any()
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"^num_heads must divide embed_dims=256; got 7$"):
+        nn.MultiScaleDeformableAttention(num_heads=7)
+    with pytest.raises(ValueError, match=r"^residual_mode must be 'add' or 'cat'; got 'none'$"):
+        nn.DeformableFeatureAggregation(residual_mode="none")
+    module = nn.MultiScaleDeformableAttention(8, 2, 1, 1)
+    args = (torch.rand(1, 4, 8), torch.tensor([[2, 2]]), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"^reference_points must have 4 axes, the last of 2 or 4 numbers; got"):
+        module(torch.rand(1, 3, 8), torch.rand(1, 3, 1, 3), *args)
+
+
+def test_modules_compile_and_autocast():
+    module = nn.MultiScaleDeformableAttention(16, 2, 2, 2)
+    value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5), torch.rand(1, 16, 3, 3)])
+    args = (torch.rand(1, 7, 16), torch.rand(1, 7, 2, 2), value, shapes, starts)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*args), module(*args))
+    with torch.autocast("cpu", torch.bfloat16):  # linear layers in bfloat16, sampling in float32
+        lowered = module(*args)
+    assert lowered.dtype == torch.bfloat16
+    torch.testing.assert_close(lowered.float(), module(*args), rtol=0.05, atol=0.02)

@@ -1,0 +1,207 @@
+"""patch: what it takes, what it leaves alone and why, and that the originals come back. Libraries have files of their own."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mx_driving
+
+
+def plain_core(value, value_spatial_shapes, sampling_locations, attention_weights):
+    """What a library writes: grid_sample per level."""
+    bs, _, heads, channels = value.shape
+    queries = sampling_locations.shape[1]
+    parts = value.split([h * w for h, w in value_spatial_shapes], 1)
+    total = 0
+    for l, (h, w) in enumerate(value_spatial_shapes):
+        plane = parts[l].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
+        grid = 2 * sampling_locations[:, :, :, l].transpose(1, 2).flatten(0, 1) - 1
+        weight = attention_weights[:, :, :, l].transpose(1, 2).flatten(0, 1)[:, None]
+        total = total + (F.grid_sample(plane, grid, align_corners=False) * weight).sum(-1)
+    return total.view(bs, heads * channels, queries).transpose(1, 2)
+
+
+def module_of(source: str, name: str = "a_library") -> types.ModuleType:
+    """A Python module made of text, with `plain_core` in its reach."""
+    module = types.ModuleType(name)
+    vars(module)["plain_core"] = types.FunctionType(plain_core.__code__, globals(), "plain_core")
+    module.plain_core.__module__ = "elsewhere"
+    exec(textwrap.dedent(source), vars(module))
+    return module
+
+
+GOOD = """
+def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+    return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
+"""
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    value = torch.rand(1, 26, 2, 4, generator=generator)
+    locations, weights = (torch.rand(1, 3, 2, 2, 2, *last, generator=generator) for last in ((2,), ()))
+    return value, [(5, 4), (3, 2)], locations, weights
+
+
+def calls(function) -> int:
+    with mx_driving.viz.recording() as looks:
+        function(*inputs())
+    return len(looks)
+
+
+def test_a_function_changes_in_place_and_back():
+    module = module_of(GOOD)
+    imported = module.deformable  # by another file, before
+    before = imported.__code__
+    done = mx_driving.patch(module)
+    assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
+    assert repr(done).splitlines() == ["replaced elsewhere.plain_core", "replaced a_library.deformable"]
+    assert calls(imported) == 1
+    torch.testing.assert_close(imported(*inputs()), plain_core(*inputs()))
+    done.restore()
+    done.restore()
+    assert imported.__code__ is before
+    assert calls(imported) == 0
+
+
+def test_patches_may_overlap_and_end_in_any_order():
+    module = module_of(GOOD)
+    first, second = mx_driving.patch(module), mx_driving.patch(module)
+    first.restore()
+    assert calls(module.deformable) == 1
+    second.restore()
+    assert calls(module.deformable) == 0
+
+
+def test_an_exception_gives_the_original_back():
+    module = module_of(GOOD)
+    with pytest.raises(KeyError), mx_driving.patched(module):
+        raise KeyError
+    assert calls(module.deformable) == 0
+
+
+def test_a_model_is_searched_by_its_classes_files():
+    """Through a class of another file, and a core imported into it."""
+    module = module_of(GOOD)
+    layer = type("Layer", (torch.nn.Module,), {"__module__": "a_library_of_layers"})
+    sys.modules["a_library_of_layers"] = module
+    try:
+        with mx_driving.patched(torch.nn.Sequential(layer())) as done:
+            assert "a_library.deformable" in done.replaced
+    finally:
+        del sys.modules["a_library_of_layers"]
+
+
+OTHER_NUMBERS = """
+def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+    return 2 * plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
+"""
+OTHER_GRADIENT = """
+def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+    return plain_core(value, value_spatial_shapes, sampling_locations.detach(), attention_weights)
+"""
+OTHER_LAYOUT = """
+def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+    return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights).transpose(0, 1)
+"""
+RAISES = """
+def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+    raise RuntimeError("Not implemented on the CPU")
+"""
+CLOSURE = """
+def decorated(function):
+    def deformable(value, value_spatial_shapes, sampling_locations, attention_weights):
+        return function(value, value_spatial_shapes, sampling_locations, attention_weights)
+    return deformable
+deformable = decorated(plain_core)
+"""
+OTHER_PARAMETERS = """
+def deformable(value, sampling_locations, attention_weights, sizes):
+    pass
+"""
+BY_NAME_ONLY = """
+def deformable(value, value_spatial_shapes, sampling_locations, *, attention_weights):
+    pass
+"""
+UNKNOWN_FUNCTION = """
+import torch
+class deformable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (OTHER_NUMBERS, "its result on a small example differs from the operator's by"),
+        (OTHER_GRADIENT, "its result on a small example differs from the operator's by"),
+        (OTHER_LAYOUT, "its result on a small example differs from the operator's by inf"),
+        (RAISES, "it does not run on a small example: RuntimeError: Not implemented on the CPU"),
+        (CLOSURE, "it is a closure, whose code cannot be exchanged"),
+        (OTHER_PARAMETERS, "no known form of a core has the parameters (value, sampling_locations, attention_weights, sizes)"),
+        (UNKNOWN_FUNCTION, "no known form of a core has the parameters (value, value_spatial_shapes, "),
+    ],
+)
+def test_what_is_not_known_is_left_alone_and_said(source, reason):
+    module = module_of(source)
+    before = module.deformable
+    with pytest.warns(UserWarning, match="mx_driving.patch left a_library.*alone"):
+        done = mx_driving.patch(module)
+    try:
+        assert done.replaced == ("elsewhere.plain_core",)
+        ((name, said),) = done.skipped.items()
+        assert name.startswith("a_library.")
+        assert said.startswith(reason)
+        assert f"left alone {name}: {said}" in repr(done)
+        assert module.deformable is before
+    finally:
+        done.restore()
+
+
+def test_parameters_by_name_only_are_another_form():
+    module = module_of(BY_NAME_ONLY)
+    with mx_driving.patched(module) as done:
+        assert done.replaced == ("elsewhere.plain_core",)
+
+
+def test_errors():
+    with pytest.raises(TypeError, match=r"^target must be a library's name, a module or a torch.nn.Module; got int$"):
+        mx_driving.patch(3)  # pyright: ignore
+    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+        mx_driving.patch("no_such_library")
+    with pytest.raises(ValueError, match=r"^target must have a deformable sampling core of a known form; got none in json$"):
+        mx_driving.patch("json")
+    alone = types.ModuleType("alone")
+    exec(RAISES, vars(alone))
+    with pytest.raises(ValueError, match=r"got none in alone; alone\.deformable: it does not run"):
+        mx_driving.patch(alone)
+
+
+def test_random_state_and_gradient_mode_stay():
+    module = module_of(GOOD)
+    state = torch.random.get_rng_state()
+    with torch.inference_mode(), mx_driving.patched(module):
+        assert torch.is_inference_mode_enabled()
+    with torch.no_grad(), mx_driving.patched(module):
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_tensor_sizes_and_half_precision():
+    """Older libraries give the sizes as a tensor; a half-precision model gets half precision back."""
+    module = module_of(GOOD)
+    value, sizes, locations, weights = inputs()
+    expected = plain_core(value, sizes, locations, weights)
+    with mx_driving.patched(module):
+        torch.testing.assert_close(module.deformable(value, torch.tensor(sizes), locations, weights), expected)
+        half = module.deformable(value.bfloat16(), sizes, locations.bfloat16(), weights.bfloat16())
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, rtol=0.05, atol=0.05)

@@ -1,0 +1,119 @@
+"""examples/train_bev.py: geometry, resume, several processes. What it learns is in the README; here it takes a few steps."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from mx_driving.cli import rig
+
+FILE = pathlib.Path(__file__).parent.parent / "examples" / "train_bev.py"
+
+
+def _example():
+    spec = importlib.util.spec_from_file_location("train_bev", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_bev"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+train_bev = _example()
+TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where all tests find the scenes, rendered once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(folder: pathlib.Path, name: str, transform: str = "aggregation", **more) -> list[float]:
+    defaults = {"resume": False, "stop": 0, "save": 2, "rate": 2e-3, "transform": transform, "out": folder / name}
+    train_bev.train(argparse.Namespace(**{**TINY, **defaults, **more}))
+    return curve(folder / name)
+
+
+def curve(out: pathlib.Path) -> list[float]:
+    with (out / "losses.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("transform", ["aggregation", "multi_scale", "geometric"])
+def test_learns_and_resumes_on_the_same_curve(folder, transform):
+    whole = run(folder, f"whole-{transform}", transform)
+    assert len(whole) == 4
+    for picture in ("prediction.png", "looks.png"):
+        assert (folder / f"whole-{transform}" / picture).stat().st_size > 10_000
+    assert run(folder, f"part-{transform}", transform, stop=2) == whole[:2]
+    assert run(folder, f"part-{transform}", transform, resume=True) == whole
+
+
+def test_two_processes_follow_the_curve_of_one(folder):
+    alone = run(folder, "alone", "multi_scale")
+    sizes = [text for name, value in TINY.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29713", str(FILE)]
+    command += ["--transform", "multi_scale", "--out", str(folder / "two"), "--save", "2", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.tensor(curve(folder / "two")), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
+def test_projections_are_the_rigs():
+    cameras = rig.surround(*train_bev.SIZE)
+    points = torch.randn(50, 3, dtype=torch.float64) * 8
+    for matrix, camera in zip(train_bev.projections(cameras), cameras, strict=True):
+        place, depth = rig.project(camera, points)
+        turned = points.float() @ matrix[:3, :3].T + matrix[:3, 3]
+        front = depth > 0.5
+        torch.testing.assert_close((turned[:, :2] / turned[:, 2:])[front], place[front].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_takes_the_same_scenes_on_any_number_of_processes():
+    for step in range(7):
+        whole = train_bev.batch_of(step, 10, 4, 0, 1).tolist()
+        shares = [train_bev.batch_of(step, 10, 4, rank, 2).tolist() for rank in (0, 1)]
+        assert sorted(shares[0] + shares[1]) == sorted(whole)
+        assert len(shares[0]) == len(shares[1]) == 2
+    epoch = [i for step in range(2) for i in train_bev.batch_of(step, 10, 4, 0, 1).tolist()]
+    assert len(set(epoch)) == 8
+
+
+def test_maps_agree_with_pictures(monkeypatch):
+    """Where the map says vehicle, a vehicle changes the front camera's picture; elsewhere only what one hides changes."""
+    scenes = train_bev.render(3, 5, 48)
+    assert scenes.images.shape == (3, 6, 3, *train_bev.SIZE)
+    monkeypatch.setattr(train_bev, "random_traffic", lambda pose, generator: [])
+    empty = train_bev.render(3, 5, 48)
+    assert not empty.maps[:, 1].any()
+    assert torch.equal(empty.maps[:, 0], scenes.maps[:, 0])
+    changed = (scenes.images[:, 1].float() - empty.images[:, 1].float()).abs().amax(1) > 8
+
+    def at(height):
+        """Whether the picture changed where the front camera sees each cell, and whether it sees it."""
+        roof = torch.nn.functional.pad(train_bev.cell_centres(48).double(), (0, 1), value=height)
+        place, depth = rig.project(rig.surround(*train_bev.SIZE)[1], roof)
+        seen = ((place > 0.02) & (place < 0.98)).all(-1) & (depth > 3)
+        x, y = (place.nan_to_num(0) * torch.tensor(train_bev.SIZE).flip(0)).long().unbind(-1)
+        return changed[:, y.clamp(0, train_bev.SIZE[0] - 1), x.clamp(0, train_bev.SIZE[1] - 1)], seen
+
+    vehicle = scenes.maps[:, 1]
+    assert (vehicle.float().mean((1, 2)) > 0.02).all()
+    hit, seen = at(0.6)
+    assert hit[vehicle & seen].float().mean() > 0.95
+    behind, seen = at(0.0)  # about half of the other ground is hidden or in shadow
+    assert behind[~vehicle & seen].float().mean() < hit[vehicle & seen].float().mean() - 0.3
+    mirrored = vehicle.flip(2) & ~vehicle & seen
+    assert hit[mirrored].float().mean() < 0.8

@@ -1,0 +1,69 @@
+"""viz: what is recorded, and that dots and cells land where they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mx_driving
+from mx_driving import viz
+
+matplotlib = pytest.importorskip("matplotlib")
+
+
+def test_recording_sees_every_operator_and_no_backward():
+    value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 8, 4, 4, requires_grad=True)])
+    heads, weights = value.view(1, 16, 2, 4), torch.rand(1, 3, 2, 1, 2)
+    with viz.recording() as looks:
+        out = mx_driving.multi_scale_deformable_attn(heads, shapes, starts, torch.rand(1, 3, 2, 1, 2, 2), weights)
+        out.sum().backward()
+        mx_driving.geometric_kernel_attention(heads, shapes, starts, torch.zeros(1, 3, 2, 1, 2, 2).long(), weights)
+        maps = mx_driving.nn.flatten_cameras([torch.rand(1, 1, 8, 4, 4)])
+        mx_driving.deformable_aggregation(*maps, torch.rand(1, 2, 3, 1, 2), torch.rand(1, 2, 3, 1, 1, 4))
+    mx_driving.multi_scale_deformable_attn(heads, shapes, starts, torch.rand(1, 3, 2, 1, 2, 2), weights)
+    assert [look.operator for look in looks] == [
+        "multi_scale_deformable_attn",
+        "geometric_kernel_attention",
+        "deformable_aggregation",
+    ]
+    assert torch.equal(looks[0].weights, weights)
+    assert not looks[0].table.requires_grad
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_points_land_on_their_pixels(channels_first):
+    """The centre of pixel (column 2, row 1) of a 4 x 3 picture; the area follows the weight; what is outside is not drawn."""
+    image = torch.rand(3, 4, 3)
+    locations = torch.tensor([[[(2 + 0.5) / 4, (1 + 0.5) / 3], [1.2, 0.5]], [[0.125, 0.5], [0.5, 0.5]]])  # [level, point, 2]
+    weights = torch.tensor([[0.4, 0.3], [0.2, 0.1]])
+    picture = image.permute(2, 0, 1) if channels_first else image
+    ax = viz.sampling_points(picture, locations, weights, reference=torch.tensor([[0.5, 0.5, 1.0, 0.5]]))
+    first, second = ax.collections
+    (place,) = first.get_offsets().tolist()
+    assert place == pytest.approx([2.0, 1.0], abs=1e-6)
+    assert second.get_offsets()[0].tolist() == pytest.approx([0.0, 1.0], abs=1e-6)
+    assert first.get_sizes()[0] == pytest.approx(2 * second.get_sizes()[0])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["level 0", "level 1"]
+    (box,) = ax.patches
+    assert box.get_bbox().bounds == pytest.approx((-0.5, 0.25, 4.0, 1.5))
+    fewer = viz.sampling_points(picture, locations, weights, least=0.15)
+    assert [len(c.get_offsets()) for c in fewer.collections] == [1, 1]
+
+
+def test_bev_is_drawn_forward_up_and_left_left():
+    view = torch.zeros(4, 6)
+    view[3, 5] = 1  # far ahead, far left
+    ax = viz.bev(view, extent=(-2, 2, -3, 3), title="cells")
+    (image,) = ax.images
+    assert image.get_array()[0, 0] == 1
+    assert ax.get_title() == "cells"
+    left, right, bottom, top = image.get_extent()
+    assert (left, right, bottom, top) == (3, -3, -2, 2)
+
+
+def test_errors():
+    image = torch.rand(4, 4, 3)
+    with pytest.raises(ValueError, match=r"^locations must have shape \(..., num_levels, num_points, 2\); got \(2,\)$"):
+        viz.sampling_points(image, torch.rand(2), torch.rand(1))
+    with pytest.raises(ValueError, match=r"^weights must have shape \(1, 2\); got \(2, 1\)$"):
+        viz.sampling_points(image, torch.rand(1, 2, 2), torch.rand(2, 1))
