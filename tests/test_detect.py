@@ -47,4 +47,4 @@ def test_random_weights(tmp_path):
     photo = str(tmp_path / "photo.png")
     said = run("--model", "deformable_detr", "--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"))
     assert "12 layers sample deformably" in said
-    assert (tmp_path / "seen.png").stat().st_size > 50_000
+    assert Image.open(tmp_path / "seen.png").size[0] > 900
