@@ -2,15 +2,21 @@
 
 A sample is counted whether or not it turns out to be on the map, and what is done once per sample (coordinates, shares) is
 not: it is no part of the work that grows with channels.
+
+The formulas are registered when that module is imported: it imports Triton where that is installed, which takes ten times
+as long as importing this package.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import sys
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
+
+_COUNTER = "torch.utils.flop_counter"
 
 # rows of the table that a sample reads
 _ROWS = {"multi_scale_deformable_attn": 4, "deformable_aggregation": 4, "geometric_kernel_attention": 1}
@@ -22,7 +28,9 @@ def _row_flops(name: str, table: torch.Size, weights: torch.Size) -> int:
     return 2 * _ROWS[name] * samples * table[-1]
 
 
-def register(name: str) -> None:
+def _register(name: str) -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
     packet = getattr(torch.ops.mx_driving, name)
     packet_backward = getattr(torch.ops.mx_driving, name + "_backward")
 
@@ -35,3 +43,34 @@ def register(name: str) -> None:
 
     register_flop_formula(packet)(forward)
     register_flop_formula(packet_backward)(backward)
+
+
+class _WhenImported:
+    """A finder that waits for one module: finds it as everybody would, and registers once it is there."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(cls)  # pyright: ignore
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            for operator in _ROWS:
+                _register(operator)
+
+        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register() -> None:
+    """All operators, now or when torch.utils.flop_counter is imported."""
+    if _COUNTER in sys.modules:
+        for operator in _ROWS:
+            _register(operator)
+    else:
+        sys.meta_path.insert(0, _WhenImported)  # pyright: ignore

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from .report import Row
-from .timing import interleaved
+from .timing import Call, interleaved
 from .workloads import GEOMETRIC, WORKLOADS, Workload
 
 
-def _ratio(calls: dict[str, object], seconds: float) -> float:
+def _ratio(calls: dict[str, Call], seconds: float) -> float:
     """Time of the first call over that of the second."""
-    first, second = (statistics.median(t) for t in interleaved(calls, seconds).values())  # pyright: ignore
+    first, second = (statistics.median(t) for t in interleaved(calls, seconds).values())
     return first / second
 
 
