@@ -382,6 +382,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     train(options)
     if dist.is_initialized():
+        dist.barrier()  # the first process still draws pictures: nobody leaves before everybody is done
         dist.destroy_process_group()
 
 

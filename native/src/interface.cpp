@@ -165,9 +165,9 @@ bool pack(mxd_tensor &t, int axes, std::unique_ptr<char[]> &memory) {
     return bool(memory);
 }
 
-// Asks for huge pages under a large gradient that is about to be written. The bands of the heads touch the same small
-// pages one after the other, which costs a fault for every 4 KB and misses the TLB. Only whole huge pages that lie
-// inside the tensor, and only a hint.
+// Asks for huge pages under a large result that is about to be written. The heads one after the other touch the same
+// small pages one after the other, which costs a fault for every 4 KB and misses the TLB. Only whole huge pages that
+// lie inside the tensor, and only a hint.
 void prefer_huge_pages(const mxd_tensor &t, int axes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;
@@ -239,6 +239,9 @@ int call_kernel(Operator op, bool backward, Call &call, const mxd_tensor &shapes
         call.copy = copy ? copy.get() + (64 - misaligned) : nullptr; // without memory for it: no copy
         call.copy_offset = copy_offset.data();
     }
+    if (!backward) prefer_huge_pages(call.output, geometry.value_axes);
+    if (backward) prefer_huge_pages(call.grad_locations, op == AGGREGATION ? 5 : 6);
+    if (backward) prefer_huge_pages(call.grad_weights, op == AGGREGATION ? 6 : 5);
     std::vector<int64_t> bands;
     if (backward && call.grad_value.data) {
         prefer_huge_pages(call.grad_value, geometry.value_axes);
