@@ -21,7 +21,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
 
     Args:
         form:
-            "gather": Gather and sums, what is exported without a table. Every runtime does it right, TensorRT included;
+            "gather": Gather and sums, what is exported without a table. No GridSample, which TensorRT is known to miscompile;
                 samples that are not on the map contribute exactly 0, even where weights or values are NaN.
             "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 20 or later; TensorRT has
                 miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
