@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, _decomp
 
 from . import reference
+from ._when_imported import when_imported
 
 
 def _weighted_rows(table: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -88,3 +89,12 @@ def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
     _decomp.decomposition_table[op] = globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake
+    when_imported("torch._inductor.lowering", lambda: _keep_whole(op))
+
+
+def _keep_whole(op: Any) -> None:
+    """Inductor calls the operator as it is. With CI in the environment it refuses to where there is a decomposition, unless
+    the operator is on this list."""
+    from torch._inductor import lowering
+
+    lowering.FALLBACK_ALLOW_LIST.add(op.name())

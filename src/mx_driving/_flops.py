@@ -9,14 +9,12 @@ as long as importing this package.
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from typing import Any
 
 import torch
 
-_COUNTER = "torch.utils.flop_counter"
+from ._when_imported import when_imported
 
 # rows of the table that a sample reads
 _ROWS = {"multi_scale_deformable_attn": 4, "deformable_aggregation": 4, "geometric_kernel_attention": 1}
@@ -45,32 +43,11 @@ def _register(name: str) -> None:
     register_flop_formula(packet_backward)(backward)
 
 
-class _WhenImported:
-    """A finder that waits for one module: finds it as everybody would, and registers once it is there."""
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != _COUNTER:
-            return None
-        sys.meta_path.remove(cls)  # pyright: ignore
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def execute_and_register(module: Any) -> None:
-            execute(module)
-            for operator in _ROWS:
-                _register(operator)
-
-        spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
-        return spec
-
-
 def register() -> None:
-    """All operators, now or when torch.utils.flop_counter is imported."""
-    if _COUNTER in sys.modules:
-        for operator in _ROWS:
-            _register(operator)
-    else:
-        sys.meta_path.insert(0, _WhenImported)  # pyright: ignore
+    """All operators, when the counter is imported."""
+    when_imported("torch.utils.flop_counter", _register_all)
+
+
+def _register_all() -> None:
+    for name in _ROWS:
+        _register(name)

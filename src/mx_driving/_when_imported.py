@@ -1,0 +1,39 @@
+"""What must be told to a module of torch that takes longer to import than this package: it is told once it is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Calls `action` now if the module is imported already, or right after its import."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, action))  # pyright: ignore
+
+
+class _Waiting:
+    """A finder that waits for one module and finds it as everybody would."""
+
+    def __init__(self, name: str, action: Callable[[], None]):
+        self.name, self.action = name, action
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self.name:
+            return None
+        sys.meta_path.remove(self)  # pyright: ignore
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: Any) -> None:
+            execute(module)
+            self.action()
+
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
