@@ -4,6 +4,7 @@
 #include "acl_stream.h"
 #include "aclnn_check.h"
 #include "interface.h"
+#include "layout.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"

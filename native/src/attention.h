@@ -11,31 +11,30 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Where the rows of value of (batch, head) lie: in the tensor, or in the copy of some levels.
-inline void find_rows(const Call &call, const Sizes &n, int64_t b, int64_t h, RowAddresses &rows) {
-    const int64_t size = element_size(call.value.dtype);
-    const char *head = at(call.value, offset3(call.value, b, 0, h));
+// Where the rows of each level of one head lie: in a tensor from `head` on, `step` bytes apart, or in `packed` memory
+// of some levels, where there is any.
+inline void find_levels(const Call &call, const Sizes &n, const char *head, int64_t step, const PackedLevels &levels,
+                        const char *packed, int64_t row_bytes, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
         const int64_t first = l * n.points, last = first + n.points;
-        if (call.copy && call.copy_offset[l] >= 0) {
-            const int64_t bytes = n.channels * size;
-            rows.set(first, last, call.copy + call.copy_offset[l] - call.levels[l].start * bytes, bytes);
-        } else {
-            rows.set(first, last, head, call.value.strides[1] * size);
-        }
+        if (packed && levels.offset[l] >= 0)
+            rows.set(first, last, packed + levels.offset[l] - call.levels[l].start * row_bytes, row_bytes);
+        else
+            rows.set(first, last, head, step);
     }
     rows.set(n.levels * n.points, n.room(), head, 0); // padding, never on the map
 }
 
-// Copies part `chunk` of every level that is copied.
-inline void copy_rows(const Call &call, const Sizes &n, int64_t b, int64_t h, int64_t chunk) {
-    const size_t bytes = size_t(n.channels * element_size(call.value.dtype));
-    for (int64_t l = 0; l < n.levels; ++l) {
-        if (call.copy_offset[l] < 0) continue;
+// fn(row, its place in packed memory) for rows of a packed level: part `chunk` of `chunks`.
+template <class Fn>
+inline void packed_rows(const Call &call, const PackedLevels &levels, char *packed, int64_t row_bytes, int64_t chunk,
+                        int64_t chunks, Fn &&fn) {
+    if (levels.bytes == 0) return;
+    for (int64_t l = 0; l < call.num_levels; ++l) {
+        if (levels.offset[l] < 0) continue;
         const int64_t rows = call.levels[l].height * call.levels[l].width;
-        char *to = call.copy + call.copy_offset[l];
-        for (int64_t r = rows * chunk / STAGE_CHUNKS; r < rows * (chunk + 1) / STAGE_CHUNKS; ++r)
-            memcpy(to + r * int64_t(bytes), at(call.value, offset3(call.value, b, call.levels[l].start + r, h)), bytes);
+        for (int64_t r = rows * chunk / chunks; r < rows * (chunk + 1) / chunks; ++r)
+            fn(call.levels[l].start + r, packed + levels.offset[l] + r * row_bytes);
     }
 }
 
@@ -79,6 +78,32 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
+    void find_value(int64_t b, int64_t h) {
+        const mxd_tensor &from = call.value;
+        find_levels(call, n, at(from, offset3(from, b, 0, h)), from.strides[1] * int64_t(sizeof(V)), call.copied,
+                    call.copy, n.channels * int64_t(sizeof(V)), value);
+    }
+    // For each query prepare(slot, first of LANES samples) and, AHEAD queries later, finish(query, slot, slot prepared
+    // last).
+    template <class Prepare, class Finish>
+    MXD_INLINE void queries(int64_t b, int64_t h, int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+        ahead(
+            begin, end,
+            [&](int64_t q, int slot) {
+                slots[slot].reader.read(b, h, q);
+                for (int64_t i = 0; i < slots[slot].reader.padded; i += LANES) prepare(slots[slot], i);
+            },
+            [&](int64_t q, int slot, int next) { finish(q, slots[slot], slots[next]); });
+    }
+    template <class Rows> MXD_INLINE void put_value(Slot<T> &slot, const Rows &rows, int64_t i) const {
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k)
+            put_entries<CORNERS>(slot.value, i, k, value.of(i, rows.inside[k], rows.pixel[k]));
+    }
+    template <class Rows> MXD_INLINE void put_shares(Slot<T> &slot, const Rows &rows, int64_t i) const {
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, rows.share[k]);
+    }
     const T *grad_output(int64_t b, int64_t h, int64_t q) const {
         if (q + PREFETCH_QUERIES < n.queries)
             prefetch(call.output, offset3(call.output, b, q + PREFETCH_QUERIES, h), n.channels);
@@ -95,69 +120,57 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     Forward(const Call &c, Arena arena) : Base(c, arena), blocks(c) {}
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
-        find_rows(this->call, this->n, b, h, this->value);
-        ahead(
-            blocks.begin(item), blocks.end(item), [&](int64_t q, int slot) { prepare(b, h, q, this->slots[slot]); },
-            [&](int64_t q, int slot, int next) { finish(b, h, q, this->slots[slot], this->slots[next]); });
+        const mxd_tensor &output = this->call.output;
+        const bool in_place = same_type<V, T> && output.strides[3] == 1;
+        this->find_value(b, h);
+        this->queries(
+            b, h, blocks.begin(item), blocks.end(item),
+            [&](Slot<T> &slot, int64_t i) {
+                const auto rows = Rule<T>::rows(slot.reader, i);
+                this->put_value(slot, rows, i);
+                this->put_shares(slot, rows, i);
+            },
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                char *out = at(output, offset3(output, b, q, h));
+                weighted_sum<V, T>(slot.value, slot.share, next.value, this->num_rows, this->n.channels,
+                                   in_place ? reinterpret_cast<T *>(out) : this->row);
+                if (!in_place) write_elements(this->row, out, output.dtype, output.strides[3], this->n.channels);
+            });
     }
 
   private:
     QueryBlocks blocks;
-
-    void prepare(int64_t b, int64_t h, int64_t q, Slot<T> &slot) {
-        slot.reader.read(b, h, q);
-        for (int64_t i = 0; i < slot.reader.padded; i += LANES) {
-            const auto rows = Rule<T>::rows(slot.reader, i);
-            MXD_UNROLL
-            for (int k = 0; k < Base::CORNERS; ++k) {
-                put_entries<Base::CORNERS>(slot.value, i, k, this->value.of(i, rows.inside[k], rows.pixel[k]));
-                put_entries<Base::CORNERS>(slot.share, i, k, rows.share[k]);
-            }
-        }
-    }
-
-    void finish(int64_t b, int64_t h, int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-        const mxd_tensor &output = this->call.output;
-        char *out = at(output, offset3(output, b, q, h));
-        if constexpr (same_type<V, T>)
-            if (output.strides[3] == 1)
-                return weighted_sum<V, T>(slot.value, slot.share, next.value, this->num_rows, this->n.channels,
-                                          reinterpret_cast<T *>(out));
-        weighted_sum<V, T>(slot.value, slot.share, next.value, this->num_rows, this->n.channels, this->row);
-        write_elements(this->row, out, output.dtype, output.strides[3], this->n.channels);
-    }
 };
 
-// Gradients of locations and weights, and of value where it is added up in place and a worker has a whole head to
-// itself. Items: QueryBlocks; with WITH_VALUE (batch, head), because queries share the rows they add to.
-template <class V, class T, template <class> class Rule, bool WITH_VALUE>
-class SampleGradients : QueryWorker<V, T, Rule> {
+// Gradients of locations and weights (SAMPLES), and of value where it is added up in place and a worker has a whole
+// head to itself (VALUE). Items: QueryBlocks; with VALUE (batch, head), because queries share the rows they add to.
+template <class V, class T, template <class> class Rule, bool SAMPLES, bool VALUE>
+class Gradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
         return RowAddresses::bytes(n.room()) + Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room()) +
-               Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.channels);
+               Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.channels) +
+               (VALUE ? Arena::bytes<char>(call.summed.bytes) : 0);
     }
-    SampleGradients(const Call &c, Arena arena)
+    Gradients(const Call &c, Arena arena)
         : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())), grad_xy(arena.take<T>(2 * this->n.room())),
           grad_weight(arena.take<T>(this->n.room())), sink(arena.take<T>(this->n.channels)),
-          locations_out(c.grad_locations, 3), weights_out(c.grad_weights, 3),
-          with_samples(c.grad_locations.data || c.grad_weights.data), grad(arena, this->n.room(), sink) {
+          locations_out(c.grad_locations, 3), weights_out(c.grad_weights, 3), grad(arena, this->n.room(), sink),
+          sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
         memset(sink, 0, size_t(this->n.channels) * sizeof(T));
     }
     void operator()(int64_t item) {
-        if constexpr (WITH_VALUE) {
+        if constexpr (VALUE) {
             const int64_t b = item / this->n.heads, h = item % this->n.heads;
-            const mxd_tensor &to = this->call.grad_value;
-            for (int64_t i = 0; i < this->n.keys; ++i)
-                memset(at(to, offset3(to, b, i, h)), 0, size_t(this->n.channels) * sizeof(T));
-            grad.set(0, this->n.room(), at(to, offset3(to, b, 0, h)), to.strides[1] * int64_t(sizeof(T)));
-            queries(b, h, 0, this->n.queries);
+            open_value(b, h);
+            head(b, h, 0, this->n.queries);
+            close_value(b, h);
         } else {
-            queries(blocks.batch(item), blocks.head(item), blocks.begin(item), blocks.end(item));
+            head(blocks.batch(item), blocks.head(item), blocks.begin(item), blocks.end(item));
         }
     }
 
@@ -167,43 +180,55 @@ class SampleGradients : QueryWorker<V, T, Rule> {
     T *sink; // takes the gradient of what is not on the map; never read
     Block<3> locations_out;
     Block<2> weights_out;
-    bool with_samples;
     RowAddresses grad;
+    char *sums; // of call.summed levels
 
-    void queries(int64_t b, int64_t h, int64_t begin, int64_t end) {
-        find_rows(this->call, this->n, b, h, this->value);
-        ahead(
-            begin, end, [&](int64_t q, int slot) { prepare(b, h, q, this->slots[slot]); },
-            [&](int64_t q, int slot, int next) { finish(b, h, q, this->slots[slot], this->slots[next]); });
-    }
-
-    void prepare(int64_t b, int64_t h, int64_t q, Slot<T> &slot) {
-        slot.reader.read(b, h, q);
-        for (int64_t i = 0; i < slot.reader.padded; i += LANES) {
-            const auto rows = Rule<T>::rows(slot.reader, i);
-            MXD_UNROLL
-            for (int k = 0; k < Base::CORNERS; ++k) {
-                put_entries<Base::CORNERS>(slot.value, i, k, this->value.of(i, rows.inside[k], rows.pixel[k]));
-                if constexpr (WITH_VALUE) {
-                    put_entries<Base::CORNERS>(slot.grad, i, k, grad.of(i, rows.inside[k], rows.pixel[k]));
-                    put_entries<Base::CORNERS>(slot.share, i, k, rows.share[k]);
-                }
-            }
-        }
-    }
-
-    void finish(int64_t b, int64_t h, int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+    // Rows of the gradient of value start from zero, those of some levels in memory of their own.
+    void open_value(int64_t b, int64_t h) {
         const Call &call = this->call;
-        const T *g = this->grad_output(b, h, q);
-        if (with_samples) {
-            dots<V, T>(slot.value, next.value, this->num_rows, this->n.channels, g, dot);
-            for (int64_t i = 0; i < slot.reader.padded; i += LANES)
-                Rule<T>::gradients(slot.reader, dot, i, grad_xy, grad_weight);
-            if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
-            if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);
-        }
-        if constexpr (WITH_VALUE)
-            scatter_add<T>(slot.grad, slot.share, this->num_rows, this->n.channels, g, 0, next.grad, this->num_rows);
+        const int64_t bytes = this->n.channels * int64_t(sizeof(T));
+        char *head = at(call.grad_value, offset3(call.grad_value, b, 0, h));
+        const int64_t step = call.grad_value.strides[1] * int64_t(sizeof(T));
+        for (int64_t i = 0; i < this->n.keys; ++i) memset(head + i * step, 0, size_t(bytes));
+        memset(sums, 0, size_t(call.summed.bytes));
+        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes, grad);
+    }
+    void close_value(int64_t b, int64_t h) {
+        const Call &call = this->call;
+        const int64_t bytes = this->n.channels * int64_t(sizeof(T));
+        packed_rows(call, call.summed, sums, bytes, 0, 1, [&](int64_t row, const char *from) {
+            memcpy(at(call.grad_value, offset3(call.grad_value, b, row, h)), from, size_t(bytes));
+        });
+    }
+
+    void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
+        const Call &call = this->call;
+        this->find_value(b, h);
+        this->queries(
+            b, h, begin, end,
+            [&](Slot<T> &slot, int64_t i) {
+                const auto rows = Rule<T>::rows(slot.reader, i);
+                if constexpr (SAMPLES) this->put_value(slot, rows, i);
+                if constexpr (VALUE) {
+                    this->put_shares(slot, rows, i);
+                    MXD_UNROLL
+                    for (int k = 0; k < Base::CORNERS; ++k)
+                        put_entries<Base::CORNERS>(slot.grad, i, k, grad.of(i, rows.inside[k], rows.pixel[k]));
+                }
+            },
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                const T *g = this->grad_output(b, h, q);
+                if constexpr (SAMPLES) {
+                    dots<V, T>(slot.value, next.value, this->num_rows, this->n.channels, g, dot);
+                    for (int64_t i = 0; i < slot.reader.padded; i += LANES)
+                        Rule<T>::gradients(slot.reader, dot, i, grad_xy, grad_weight);
+                    if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
+                    if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);
+                }
+                if constexpr (VALUE)
+                    scatter_add<T>(slot.grad, slot.share, this->num_rows, this->n.channels, g, 0, next.grad,
+                                   this->num_rows);
+            });
     }
 };
 
@@ -265,13 +290,20 @@ template <class T, template <class> class Rule> class ValueGradient {
 };
 
 // Worker over QueryBlocks; with a copy of levels head by head.
-template <class Worker> inline bool over_queries(const Call &call) {
+template <class Worker> inline bool over_queries(Call call) {
     const Sizes n(call);
-    const int64_t items = QueryBlocks(call).count();
-    if (!call.copy) return parallel<Worker>(call.num_threads, items, call);
-    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, call, [&](int64_t head, int64_t chunk) {
-        copy_rows(call, n, head / n.heads, head % n.heads, chunk);
-    });
+    char *memory = call.copied.bytes > 0 ? static_cast<char *>(malloc(size_t(call.copied.bytes) + 64)) : nullptr;
+    if (!memory) return parallel<Worker>(call.num_threads, QueryBlocks(call).count(), call);
+    call.copy = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
+    const int64_t bytes = n.channels * element_size(call.value.dtype);
+    const bool done = parallel_stages<Worker>(
+        call.num_threads, n.batch * n.heads, QueryBlocks(call).count(), call, [&](int64_t head, int64_t chunk) {
+            packed_rows(call, call.copied, call.copy, bytes, chunk, STAGE_CHUNKS, [&](int64_t row, char *to) {
+                memcpy(to, at(call.value, offset3(call.value, head / n.heads, row, head % n.heads)), size_t(bytes));
+            });
+        });
+    free(memory);
+    return done;
 }
 
 template <template <class> class Rule> inline bool attention(const Call &call) {
@@ -279,22 +311,24 @@ template <template <class> class Rule> inline bool attention(const Call &call) {
         call, [&](auto *v, auto *t) { return over_queries<Forward<__typeof__(*v), __typeof__(*t), Rule>>(call); });
 }
 
+constexpr int64_t HEAD_BYTES = 128 * 1024;
+
 template <template <class> class Rule> inline bool attention_backward(const Call &call) {
     const Sizes n(call);
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        bool enough = true;
-        if (call.grad_locations.data || call.grad_weights.data)
-            enough = over_queries<SampleGradients<V, T, Rule, false>>(call);
-        if (!enough || !call.grad_value.data) return enough;
-        if (call.num_bands == 1 && call.grad_value_in_place) {
-            Call value_only = call;
-            value_only.grad_locations.data = value_only.grad_weights.data = nullptr;
-            value_only.copy = nullptr;
-            return parallel<SampleGradients<V, T, Rule, true>>(call.num_threads, n.batch * n.heads, value_only);
-        }
-        return parallel<ValueGradient<T, Rule>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
+        const bool samples = call.grad_locations.data || call.grad_weights.data, value = call.grad_value.data;
+        const bool whole_heads = value && call.num_bands == 1 && call.grad_value_in_place;
+        // Together where a head's rows and their gradients stay in the cache; else they would push each other out.
+        const bool together = whole_heads && n.keys * n.channels * int64_t(sizeof(V) + sizeof(T)) <= HEAD_BYTES;
+        if (samples && !together && !over_queries<Gradients<V, T, Rule, true, false>>(call)) return false;
+        if (!value) return true;
+        if (!whole_heads)
+            return parallel<ValueGradient<T, Rule>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
+        const int64_t heads = n.batch * n.heads;
+        if (samples && together) return parallel<Gradients<V, T, Rule, true, true>>(call.num_threads, heads, call);
+        return parallel<Gradients<V, T, Rule, false, true>>(call.num_threads, heads, call);
     });
 }
 

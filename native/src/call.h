@@ -9,6 +9,13 @@ struct Level {
     int64_t height, width, start; // start + height * width <= num_keys, all three checked
 };
 
+// Levels of one head whose rows get memory of their own, side by side: in value they lie a kilobyte apart and use an
+// eighth of the caches' sets.
+struct PackedLevels {
+    const int64_t *offset; // for each level, in bytes; -1: not packed
+    int64_t bytes;         // 0: nothing is packed
+};
+
 // A call with its arguments, as interface.cpp hands it to a kernel. Unwanted gradients have data == nullptr.
 struct Call {
     mxd_tensor value, locations, weights; // value: channels are adjacent (stride 1)
@@ -21,10 +28,9 @@ struct Call {
     // order of additions is that of the queries whatever the number of threads.
     const int64_t *band_starts;
     int64_t num_bands;
-    // A copy of some levels of one (batch, head) of value, shared by all threads, one head after the other: a head's
-    // rows lie a kilobyte apart and use an eighth of the caches' sets. Null: nothing is copied.
-    char *copy;
-    const int64_t *copy_offset; // for each level where it lies in the copy, in bytes; -1: it is read from value
+    PackedLevels copied; // of one (batch, head) of value, for all threads, one head after the other
+    char *copy;          // where they are; null until the kernel has memory for them
+    PackedLevels summed; // of one (batch, head) of the gradient of value, for each thread
     int num_threads;
 };
 

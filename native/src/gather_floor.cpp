@@ -73,8 +73,10 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
             const int64_t at = list[i + r];
             const V *from = at == keys ? zeros : value + at * pitch;
             if (next && next[i + r] >= 0) {
-                ask_for<K * N *int(sizeof(V))>(value + next[i + r] * pitch);
-                if (BACKWARD) ask_for<K * N *int(sizeof(T))>(grad + next[i + r] * call.grad_value.strides[1]);
+                ask_for<K * N *int(sizeof(V))>(reinterpret_cast<int64_t>(value + next[i + r] * pitch));
+                if (BACKWARD)
+                    ask_for<K * N *int(sizeof(T))>(
+                        reinterpret_cast<int64_t>(grad + next[i + r] * call.grad_value.strides[1]));
             }
             MXD_UNROLL
             for (int k = 0; k < K; ++k) total[r % SETS][k] += load<T, N>(from + k * N);

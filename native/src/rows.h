@@ -46,13 +46,14 @@ template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
 }
 
 template <class V> MXD_INLINE const V *row_at(int64_t address, int64_t channel) {
-    return reinterpret_cast<const V *>(address) + channel;
+    return reinterpret_cast<const V *>(address + channel * int64_t(sizeof(V)));
 }
 
-// Asks for the cache lines of `bytes` bytes of a row, ahead of their use.
-template <int BYTES> __attribute__((always_inline)) inline void ask_for(const void *row) {
+// Asks for the cache lines of BYTES bytes of a row, ahead of their use. The address may be none of a row: 0.
+template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
     MXD_UNROLL
-    for (int line = 0; line < (BYTES + 63) / 64; ++line) __builtin_prefetch(static_cast<const char *>(row) + 64 * line);
+    for (int line = 0; line < (BYTES + 63) / 64; ++line)
+        __builtin_prefetch(reinterpret_cast<const void *>(address + 64 * line));
 }
 
 // Two vectors of bfloat16 are read as one of words: the upper halves are every second float as they stand, the lower
@@ -70,7 +71,7 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
     for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
     for (int r = 0; r < ROWS; ++r) {
         const V *row = row_at<V>(address[i + r], channel);
-        if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
+        if (next) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
         const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
         if constexpr (IN_WORDS<V, T, N, K>) {
             MXD_UNROLL
@@ -153,7 +154,7 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, i
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
             const V *row = row_at<V>(address[i + r], channel);
-            if (next) ask_for<K * N *int(sizeof(V))>(row_at<V>(next[i + r], channel));
+            if (next) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
             products[r] = factor[0] * load<T, N>(row);
             MXD_UNROLL
             for (int k = 1; k < K; ++k) products[r] += factor[k] * load<T, N>(row + k * N);
@@ -179,7 +180,7 @@ inline void scatter_add_piece(const int64_t *address, const T *share, int64_t n,
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
     for (int64_t i = 0; i < n; ++i) {
-        if (i < num_next) ask_for<K * N *int(sizeof(T))>(row_at<T>(next[i], channel));
+        if (i < num_next) ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
         T *row = const_cast<T *>(row_at<T>(address[i], channel));
         const Vec<T, N> s = broadcast<T, N>(share[i]);
         MXD_UNROLL

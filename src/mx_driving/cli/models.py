@@ -6,6 +6,7 @@ import importlib
 import statistics
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Annotated, Any
@@ -214,12 +215,11 @@ def compare(subject: Subject) -> tuple[float, float]:
 @torch.no_grad()
 def time_model(subject: Subject, seconds: float) -> list[float]:
     """Median milliseconds, interleaved: whole model before and after, cores alone before and after."""
-
-    def patched() -> None:
-        with mx_driving.patched(subject.model):  # a fraction of a millisecond, counted
-            subject.forward()
-
-    whole = interleaved({"before": subject.forward, "after": patched}, seconds)
+    whole = interleaved(
+        {"before": subject.forward, "after": subject.forward},
+        seconds,
+        lambda name: mx_driving.patched(subject.model) if name == "after" else nullcontext(),
+    )
     with mx_driving.patched(subject.model), mx_driving.viz.recording() as looks:
         subject.forward()
     cores = {

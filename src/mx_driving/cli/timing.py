@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Call = Callable[[], Any]
+SHORT = 0.1  # seconds
 
 
-def interleaved(calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Call], seconds: float, within: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
+) -> dict[str, list[float]]:
     """Times of each call, in turn, round after round: at least 3 rounds and about `seconds`. Whatever else the machine does
-    falls on all of them alike."""
+    falls on all of them alike. A short call is timed right after a run of its own, so that it finds the caches as it leaves
+    them itself and not as its neighbour in the round does. A call runs in the context `within` makes for its name, whose
+    beginning and end are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
+    for name, call in calls.items():
+        with within(name):
+            call()
     began = time.perf_counter()
     while len(next(iter(times.values()))) < 3 or time.perf_counter() - began < seconds:
         for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(time.perf_counter() - start)
+            with within(name):
+                if not times[name] or times[name][-1] < SHORT:
+                    call()
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
     return times

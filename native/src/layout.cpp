@@ -1,0 +1,218 @@
+// How a call is laid out in memory before a kernel runs.
+#include "layout.h"
+
+#include <algorithm>
+#include <cstring>
+#include <new>
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+namespace mxd {
+namespace {
+
+int64_t floating_size(const mxd_tensor &t) { return t.dtype == MXD_FLOAT64 ? 8 : t.dtype == MXD_FLOAT32 ? 4 : 2; }
+
+bool empty(const mxd_tensor &t, int axes) {
+    for (int a = 0; a < axes; ++a)
+        if (t.shape[a] == 0) return true;
+    return false;
+}
+
+// Levels from shapes [.., 2] and starts [..] of `axes` leading axes; false when one does not fit.
+bool read_levels(const mxd_tensor &shapes, const mxd_tensor &starts, int axes, int64_t num_keys,
+                 std::vector<Level> &levels) {
+    const int64_t outer = axes == 2 ? starts.shape[0] : 1, inner = starts.shape[axes - 1];
+    const int64_t *shape_strides = shapes.strides + axes - 1, start_stride = starts.strides[axes - 1];
+    for (int64_t i = 0; i < outer; ++i)
+        for (int64_t j = 0; j < inner; ++j) {
+            const int64_t at = (axes == 2 ? i * shapes.strides[0] : 0) + j * shape_strides[0];
+            const int64_t start = element(starts, (axes == 2 ? i * starts.strides[0] : 0) + j * start_stride);
+            const int64_t height = element(shapes, at), width = element(shapes, at + shape_strides[1]);
+            if (height <= 0 || width <= 0 || start < 0 || start > num_keys) return false;
+            if (width > num_keys || height > (num_keys - start) / width) return false;
+            levels.push_back({height, width, start});
+        }
+    return true;
+}
+
+// Where bands of rows begin. Every level's rows are cut into the same number of bands because every level is sampled
+// equally often; `most_rows` bounds a band where it needs a buffer.
+std::vector<int64_t> cut_bands(const std::vector<Level> &levels, int64_t num_keys, int64_t wanted, int64_t most_rows) {
+    std::vector<int64_t> cuts{0, num_keys};
+    if (wanted > 1 || most_rows < num_keys) {
+        const int64_t per_level = levels.empty() ? 1 : (wanted + int64_t(levels.size()) - 1) / int64_t(levels.size());
+        for (const Level &level : levels) {
+            const int64_t rows = level.height * level.width;
+            for (int64_t i = 0; i <= per_level; ++i) cuts.push_back(level.start + rows * i / per_level);
+        }
+        std::sort(cuts.begin(), cuts.end());
+        const size_t known = cuts.size();
+        for (size_t i = 0; i + 1 < known; ++i) {
+            const int64_t rows = cuts[i + 1] - cuts[i], parts = (rows + most_rows - 1) / most_rows;
+            for (int64_t p = 1; p < parts; ++p) cuts.push_back(cuts[i] + rows * p / parts);
+        }
+        std::sort(cuts.begin(), cuts.end());
+    }
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    return cuts;
+}
+
+// A packed copy of a [.., channels] tensor of `axes` axes whose channels are not adjacent.
+bool pack(mxd_tensor &t, int axes, std::unique_ptr<char[]> &memory) {
+    if (!needs_packing(t, axes)) return true;
+    memory.reset(new (std::nothrow) char[size_t(packed_bytes(t, axes))]);
+    if (memory) pack_into(t, axes, memory.get());
+    return bool(memory);
+}
+
+// Asks for huge pages under a large result that is about to be written. The heads one after the other touch the same
+// small pages one after the other, which costs a fault for every 4 KB and misses the TLB. Only whole huge pages that
+// lie inside the tensor, and only a hint.
+void prefer_huge_pages(const mxd_tensor &t, int axes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    constexpr uintptr_t PAGE = 2 << 20;
+    if (!t.data || empty(t, axes)) return;
+    int64_t last = 0;
+    for (int a = 0; a < axes; ++a) last += (t.shape[a] - 1) * t.strides[a];
+    const int64_t size = floating_size(t);
+    const uintptr_t data = reinterpret_cast<uintptr_t>(t.data);
+    const uintptr_t begin = (data + PAGE - 1) / PAGE * PAGE, end = (data + uintptr_t((last + 1) * size)) / PAGE * PAGE;
+    if (end > begin) madvise(reinterpret_cast<void *>(begin), end - begin, MADV_HUGEPAGE);
+#else
+    (void)t, (void)axes;
+#endif
+}
+
+// Which levels of a head are worth packed memory of their own beside value: those read at least PACK_READS times a row,
+// the smallest first, while `owners` such heads take at most PACK_SHARE of value's memory, rows of `row` bytes.
+constexpr double PACK_SHARE = 0.049; // 5 % with all other scratch memory
+constexpr int64_t PACK_READS = 8;
+
+PackedLevels choose_levels(const Call &call, const std::vector<Level> &levels, int64_t corners, int64_t row,
+                           int64_t owners, std::vector<int64_t> &offset) {
+    const int64_t *shape = call.value.shape, reads = call.locations.shape[1] * call.locations.shape[4] * corners;
+    const double allowed =
+        PACK_SHARE * double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value));
+    std::vector<size_t> order;
+    for (size_t l = 0; l < levels.size(); ++l) order.push_back(l);
+    const auto rows = [&](size_t l) { return levels[l].height * levels[l].width; };
+    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rows(a) < rows(b); });
+    offset.assign(levels.size(), -1);
+    int64_t total = 0;
+    for (size_t l : order) {
+        const int64_t bytes = (rows(l) * row + 63) / 64 * 64;
+        if (double(total + bytes) * double(owners) > allowed || reads < PACK_READS * rows(l)) break;
+        offset[l] = total;
+        total += bytes;
+    }
+    return {offset.data(), total};
+}
+
+bool wide(const Call &call) {
+    return call.value.dtype == MXD_FLOAT64 || call.locations.dtype == MXD_FLOAT64 || call.weights.dtype == MXD_FLOAT64;
+}
+
+// Rows of value of one head, read in the forward direction and for the gradients of samples. Threads work on one head
+// at a time then, so there must be enough queries for all.
+constexpr int64_t COPY_QUERIES = 512; // for each thread
+
+void lay_out_copy(Call &call, const std::vector<Level> &levels, int64_t corners, std::vector<int64_t> &offset) {
+    const int64_t row = call.value.shape[3] * floating_size(call.value);
+    if (call.value.strides[1] * floating_size(call.value) <= row) return; // rows lie side by side already
+    if (call.locations.shape[1] < COPY_QUERIES * std::max(1, call.num_threads)) return;
+    call.copied = choose_levels(call, levels, corners, row, 1, offset);
+}
+
+bool overlap(std::vector<Level> levels) {
+    std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
+    for (size_t l = 1; l < levels.size(); ++l)
+        if (levels[l - 1].start + levels[l - 1].height * levels[l - 1].width > levels[l].start) return true;
+    return false;
+}
+
+// Rows of the gradient of value of one head, for each thread. Not where a row belongs to two levels: its sum would be
+// put together from two, and depend on whether they are packed.
+void lay_out_sums(Call &call, const std::vector<Level> &levels, int64_t corners, std::vector<int64_t> &offset) {
+    const int64_t size = wide(call) ? 8 : 4, row = call.value.shape[3] * size;
+    if (call.grad_value.strides[1] * size <= row || overlap(levels)) return;
+    const int64_t heads = call.value.shape[0] * call.value.shape[2];
+    const int64_t threads = std::min<int64_t>(heads, std::max(1, call.num_threads));
+    call.summed = choose_levels(call, levels, corners, row, threads, offset);
+}
+
+constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay under 5 % of a 9 MB value
+
+// Into how many bands the gradient of value is cut, `splits` items being there without bands.
+void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64_t splits,
+                   std::vector<int64_t> &bands) {
+    const int64_t num_keys = call.value.shape[1], channels = call.value.shape[axes - 1];
+    call.grad_value_in_place = call.grad_value.dtype == (wide(call) ? MXD_FLOAT64 : MXD_FLOAT32) &&
+                               (channels <= 1 || call.grad_value.strides[axes - 1] == 1);
+    const int64_t row_bytes = std::max<int64_t>(1, channels * (wide(call) ? 8 : 4));
+    const int64_t most_rows = call.grad_value_in_place ? std::max<int64_t>(1, num_keys)
+                                                       : std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+    // whole heads where they keep at least three quarters of the threads busy
+    const int64_t threads = std::max(1, call.num_threads), rounds = (splits + threads - 1) / threads;
+    const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (2 * threads + splits - 1) / splits;
+    bands = cut_bands(levels, num_keys, wanted, most_rows);
+    call.band_starts = bands.data();
+    call.num_bands = int64_t(bands.size()) - 1;
+}
+
+} // namespace
+
+int Layout::prepare(Call &call, Operator op, bool backward, const mxd_tensor &shapes, const mxd_tensor &starts) {
+    const bool aggregation = op == AGGREGATION;
+    const int axes = aggregation ? 3 : 4; // of value and output
+    if (!read_levels(shapes, starts, aggregation ? 2 : 1, call.value.shape[1], levels)) return MXD_BAD_LEVEL;
+    if (!pack(call.value, axes, packed)) return MXD_OUT_OF_MEMORY;
+    call.levels = levels.data();
+    call.num_levels = int64_t(levels.size());
+    const int64_t corners = op == GEOMETRIC ? 1 : 4;
+    if (!aggregation) lay_out_copy(call, levels, corners, copy_offset);
+    if (!backward) {
+        prefer_huge_pages(call.output, axes);
+        return MXD_OK;
+    }
+    prefer_huge_pages(call.grad_locations, aggregation ? 5 : 6);
+    prefer_huge_pages(call.grad_weights, aggregation ? 6 : 5);
+    if (call.grad_value.data) {
+        prefer_huge_pages(call.grad_value, axes);
+        const int64_t splits = call.value.shape[0] * (aggregation ? 1 : call.value.shape[2]);
+        lay_out_bands(call, levels, axes, std::max<int64_t>(1, splits), bands);
+        if (!aggregation) lay_out_sums(call, levels, corners, sums_offset);
+    }
+    return MXD_OK;
+}
+
+int64_t element(const mxd_tensor &t, int64_t offset) {
+    return t.dtype == MXD_INT32 ? static_cast<const int32_t *>(t.data)[offset]
+                                : static_cast<const int64_t *>(t.data)[offset];
+}
+
+bool needs_packing(const mxd_tensor &t, int axes) {
+    return t.shape[axes - 1] > 1 && t.strides[axes - 1] != 1 && !empty(t, axes);
+}
+
+int64_t packed_bytes(const mxd_tensor &t, int axes) {
+    int64_t bytes = floating_size(t);
+    for (int a = 0; a < axes; ++a) bytes *= t.shape[a];
+    return bytes;
+}
+
+void pack_into(mxd_tensor &t, int axes, char *memory) {
+    const int64_t size = floating_size(t), bytes = packed_bytes(t, axes);
+    int64_t index[6] = {};
+    for (int64_t to = 0; to < bytes; to += size) {
+        int64_t offset = 0;
+        for (int a = 0; a < axes; ++a) offset += index[a] * t.strides[a];
+        std::memcpy(memory + to, static_cast<char *>(t.data) + offset * size, size_t(size));
+        for (int a = axes - 1; a >= 0 && ++index[a] == t.shape[a]; --a) index[a] = 0;
+    }
+    t.data = memory;
+    for (int64_t a = axes - 1, stride = 1; a >= 0; stride *= t.shape[a--]) t.strides[a] = stride;
+}
+
+} // namespace mxd
