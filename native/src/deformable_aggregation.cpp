@@ -1,9 +1,10 @@
 // deformable_aggregation on the CPU. A point is projected into cameras; where it is seen strictly inside the image,
 // every scale of that camera gives a bilinear sample, weighted group by group.
 //
-// Samples that count are collected until SAMPLES are at hand; then positions are worked out for all of them and the
-// groups are served one after the other while the rows are in the first-level cache.
+// Samples that count are collected in batches: all of an anchor, or as many as there is room for. While the rows of one
+// batch are added up, the first rows of the next are asked for.
 #include "bands.h"
+#include "grouped_rows.h"
 #include "kernels.h"
 #include "sampling.h"
 
@@ -19,33 +20,98 @@ struct Sizes {
           anchors(call.locations.shape[1]), points(call.locations.shape[2]), cameras(call.locations.shape[3]),
           scales(call.weights.shape[4]), groups(call.weights.shape[5]),
           group_channels(groups > 0 ? channels / groups : 0) {}
-    // Samples collected before they are served: all scales of a pair (point, camera) stay together.
-    int64_t room() const { return round_up(scales > 8 ? scales : 8, LANES); }
+    // Samples of a batch: all scales of a pair (point, camera) stay together.
+    int64_t room() const { return round_up(scales > 64 ? scales : 64, LANES); }
 };
 
 inline int64_t offset2(const mxd_tensor &t, int64_t i, int64_t j) { return i * t.strides[0] + j * t.strides[1]; }
 
-// Samples of one anchor: positions, maps, and the weight of each group.
+inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t p, int64_t cam) {
+    return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
+}
+
+// Items: (batch, block of anchors).
+struct AnchorBlocks {
+    int64_t anchors, size, blocks;
+
+    AnchorBlocks(const Call &call, const Sizes &n) : anchors(n.anchors) {
+        const int64_t wanted = n.batch * n.anchors / (8 * (call.num_threads > 1 ? call.num_threads : 1));
+        size = wanted < 1 ? 1 : wanted > 16 ? 16 : wanted;
+        blocks = (n.anchors + size - 1) / size;
+    }
+    int64_t batch(int64_t item) const { return item / blocks; }
+    int64_t begin(int64_t item) const { return item % blocks * size; }
+    int64_t end(int64_t item) const { return begin(item) + size < anchors ? begin(item) + size : anchors; }
+};
+
+constexpr int64_t WEIGHTS_AHEAD = 16;
+
+// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) count.
+template <class T> class AnchorReader {
+  public:
+    int64_t *seen, num_seen = 0; // pairs as point * cameras + camera
+
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<T>(n.points * n.cameras * 2) + Arena::bytes<int64_t>(n.points * n.cameras);
+    }
+    AnchorReader(const Call &c, const Sizes &n, Arena &arena)
+        : seen(arena.take<int64_t>(n.points * n.cameras)), call(c), points(n.points), cameras(n.cameras),
+          block(c.locations, 2), xy(arena.take<T>(n.points * n.cameras * 2)) {}
+    void read(int64_t b, int64_t anchor) { block.read(offset2(call.locations, b, anchor), xy); }
+    const T *location(int64_t pair) const { return xy + pair * 2; }
+
+    // Those of cameras first..last-1, point by point; skip(pair) for what does not count.
+    template <class Skip> void find_seen(int64_t first, int64_t last, Skip &&skip) {
+        num_seen = 0;
+        for (int64_t p = 0; p < points; ++p)
+            for (int64_t cam = first; cam < last; ++cam) {
+                const int64_t pair = p * cameras + cam;
+                const T u = xy[2 * pair], v = xy[2 * pair + 1];
+                if (u > 0 && u < 1 && v > 0 && v < 1)
+                    seen[num_seen++] = pair;
+                else
+                    skip(pair);
+            }
+    }
+    // Where the weights of pair seen[index] begin.
+    int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
+        return weight_offset(call.weights, b, anchor, seen[index] / cameras, seen[index] % cameras);
+    }
+    // They lie apart from each other: `count` of each are asked for WEIGHTS_AHEAD pairs before their use.
+    MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index, int64_t skipped, int64_t count) const {
+        if (index < num_seen) prefetch(call.weights, weights_of(b, anchor, index) + skipped, count);
+    }
+
+  private:
+    const Call &call;
+    int64_t points, cameras;
+    Block<3> block;
+    T *xy;
+};
+
+// Samples of one anchor: positions, maps, and weights [sample, groups].
 template <class T> class Samples {
   public:
     int64_t count = 0;
 
     static int64_t bytes(const Sizes &n) {
-        return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups) +
-               Arena::bytes<T>(n.groups);
+        return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups);
     }
-    Samples(const Sizes &sizes, Arena &arena)
-        : n(sizes), maps_(arena, n.room()), x(arena.take<T>(n.room())), y(arena.take<T>(n.room())),
-          weights(arena.take<T>(n.room() * n.groups)), one(arena.take<T>(n.groups)) {}
+    Samples(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), pair_weights(c.weights, 4), maps_(arena, n.room()), x(arena.take<T>(n.room())),
+          y(arena.take<T>(n.room())), weights(arena.take<T>(n.room() * n.groups)) {}
 
-    // A sample of map `level` at normalised (u, v); its weights lie at element `offset` of `weight`.
-    void add(const Level &level, T u, T v, const mxd_tensor &weight, int64_t offset) {
-        maps_.set(count, level);
-        x[count] = u * T(level.width) - T(0.5);
-        y[count] = v * T(level.height) - T(0.5);
-        read_elements(at(weight, offset), weight.dtype, weight.strides[5], n.groups, one);
-        for (int64_t g = 0; g < n.groups; ++g) weights[g * n.room() + count] = one[g];
-        ++count;
+    // The samples of a pair (point, camera) at normalised (u, v) on every scale; its weights lie at element `offset`.
+    void add_pair(T u, T v, int64_t camera, int64_t offset) {
+        pair_weights.read(offset, weights + count * n.groups);
+        for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
+    }
+    // One of them.
+    void add(T u, T v, int64_t camera, int64_t scale, int64_t offset) {
+        const mxd_tensor &w = call.weights;
+        read_elements(at(w, offset + scale * w.strides[4]), w.dtype, w.strides[5], n.groups,
+                      weights + count * n.groups);
+        place(u, v, call.levels[camera * n.scales + scale]);
     }
     // Fills up to a multiple of LANES with samples that are not valid; returns how many there are then.
     int64_t pad() {
@@ -53,73 +119,78 @@ template <class T> class Samples {
         for (int64_t i = count; i < padded; ++i) {
             maps_.set(i, Level{0, 0, 0});
             x[i] = y[i] = T(__builtin_nan(""));
-            for (int64_t g = 0; g < n.groups; ++g) weights[g * n.room() + i] = 0;
+            for (int64_t g = 0; g < n.groups; ++g) weights[i * n.groups + g] = 0;
         }
         return padded;
     }
     const Maps<T> &maps() const { return maps_; }
-    const T *weight(int64_t group) const { return weights + group * n.room(); }
+    const T *weight(int64_t sample) const { return weights + sample * n.groups; }
     Corners<T> corners(int64_t i) const {
         return corners_at<T>(raw_load<T, LANES>(x + i), raw_load<T, LANES>(y + i), maps_, i);
     }
 
   private:
-    const Sizes n;
-    Maps<T> maps_;
-    T *x, *y, *weights, *one;
-};
-
-template <class T> inline bool counts(T u, T v) { return u > 0 && u < 1 && v > 0 && v < 1; }
-
-// The locations of one anchor, [points, cameras, 2], as T.
-template <class T> class AnchorReader {
-  public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(n.points * n.cameras * 2); }
-    AnchorReader(const Call &c, const Sizes &n, Arena &arena)
-        : call(c), cameras(n.cameras), block(c.locations, 2), xy(arena.take<T>(n.points * n.cameras * 2)) {}
-    void read(int64_t b, int64_t anchor) { block.read(offset2(call.locations, b, anchor), xy); }
-    const T *location(int64_t point, int64_t camera) const { return xy + (point * cameras + camera) * 2; }
-
-  private:
     const Call &call;
-    int64_t cameras;
-    Block<3> block;
-    T *xy;
+    const Sizes n;
+    Block<2> pair_weights;
+    Maps<T> maps_;
+    T *x, *y, *weights;
+
+    void place(T u, T v, const Level &level) {
+        maps_.set(count, level);
+        x[count] = u * T(level.width) - T(0.5);
+        y[count] = v * T(level.height) - T(0.5);
+        ++count;
+    }
 };
 
-inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t p, int64_t cam) {
-    return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
-}
-
-// Samples with the rows they lead to: served after the next batch is ready, whose rows are asked for meanwhile.
+// Samples with the rows they lead to, in the order of lists of rows.
 template <class T> struct Batch {
     Samples<T> samples;
-    int64_t *address;              // a list of rows
-    T *share;                      // without weights
-    int64_t *pairs, num_pairs = 0; // (point, camera) of each `scales` samples
+    int64_t anchor = -1;
+    bool first = true, last = true; // of its anchor
+    int64_t *pairs, num_pairs = 0;  // (point, camera) of each `scales` samples
+    int64_t *address;
+    T *corner_share;  // of each row, without weights
+    Int<T> *inside;   // whether it is on the map
+    T *right, *below; // fractions of each sample
 
     static int64_t bytes(const Sizes &n) {
-        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room()) +
-               Arena::bytes<int64_t>(n.room());
+        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(n.room()) +
+               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room()) +
+               Arena::bytes<Int<T>>(4 * n.room()) + 2 * Arena::bytes<T>(n.room());
     }
-    Batch(const Sizes &n, Arena &arena)
-        : samples(n, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())),
-          pairs(arena.take<int64_t>(n.room())) {
-        memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // asked for ahead before there are any
-    }
+    Batch(const Call &call, const Sizes &n, Arena &arena)
+        : samples(call, n, arena), pairs(arena.take<int64_t>(n.room())),
+          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), corner_share(arena.take<T>(4 * n.room())),
+          inside(arena.take<Int<T>>(4 * n.room())), right(arena.take<T>(n.room())), below(arena.take<T>(n.room())) {}
+
     int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
-    void clear() { samples.count = num_pairs = 0; }
+
+    void find_rows(const RowAddresses &rows) {
+        const int64_t padded = samples.pad();
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const Corners<T> c = samples.corners(i);
+            for (int k = 0; k < 4; ++k) {
+                put_entries<4>(address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
+                put_entries<4>(corner_share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+                put_entries<4>(inside, i, k, c.inside[k]);
+            }
+            store<T, LANES>(right + i, c.right);
+            store<T, LANES>(below + i, c.below);
+        }
+    }
 };
 
-// Goes through the samples of one anchor that count: skip(point, camera) for what does not, serve(batch, next rows or
-// null) for full batches and the rest.
+// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for what does not count, serve(batch) for
+// batches in order, at least one for each anchor.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
+    AnchorBlocks blocks;
     AnchorReader<T> locations;
     Batch<T> batches[2];
-    int filling = 0;
-    V *zeros;
+    V *zeros; // the row that is not on the map
     T *row;
     RowAddresses rows;
 
@@ -128,54 +199,65 @@ template <class V, class T> struct AnchorWorker {
         return AnchorReader<T>::bytes(n) + 2 * Batch<T>::bytes(n) + Arena::bytes<V>(n.channels) +
                Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
+    static int64_t items(const Call &call) {
+        const Sizes n(call);
+        return n.batch * AnchorBlocks(call, n).blocks;
+    }
     AnchorWorker(const Call &c, Arena &arena)
-        : call(c), n(c), locations(c, n, arena), batches{{n, arena}, {n, arena}}, zeros(arena.take<V>(n.channels)),
-          row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
+        : call(c), n(c), blocks(c, n), locations(c, n, arena), batches{{c, n, arena}, {c, n, arena}},
+          zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
 
-    template <class Skip, class Serve> void each(int64_t b, int64_t a, Skip &&skip, Serve &&serve) {
+    template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
         rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
-        locations.read(b, a);
-        for (int64_t p = 0; p < n.points; ++p)
-            for (int64_t cam = 0; cam < n.cameras; ++cam) {
-                const T *xy = locations.location(p, cam);
-                if (!counts(xy[0], xy[1])) {
-                    skip(p, cam);
-                    continue;
+        ready = nullptr;
+        see(b, begin, skip);
+        for (int64_t a = begin; a < end; ++a) {
+            open(a, true);
+            for (int64_t i = 0; i < locations.num_seen; ++i) {
+                if (filling->samples.count + n.scales > n.room()) {
+                    close(false, serve);
+                    open(a, false);
                 }
-                if (batches[filling].samples.count + n.scales > n.room()) turn(serve);
-                add_pair(batches[filling], b, a, p, cam);
+                const int64_t pair = locations.seen[i];
+                const T *xy = locations.location(pair);
+                locations.ask_for_weights(b, a, i + WEIGHTS_AHEAD, 0, n.scales * n.groups);
+                filling->samples.add_pair(xy[0], xy[1], pair % n.cameras, locations.weights_of(b, a, i));
+                filling->pairs[filling->num_pairs++] = pair;
             }
-        turn(serve);
-        if (batches[1 - filling].samples.count > 0) serve(batches[1 - filling], nullptr);
-        batches[1 - filling].clear();
+            if (a + 1 < end) see(b, a + 1, skip);
+            close(true, serve);
+        }
+        if (!ready) return;
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[ready->num_rows() + i] = rows.nowhere;
+        serve(*ready);
     }
 
   private:
-    template <class Serve> void turn(Serve &&serve) {
-        prepare(batches[filling]);
-        filling = 1 - filling;
-        if (batches[filling].samples.count > 0) serve(batches[filling], batches[1 - filling].address);
-        batches[filling].clear();
+    Batch<T> *filling = nullptr, *ready = nullptr;
+
+    template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
+        locations.read(b, anchor);
+        locations.find_seen(0, n.cameras, [&](int64_t pair) { skip(anchor, pair); });
+        for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) locations.ask_for_weights(b, anchor, i, 0, n.scales * n.groups);
     }
-    void add_pair(Batch<T> &batch, int64_t b, int64_t anchor, int64_t point, int64_t camera) {
-        const T *xy = locations.location(point, camera);
-        const int64_t offset = weight_offset(call.weights, b, anchor, point, camera);
-        for (int64_t s = 0; s < n.scales; ++s)
-            batch.samples.add(call.levels[camera * n.scales + s], xy[0], xy[1], call.weights,
-                              offset + s * call.weights.strides[4]);
-        batch.pairs[batch.num_pairs++] = point * n.cameras + camera;
+    void open(int64_t anchor, bool first) {
+        filling = ready == &batches[0] ? &batches[1] : &batches[0];
+        filling->anchor = anchor;
+        filling->first = first;
+        filling->samples.count = filling->num_pairs = 0;
     }
-    void prepare(Batch<T> &batch) {
-        const int64_t padded = batch.samples.pad();
-        for (int64_t i = 0; i < padded; i += LANES) {
-            const Corners<T> c = batch.samples.corners(i);
-            for (int k = 0; k < 4; ++k) {
-                put_entries<4>(batch.address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
-                put_entries<4>(batch.share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
-            }
+    template <class Serve> void close(bool last, Serve &&serve) {
+        filling->last = last;
+        filling->find_rows(rows);
+        if (ready) {
+            const int64_t end = ready->num_rows(), coming = filling->num_rows();
+            for (int64_t i = 0; i < ROWS_AHEAD; ++i)
+                ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
+            serve(*ready);
         }
+        ready = filling;
     }
 };
 
@@ -183,116 +265,117 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
   public:
+    using Base::items;
     static int64_t scratch_bytes(const Call &call) {
-        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * Sizes(call).room());
+        const Sizes n(call);
+        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups);
     }
-    Forward(const Call &c, Arena arena) : Base(c, arena), shares(arena.take<T>(4 * this->n.room())) {}
+    Forward(const Call &c, Arena arena) : Base(c, arena), shares(arena.take<T>(4 * this->n.room() * this->n.groups)) {}
 
     void operator()(int64_t item) {
-        const int64_t b = item / this->n.anchors, a = item % this->n.anchors;
-        for (int64_t c = 0; c < this->n.channels; ++c) this->row[c] = 0;
+        const int64_t b = this->blocks.batch(item);
         this->each(
-            b, a, [](int64_t, int64_t) {}, [&](const Batch<T> &batch, const int64_t *next) { serve(batch, next); });
-        const mxd_tensor &out = this->call.output;
-        write_elements(this->row, at(out, offset2(out, b, a)), out.dtype, out.strides[2], this->n.channels);
+            b, this->blocks.begin(item), this->blocks.end(item), [](int64_t, int64_t) {},
+            [&](const Batch<T> &batch) { serve(b, batch); });
     }
 
   private:
-    T *shares;
+    T *shares; // [row, groups]
 
-    void serve(const Batch<T> &batch, const int64_t *next) {
+    void serve(int64_t b, const Batch<T> &batch) {
         const Sizes &n = this->n;
-        for (int64_t g = 0; g < n.groups; ++g) {
-            for (int64_t i = 0; i < batch.samples.count; i += LANES) {
-                const RealLanes<T> weight = raw_load<T, LANES>(batch.samples.weight(g) + i);
-                for (int k = 0; k < 4; ++k)
-                    put_entries<4>(shares, i, k, RealLanes<T>(get_entries<4>(batch.share, i, k) * weight));
+        if (batch.first) memset(this->row, 0, size_t(n.channels) * sizeof(T));
+        for (int64_t i = 0; i < batch.num_rows() / 4; ++i)
+            for (int k = 0; k < 4; ++k) {
+                const int64_t entry = entry_of<4>(i, k);
+                scaled<T>(batch.samples.weight(i), batch.corner_share[entry], n.groups, shares + entry * n.groups);
             }
-            const int64_t channel = g * n.group_channels;
-            weighted_sum<V, T>(batch.address, shares, next, batch.num_rows(), n.group_channels, this->row + channel,
-                               true, channel);
-        }
+        grouped_sum<V, T>(batch.address, shares, batch.num_rows(), n.groups, n.group_channels, this->row);
+        const mxd_tensor &out = this->call.output;
+        if (batch.last)
+            write_elements(this->row, at(out, offset2(out, b, batch.anchor)), out.dtype, out.strides[2], n.channels);
     }
 };
 
-// Gradients of locations and weights, anchor by anchor.
+// Gradients of locations and weights.
 template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     typedef AnchorWorker<V, T> Base;
 
   public:
+    using Base::items;
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room()) + Arena::bytes<T>(n.room() * n.groups) +
-               2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(block(n));
+        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(block(n));
     }
     SampleGradients(const Call &c, Arena arena)
-        : Base(c, arena), dot(arena.take<T>(4 * this->n.room())),
-          grad_weight(arena.take<T>(this->n.room() * this->n.groups)), grad_x(arena.take<T>(this->n.room())),
-          grad_y(arena.take<T>(this->n.room())), one(arena.take<T>(block(this->n))), weights_out(c.grad_weights, 4) {
-        memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T)); // read beyond the last sample of a turn
-    }
+        : Base(c, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)), pair(arena.take<T>(block(this->n))),
+          weights_out(c.grad_weights, 4) {}
 
     void operator()(int64_t item) {
-        const Sizes &n = this->n;
-        const int64_t b = item / n.anchors, a = item % n.anchors;
-        const T *g = row_as(this->call.output, offset2(this->call.output, b, a), this->call.output.strides[2],
-                            n.channels, this->row);
+        const int64_t b = this->blocks.batch(item);
         this->each(
-            b, a, [&](int64_t p, int64_t cam) { write_zeros(b, a, p, cam); },
-            [&](const Batch<T> &batch, const int64_t *next) { serve(batch, next, b, a, g); });
+            b, this->blocks.begin(item), this->blocks.end(item),
+            [&](int64_t a, int64_t unseen) {
+                memset(pair, 0, size_t(block(this->n)) * sizeof(T));
+                write(b, a, unseen, pair, pair);
+            },
+            [&](const Batch<T> &batch) { serve(b, batch); });
     }
 
   private:
-    T *dot, *grad_weight, *grad_x, *grad_y, *one;
+    T *dot;  // [row, groups]
+    T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
     Block<2> weights_out;
 
     static int64_t block(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
-    void write(int64_t b, int64_t a, int64_t p, int64_t cam, const T *location, const T *weight) {
+    void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
         const mxd_tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
+        const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
         if (l.data)
             write_elements(location, at(l, offset2(l, b, a) + p * l.strides[2] + cam * l.strides[3]), l.dtype,
                            l.strides[4], 2);
         if (w.data) weights_out.write(weight_offset(w, b, a, p, cam), weight);
     }
-    void write_zeros(int64_t b, int64_t a, int64_t p, int64_t cam) {
-        for (int64_t i = 0; i < block(this->n); ++i) one[i] = 0;
-        write(b, a, p, cam, one, one);
-    }
 
-    void serve(const Batch<T> &batch, const int64_t *next, int64_t b, int64_t a, const T *g) {
+    void serve(int64_t b, const Batch<T> &batch) {
+        if (batch.num_pairs == 0) return;
         const Sizes &n = this->n;
-        for (int64_t i = 0; i < n.room(); ++i) grad_x[i] = grad_y[i] = 0;
-        for (int64_t group = 0; group < n.groups; ++group) {
-            const int64_t channel = group * n.group_channels;
-            dots<V, T>(batch.address, next, batch.num_rows(), n.group_channels, g + channel, dot, channel);
-            for (int64_t i = 0; i < batch.samples.count; i += LANES) finish(batch.samples, i, group);
+        const mxd_tensor &out = this->call.output;
+        const T *g = row_as(out, offset2(out, b, batch.anchor), out.strides[2], n.channels, this->row);
+        grouped_dots<V, T>(batch.address, batch.num_rows(), n.groups, n.group_channels, g, dot);
+        for (int64_t i = 0; i < batch.num_pairs; ++i) {
+            T location[2] = {0, 0};
+            for (int64_t s = 0; s < n.scales; ++s) sample(batch, i * n.scales + s, location, pair + s * n.groups);
+            write(b, batch.anchor, batch.pairs[i], location, pair);
         }
-        for (int64_t i = 0; i < batch.num_pairs; ++i) write_pair(b, a, batch.pairs[i], i * n.scales);
     }
 
-    void finish(const Samples<T> &samples, int64_t i, int64_t group) {
-        const Corners<T> c = samples.corners(i);
-        const CornerSlopes<T> slope(c, dot, i);
-        const RealLanes<T> weight = raw_load<T, LANES>(samples.weight(group) + i);
-        const RealLanes<T> gx = raw_load<T, LANES>(samples.maps().width + i) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(samples.maps().height + i) * weight * slope.dy;
-        store<T, LANES>(grad_x + i, raw_load<T, LANES>(grad_x + i) + gx);
-        store<T, LANES>(grad_y + i, raw_load<T, LANES>(grad_y + i) + gy);
-        store<T, LANES>(grad_weight + group * this->n.room() + i, slope.sample);
-    }
-
-    // Of the `scales` samples from `first` on, which are one pair (point, camera).
-    void write_pair(int64_t b, int64_t a, int64_t pair, int64_t first) {
-        const Sizes &n = this->n;
-        T location[2] = {0, 0};
-        for (int64_t s = 0; s < n.scales; ++s) {
-            location[0] += grad_x[first + s];
-            location[1] += grad_y[first + s];
-            for (int64_t group = 0; group < n.groups; ++group)
-                one[s * n.groups + group] = grad_weight[group * n.room() + first + s];
-        }
-        write(b, a, pair / n.cameras, pair % n.cameras, location, one);
+    // Adds to location[0], location[1]; writes weight[groups].
+    void sample(const Batch<T> &batch, int64_t i, T *location, T *weight) {
+        const T right = batch.right[i], below = batch.below[i];
+        const T share[4] = {(1 - right) * (1 - below), right * (1 - below), (1 - right) * below, right * below};
+        T slope_x = 0, slope_y = 0;
+        for_pieces<T>(this->n.groups, [&](auto lanes, auto vectors, int64_t c) {
+            constexpr int N = lanes.value;
+            for (int v = 0; v < vectors.value; ++v, c += N) {
+                Vec<T, N> d[4], sum_of_corners = {};
+                MXD_UNROLL
+                for (int k = 0; k < 4; ++k) {
+                    const int64_t entry = entry_of<4>(i, k);
+                    d[k] = batch.inside[entry] ? load<T, N>(dot + entry * this->n.groups + c) : Vec<T, N>{};
+                    sum_of_corners += broadcast<T, N>(share[k]) * d[k];
+                }
+                store<T, N>(weight + c, sum_of_corners);
+                const Vec<T, N> w = load<T, N>(batch.samples.weight(i) + c);
+                slope_x += sum<T, N>(
+                    w * (broadcast<T, N>(1 - below) * (d[1] - d[0]) + broadcast<T, N>(below) * (d[3] - d[2])));
+                slope_y += sum<T, N>(
+                    w * (broadcast<T, N>(1 - right) * (d[2] - d[0]) + broadcast<T, N>(right) * (d[3] - d[1])));
+            }
+        });
+        location[0] += batch.samples.maps().width[i] * slope_x;
+        location[1] += batch.samples.maps().height[i] * slope_y;
     }
 };
 
@@ -301,18 +384,20 @@ template <class T> class FeatureGradient {
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + Arena::bytes<T>(n.channels) +
+        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + 2 * Arena::bytes<T>(n.channels) +
+               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room() * n.groups) +
                Band<T>::bytes(call, n.channels);
     }
     FeatureGradient(const Call &c, Arena arena)
-        : call(c), n(c), locations(c, n, arena), samples(n, arena), row(arena.take<T>(n.channels)),
-          band(c, n.channels, arena) {}
+        : call(c), n(c), locations(c, n, arena), samples(c, n, arena), row(arena.take<T>(n.channels)),
+          sink(arena.take<T>(n.channels)), address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)),
+          shares(arena.take<T>(4 * n.room() * n.groups)), band(c, n.channels, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / call.num_bands;
         const mxd_tensor &grad = call.grad_value;
         band.open(item % call.num_bands, b * grad.strides[0], grad.strides[1], grad.strides[2]);
-        for (int64_t a = 0; a < n.anchors; ++a) one(b, a);
+        for (int64_t a = 0; a < n.anchors; ++a) anchor(b, a);
         band.close();
     }
 
@@ -322,36 +407,39 @@ template <class T> class FeatureGradient {
     AnchorReader<T> locations;
     Samples<T> samples;
     T *row;
+    T *sink; // never written: asked for when there is nothing ahead
+    int64_t *address;
+    T *shares; // [row, groups]
     Band<T> band;
 
-    void one(int64_t b, int64_t a) {
+    void anchor(int64_t b, int64_t a) {
         bool ready = false; // locations are read when the first map asks for them
         for (int64_t map = 0; map < call.num_levels; ++map) {
             if (!band.touches(call.levels[map])) continue;
             if (!ready) locations.read(b, a);
             ready = true;
             const int64_t cam = map / n.scales, scale = map % n.scales;
-            for (int64_t p = 0; p < n.points; ++p) {
-                const T *xy = locations.location(p, cam);
-                if (!counts(xy[0], xy[1])) continue;
+            locations.find_seen(cam, cam + 1, [](int64_t) {});
+            const int64_t skipped = scale * call.weights.strides[4];
+            for (int64_t i = 0; i < locations.num_seen; ++i) {
                 if (samples.count == n.room()) serve(b, a);
-                samples.add(call.levels[map], xy[0], xy[1], call.weights,
-                            weight_offset(call.weights, b, a, p, cam) + scale * call.weights.strides[4]);
+                locations.ask_for_weights(b, a, i + WEIGHTS_AHEAD, skipped, n.groups);
+                const T *xy = locations.location(locations.seen[i]);
+                samples.add(xy[0], xy[1], cam, scale, locations.weights_of(b, a, i));
             }
         }
         serve(b, a);
     }
 
-    // Sample by sample, so that where value is cut into bands does not change the order of additions. All rows are
-    // asked for first.
+    // Sample by sample, so that where value is cut into bands does not change the order of additions.
     void serve(int64_t b, int64_t a) {
         if (samples.count == 0) return;
         const int64_t padded = samples.pad();
-        const T *g = row_as(call.output, offset2(call.output, b, a), call.output.strides[2], n.channels, row);
+        int64_t count = 0;
         for (int64_t first = 0; first < padded; first += LANES) {
             const Corners<T> c = samples.corners(first);
             Int<T> pixel[4][LANES], inside[4][LANES];
-            T shares[4][LANES];
+            T share[4][LANES];
             for (int k = 0; k < 4; ++k) {
                 const IntLanes<T> mine =
                     c.inside[k] & (c.pixel[k] >= Int<T>(band.begin)) & (c.pixel[k] < Int<T>(band.end));
@@ -359,50 +447,43 @@ template <class T> class FeatureGradient {
                 const RealLanes<T> s = c.share(k);
                 memcpy(inside[k], &mine, sizeof mine);
                 memcpy(pixel[k], &from, sizeof from);
-                memcpy(shares[k], &s, sizeof s);
+                memcpy(share[k], &s, sizeof s);
             }
-            const auto row_of = [&](int i, int k) {
-                return reinterpret_cast<T *>(band.address + pixel[k][i] * band.step);
-            };
             for (int i = 0; i < LANES; ++i)
                 for (int k = 0; k < 4; ++k)
-                    if (inside[k][i])
-                        for (int64_t channel = 0; channel < n.channels; channel += 64 / int(sizeof(T)))
-                            __builtin_prefetch(row_of(i, k) + channel, 1);
-            for (int i = 0; i < LANES; ++i)
-                for (int k = 0; k < 4; ++k)
-                    if (inside[k][i]) add(row_of(i, k), g, shares[k][i], first + i);
+                    if (inside[k][i]) {
+                        address[count] = band.address + pixel[k][i] * band.step;
+                        scaled<T>(samples.weight(first + i), share[k][i], n.groups, shares + count * n.groups);
+                        ++count;
+                    }
         }
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i) address[count + i] = reinterpret_cast<int64_t>(sink);
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i)
+            for (int64_t at = 0; at < n.channels * int64_t(sizeof(T)); at += 64) ask_for<64>(address[i] + at);
+        const T *g = row_as(call.output, offset2(call.output, b, a), call.output.strides[2], n.channels, row);
+        grouped_add<T>(address, shares, count, n.groups, n.group_channels, g);
         samples.count = 0;
-    }
-
-    void add(T *to, const T *g, T corner, int64_t sample) {
-        for (int64_t group = 0; group < n.groups; ++group) {
-            const int64_t channel = group * n.group_channels;
-            add_scaled<T>(to + channel, g + channel, corner * samples.weight(group)[sample], n.group_channels);
-        }
     }
 };
 
 } // namespace
 
 bool deformable_aggregation(const Call &call) {
-    const Sizes n(call);
     return with_types(call, [&](auto *v, auto *t) {
-        return parallel<Forward<__typeof__(*v), __typeof__(*t)>>(call.num_threads, n.batch * n.anchors, call);
+        typedef Forward<__typeof__(*v), __typeof__(*t)> Worker;
+        return parallel<Worker>(call.num_threads, Worker::items(call), call);
     });
 }
 
 bool deformable_aggregation_backward(const Call &call) {
     const Sizes n(call);
     return with_types(call, [&](auto *v, auto *t) {
-        typedef __typeof__(*v) V;
-        typedef __typeof__(*t) T;
+        typedef SampleGradients<__typeof__(*v), __typeof__(*t)> Worker;
         bool enough = true;
         if (call.grad_locations.data || call.grad_weights.data)
-            enough = parallel<SampleGradients<V, T>>(call.num_threads, n.batch * n.anchors, call);
+            enough = parallel<Worker>(call.num_threads, Worker::items(call), call);
         if (enough && call.grad_value.data)
-            enough = parallel<FeatureGradient<T>>(call.num_threads, n.batch * call.num_bands, call);
+            enough = parallel<FeatureGradient<__typeof__(*t)>>(call.num_threads, n.batch * call.num_bands, call);
         return enough;
     });
 }

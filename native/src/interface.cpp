@@ -6,6 +6,10 @@
 #include <cstring>
 #include <initializer_list>
 
+#ifdef MXD_HAVE_AVX2
+#include <cpuid.h>
+#endif
+
 #include "layout.h"
 
 namespace mxd {
@@ -45,6 +49,14 @@ struct Isa {
     bool (*kernels[7])(const Call &); // forward by Operator, then backward, then the gather floor
 };
 
+#ifdef MXD_HAVE_AVX2
+// Clang 14's __builtin_cpu_supports does not know this one.
+bool has_f16c() {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 // Best last.
 const Isa ISAS[] = {
     {"baseline", [] { return true; }, MXD_KERNELS(baseline)},
@@ -52,7 +64,7 @@ const Isa ISAS[] = {
     {"avx2",
      [] {
          __builtin_cpu_init();
-         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
      },
      MXD_KERNELS(avx2)},
 #endif
@@ -62,7 +74,7 @@ const Isa ISAS[] = {
          __builtin_cpu_init();
          return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+                __builtin_cpu_supports("fma") && has_f16c();
      },
      MXD_KERNELS(avx512)},
 #endif
