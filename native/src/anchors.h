@@ -1,0 +1,266 @@
+// How deformable_aggregation goes through its anchors: which pairs (point, camera) count, and batches of samples with
+// the rows they lead to.
+//
+// Samples that count are collected in batches: all of an anchor, or as many as there is room for. While the rows of one
+// batch are added up, the first rows of the next are asked for.
+#pragma once
+
+#include "grouped_rows.h"
+#include "sampling.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+struct Sizes {
+    int64_t batch, features, channels, anchors, points, cameras, scales, groups, group_channels;
+
+    explicit Sizes(const Call &call)
+        : batch(call.value.shape[0]), features(call.value.shape[1]), channels(call.value.shape[2]),
+          anchors(call.locations.shape[1]), points(call.locations.shape[2]), cameras(call.locations.shape[3]),
+          scales(call.weights.shape[4]), groups(call.weights.shape[5]),
+          group_channels(groups > 0 ? channels / groups : 0) {}
+    // Samples of a batch: all scales of a pair (point, camera) stay together.
+    int64_t room() const { return round_up(scales > 64 ? scales : 64, LANES); }
+};
+
+inline int64_t offset2(const mxd_tensor &t, int64_t i, int64_t j) { return i * t.strides[0] + j * t.strides[1]; }
+
+inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t p, int64_t cam) {
+    return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
+}
+
+// Items: (batch, block of anchors).
+struct AnchorBlocks {
+    int64_t anchors, size, blocks;
+
+    AnchorBlocks(const Call &call, const Sizes &n) : anchors(n.anchors) {
+        const int64_t wanted = n.batch * n.anchors / (8 * (call.num_threads > 1 ? call.num_threads : 1));
+        size = wanted < 1 ? 1 : wanted > 16 ? 16 : wanted;
+        blocks = (n.anchors + size - 1) / size;
+    }
+    int64_t batch(int64_t item) const { return item / blocks; }
+    int64_t begin(int64_t item) const { return item % blocks * size; }
+    int64_t end(int64_t item) const { return begin(item) + size < anchors ? begin(item) + size : anchors; }
+};
+
+constexpr int64_t WEIGHTS_AHEAD = 16;
+
+// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) count.
+template <class T> class AnchorReader {
+  public:
+    int64_t *seen, num_seen = 0; // pairs as point * cameras + camera
+
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<T>(n.points * n.cameras * 2) + Arena::bytes<int64_t>(n.points * n.cameras);
+    }
+    AnchorReader(const Call &c, const Sizes &n, Arena &arena)
+        : seen(arena.take<int64_t>(n.points * n.cameras)), call(c), points(n.points), cameras(n.cameras),
+          block(c.locations, 2), xy(arena.take<T>(n.points * n.cameras * 2)) {}
+    void read(int64_t b, int64_t anchor) { block.read(offset2(call.locations, b, anchor), xy); }
+    const T *location(int64_t pair) const { return xy + pair * 2; }
+
+    // Those of cameras first..last-1, point by point; skip(pair) for what does not count.
+    template <class Skip> void find_seen(int64_t first, int64_t last, Skip &&skip) {
+        num_seen = 0;
+        for (int64_t p = 0; p < points; ++p)
+            for (int64_t cam = first; cam < last; ++cam) {
+                const int64_t pair = p * cameras + cam;
+                const T u = xy[2 * pair], v = xy[2 * pair + 1];
+                if (u > 0 && u < 1 && v > 0 && v < 1)
+                    seen[num_seen++] = pair;
+                else
+                    skip(pair);
+            }
+    }
+    // Where the weights of pair seen[index] begin.
+    int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
+        return weight_offset(call.weights, b, anchor, seen[index] / cameras, seen[index] % cameras);
+    }
+    // They lie apart from each other: `count` of each are asked for WEIGHTS_AHEAD pairs before their use.
+    MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index, int64_t skipped, int64_t count) const {
+        if (index < num_seen) prefetch(call.weights, weights_of(b, anchor, index) + skipped, count);
+    }
+
+  private:
+    const Call &call;
+    int64_t points, cameras;
+    Block<3> block;
+    T *xy;
+};
+
+// Samples of one anchor: positions, maps, and weights [sample, groups].
+template <class T> class Samples {
+  public:
+    int64_t count = 0;
+
+    static int64_t bytes(const Sizes &n) {
+        return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups);
+    }
+    Samples(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), pair_weights(c.weights, 4), maps_(arena, n.room()), x(arena.take<T>(n.room())),
+          y(arena.take<T>(n.room())), weights(arena.take<T>(n.room() * n.groups)) {}
+
+    // The samples of a pair (point, camera) at normalised (u, v) on every scale; its weights lie at element `offset`.
+    void add_pair(T u, T v, int64_t camera, int64_t offset) {
+        pair_weights.read(offset, weights + count * n.groups);
+        for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
+    }
+    // One of them.
+    void add(T u, T v, int64_t camera, int64_t scale, int64_t offset) {
+        const mxd_tensor &w = call.weights;
+        read_elements(at(w, offset + scale * w.strides[4]), w.dtype, w.strides[5], n.groups,
+                      weights + count * n.groups);
+        place(u, v, call.levels[camera * n.scales + scale]);
+    }
+    // Fills up to a multiple of LANES with samples that are not valid; returns how many there are then.
+    int64_t pad() {
+        const int64_t padded = round_up(count, LANES);
+        for (int64_t i = count; i < padded; ++i) {
+            maps_.set(i, Level{0, 0, 0});
+            x[i] = y[i] = T(__builtin_nan(""));
+            for (int64_t g = 0; g < n.groups; ++g) weights[i * n.groups + g] = 0;
+        }
+        return padded;
+    }
+    const Maps<T> &maps() const { return maps_; }
+    const T *weight(int64_t sample) const { return weights + sample * n.groups; }
+    Corners<T> corners(int64_t i) const {
+        return corners_at<T>(raw_load<T, LANES>(x + i), raw_load<T, LANES>(y + i), maps_, i);
+    }
+
+  private:
+    const Call &call;
+    const Sizes n;
+    Block<2> pair_weights;
+    Maps<T> maps_;
+    T *x, *y, *weights;
+
+    void place(T u, T v, const Level &level) {
+        maps_.set(count, level);
+        x[count] = u * T(level.width) - T(0.5);
+        y[count] = v * T(level.height) - T(0.5);
+        ++count;
+    }
+};
+
+// Samples with the rows they lead to, in the order of lists of rows.
+template <class T> struct Batch {
+    Samples<T> samples;
+    int64_t anchor = -1;
+    bool first = true, last = true; // of its anchor
+    int64_t *pairs, num_pairs = 0;  // (point, camera) of each `scales` samples
+    int64_t *address;
+    T *corner_share;  // of each row, without weights
+    Int<T> *inside;   // whether it is on the map
+    T *right, *below; // fractions of each sample
+
+    static int64_t bytes(const Sizes &n) {
+        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(n.room()) +
+               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room()) +
+               Arena::bytes<Int<T>>(4 * n.room()) + 2 * Arena::bytes<T>(n.room());
+    }
+    Batch(const Call &call, const Sizes &n, Arena &arena)
+        : samples(call, n, arena), pairs(arena.take<int64_t>(n.room())),
+          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), corner_share(arena.take<T>(4 * n.room())),
+          inside(arena.take<Int<T>>(4 * n.room())), right(arena.take<T>(n.room())), below(arena.take<T>(n.room())) {}
+
+    int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
+
+    void find_rows(const RowAddresses &rows) {
+        const int64_t padded = samples.pad();
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const Corners<T> c = samples.corners(i);
+            for (int k = 0; k < 4; ++k) {
+                put_entries<4>(address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
+                put_entries<4>(corner_share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+                put_entries<4>(inside, i, k, c.inside[k]);
+            }
+            store<T, LANES>(right + i, c.right);
+            store<T, LANES>(below + i, c.below);
+        }
+    }
+};
+
+// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for what does not count, serve(batch) for
+// batches in order, at least one for each anchor.
+template <class V, class T> struct AnchorWorker {
+    const Call &call;
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorReader<T> locations;
+    Batch<T> batches[2];
+    V *zeros; // the row that is not on the map
+    T *row;
+    RowAddresses rows;
+
+    static int64_t scratch_bytes(const Call &call) {
+        const Sizes n(call);
+        return AnchorReader<T>::bytes(n) + 2 * Batch<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+    }
+    static int64_t items(const Call &call) {
+        const Sizes n(call);
+        return n.batch * AnchorBlocks(call, n).blocks;
+    }
+    AnchorWorker(const Call &c, Arena &arena)
+        : call(c), n(c), blocks(c, n), locations(c, n, arena), batches{{c, n, arena}, {c, n, arena}},
+          zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
+        memset(zeros, 0, size_t(n.channels) * sizeof(V));
+    }
+
+    template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
+        rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
+        ready = nullptr;
+        see(b, begin, skip);
+        for (int64_t a = begin; a < end; ++a) {
+            open(a, true);
+            for (int64_t i = 0; i < locations.num_seen; ++i) {
+                if (filling->samples.count + n.scales > n.room()) {
+                    close(false, serve);
+                    open(a, false);
+                }
+                const int64_t pair = locations.seen[i];
+                const T *xy = locations.location(pair);
+                locations.ask_for_weights(b, a, i + WEIGHTS_AHEAD, 0, n.scales * n.groups);
+                filling->samples.add_pair(xy[0], xy[1], pair % n.cameras, locations.weights_of(b, a, i));
+                filling->pairs[filling->num_pairs++] = pair;
+            }
+            if (a + 1 < end) see(b, a + 1, skip);
+            close(true, serve);
+        }
+        if (!ready) return;
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[ready->num_rows() + i] = rows.nowhere;
+        serve(*ready);
+    }
+
+  private:
+    Batch<T> *filling = nullptr, *ready = nullptr;
+
+    template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
+        locations.read(b, anchor);
+        locations.find_seen(0, n.cameras, [&](int64_t pair) { skip(anchor, pair); });
+        for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) locations.ask_for_weights(b, anchor, i, 0, n.scales * n.groups);
+    }
+    void open(int64_t anchor, bool first) {
+        filling = ready == &batches[0] ? &batches[1] : &batches[0];
+        filling->anchor = anchor;
+        filling->first = first;
+        filling->samples.count = filling->num_pairs = 0;
+    }
+    template <class Serve> void close(bool last, Serve &&serve) {
+        filling->last = last;
+        filling->find_rows(rows);
+        if (ready) {
+            const int64_t end = ready->num_rows(), coming = filling->num_rows();
+            for (int64_t i = 0; i < ROWS_AHEAD; ++i)
+                ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
+            serve(*ready);
+        }
+        ready = filling;
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd
