@@ -200,6 +200,19 @@ def test_reads_their_checkpoints():
         torch.testing.assert_close(ours.sampling(query, reference, shapes)[1], weights)
 
 
+def test_queries_that_changed_places():
+    theirs = {"logits": torch.randn(1, 50, 7), "pred_boxes": torch.rand(1, 50, 4)}
+    order = torch.arange(50)
+    order[[3, 9, 20]] = torch.tensor([9, 20, 3])
+    moved = {name: out[:, order] * (1 + 1e-6) for name, out in theirs.items()}
+    back, count = models.in_their_places(moved, theirs)
+    assert count == 3
+    assert models.largest(back, theirs) < 1e-5
+    wrong = {**moved, "pred_boxes": moved["pred_boxes"] + 0.1 * (order == 9)[:, None]}  # a query that is none of theirs
+    back, _ = models.in_their_places(wrong, theirs)
+    assert models.largest(back, theirs) > 0.05
+
+
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
     done = subprocess.run([*command, "--seconds", "0.1"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
