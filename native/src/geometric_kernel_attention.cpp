@@ -11,16 +11,30 @@ template <class T> inline IntLanes<T> nearest(RealLanes<T> x, RealLanes<T> last)
     return convert<Int<T>, LANES>(RealLanes<T>(x < last ? x : last));
 }
 
+template <class T> inline IntLanes<T> nearest(AddressLanes x, IntLanes<T> last) {
+    const AddressLanes most = convert<int64_t, LANES>(last);
+    x = x > 0 ? x : AddressLanes{};
+    return convert<Int<T>, LANES>(AddressLanes(x < most ? x : most));
+}
+
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
     static MXD_INLINE SampledRows<T, 1> rows(const QueryReader<T> &reader, int64_t i) {
         const Maps<T> &maps = reader.maps();
-        RealLanes<T> x, y;
-        reader.location(i, x, y);
         const IntLanes<T> columns = raw_load<Int<T>, LANES>(maps.columns + i);
-        const IntLanes<T> column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
-        const IntLanes<T> row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
+        IntLanes<T> column, row;
+        if (reader.in_whole_numbers()) {
+            AddressLanes x, y;
+            reader.whole_location(i, x, y);
+            column = nearest<T>(x, columns - 1);
+            row = nearest<T>(y, raw_load<Int<T>, LANES>(maps.rows + i) - 1);
+        } else {
+            RealLanes<T> x, y;
+            reader.location(i, x, y);
+            column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
+            row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
+        }
         return {{columns > 0}, // not padding
                 {raw_load<Int<T>, LANES>(maps.start + i) + row * columns + column},
                 {reader.weight(i)}};

@@ -90,24 +90,37 @@ template <class T> class QueryReader {
         for (int64_t i = 0; i < padded; ++i) weight_[i] = 0;
         const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
         locations_in_place = samples == padded && locations.packed && call.locations.dtype == own;
+        locations_whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
         weights_in_place = samples == padded && weights.packed && call.weights.dtype == own;
     }
     const Maps<T> &maps() const { return maps_; }
 
-    void read(int64_t b, int64_t h, int64_t q) {
+    // Whose queries are read from now on.
+    void open(int64_t b, int64_t h) {
+        location_of = Rows(call.locations, offset(call.locations, b, h), 2 * samples);
+        weight_of = Rows(call.weights, offset(call.weights, b, h), samples);
+    }
+    MXD_INLINE void read(int64_t q) {
         if (q + PREFETCH_QUERIES < queries) {
-            prefetch(call.locations, offset(call.locations, b, h, q + PREFETCH_QUERIES), 2 * samples);
-            prefetch(call.weights, offset(call.weights, b, h, q + PREFETCH_QUERIES), samples);
+            location_of.prefetch(q + PREFETCH_QUERIES);
+            weight_of.prefetch(q + PREFETCH_QUERIES);
         }
-        const int64_t l = offset(call.locations, b, h, q), w = offset(call.weights, b, h, q);
-        if (!locations_in_place) locations.read(l, xy);
-        if (!weights_in_place) weights.read(w, weight_);
-        xy_now = locations_in_place ? reinterpret_cast<const T *>(at(call.locations, l)) : xy;
-        weight_now = weights_in_place ? reinterpret_cast<const T *>(at(call.weights, w)) : weight_;
+        if (!locations_in_place && !locations_whole) locations.read_at(location_of.at(q), xy);
+        if (!weights_in_place) weights.read_at(weight_of.at(q), weight_);
+        xy_now = locations_in_place ? reinterpret_cast<const T *>(location_of.at(q)) : xy;
+        whole_now = reinterpret_cast<const int64_t *>(location_of.at(q));
+        weight_now = weights_in_place ? reinterpret_cast<const T *>(weight_of.at(q)) : weight_;
     }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weight_now + sample); }
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(xy_now + 2 * sample, x, y);
+    }
+    // Locations that are whole numbers and lie as they are needed: then location() has nothing to give.
+    bool in_whole_numbers() const { return locations_whole; }
+    MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
+        const auto a = raw_load<int64_t, LANES>(whole_now + 2 * sample);
+        const auto b = raw_load<int64_t, LANES>(whole_now + 2 * sample + LANES);
+        take_pairs<int64_t>(a, b, x, y);
     }
 
   private:
@@ -118,10 +131,27 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     T *xy, *weight_; // copies, where the tensors cannot be read as they are
     const T *xy_now = nullptr, *weight_now = nullptr;
-    bool locations_in_place = false, weights_in_place = false;
+    const int64_t *whole_now = nullptr;
+    bool locations_in_place = false, weights_in_place = false, locations_whole = false;
 
-    int64_t offset(const mxd_tensor &t, int64_t b, int64_t h, int64_t q) const {
-        return b * t.strides[0] + q * t.strides[1] + h * t.strides[2] + first_level * t.strides[3];
+    // A tensor's elements of one (batch, head), query by query.
+    struct Rows {
+        const char *first = nullptr;
+        int64_t step = 0, bytes = 0;
+
+        Rows() {}
+        Rows(const mxd_tensor &t, int64_t offset, int64_t count)
+            : first(mxd::MXD_ISA::at(t, offset)), step(t.strides[1] * element_size(t.dtype)),
+              bytes(count * element_size(t.dtype)) {}
+        const char *at(int64_t q) const { return first + q * step; }
+        MXD_INLINE void prefetch(int64_t q) const {
+            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + q * step + i);
+        }
+    };
+    Rows location_of, weight_of;
+
+    int64_t offset(const mxd_tensor &t, int64_t b, int64_t h) const {
+        return b * t.strides[0] + h * t.strides[2] + first_level * t.strides[3];
     }
 };
 

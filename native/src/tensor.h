@@ -83,9 +83,12 @@ template <int AXES> struct Block {
         }
     }
 
-    template <class T> void read(int64_t offset, T *to) const {
-        runs(offset, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
-            read_elements(at(tensor, o), tensor.dtype, stride, n, to + place);
+    template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
+    // From the element at this address.
+    template <class T> void read_at(const char *from, T *to) const {
+        const int64_t size = element_size(tensor.dtype);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            read_elements(from + o * size, tensor.dtype, stride, n, to + place);
         });
     }
     template <class T> void write(int64_t offset, const T *from) const {
