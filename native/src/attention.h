@@ -143,10 +143,9 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     QueryBlocks blocks;
 };
 
-// Gradients of locations and weights (SAMPLES), and of value where it is added up in place and a worker has a whole
-// head to itself (VALUE). Items: QueryBlocks; with VALUE (batch, head), because queries share the rows they add to.
-template <class V, class T, template <class> class Rule, bool SAMPLES, bool VALUE>
-class Gradients : QueryWorker<V, T, Rule> {
+// Gradients of locations and weights; or of value, where it is added up in place and a worker has a whole head to
+// itself. Items: QueryBlocks; for value (batch, head), because queries share the rows they add to.
+template <class V, class T, template <class> class Rule, bool VALUE> class Gradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
@@ -209,8 +208,9 @@ class Gradients : QueryWorker<V, T, Rule> {
             b, h, begin, end,
             [&](Slot<T> &slot, int64_t i) {
                 const auto rows = Rule<T>::rows(slot.reader, i);
-                if constexpr (SAMPLES) this->put_value(slot, rows, i);
-                if constexpr (VALUE) {
+                if constexpr (!VALUE) {
+                    this->put_value(slot, rows, i);
+                } else {
                     this->put_shares(slot, rows, i);
                     MXD_UNROLL
                     for (int k = 0; k < Base::CORNERS; ++k)
@@ -219,16 +219,16 @@ class Gradients : QueryWorker<V, T, Rule> {
             },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = this->grad_output(b, h, q);
-                if constexpr (SAMPLES) {
+                if constexpr (!VALUE) {
                     dots<V, T>(slot.value, next.value, this->num_rows, this->n.channels, g, dot);
                     for (int64_t i = 0; i < slot.reader.padded; i += LANES)
                         Rule<T>::gradients(slot.reader, dot, i, grad_xy, grad_weight);
                     if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
                     if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);
-                }
-                if constexpr (VALUE)
+                } else {
                     scatter_add<T>(slot.grad, slot.share, this->num_rows, this->n.channels, g, 0, next.grad,
                                    this->num_rows);
+                }
             });
     }
 };
@@ -329,30 +329,19 @@ template <class T> inline void set_to_zero(const Call &call, const Sizes &n, int
     }
 }
 
-// Both gradients by heads.
-template <class Worker, class T> inline bool over_heads(const Call &call) {
-    const Sizes n(call);
-    return parallel_stages<Worker>(call.num_threads, 1, n.batch * n.heads, call,
-                                   [&](int64_t, int64_t chunk) { set_to_zero<T>(call, n, chunk); });
-}
-
-constexpr int64_t HEAD_BYTES = 128 * 1024;
-
 template <template <class> class Rule> inline bool attention_backward(const Call &call) {
     const Sizes n(call);
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        const bool samples = call.grad_locations.data || call.grad_weights.data, value = call.grad_value.data;
-        const bool whole_heads = value && call.num_bands == 1 && call.grad_value_in_place;
-        // Together where a head's rows and their gradients stay in the cache; else they would push each other out.
-        const bool together = whole_heads && n.keys * n.channels * int64_t(sizeof(V) + sizeof(T)) <= HEAD_BYTES;
-        if (samples && !together && !over_queries<Gradients<V, T, Rule, true, false>>(call)) return false;
-        if (!value) return true;
-        if (!whole_heads)
-            return parallel<ValueGradient<T, Rule>>(call.num_threads, n.batch * n.heads * call.num_bands, call);
-        if (samples && together) return over_heads<Gradients<V, T, Rule, true, true>, T>(call);
-        return over_heads<Gradients<V, T, Rule, false, true>, T>(call);
+        if (call.grad_locations.data || call.grad_weights.data)
+            if (!over_queries<Gradients<V, T, Rule, false>>(call)) return false;
+        if (!call.grad_value.data) return true;
+        const int64_t heads = n.batch * n.heads;
+        if (call.num_bands > 1 || !call.grad_value_in_place)
+            return parallel<ValueGradient<T, Rule>>(call.num_threads, heads * call.num_bands, call);
+        return parallel_stages<Gradients<V, T, Rule, true>>(
+            call.num_threads, 1, heads, call, [&](int64_t, int64_t chunk) { set_to_zero<T>(call, n, chunk); });
     });
 }
 

@@ -66,7 +66,8 @@ struct QueryBlocks {
 };
 
 // Locations and weights of one query and head on levels first..last-1, as T, padded to LANES samples on empty maps.
-// Where they lie as they are needed they are not copied.
+// Where they lie as they are needed they are not copied; what follows them in memory is then taken for the padding,
+// which no map makes anything of.
 template <class T> class QueryReader {
   public:
     int64_t samples = 0, padded = 0;
@@ -89,25 +90,28 @@ template <class T> class QueryReader {
         for (int64_t i = 0; i < 2 * padded; ++i) xy[i] = T(__builtin_nan(""));
         for (int64_t i = 0; i < padded; ++i) weight_[i] = 0;
         const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
-        locations_in_place = samples == padded && locations.packed && call.locations.dtype == own;
+        locations_own = locations.packed && call.locations.dtype == own;
         locations_whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        weights_in_place = samples == padded && weights.packed && call.weights.dtype == own;
+        weights_own = weights.packed && call.weights.dtype == own;
     }
     const Maps<T> &maps() const { return maps_; }
 
     // Whose queries are read from now on.
     void open(int64_t b, int64_t h) {
-        location_of = Rows(call.locations, offset(call.locations, b, h), 2 * samples);
-        weight_of = Rows(call.weights, offset(call.weights, b, h), samples);
+        location_of = Rows(call.locations, offset(call.locations, b, h), 2 * samples, 2 * padded, 6);
+        weight_of = Rows(call.weights, offset(call.weights, b, h), samples, padded, 5);
     }
     MXD_INLINE void read(int64_t q) {
         if (q + PREFETCH_QUERIES < queries) {
             location_of.prefetch(q + PREFETCH_QUERIES);
             weight_of.prefetch(q + PREFETCH_QUERIES);
         }
+        const bool locations_in_place = locations_own && location_of.within(q);
+        const bool weights_in_place = weights_own && weight_of.within(q);
         if (!locations_in_place && !locations_whole) locations.read_at(location_of.at(q), xy);
         if (!weights_in_place) weights.read_at(weight_of.at(q), weight_);
         xy_now = locations_in_place ? reinterpret_cast<const T *>(location_of.at(q)) : xy;
+        weight_now = weights_in_place ? reinterpret_cast<const T *>(weight_of.at(q)) : weight_;
         whole_now = reinterpret_cast<const int64_t *>(location_of.at(q));
         weight_now = weights_in_place ? reinterpret_cast<const T *>(weight_of.at(q)) : weight_;
     }
@@ -132,17 +136,31 @@ template <class T> class QueryReader {
     T *xy, *weight_; // copies, where the tensors cannot be read as they are
     const T *xy_now = nullptr, *weight_now = nullptr;
     const int64_t *whole_now = nullptr;
-    bool locations_in_place = false, weights_in_place = false, locations_whole = false;
+    bool locations_own = false, weights_own = false, locations_whole = false;
 
     // A tensor's elements of one (batch, head), query by query.
     struct Rows {
         const char *first = nullptr;
         int64_t step = 0, bytes = 0;
+        int64_t last_within = -1; // of queries whose `padded` elements are all the tensor's own
 
         Rows() {}
-        Rows(const mxd_tensor &t, int64_t offset, int64_t count)
+        Rows(const mxd_tensor &t, int64_t offset, int64_t count, int64_t padded, int axes)
             : first(mxd::MXD_ISA::at(t, offset)), step(t.strides[1] * element_size(t.dtype)),
-              bytes(count * element_size(t.dtype)) {}
+              bytes(count * element_size(t.dtype)) {
+            int64_t last = 0, elements = 1;
+            bool forwards = t.strides[1] > 0;
+            for (int a = 0; a < axes; ++a) {
+                last += (t.shape[a] - 1) * t.strides[a];
+                elements *= t.shape[a];
+                forwards = forwards && t.strides[a] >= 0;
+            }
+            if (count == padded)
+                last_within = INT64_MAX;
+            else if (forwards && last + 1 == elements && offset + padded <= elements)
+                last_within = (elements - padded - offset) / t.strides[1];
+        }
+        bool within(int64_t q) const { return q <= last_within; }
         const char *at(int64_t q) const { return first + q * step; }
         MXD_INLINE void prefetch(int64_t q) const {
             for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + q * step + i);
