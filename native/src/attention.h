@@ -156,10 +156,10 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
                (VALUE ? Arena::bytes<char>(call.summed.bytes) : 0);
     }
     Gradients(const Call &c, Arena arena)
-        : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())), grad_xy(arena.take<T>(2 * this->n.room())),
-          grad_weight(arena.take<T>(this->n.room())), sink(arena.take<T>(this->n.channels)),
-          locations_out(c.grad_locations, 3), weights_out(c.grad_weights, 3), grad(arena, this->n.room(), sink),
-          sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr) {
+        : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())), sink(arena.take<T>(this->n.channels)),
+          grad(arena, this->n.room(), sink), sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr),
+          xy(c.grad_locations, this->n, 2, arena.take<T>(2 * this->n.room())),
+          weights(c.grad_weights, this->n, 1, arena.take<T>(this->n.room())) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
         memset(sink, 0, size_t(this->n.channels) * sizeof(T));
     }
@@ -176,10 +176,8 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
 
   private:
     QueryBlocks blocks;
-    T *dot, *grad_xy, *grad_weight;
+    T *dot;
     T *sink; // takes the gradient of what is not on the map; never read
-    Block<3> locations_out;
-    Block<2> weights_out;
     RowAddresses grad;
     char *sums; // of call.summed levels
 
@@ -201,8 +199,33 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
         });
     }
 
+    // A gradient of samples: where it belongs, when it can be written there as it is worked out, else scratch.
+    template <int AXES> struct Results {
+        const mxd_tensor &tensor;
+        Block<AXES> block;
+        int64_t queries, count;
+        bool direct;
+        T *scratch;
+
+        Results(const mxd_tensor &t, const Sizes &n, int64_t of_each, T *memory)
+            : tensor(t), block(t, 3), queries(n.queries), count(n.levels * n.points * of_each),
+              direct(t.data && n.levels * n.points == n.room() && block.packed &&
+                     t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32)),
+              scratch(memory) {}
+        // What queries to come will write is asked for: the first write to a line fetches it.
+        MXD_INLINE T *begin(int64_t b, int64_t h, int64_t q) const {
+            if (tensor.data && q + PREFETCH_QUERIES < queries)
+                prefetch<true>(tensor, offset3(tensor, b, q + PREFETCH_QUERIES, h), count);
+            return direct ? reinterpret_cast<T *>(at(tensor, offset3(tensor, b, q, h))) : scratch;
+        }
+        MXD_INLINE void end(int64_t b, int64_t h, int64_t q) const {
+            if (tensor.data && !direct) block.write(offset3(tensor, b, q, h), scratch);
+        }
+    };
+    Results<3> xy;
+    Results<2> weights;
+
     void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
-        const Call &call = this->call;
         this->find_value(b, h);
         this->queries(
             b, h, begin, end,
@@ -221,10 +244,11 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
                 const T *g = this->grad_output(b, h, q);
                 if constexpr (!VALUE) {
                     dots<V, T>(slot.value, next.value, this->num_rows, this->n.channels, g, dot);
+                    T *grad_xy = xy.begin(b, h, q), *grad_weight = weights.begin(b, h, q);
                     for (int64_t i = 0; i < slot.reader.padded; i += LANES)
                         Rule<T>::gradients(slot.reader, dot, i, grad_xy, grad_weight);
-                    if (call.grad_locations.data) locations_out.write(offset3(call.grad_locations, b, q, h), grad_xy);
-                    if (call.grad_weights.data) weights_out.write(offset3(call.grad_weights, b, q, h), grad_weight);
+                    xy.end(b, h, q);
+                    weights.end(b, h, q);
                 } else {
                     scatter_add<T>(slot.grad, slot.share, this->num_rows, this->n.channels, g, 0, next.grad,
                                    this->num_rows);

@@ -110,10 +110,10 @@ template <int AXES> struct Block {
 
 // Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does
 // nothing but prefetch for one without effect and drops the calls.
-__attribute__((always_inline)) inline void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
+template <bool TO_WRITE = false> MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, TO_WRITE);
 }
 
 // A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
