@@ -51,6 +51,26 @@ def test_lattice_and_border(implementation, case):
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).float())
 
 
+LONG = [
+    (MULTI_SCALE, lambda: cases.multi_scale(1, 2, 32, 2, [(20, 30)] * 4, 400)),
+    (AGGREGATION, lambda: cases.aggregation(1, 2, 700, 64, 2, [[(20, 30), (10, 15)]] * 2)),
+]
+
+
+@pytest.mark.parametrize(("operator", "make"), LONG, ids=lambda p: p if isinstance(p, str) else "")
+def test_long_sums(implementation, operator, make):
+    """Rounding must not pile up over thousands of rows: 16 units in the last place of the largest output, and what the
+    reference loses."""
+    args = make()
+    true = cases.forward_of("reference", operator)(*args)
+    single = cases.cast(args, torch.float32)
+
+    def error(name):
+        return float((cases.forward_of(name, operator)(*single) - true).abs().max())
+
+    assert error(implementation) <= error("reference") + 16 * 2**-24 * float(true.abs().max())
+
+
 MIXED = [
     (torch.float16, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.bfloat16),

@@ -37,24 +37,28 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
         for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
 }
 
+// Rows are added up by SUM_ROWS at a time, so that errors of rounding do not pile up over thousands of them.
+constexpr int64_t SUM_ROWS = 32;
+
 template <class V, class T, int N, int K, int G>
 inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel,
                               T *out) {
-    Vec<T, N> sums[G][K];
-    MXD_UNROLL
-    for (int v = 0; v < G * K; ++v) sums[v / K][v % K] = load<T, N>(out + v * N);
-    for (int64_t i = 0; i < n; ++i) {
-        const V *row = row_at<V>(address[i], channel);
-        ask_for<G * K * N *int(sizeof(V))>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
-        MXD_UNROLL
-        for (int g = 0; g < G; ++g) {
-            const Vec<T, N> factor = broadcast<T, N>(share[i * groups + g]);
+    for (int64_t first = 0; first < n; first += SUM_ROWS) {
+        const int64_t end = first + SUM_ROWS < n ? first + SUM_ROWS : n;
+        Vec<T, N> sums[G][K] = {};
+        for (int64_t i = first; i < end; ++i) {
+            const V *row = row_at<V>(address[i], channel);
+            ask_for<G * K * N *int(sizeof(V))>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
-            for (int k = 0; k < K; ++k) sums[g][k] += factor * load<T, N>(row + (g * K + k) * N);
+            for (int g = 0; g < G; ++g) {
+                const Vec<T, N> factor = broadcast<T, N>(share[i * groups + g]);
+                MXD_UNROLL
+                for (int k = 0; k < K; ++k) sums[g][k] += factor * load<T, N>(row + (g * K + k) * N);
+            }
         }
+        MXD_UNROLL
+        for (int v = 0; v < G * K; ++v) store<T, N>(out + v * N, load<T, N>(out + v * N) + sums[v / K][v % K]);
     }
-    MXD_UNROLL
-    for (int v = 0; v < G * K; ++v) store<T, N>(out + v * N, sums[v / K][v % K]);
 }
 
 template <class V, class T>
