@@ -337,7 +337,7 @@ template <template <class> class Rule> inline bool attention(const Call &call) {
         call, [&](auto *v, auto *t) { return over_queries<Forward<__typeof__(*v), __typeof__(*t), Rule>>(call); });
 }
 
-// Part `chunk` of the gradient of value, in the order of memory: head by head it would take twice as long.
+// Part `chunk` of the gradient of value, in the order of memory: head by head takes longer.
 template <class T> inline void set_to_zero(const Call &call, const Sizes &n, int64_t chunk) {
     const mxd_tensor &grad = call.grad_value;
     const int64_t begin = n.keys * chunk / STAGE_CHUNKS, end = n.keys * (chunk + 1) / STAGE_CHUNKS;
