@@ -122,7 +122,7 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
         const mxd_tensor &output = this->call.output;
-        const bool in_place = same_type<V, T> && output.strides[3] == 1;
+        const bool in_place = same_type<V, T> && output.dtype == this->call.value.dtype && output.strides[3] == 1;
         this->find_value(b, h);
         this->queries(
             b, h, blocks.begin(item), blocks.end(item),
@@ -144,7 +144,8 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
 };
 
 // Gradients of locations and weights; or of value, where it is added up in place and a worker has a whole head to
-// itself. Items: QueryBlocks; for value (batch, head), because queries share the rows they add to.
+// itself: V is T then, for value is not read. Items: QueryBlocks; for value (batch, head), because queries share the
+// rows they add to.
 template <class V, class T, template <class> class Rule, bool VALUE> class Gradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
@@ -226,7 +227,7 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     Results<2> weights;
 
     void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
-        this->find_value(b, h);
+        if constexpr (!VALUE) this->find_value(b, h);
         this->queries(
             b, h, begin, end,
             [&](Slot<T> &slot, int64_t i) {
@@ -364,7 +365,7 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         const int64_t heads = n.batch * n.heads;
         if (call.num_bands > 1 || !call.grad_value_in_place)
             return parallel<ValueGradient<T, Rule>>(call.num_threads, heads * call.num_bands, call);
-        return parallel_stages<Gradients<V, T, Rule, true>>(
+        return parallel_stages<Gradients<T, T, Rule, true>>(
             call.num_threads, 1, heads, call, [&](int64_t, int64_t chunk) { set_to_zero<T>(call, n, chunk); });
     });
 }

@@ -18,7 +18,7 @@ struct PackedLevels {
 
 // A call with its arguments, as interface.cpp hands it to a kernel. Unwanted gradients have data == nullptr.
 struct Call {
-    mxd_tensor value, locations, weights; // value: channels are adjacent (stride 1)
+    mxd_tensor value, locations, weights; // value: channels are adjacent (stride 1); double as soon as one input is
     mxd_tensor output;                    // forward: written; backward: the gradient of the output, read
     mxd_tensor grad_value, grad_locations, grad_weights;
     bool grad_value_in_place; // grad_value has the type computed in and adjacent channels: it is added up where it lies

@@ -17,25 +17,19 @@ bool gather_floor(const Call &call);
 
 namespace {
 
-// fn(V*, T*) for the storage type of value and the type computed in: double as soon as one input is double.
+// fn(V*, T*) for the storage type of value and the type computed in.
 template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
-    const bool wide =
-        call.value.dtype == MXD_FLOAT64 || call.locations.dtype == MXD_FLOAT64 || call.weights.dtype == MXD_FLOAT64;
-    const auto with = [&](auto *v) {
-        typedef __typeof__(*v) V;
-        if constexpr (!same_type<V, double>)
-            if (!wide) return fn(v, static_cast<float *>(nullptr));
-        return fn(v, static_cast<double *>(nullptr));
-    };
+    float *const single = nullptr;
+    double *const wide = nullptr;
     switch (call.value.dtype) {
     case MXD_FLOAT64:
-        return with(static_cast<double *>(nullptr));
+        return fn(wide, wide);
     case MXD_FLOAT16:
-        return with(static_cast<Half *>(nullptr));
+        return fn(static_cast<Half *>(nullptr), single);
     case MXD_BFLOAT16:
-        return with(static_cast<BFloat16 *>(nullptr));
+        return fn(static_cast<BFloat16 *>(nullptr), single);
     default:
-        return with(static_cast<float *>(nullptr));
+        return fn(single, single);
     }
 }
 

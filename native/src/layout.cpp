@@ -5,6 +5,9 @@
 #include <cstring>
 #include <new>
 
+#define MXD_ISA plain // the readers of tensor.h, for any machine
+#include "tensor.h"
+
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -18,6 +21,11 @@ bool empty(const mxd_tensor &t, int axes) {
     for (int a = 0; a < axes; ++a)
         if (t.shape[a] == 0) return true;
     return false;
+}
+
+// Computed in double as soon as one input is.
+bool wide(const Call &call) {
+    return call.value.dtype == MXD_FLOAT64 || call.locations.dtype == MXD_FLOAT64 || call.weights.dtype == MXD_FLOAT64;
 }
 
 // Levels from shapes [.., 2] and starts [..] of `axes` leading axes; false when one does not fit.
@@ -59,11 +67,42 @@ std::vector<int64_t> cut_bands(const std::vector<Level> &levels, int64_t num_key
     return cuts;
 }
 
-// A packed copy of a [.., channels] tensor of `axes` axes whose channels are not adjacent.
-bool pack(mxd_tensor &t, int axes, std::unique_ptr<char[]> &memory) {
-    if (!needs_packing(t, axes)) return true;
-    memory.reset(new (std::nothrow) char[size_t(packed_bytes(t, axes))]);
-    if (memory) pack_into(t, axes, memory.get());
+// fn(offset of a run of channels, its place in the packed order) for each run of a [.., channels] tensor.
+template <class Fn> void runs_of_channels(const mxd_tensor &t, int axes, Fn &&fn) {
+    if (empty(t, axes)) return;
+    int64_t runs = 1, index[6] = {};
+    for (int a = 0; a < axes - 1; ++a) runs *= t.shape[a];
+    for (int64_t run = 0; run < runs; ++run) {
+        int64_t offset = 0;
+        for (int a = 0; a < axes - 1; ++a) offset += index[a] * t.strides[a];
+        fn(offset, run * t.shape[axes - 1]);
+        for (int a = axes - 2; a >= 0 && ++index[a] == t.shape[a]; --a) index[a] = 0;
+    }
+}
+
+// t becomes a packed tensor in `memory`, of elements of its own dtype or of doubles.
+void copy_into(mxd_tensor &t, int axes, char *memory, bool as_doubles) {
+    const int64_t size = floating_size(t), channels = t.shape[axes - 1], stride = t.strides[axes - 1];
+    runs_of_channels(t, axes, [&](int64_t offset, int64_t place) {
+        const char *from = plain::at(t, offset);
+        if (as_doubles)
+            return plain::read_elements(from, t.dtype, stride, channels, reinterpret_cast<double *>(memory) + place);
+        for (int64_t c = 0; c < channels; ++c)
+            std::memcpy(memory + (place + c) * size, from + c * stride * size, size_t(size));
+    });
+    if (as_doubles) t.dtype = MXD_FLOAT64;
+    t.data = memory;
+    for (int64_t a = axes - 1, expected = 1; a >= 0; expected *= t.shape[a--]) t.strides[a] = expected;
+}
+
+// A packed copy of value, where its channels are not adjacent or it must become double: kernels that compute in double
+// read doubles only.
+bool pack(mxd_tensor &value, int axes, bool as_doubles, std::unique_ptr<char[]> &memory) {
+    as_doubles = as_doubles && value.dtype != MXD_FLOAT64;
+    if (!needs_packing(value, axes) && !as_doubles) return true;
+    const int64_t bytes = packed_bytes(value, axes) / floating_size(value) * (as_doubles ? 8 : floating_size(value));
+    memory.reset(new (std::nothrow) char[size_t(bytes)]);
+    if (memory) copy_into(value, axes, memory.get(), as_doubles);
     return bool(memory);
 }
 
@@ -108,10 +147,6 @@ PackedLevels choose_levels(const Call &call, const std::vector<Level> &levels, i
         total += bytes;
     }
     return {offset.data(), total};
-}
-
-bool wide(const Call &call) {
-    return call.value.dtype == MXD_FLOAT64 || call.locations.dtype == MXD_FLOAT64 || call.weights.dtype == MXD_FLOAT64;
 }
 
 // Rows of value of one head, read in the forward direction and for the gradients of samples. Threads work on one head
@@ -167,7 +202,7 @@ int Layout::prepare(Call &call, Operator op, bool backward, const mxd_tensor &sh
     const bool aggregation = op == AGGREGATION;
     const int axes = aggregation ? 3 : 4; // of value and output
     if (!read_levels(shapes, starts, aggregation ? 2 : 1, call.value.shape[1], levels)) return MXD_BAD_LEVEL;
-    if (!pack(call.value, axes, packed)) return MXD_OUT_OF_MEMORY;
+    if (!pack(call.value, axes, wide(call), packed)) return MXD_OUT_OF_MEMORY;
     call.levels = levels.data();
     call.num_levels = int64_t(levels.size());
     const int64_t corners = op == GEOMETRIC ? 1 : 4;
@@ -202,17 +237,6 @@ int64_t packed_bytes(const mxd_tensor &t, int axes) {
     return bytes;
 }
 
-void pack_into(mxd_tensor &t, int axes, char *memory) {
-    const int64_t size = floating_size(t), bytes = packed_bytes(t, axes);
-    int64_t index[6] = {};
-    for (int64_t to = 0; to < bytes; to += size) {
-        int64_t offset = 0;
-        for (int a = 0; a < axes; ++a) offset += index[a] * t.strides[a];
-        std::memcpy(memory + to, static_cast<char *>(t.data) + offset * size, size_t(size));
-        for (int a = axes - 1; a >= 0 && ++index[a] == t.shape[a]; --a) index[a] = 0;
-    }
-    t.data = memory;
-    for (int64_t a = axes - 1, stride = 1; a >= 0; stride *= t.shape[a--]) t.strides[a] = stride;
-}
+void pack_into(mxd_tensor &t, int axes, char *memory) { copy_into(t, axes, memory, false); }
 
 } // namespace mxd

@@ -27,7 +27,7 @@ class Layout {
 int64_t element(const mxd_tensor &index, int64_t offset);
 
 // Kernels want the channels of value, its last axis, to be adjacent. Where they are not, a Layout holds a packed copy,
-// unless the caller has packed value itself.
+// unless the caller has packed value itself; of doubles, where another input is double and value is not.
 bool needs_packing(const mxd_tensor &t, int axes);
 int64_t packed_bytes(const mxd_tensor &t, int axes);
 void pack_into(mxd_tensor &t, int axes, char *memory);
