@@ -171,8 +171,8 @@ template <class T> struct Batch {
         const int64_t padded = samples.pad();
         for (int64_t i = 0; i < padded; i += LANES) {
             const Corners<T> c = samples.corners(i);
+            rows.put<4>(address, i, c);
             for (int k = 0; k < 4; ++k) {
-                put_entries<4>(address, i, k, rows.of(i, c.inside[k], c.pixel[k]));
                 put_entries<4>(corner_share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
                 put_entries<4>(inside, i, k, c.inside[k]);
             }

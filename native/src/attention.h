@@ -1,8 +1,8 @@
 // The four ways through the queries of an attention operator. A Rule<T> says what an operator does with a location:
 //
-//   CORNERS                                          rows of value a sample reads
-//   rows(reader, i)                                  what samples i..i+LANES-1 read, a SampledRows
-//   gradients(reader, dot, i, grad_xy, grad_weight)  from the products with those rows to the samples' gradients
+//   CORNERS                                         rows of value a sample reads
+//   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
+//   gradients(query, dot, i, grad_xy, grad_weight)  from the products with those rows to the samples' gradients
 #pragma once
 
 #include "queries.h"
@@ -38,77 +38,82 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, char *pack
     }
 }
 
-// A query between prepare and finish: its inputs and the rows they lead to.
+// A query between prepare and finish: its inputs, the rows they lead to, and what each row's share is.
 template <class T> struct Slot {
-    QueryReader<T> reader;
-    int64_t *value, *grad; // addresses of rows of value, and of the gradient of value
+    Query<T> query;
+    int64_t *address;
     T *share;
 
     static int64_t bytes(const Sizes &n) {
-        return QueryReader<T>::bytes(n) + 2 * Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room());
+        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room());
     }
-    Slot(const Call &c, const Sizes &n, Arena &arena)
-        : reader(c, n, arena), value(arena.take<int64_t>(4 * n.room())), grad(arena.take<int64_t>(4 * n.room())),
-          share(arena.take<T>(4 * n.room())) {
-        // the rows asked for ahead before there are any
-        memset(value, 0, size_t(4 * n.room()) * sizeof(int64_t));
-        memset(grad, 0, size_t(4 * n.room()) * sizeof(int64_t));
+    Slot(const Sizes &n, const Maps<T> &maps, Arena &arena)
+        : query(n, maps, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())) {
+        memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // asked for ahead before there are any
     }
 };
 
-// What every worker that goes query by query has at hand.
+// What every worker that goes query by query has at hand. V: of the rows it goes to, of value or of its gradient.
 template <class V, class T, template <class> class Rule> struct QueryWorker {
     static constexpr int CORNERS = Rule<T>::CORNERS;
     const Call &call;
     Sizes n;
+    QueryReader<T> reader;
     Slot<T> slots[SLOTS];
-    V *zeros; // the row of value that is not on the map
+    V *nowhere; // the row that is not on the map
     T *row;
-    RowAddresses value;
-    int64_t num_rows; // of a query, padded
+    RowAddresses rows;
+    QueryRows outputs;
+    bool outputs_as_rows = false; // a row of output is one of T
+    int64_t num_rows;             // of a query, padded
 
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) +
-               RowAddresses::bytes(n.room());
+        return QueryReader<T>::bytes(n) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
     QueryWorker(const Call &c, Arena &arena)
-        : call(c), n(c), slots{{c, n, arena}, {c, n, arena}, {c, n, arena}, {c, n, arena}},
-          zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), value(arena, n.room(), zeros),
+        : call(c), n(c), reader(c, n, arena), slots{{n, reader.maps(), arena},
+                                                    {n, reader.maps(), arena},
+                                                    {n, reader.maps(), arena},
+                                                    {n, reader.maps(), arena}},
+          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), nowhere),
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
-        memset(zeros, 0, size_t(n.channels) * sizeof(V));
+        memset(nowhere, 0, size_t(n.channels) * sizeof(V));
     }
     void find_value(int64_t b, int64_t h) {
         const mxd_tensor &from = call.value;
         find_levels(call, n, at(from, offset3(from, b, 0, h)), from.strides[1] * int64_t(sizeof(V)), call.copied,
-                    call.copy, n.channels * int64_t(sizeof(V)), value);
+                    call.copy, n.channels * int64_t(sizeof(V)), rows);
     }
-    // For each query prepare(slot, first of LANES samples) and, AHEAD queries later, finish(query, slot, slot prepared
-    // last).
+    // For each query prepare(slot, first of LANES samples, their rows) and, AHEAD queries later, finish(query, slot,
+    // slot prepared last).
     template <class Prepare, class Finish>
     MXD_INLINE void queries(int64_t b, int64_t h, int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
-        for (Slot<T> &slot : slots) slot.reader.open(b, h);
+        reader.open(b, h);
+        outputs = QueryRows(call.output, b, h, n.channels);
+        outputs_as_rows =
+            call.output.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32) && call.output.strides[3] == 1;
         ahead(
             begin, end,
-            [&](int64_t q, int slot) {
-                slots[slot].reader.read(q);
-                for (int64_t i = 0; i < slots[slot].reader.padded; i += LANES) prepare(slots[slot], i);
+            [&](int64_t q, int number) {
+                Slot<T> &slot = slots[number];
+                reader.read(q, slot.query);
+                for (int64_t i = 0; i < reader.padded; i += LANES) {
+                    const auto sampled = Rule<T>::rows(slot.query, i);
+                    rows.put<CORNERS>(slot.address, i, sampled);
+                    prepare(slot, i, sampled);
+                }
             },
-            [&](int64_t q, int slot, int next) { finish(q, slots[slot], slots[next]); });
+            [&](int64_t q, int number, int next) { finish(q, slots[number], slots[next]); });
     }
-    template <class Rows> MXD_INLINE void put_value(Slot<T> &slot, const Rows &rows, int64_t i) const {
+    template <class Sampled> MXD_INLINE void put_shares(Slot<T> &slot, int64_t i, const Sampled &sampled) const {
         MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k)
-            put_entries<CORNERS>(slot.value, i, k, value.of(i, rows.inside[k], rows.pixel[k]));
+        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, sampled.share[k]);
     }
-    template <class Rows> MXD_INLINE void put_shares(Slot<T> &slot, const Rows &rows, int64_t i) const {
-        MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, rows.share[k]);
-    }
-    const T *grad_output(int64_t b, int64_t h, int64_t q) const {
-        if (q + PREFETCH_QUERIES < n.queries)
-            prefetch(call.output, offset3(call.output, b, q + PREFETCH_QUERIES, h), n.channels);
-        return row_as(call.output, offset3(call.output, b, q, h), call.output.strides[3], n.channels, row);
+    MXD_INLINE const T *grad_output(int64_t q) const {
+        outputs.ask_ahead(q);
+        return row_as(outputs.at(q), call.output.dtype, call.output.strides[3], n.channels, row);
     }
 };
 
@@ -121,21 +126,17 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     Forward(const Call &c, Arena arena) : Base(c, arena), blocks(c) {}
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
-        const mxd_tensor &output = this->call.output;
-        const bool in_place = same_type<V, T> && output.dtype == this->call.value.dtype && output.strides[3] == 1;
         this->find_value(b, h);
         this->queries(
             b, h, blocks.begin(item), blocks.end(item),
-            [&](Slot<T> &slot, int64_t i) {
-                const auto rows = Rule<T>::rows(slot.reader, i);
-                this->put_value(slot, rows, i);
-                this->put_shares(slot, rows, i);
-            },
+            [&](Slot<T> &slot, int64_t i, const auto &sampled) { this->put_shares(slot, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-                char *out = at(output, offset3(output, b, q, h));
-                weighted_sum<V, T>(slot.value, slot.share, next.value, this->num_rows, this->n.channels,
-                                   in_place ? reinterpret_cast<T *>(out) : this->row);
-                if (!in_place) write_elements(this->row, out, output.dtype, output.strides[3], this->n.channels);
+                char *out = this->outputs.at(q);
+                weighted_sum<V, T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
+                                   this->outputs_as_rows ? reinterpret_cast<T *>(out) : this->row);
+                if (!this->outputs_as_rows)
+                    write_elements(this->row, out, this->call.output.dtype, this->call.output.strides[3],
+                                   this->n.channels);
             });
     }
 
@@ -152,17 +153,15 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return RowAddresses::bytes(n.room()) + Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room()) +
-               Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.channels) +
-               (VALUE ? Arena::bytes<char>(call.summed.bytes) : 0);
+        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room()) + Arena::bytes<T>(2 * n.room()) +
+               Arena::bytes<T>(n.room()) + (VALUE ? Arena::bytes<char>(call.summed.bytes) : 0);
     }
     Gradients(const Call &c, Arena arena)
-        : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())), sink(arena.take<T>(this->n.channels)),
-          grad(arena, this->n.room(), sink), sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr),
+        : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())),
+          sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr),
           xy(c.grad_locations, this->n, 2, arena.take<T>(2 * this->n.room())),
           weights(c.grad_weights, this->n, 1, arena.take<T>(this->n.room())) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
-        memset(sink, 0, size_t(this->n.channels) * sizeof(T));
     }
     void operator()(int64_t item) {
         if constexpr (VALUE) {
@@ -178,8 +177,6 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
   private:
     QueryBlocks blocks;
     T *dot;
-    T *sink; // takes the gradient of what is not on the map; never read
-    RowAddresses grad;
     char *sums; // of call.summed levels
 
     // Rows of the gradient of value lie where they belong, set to zero before; those of some levels in memory of their
@@ -190,7 +187,8 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
         char *head = at(call.grad_value, offset3(call.grad_value, b, 0, h));
         const int64_t step = call.grad_value.strides[1] * int64_t(sizeof(T));
         memset(sums, 0, size_t(call.summed.bytes));
-        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes, grad);
+        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes,
+                    this->rows);
     }
     void close_value(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -204,55 +202,52 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     template <int AXES> struct Results {
         const mxd_tensor &tensor;
         Block<AXES> block;
-        int64_t queries, count;
+        int64_t count;
         bool direct;
         T *scratch;
+        QueryRows queries;
 
         Results(const mxd_tensor &t, const Sizes &n, int64_t of_each, T *memory)
-            : tensor(t), block(t, 3), queries(n.queries), count(n.levels * n.points * of_each),
+            : tensor(t), block(t, 3), count(n.levels * n.points * of_each),
               direct(t.data && n.levels * n.points == n.room() && block.packed &&
                      t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32)),
               scratch(memory) {}
-        // What queries to come will write is asked for: the first write to a line fetches it.
-        MXD_INLINE T *begin(int64_t b, int64_t h, int64_t q) const {
-            if (tensor.data && q + PREFETCH_QUERIES < queries)
-                prefetch<true>(tensor, offset3(tensor, b, q + PREFETCH_QUERIES, h), count);
-            return direct ? reinterpret_cast<T *>(at(tensor, offset3(tensor, b, q, h))) : scratch;
+        void open(int64_t b, int64_t h) {
+            if (tensor.data) queries = QueryRows(tensor, b, h, count);
         }
-        MXD_INLINE void end(int64_t b, int64_t h, int64_t q) const {
-            if (tensor.data && !direct) block.write(offset3(tensor, b, q, h), scratch);
+        MXD_INLINE T *begin(int64_t q) const {
+            if (tensor.data) queries.template ask_ahead<true>(q);
+            return direct ? reinterpret_cast<T *>(queries.at(q)) : scratch;
+        }
+        MXD_INLINE void end(int64_t q) const {
+            if (tensor.data && !direct) block.write_at(queries.at(q), scratch);
         }
     };
     Results<3> xy;
     Results<2> weights;
 
     void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
-        if constexpr (!VALUE) this->find_value(b, h);
+        if constexpr (!VALUE) {
+            this->find_value(b, h);
+            xy.open(b, h);
+            weights.open(b, h);
+        }
         this->queries(
             b, h, begin, end,
-            [&](Slot<T> &slot, int64_t i) {
-                const auto rows = Rule<T>::rows(slot.reader, i);
-                if constexpr (!VALUE) {
-                    this->put_value(slot, rows, i);
-                } else {
-                    this->put_shares(slot, rows, i);
-                    MXD_UNROLL
-                    for (int k = 0; k < Base::CORNERS; ++k)
-                        put_entries<Base::CORNERS>(slot.grad, i, k, grad.of(i, rows.inside[k], rows.pixel[k]));
-                }
+            [&](Slot<T> &slot, int64_t i, const auto &sampled) {
+                if constexpr (VALUE) this->put_shares(slot, i, sampled);
             },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-                const T *g = this->grad_output(b, h, q);
+                const T *g = this->grad_output(q);
                 if constexpr (!VALUE) {
-                    dots<V, T>(slot.value, next.value, this->num_rows, this->n.channels, g, dot);
-                    T *grad_xy = xy.begin(b, h, q), *grad_weight = weights.begin(b, h, q);
-                    for (int64_t i = 0; i < slot.reader.padded; i += LANES)
-                        Rule<T>::gradients(slot.reader, dot, i, grad_xy, grad_weight);
-                    xy.end(b, h, q);
-                    weights.end(b, h, q);
+                    dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, dot);
+                    T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
+                    for (int64_t i = 0; i < this->reader.padded; i += LANES)
+                        Rule<T>::gradients(slot.query, dot, i, grad_xy, grad_weight);
+                    xy.end(q);
+                    weights.end(q);
                 } else {
-                    scatter_add<T>(slot.grad, slot.share, this->num_rows, this->n.channels, g, 0, next.grad,
-                                   this->num_rows);
+                    scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, g);
                 }
             });
     }
@@ -264,11 +259,11 @@ template <class T, template <class> class Rule> class ValueGradient {
   public:
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return QueryReader<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(n.room()) + Arena::bytes<T>(n.channels) +
-               Band<T>::bytes(call, n.channels);
+        return QueryReader<T>::bytes(n) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(n.room()) +
+               Arena::bytes<T>(n.channels) + Band<T>::bytes(call, n.channels);
     }
     ValueGradient(const Call &c, Arena arena)
-        : call(c), n(c), reader(c, n, arena),
+        : call(c), n(c), reader(c, n, arena), query(n, reader.maps(), arena),
           lists{{arena, n.room()}, {arena, n.room()}, {arena, n.room()}, {arena, n.room()}},
           row(arena.take<T>(n.channels)), band(c, n.channels, arena) {}
 
@@ -286,15 +281,16 @@ template <class T, template <class> class Rule> class ValueGradient {
             while (first * n.points % ROWS != 0) --first; // lists are in the order of groups of ROWS samples
             reader.use_levels(first, last);
             reader.open(b, h);
+            outputs = QueryRows(call.output, b, h, n.channels);
             ahead(
                 0, n.queries,
                 [&](int64_t q, int slot) {
-                    reader.read(q);
+                    reader.read(q, query);
                     lists[slot].count = 0;
                     for (int64_t i = 0; i < reader.padded; i += LANES)
-                        lists[slot].template add<ROWS>(Rule<T>::rows(reader, i), band);
+                        lists[slot].template add<ROWS>(Rule<T>::rows(query, i), band);
                 },
-                [&](int64_t q, int slot, int next) { add(b, h, q, lists[slot], lists[next]); });
+                [&](int64_t q, int slot, int next) { add(q, lists[slot], lists[next]); });
         }
         band.close();
     }
@@ -303,16 +299,18 @@ template <class T, template <class> class Rule> class ValueGradient {
     const Call &call;
     Sizes n;
     QueryReader<T> reader;
+    Query<T> query;
     ScatterList<T> lists[SLOTS];
     T *row;
     Band<T> band;
+    QueryRows outputs;
 
-    void add(int64_t b, int64_t h, int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {
+    void add(int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {
         if (list.count == 0) return;
-        if (q + PREFETCH_QUERIES < n.queries)
-            prefetch(call.output, offset3(call.output, b, q + PREFETCH_QUERIES, h), n.channels);
-        const T *g = row_as(call.output, offset3(call.output, b, q, h), call.output.strides[3], n.channels, row);
-        scatter_add<T>(list.address, list.share, list.count, n.channels, g, 0, next.address, next.count);
+        outputs.ask_ahead(q);
+        const mxd_tensor &grad = call.output;
+        const T *g = row_as(outputs.at(q), grad.dtype, grad.strides[3], n.channels, row);
+        scatter_add<T>(list.address, list.share, next.address, list.count, n.channels, g);
     }
 };
 

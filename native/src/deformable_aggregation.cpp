@@ -89,7 +89,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         if (batch.num_pairs == 0) return;
         const Sizes &n = this->n;
         const mxd_tensor &out = this->call.output;
-        const T *g = row_as(out, offset2(out, b, batch.anchor), out.strides[2], n.channels, this->row);
+        const T *g = row_as(at(out, offset2(out, b, batch.anchor)), out.dtype, out.strides[2], n.channels, this->row);
         grouped_dots<V, T>(batch.address, batch.num_rows(), n.groups, n.group_channels, g, dot);
         for (int64_t i = 0; i < batch.num_pairs; ++i) {
             T location[2] = {0, 0};
@@ -207,7 +207,8 @@ template <class T> class FeatureGradient {
         for (int64_t i = 0; i < ROWS_AHEAD; ++i) address[count + i] = reinterpret_cast<int64_t>(sink);
         for (int64_t i = 0; i < ROWS_AHEAD; ++i)
             for (int64_t at = 0; at < n.channels * int64_t(sizeof(T)); at += 64) ask_for<64>(address[i] + at);
-        const T *g = row_as(call.output, offset2(call.output, b, a), call.output.strides[2], n.channels, row);
+        const mxd_tensor &grad = call.output;
+        const T *g = row_as(at(grad, offset2(grad, b, a)), grad.dtype, grad.strides[2], n.channels, row);
         grouped_add<T>(address, shares, count, n.groups, n.group_channels, g);
         samples.count = 0;
     }

@@ -20,28 +20,28 @@ template <class T> inline IntLanes<T> nearest(AddressLanes x, IntLanes<T> last) 
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
-    static MXD_INLINE SampledRows<T, 1> rows(const QueryReader<T> &reader, int64_t i) {
-        const Maps<T> &maps = reader.maps();
+    static MXD_INLINE SampledRows<T, 1> rows(const Query<T> &query, int64_t i) {
+        const Maps<T> &maps = query.maps();
         const IntLanes<T> columns = raw_load<Int<T>, LANES>(maps.columns + i);
         IntLanes<T> column, row;
-        if (reader.in_whole_numbers()) {
+        if (query.in_whole_numbers()) {
             AddressLanes x, y;
-            reader.whole_location(i, x, y);
+            query.whole_location(i, x, y);
             column = nearest<T>(x, columns - 1);
             row = nearest<T>(y, raw_load<Int<T>, LANES>(maps.rows + i) - 1);
         } else {
             RealLanes<T> x, y;
-            reader.location(i, x, y);
+            query.location(i, x, y);
             column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
             row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
         }
         return {{columns > 0}, // not padding
                 {raw_load<Int<T>, LANES>(maps.start + i) + row * columns + column},
-                {reader.weight(i)}};
+                {query.weight(i)}};
     }
 
     // One product a sample.
-    static MXD_INLINE void gradients(const QueryReader<T> &, const T *dot, int64_t i, T *, T *grad_weight) {
+    static MXD_INLINE void gradients(const Query<T> &, const T *dot, int64_t i, T *, T *grad_weight) {
         store<T, LANES>(grad_weight + i, get_entries<1>(dot, i, 0));
     }
 };

@@ -8,17 +8,17 @@ namespace {
 template <class T> struct Bilinear {
     static constexpr int CORNERS = 4;
 
-    static MXD_INLINE Corners<T> corners(const QueryReader<T> &reader, int64_t i) {
+    static MXD_INLINE Corners<T> corners(const Query<T> &query, int64_t i) {
         RealLanes<T> x, y;
-        reader.location(i, x, y);
-        x = x * raw_load<T, LANES>(reader.maps().width + i) - T(0.5);
-        y = y * raw_load<T, LANES>(reader.maps().height + i) - T(0.5);
-        return corners_at<T>(x, y, reader.maps(), i);
+        query.location(i, x, y);
+        x = x * raw_load<T, LANES>(query.maps().width + i) - T(0.5);
+        y = y * raw_load<T, LANES>(query.maps().height + i) - T(0.5);
+        return corners_at<T>(x, y, query.maps(), i);
     }
 
-    static MXD_INLINE SampledRows<T, 4> rows(const QueryReader<T> &reader, int64_t i) {
-        const Corners<T> c = corners(reader, i);
-        const RealLanes<T> weight = reader.weight(i);
+    static MXD_INLINE SampledRows<T, 4> rows(const Query<T> &query, int64_t i) {
+        const Corners<T> c = corners(query, i);
+        const RealLanes<T> weight = query.weight(i);
         SampledRows<T, 4> rows;
         for (int k = 0; k < 4; ++k) {
             rows.inside[k] = c.inside[k];
@@ -28,13 +28,13 @@ template <class T> struct Bilinear {
         return rows;
     }
 
-    static MXD_INLINE void gradients(const QueryReader<T> &reader, const T *dot, int64_t i, T *grad_xy,
+    static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy,
                                      T *grad_weight) {
-        const Corners<T> c = corners(reader, i);
+        const Corners<T> c = corners(query, i);
         const CornerSlopes<T> slope(c, dot, i);
-        const RealLanes<T> weight = reader.weight(i);
-        const RealLanes<T> gx = raw_load<T, LANES>(reader.maps().width + i) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(reader.maps().height + i) * weight * slope.dy;
+        const RealLanes<T> weight = query.weight(i);
+        const RealLanes<T> gx = raw_load<T, LANES>(query.maps().width + i) * weight * slope.dx;
+        const RealLanes<T> gy = raw_load<T, LANES>(query.maps().height + i) * weight * slope.dy;
         store_pairs<T>(grad_xy + 2 * i, c.valid ? gx : RealLanes<T>{}, c.valid ? gy : RealLanes<T>{});
         store<T, LANES>(grad_weight + i, c.valid ? slope.sample : RealLanes<T>{});
     }

@@ -37,9 +37,9 @@ constexpr int SLOTS = 4; // a power of two above AHEAD
 template <class Prepare, class Finish>
 inline void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     for (int64_t q = begin; q < end + AHEAD; ++q) {
-        const int64_t i = q - begin;
-        if (q < end) prepare(q, i % SLOTS);
-        if (i >= AHEAD) finish(q - AHEAD, (i - AHEAD) % SLOTS, i % SLOTS);
+        const int slot = int(q - begin) & (SLOTS - 1);
+        if (q < end) prepare(q, slot);
+        if (q >= begin + AHEAD) finish(q - AHEAD, (slot - AHEAD) & (SLOTS - 1), slot);
     }
 }
 
@@ -65,111 +65,146 @@ struct QueryBlocks {
     static constexpr int64_t SHORTEST = 32, LONGEST = 1024;
 };
 
-// Locations and weights of one query and head on levels first..last-1, as T, padded to LANES samples on empty maps.
-// Where they lie as they are needed they are not copied; what follows them in memory is then taken for the padding,
-// which no map makes anything of.
+// What a tensor holds for one (batch, head), query by query. Addresses are integers: those of queries there are none of
+// may be asked for, too.
+class QueryRows {
+  public:
+    QueryRows() {}
+    // `count` adjacent elements a query, from element `skipped` on.
+    QueryRows(const mxd_tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
+        : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset3(t, b, 0, h) + skipped))),
+          step(t.strides[1] * element_size(t.dtype)), lines((count * element_size(t.dtype) + 63) / 64) {}
+    MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
+    // Asks for what a query to come will read, or write: the first write to a line fetches it.
+    template <bool TO_WRITE = false> MXD_INLINE void ask_ahead(int64_t query) const {
+        const int64_t from = first + (query + PREFETCH_QUERIES) * step;
+        __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
+        for (int64_t line = 1; line < lines; ++line)
+            __builtin_prefetch(reinterpret_cast<const void *>(from + 64 * line), TO_WRITE);
+    }
+
+  private:
+    int64_t first = 0, step = 0, lines = 0;
+};
+
+// Locations and weights of one query and head as T, padded to LANES samples on empty maps. Where they lie as they are
+// needed they are not copied; what follows them in memory is then taken for the padding, which no map makes anything of.
+template <class T> class Query {
+  public:
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()); }
+    Query(const Sizes &n, const Maps<T> &of_samples, Arena &arena)
+        : xy_copy(arena.take<T>(2 * n.room())), weight_copy(arena.take<T>(n.room())), maps_(of_samples) {}
+
+    const Maps<T> &maps() const { return maps_; }
+    MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
+    MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
+        load_pairs<T>(xy + 2 * sample, x, y);
+    }
+    // Locations that are whole numbers and lie as they are needed: then location() has nothing to give.
+    bool in_whole_numbers() const { return whole; }
+    MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
+        const auto a = raw_load<int64_t, LANES>(whole + 2 * sample);
+        const auto b = raw_load<int64_t, LANES>(whole + 2 * sample + LANES);
+        take_pairs<int64_t>(a, b, x, y);
+    }
+
+  private:
+    template <class> friend class QueryReader;
+    const T *xy = nullptr, *weights = nullptr;
+    const int64_t *whole = nullptr;
+    T *xy_copy, *weight_copy;
+    Maps<T> maps_;
+};
+
+// Reads queries of one (batch, head) after the other, on levels first..last-1.
 template <class T> class QueryReader {
   public:
-    int64_t samples = 0, padded = 0;
+    int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Sizes &n) {
-        return Maps<T>::bytes(n.room()) + Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room());
-    }
-    QueryReader(const Call &c, const Sizes &n, Arena &arena)
-        : call(c), queries(n.queries), points(n.points), locations(c.locations, 3), weights(c.weights, 3),
-          maps_(arena, n.room()), xy(arena.take<T>(2 * n.room())), weight_(arena.take<T>(n.room())) {
+    static int64_t bytes(const Sizes &n) { return Maps<T>::bytes(n.room()); }
+    QueryReader(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()) {
         use_levels(0, n.levels);
     }
 
     void use_levels(int64_t first, int64_t last) {
         first_level = first;
-        samples = (last - first) * points;
+        samples = (last - first) * n.points;
         padded = round_up(samples, LANES);
         locations.shape[0] = weights.shape[0] = last - first;
-        maps_.set_levels(call.levels, first, last, points, padded);
-        for (int64_t i = 0; i < 2 * padded; ++i) xy[i] = T(__builtin_nan(""));
-        for (int64_t i = 0; i < padded; ++i) weight_[i] = 0;
-        const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
-        locations_own = locations.packed && call.locations.dtype == own;
-        locations_whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        weights_own = weights.packed && call.weights.dtype == own;
+        maps_.set_levels(call.levels, first, last, n.points, padded);
     }
     const Maps<T> &maps() const { return maps_; }
 
     // Whose queries are read from now on.
     void open(int64_t b, int64_t h) {
-        location_of = Rows(call.locations, offset(call.locations, b, h), 2 * samples, 2 * padded, 6);
-        weight_of = Rows(call.weights, offset(call.weights, b, h), samples, padded, 5);
+        const int64_t location_skip = first_level * call.locations.strides[3];
+        const int64_t weight_skip = first_level * call.weights.strides[3];
+        location_rows = QueryRows(call.locations, b, h, 2 * samples, location_skip);
+        weight_rows = QueryRows(call.weights, b, h, samples, weight_skip);
+        const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
+        const int64_t location_end = last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6);
+        const int64_t weight_end = last_within(call.weights, b, h, weight_skip, samples, padded, 5);
+        locations_until = locations.packed && call.locations.dtype == own ? location_end : -1;
+        weights_until = weights.packed && call.weights.dtype == own ? weight_end : -1;
+        whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
+        in_place_until = locations_until < weights_until ? locations_until : weights_until;
     }
-    MXD_INLINE void read(int64_t q) {
-        if (q + PREFETCH_QUERIES < queries) {
-            location_of.prefetch(q + PREFETCH_QUERIES);
-            weight_of.prefetch(q + PREFETCH_QUERIES);
+    MXD_INLINE void read(int64_t q, Query<T> &query) const {
+        location_rows.ask_ahead(q);
+        weight_rows.ask_ahead(q);
+        if (q <= in_place_until) {
+            query.xy = reinterpret_cast<const T *>(location_rows.at(q));
+            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
+        } else if (whole && q <= weights_until) {
+            query.whole = reinterpret_cast<const int64_t *>(location_rows.at(q));
+            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
+        } else {
+            copy(q, query);
         }
-        const bool locations_in_place = locations_own && location_of.within(q);
-        const bool weights_in_place = weights_own && weight_of.within(q);
-        if (!locations_in_place && !locations_whole) locations.read_at(location_of.at(q), xy);
-        if (!weights_in_place) weights.read_at(weight_of.at(q), weight_);
-        xy_now = locations_in_place ? reinterpret_cast<const T *>(location_of.at(q)) : xy;
-        weight_now = weights_in_place ? reinterpret_cast<const T *>(weight_of.at(q)) : weight_;
-        whole_now = reinterpret_cast<const int64_t *>(location_of.at(q));
-        weight_now = weights_in_place ? reinterpret_cast<const T *>(weight_of.at(q)) : weight_;
-    }
-    MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weight_now + sample); }
-    MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
-        load_pairs<T>(xy_now + 2 * sample, x, y);
-    }
-    // Locations that are whole numbers and lie as they are needed: then location() has nothing to give.
-    bool in_whole_numbers() const { return locations_whole; }
-    MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
-        const auto a = raw_load<int64_t, LANES>(whole_now + 2 * sample);
-        const auto b = raw_load<int64_t, LANES>(whole_now + 2 * sample + LANES);
-        take_pairs<int64_t>(a, b, x, y);
     }
 
   private:
     const Call &call;
-    int64_t queries, points, first_level = 0;
+    Sizes n;
     Block<3> locations;
     Block<2> weights;
     Maps<T> maps_;
-    T *xy, *weight_; // copies, where the tensors cannot be read as they are
-    const T *xy_now = nullptr, *weight_now = nullptr;
-    const int64_t *whole_now = nullptr;
-    bool locations_own = false, weights_own = false, locations_whole = false;
+    int64_t first_level = 0, samples = 0;
+    QueryRows location_rows, weight_rows;
+    bool whole = false;                                                // locations are whole numbers, used as they are
+    int64_t locations_until = -1, weights_until = -1, in_place_until = -1; // the last query not to be copied
 
-    // A tensor's elements of one (batch, head), query by query.
-    struct Rows {
-        const char *first = nullptr;
-        int64_t step = 0, bytes = 0;
-        int64_t last_within = -1; // of queries whose `padded` elements are all the tensor's own
+    __attribute__((noinline)) void copy(int64_t q, Query<T> &query) const {
+        query.whole = whole ? reinterpret_cast<const int64_t *>(location_rows.at(q)) : nullptr;
+        query.xy = query.xy_copy;
+        query.weights = query.weight_copy;
+        for (int64_t i = 2 * samples; i < 2 * padded; ++i) query.xy_copy[i] = T(__builtin_nan(""));
+        for (int64_t i = samples; i < padded; ++i) query.weight_copy[i] = 0;
+        if (q <= locations_until)
+            query.xy = reinterpret_cast<const T *>(location_rows.at(q));
+        else if (!whole)
+            locations.read_at(location_rows.at(q), query.xy_copy);
+        if (q <= weights_until)
+            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
+        else
+            weights.read_at(weight_rows.at(q), query.weight_copy);
+    }
 
-        Rows() {}
-        Rows(const mxd_tensor &t, int64_t offset, int64_t count, int64_t padded, int axes)
-            : first(mxd::MXD_ISA::at(t, offset)), step(t.strides[1] * element_size(t.dtype)),
-              bytes(count * element_size(t.dtype)) {
-            int64_t last = 0, elements = 1;
-            bool forwards = t.strides[1] > 0;
-            for (int a = 0; a < axes; ++a) {
-                last += (t.shape[a] - 1) * t.strides[a];
-                elements *= t.shape[a];
-                forwards = forwards && t.strides[a] >= 0;
-            }
-            if (count == padded)
-                last_within = INT64_MAX;
-            else if (forwards && last + 1 == elements && offset + padded <= elements)
-                last_within = (elements - padded - offset) / t.strides[1];
+    // The last query of a (batch, head) whose `padded` elements, `count` and what follows them, are all the tensor's.
+    static int64_t last_within(const mxd_tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
+                               int64_t padded, int axes) {
+        if (count == padded) return INT64_MAX;
+        int64_t last = 0, elements = 1;
+        bool forwards = t.strides[1] > 0;
+        for (int a = 0; a < axes; ++a) {
+            last += (t.shape[a] - 1) * t.strides[a];
+            elements *= t.shape[a];
+            forwards = forwards && t.strides[a] >= 0;
         }
-        bool within(int64_t q) const { return q <= last_within; }
-        const char *at(int64_t q) const { return first + q * step; }
-        MXD_INLINE void prefetch(int64_t q) const {
-            for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + q * step + i);
-        }
-    };
-    Rows location_of, weight_of;
-
-    int64_t offset(const mxd_tensor &t, int64_t b, int64_t h) const {
-        return b * t.strides[0] + h * t.strides[2] + first_level * t.strides[3];
+        const int64_t offset = offset3(t, b, 0, h) + skipped;
+        if (!forwards || last + 1 != elements || offset + padded > elements) return -1;
+        return (elements - padded - offset) / t.strides[1];
     }
 };
 

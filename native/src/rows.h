@@ -6,7 +6,7 @@
 //   scatter_add    row[i] += share[i] * g
 //
 // Rows are lists of addresses, with a share each; their number is a multiple of ROWS, padded with rows that do no harm.
-// `next`: as many rows that will be wanted soon, asked for meanwhile; null when they are not known.
+// `next`: as many rows that will be wanted soon, asked for meanwhile; any address will do where they are not known.
 //
 // Every channel count is cut into pieces of 8, 4, 2, 1 full vectors, then a half, a quarter ... of one, down to one
 // channel; each piece is a pass over all rows with its accumulators in registers. No masks, no reading past a row's
@@ -30,12 +30,16 @@ template <int N> struct Count {
 
 // op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
 template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
+    // one piece, and known to the compiler to begin at 0, for the channels of a head in nearly every model
+    if constexpr (sizeof(T) == 4)
+        if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
     int64_t c = 0;
     for (; channels - c >= 8 * WIDTH<T>; c += 8 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<8>(), c);
     const int64_t rest = channels - c;
     if (rest & 4 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<4>(), c), c += 4 * WIDTH<T>;
     if (rest & 2 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<2>(), c), c += 2 * WIDTH<T>;
     if (rest & WIDTH<T>) op(Count<WIDTH<T>>(), Count<1>(), c), c += WIDTH<T>;
+    if (c == channels) return;
     if constexpr (WIDTH<T> > 8)
         if (rest & 8) op(Count<8>(), Count<1>(), c), c += 8;
     if constexpr (WIDTH<T> > 4)
@@ -65,13 +69,13 @@ constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 
 // give at least 8 independent chains where registers allow.
 template <class V, class T, int N, int K>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
-                               T *out, bool accumulate) {
+                               T *out) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
     for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
     for (int r = 0; r < ROWS; ++r) {
         const V *row = row_at<V>(address[i + r], channel);
-        if (next) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
+        ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
         const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
         if constexpr (IN_WORDS<V, T, N, K>) {
             MXD_UNROLL
@@ -91,16 +95,14 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
     if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
     for (int k = 0; k < K; k += 2) interleave<T, N>(sums[0][k], sums[0][k + 1], sums[0][k], sums[0][k + 1]);
     MXD_UNROLL
-    for (int k = 0; k < K; ++k)
-        store<T, N>(out + k * N, accumulate ? load<T, N>(out + k * N) + sums[0][k] : sums[0][k]);
+    for (int k = 0; k < K; ++k) store<T, N>(out + k * N, sums[0][k]);
 }
 
-// Of rows 0..n-1, `channels` channels from channel `first` on: to out[0..channels-1].
 template <class V, class T>
 inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
-                         T *out, bool accumulate = false, int64_t first = 0) {
+                         T *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value>(address, share, next, n, first + c, out + c, accumulate);
+        weighted_sum_piece<V, T, lanes.value, vectors.value>(address, share, next, n, c, out + c);
     });
 }
 
@@ -154,7 +156,7 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, i
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
             const V *row = row_at<V>(address[i + r], channel);
-            if (next) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
+            ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
             products[r] = factor[0] * load<T, N>(row);
             MXD_UNROLL
             for (int k = 1; k < K; ++k) products[r] += factor[k] * load<T, N>(row + k * N);
@@ -164,23 +166,22 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, i
     }
 }
 
-// dot[i] for rows 0..n-1, of `channels` channels: g from its beginning, the rows from channel `first`.
 template <class V, class T>
-inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot,
-                 int64_t first = 0) {
+inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        dots_piece<V, T, lanes.value, vectors.value>(address, next, n, first + c, g + c, dot, c > 0);
+        dots_piece<V, T, lanes.value, vectors.value>(address, next, n, c, g + c, dot, c > 0);
     });
 }
 
 template <class T, int N, int K>
-inline void scatter_add_piece(const int64_t *address, const T *share, int64_t n, int64_t channel, const T *g,
-                              const int64_t *next, int64_t num_next) {
+inline void scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
+                              const T *g) {
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
+#pragma GCC unroll 4
     for (int64_t i = 0; i < n; ++i) {
-        if (i < num_next) ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
+        ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
         T *row = const_cast<T *>(row_at<T>(address[i], channel));
         const Vec<T, N> s = broadcast<T, N>(share[i]);
         MXD_UNROLL
@@ -200,12 +201,12 @@ template <class T> inline void add_scaled(T *row, const T *g, T factor, int64_t 
     });
 }
 
-// row[i] += share[i] * g, g from its beginning, the rows from channel `first`.
+// row[i] += share[i] * g
 template <class T>
-inline void scatter_add(const int64_t *address, const T *share, int64_t n, int64_t channels, const T *g,
-                        int64_t first = 0, const int64_t *next = nullptr, int64_t num_next = 0) {
+inline void scatter_add(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
+                        const T *g) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        scatter_add_piece<T, lanes.value, vectors.value>(address, share, n, first + c, g + c, next, num_next);
+        scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, n, c, g + c);
     });
 }
 

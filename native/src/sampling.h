@@ -116,28 +116,6 @@ template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<
     memcpy(xy + LANES, &b, sizeof b);
 }
 
-// Rows of a tensor as addresses: pixel i of sample s lies at base[s] + i * stride[s] bytes; a corner that is not on the
-// map is `nowhere`.
-struct RowAddresses {
-    int64_t *base, *stride, nowhere;
-
-    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
-    RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
-        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
-          nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
-
-    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
-        for (int64_t i = first; i < last; ++i) {
-            base[i] = reinterpret_cast<int64_t>(pixel0);
-            stride[i] = bytes;
-        }
-    }
-    template <class I> MXD_INLINE AddressLanes of(int64_t sample, I inside, I pixel) const {
-        const auto b = raw_load<int64_t, LANES>(base + sample), s = raw_load<int64_t, LANES>(stride + sample);
-        return convert<int64_t, LANES>(inside) ? convert<int64_t, LANES>(pixel) * s + b : AddressLanes{} + nowhere;
-    }
-};
-
 // What LANES samples read: pixels, which of them count, and with what share of the output.
 template <class T, int CORNERS> struct SampledRows {
     IntLanes<T> inside[CORNERS], pixel[CORNERS];
@@ -161,6 +139,34 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
         memcpy(to + CORNERS * ROWS, &high, sizeof high);
     }
 }
+// Rows of a tensor as addresses: pixel i of sample s lies at base[s] + i * stride[s] bytes; a corner that is not on the
+// map is `nowhere`.
+struct RowAddresses {
+    int64_t *base, *stride, nowhere;
+
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
+    RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
+        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
+          nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
+
+    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
+        for (int64_t i = first; i < last; ++i) {
+            base[i] = reinterpret_cast<int64_t>(pixel0);
+            stride[i] = bytes;
+        }
+    }
+    // Those of samples i..i+LANES-1, into a list. What is right of a pixel is the next one.
+    template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
+        const auto b = raw_load<int64_t, LANES>(base + i), s = raw_load<int64_t, LANES>(stride + i);
+        AddressLanes address = {};
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) {
+            address = k & 1 ? address + s : convert<int64_t, LANES>(sampled.pixel[k]) * s + b;
+            put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, AddressLanes{} + nowhere));
+        }
+    }
+};
+
 template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *list, int64_t i, int k) {
     const E *from = list + entry_of<CORNERS>(i, k);
     if constexpr (LANES == ROWS)
@@ -197,7 +203,9 @@ template <class T> struct ScatterList {
         return Arena::bytes<int64_t>(4 * samples + LANES) + Arena::bytes<T>(4 * samples + LANES);
     }
     ScatterList(Arena &arena, int64_t n)
-        : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
+        : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {
+        memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // asked for ahead before there are any
+    }
 
     // In the order of lists of rows, TOGETHER samples at a time corner by corner. It must not depend on how value is
     // cut into bands: either the samples of all bands fall into the same groups, or TOGETHER is 1.

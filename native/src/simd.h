@@ -71,10 +71,24 @@ template <class To, class From> MXD_INLINE To bits_as(From from) {
 }
 
 template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) {
+#if defined(__AVX512F__)
+    // GCC 12 widens the halves one by one; maskz because it warns of the other form
+    if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 8>>)
+        return (Vec<int64_t, 8>)_mm512_maskz_cvtepi32_epi64(0xff, (__m256i)from);
+#endif
     if constexpr (N == 1)
         return To(from);
     else
         return __builtin_convertvector(from, Vec<To, N>);
+}
+
+// Lanes of `yes` where mask is all ones, of `no` where it is 0.
+template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Address yes, Address no) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+    if constexpr (same_type<Mask, Vec<int32_t, 8>>)
+        return (Address)_mm512_mask_blend_epi64(_mm256_movepi32_mask((__m256i)mask), (__m512i)no, (__m512i)yes);
+#endif
+    return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
 }
 
 // Four of eight lanes and back. Not through memory: what was stored in pieces is slow to load as a whole.

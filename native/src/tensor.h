@@ -91,9 +91,11 @@ template <int AXES> struct Block {
             read_elements(from + o * size, tensor.dtype, stride, n, to + place);
         });
     }
-    template <class T> void write(int64_t offset, const T *from) const {
-        runs(offset, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
-            write_elements(from + place, at(tensor, o), tensor.dtype, stride, n);
+    template <class T> void write(int64_t offset, const T *from) const { write_at(at(tensor, offset), from); }
+    template <class T> void write_at(char *to, const T *from) const {
+        const int64_t size = element_size(tensor.dtype);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            write_elements(from + place, to + o * size, tensor.dtype, stride, n);
         });
     }
 
@@ -117,10 +119,11 @@ template <bool TO_WRITE = false> MXD_INLINE void prefetch(const mxd_tensor &t, i
 }
 
 // A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
-template <class T> inline const T *row_as(const mxd_tensor &t, int64_t offset, int64_t stride, int64_t n, T *scratch) {
-    const bool same = t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);
-    if (same && stride == 1) return reinterpret_cast<const T *>(at(t, offset));
-    read_elements(at(t, offset), t.dtype, stride, n, scratch);
+template <class T>
+MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
+    const bool same = dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);
+    if (same && stride == 1) return reinterpret_cast<const T *>(from);
+    read_elements(from, dtype, stride, n, scratch);
     return scratch;
 }
 
