@@ -64,8 +64,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     T *row;
     RowAddresses rows;
     QueryRows outputs;
-    bool outputs_as_rows = false; // a row of output is one of T
-    int64_t num_rows;             // of a query, padded
+    int64_t num_rows; // of a query, padded
 
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
@@ -92,8 +91,6 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     MXD_INLINE void queries(int64_t b, int64_t h, int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
         reader.open(b, h);
         outputs = QueryRows(call.output, b, h, n.channels);
-        outputs_as_rows =
-            call.output.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32) && call.output.strides[3] == 1;
         ahead(
             begin, end,
             [&](int64_t q, int number) {
@@ -122,10 +119,14 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
-    using Base::scratch_bytes;
-    Forward(const Call &c, Arena arena) : Base(c, arena), blocks(c) {}
+    static int64_t scratch_bytes(const Call &call) {
+        return Base::scratch_bytes(call) + Arena::bytes<V>(Sizes(call).channels);
+    }
+    Forward(const Call &c, Arena arena) : Base(c, arena), blocks(c), sum(arena.take<V>(this->n.channels)) {}
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
+        // value that was not double may have become so
+        const bool in_place = this->call.output.dtype == this->call.value.dtype && this->call.output.strides[3] == 1;
         this->find_value(b, h);
         this->queries(
             b, h, blocks.begin(item), blocks.end(item),
@@ -133,15 +134,23 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = this->outputs.at(q);
                 weighted_sum<V, T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
-                                   this->outputs_as_rows ? reinterpret_cast<T *>(out) : this->row);
-                if (!this->outputs_as_rows)
-                    write_elements(this->row, out, this->call.output.dtype, this->call.output.strides[3],
-                                   this->n.channels);
+                                   in_place ? reinterpret_cast<V *>(out) : sum);
+                if (!in_place) put(out);
             });
     }
 
   private:
     QueryBlocks blocks;
+    V *sum; // of a query that cannot be written where it belongs
+
+    void put(char *out) const {
+        const mxd_tensor &output = this->call.output;
+        if constexpr (same_type<V, T>)
+            write_elements(sum, out, output.dtype, output.strides[3], this->n.channels);
+        else // of the same type, but apart
+            for (int64_t c = 0; c < this->n.channels; ++c)
+                memcpy(out + c * output.strides[3] * int64_t(sizeof(V)), sum + c, sizeof(V));
+    }
 };
 
 // Gradients of locations and weights; or of value, where it is added up in place and a worker has a whole head to
@@ -159,8 +168,8 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     Gradients(const Call &c, Arena arena)
         : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())),
           sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr),
-          xy(c.grad_locations, this->n, 2, arena.take<T>(2 * this->n.room())),
-          weights(c.grad_weights, this->n, 1, arena.take<T>(this->n.room())) {
+          xy(c.grad_locations, this->n, arena.take<T>(2 * this->n.room())),
+          weights(c.grad_weights, this->n, arena.take<T>(this->n.room())) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
     }
     void operator()(int64_t item) {
@@ -187,8 +196,7 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
         char *head = at(call.grad_value, offset3(call.grad_value, b, 0, h));
         const int64_t step = call.grad_value.strides[1] * int64_t(sizeof(T));
         memset(sums, 0, size_t(call.summed.bytes));
-        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes,
-                    this->rows);
+        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes, this->rows);
     }
     void close_value(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -198,33 +206,37 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
         });
     }
 
-    // A gradient of samples: where it belongs, when it can be written there as it is worked out, else scratch.
-    template <int AXES> struct Results {
+    // A gradient of samples, OF_EACH numbers a sample: whole vectors where they belong, when they can be written there
+    // as they are worked out; else, and what is left of a vector, by way of scratch.
+    template <int AXES, int OF_EACH> struct Results {
         const mxd_tensor &tensor;
         Block<AXES> block;
-        int64_t count;
+        int64_t samples, in_vectors;
         bool direct;
         T *scratch;
         QueryRows queries;
 
-        Results(const mxd_tensor &t, const Sizes &n, int64_t of_each, T *memory)
-            : tensor(t), block(t, 3), count(n.levels * n.points * of_each),
-              direct(t.data && n.levels * n.points == n.room() && block.packed &&
-                     t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32)),
+        Results(const mxd_tensor &t, const Sizes &n, T *memory)
+            : tensor(t), block(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
+              direct(t.data && block.packed && t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32)),
               scratch(memory) {}
         void open(int64_t b, int64_t h) {
-            if (tensor.data) queries = QueryRows(tensor, b, h, count);
+            if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
         }
         MXD_INLINE T *begin(int64_t q) const {
             if (tensor.data) queries.template ask_ahead<true>(q);
             return direct ? reinterpret_cast<T *>(queries.at(q)) : scratch;
         }
-        MXD_INLINE void end(int64_t q) const {
+        MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+        MXD_INLINE void end(int64_t q, T *begun) const {
             if (tensor.data && !direct) block.write_at(queries.at(q), scratch);
+            if (direct && in_vectors < samples)
+                memcpy(begun + in_vectors * OF_EACH, scratch + in_vectors * OF_EACH,
+                       size_t((samples - in_vectors) * OF_EACH) * sizeof(T));
         }
     };
-    Results<3> xy;
-    Results<2> weights;
+    Results<3, 2> xy;
+    Results<2, 1> weights;
 
     void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
         if constexpr (!VALUE) {
@@ -243,9 +255,10 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
                     dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, dot);
                     T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
                     for (int64_t i = 0; i < this->reader.padded; i += LANES)
-                        Rule<T>::gradients(slot.query, dot, i, grad_xy, grad_weight);
-                    xy.end(q);
-                    weights.end(q);
+                        Rule<T>::gradients(slot.query, dot, i, xy.of_vector(grad_xy, i),
+                                           weights.of_vector(grad_weight, i));
+                    xy.end(q, grad_xy);
+                    weights.end(q, grad_weight);
                 } else {
                     scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, g);
                 }

@@ -44,7 +44,8 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
         for (int64_t q = begin; q < end; ++q, list += count) {
             T *out = row<T>(call.output, batch, q, head) + first;
             const int32_t *next = q + 2 < end ? list + 2 * count : nullptr;
-            if (BACKWARD && q + 8 < end) prefetch(call.output, out - static_cast<T *>(call.output.data) + 8 * call.output.strides[1], width);
+            if (BACKWARD && q + 8 < end)
+                prefetch(call.output, out - static_cast<T *>(call.output.data) + 8 * call.output.strides[1], width);
             for_pieces<T>(width, [&](auto lanes, auto vectors, int64_t c) {
                 piece<lanes.value, vectors.value>(list, next, count, value + c, grad + c, BACKWARD ? sums : out + c,
                                                   out + c);

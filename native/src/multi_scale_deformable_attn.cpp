@@ -28,8 +28,7 @@ template <class T> struct Bilinear {
         return rows;
     }
 
-    static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy,
-                                     T *grad_weight) {
+    static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy, T *grad_weight) {
         const Corners<T> c = corners(query, i);
         const CornerSlopes<T> slope(c, dot, i);
         const RealLanes<T> weight = query.weight(i);

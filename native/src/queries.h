@@ -73,7 +73,11 @@ class QueryRows {
     // `count` adjacent elements a query, from element `skipped` on.
     QueryRows(const mxd_tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset3(t, b, 0, h) + skipped))),
-          step(t.strides[1] * element_size(t.dtype)), lines((count * element_size(t.dtype) + 63) / 64) {}
+          step(t.strides[1] * element_size(t.dtype)) {
+        // as many cache lines as a query can lie across: it begins at a multiple of `unit`
+        const int64_t places = first | step | 64, unit = places & -places;
+        lines = (64 - unit + count * element_size(t.dtype) + 63) / 64;
+    }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
     // Asks for what a query to come will read, or write: the first write to a line fetches it.
     template <bool TO_WRITE = false> MXD_INLINE void ask_ahead(int64_t query) const {
@@ -88,7 +92,8 @@ class QueryRows {
 };
 
 // Locations and weights of one query and head as T, padded to LANES samples on empty maps. Where they lie as they are
-// needed they are not copied; what follows them in memory is then taken for the padding, which no map makes anything of.
+// needed they are not copied; what follows them in memory is then taken for the padding, which no map makes anything
+// of.
 template <class T> class Query {
   public:
     static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()); }
@@ -142,13 +147,14 @@ template <class T> class QueryReader {
         const int64_t weight_skip = first_level * call.weights.strides[3];
         location_rows = QueryRows(call.locations, b, h, 2 * samples, location_skip);
         weight_rows = QueryRows(call.weights, b, h, samples, weight_skip);
-        const int64_t own = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
-        const int64_t location_end = last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6);
-        const int64_t weight_end = last_within(call.weights, b, h, weight_skip, samples, padded, 5);
-        locations_until = locations.packed && call.locations.dtype == own ? location_end : -1;
-        weights_until = weights.packed && call.weights.dtype == own ? weight_end : -1;
-        whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        in_place_until = locations_until < weights_until ? locations_until : weights_until;
+        locations_until =
+            locations.packed ? last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
+        weights_until = weights.packed ? last_within(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
+        const bool whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
+        const int64_t both = locations_until < weights_until ? locations_until : weights_until;
+        in_place_until = is_own(call.locations) && is_own(call.weights) ? both : -1;
+        whole_until = whole ? n.queries : -1;
+        whole_in_place_until = whole && is_own(call.weights) ? weights_until : -1;
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) const {
         location_rows.ask_ahead(q);
@@ -156,7 +162,7 @@ template <class T> class QueryReader {
         if (q <= in_place_until) {
             query.xy = reinterpret_cast<const T *>(location_rows.at(q));
             query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
-        } else if (whole && q <= weights_until) {
+        } else if (q <= whole_in_place_until) {
             query.whole = reinterpret_cast<const int64_t *>(location_rows.at(q));
             query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
         } else {
@@ -172,23 +178,40 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     int64_t first_level = 0, samples = 0;
     QueryRows location_rows, weight_rows;
-    bool whole = false;                                                // locations are whole numbers, used as they are
-    int64_t locations_until = -1, weights_until = -1, in_place_until = -1; // the last query not to be copied
+    // The last query ..
+    int64_t locations_until = -1, weights_until = -1; // .. whose elements may be read in whole vectors
+    int64_t in_place_until = -1;                      // .. of which nothing is copied
+    int64_t whole_until = -1;                         // .. whose locations are whole numbers, used as they are
+    int64_t whole_in_place_until = -1;                // .. and nothing else is copied
 
+    static bool is_own(const mxd_tensor &t) { return t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32); }
+
+    // `count` elements, a multiple of LANES, as T; false when this dtype is read another way.
+    static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
+        const auto widen = [&](auto *elements) {
+            for (int64_t i = 0; i < count; i += LANES) store<T, LANES>(to + i, load<T, LANES>(elements + i));
+            return true;
+        };
+        if (dtype == MXD_FLOAT16) return widen(reinterpret_cast<const Half *>(from));
+        if (dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(from));
+        return false;
+    }
+    // One of the two inputs, `of_each` elements a sample: where it is, or copied.
+    template <class Input>
+    MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t of_each, T pad,
+                               T *memory) const {
+        if (in_vectors && is_own(input.tensor)) return reinterpret_cast<const T *>(from);
+        if (in_vectors && widened(from, input.tensor.dtype, of_each * padded, memory)) return memory;
+        input.read_at(from, memory);
+        for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
+        return memory;
+    }
     __attribute__((noinline)) void copy(int64_t q, Query<T> &query) const {
-        query.whole = whole ? reinterpret_cast<const int64_t *>(location_rows.at(q)) : nullptr;
-        query.xy = query.xy_copy;
-        query.weights = query.weight_copy;
-        for (int64_t i = 2 * samples; i < 2 * padded; ++i) query.xy_copy[i] = T(__builtin_nan(""));
-        for (int64_t i = samples; i < padded; ++i) query.weight_copy[i] = 0;
-        if (q <= locations_until)
-            query.xy = reinterpret_cast<const T *>(location_rows.at(q));
-        else if (!whole)
-            locations.read_at(location_rows.at(q), query.xy_copy);
-        if (q <= weights_until)
-            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
-        else
-            weights.read_at(weight_rows.at(q), query.weight_copy);
+        const char *location = location_rows.at(q), *weight = weight_rows.at(q);
+        query.whole = q <= whole_until ? reinterpret_cast<const int64_t *>(location) : nullptr;
+        if (!query.whole)
+            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
+        query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
     }
 
     // The last query of a (batch, head) whose `padded` elements, `count` and what follows them, are all the tensor's.

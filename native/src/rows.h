@@ -1,5 +1,5 @@
 // What is done to rows of channels. A row is a pointer to adjacent channels in one of the storage types; arithmetic is
-// in T.
+// in T, and what comes out of weighted_sum is stored as rows are.
 //
 //   weighted_sum   out    = sum over i of  share[i] * row[i]
 //   dots           dot[i] = sum over channels of  g * row[i]
@@ -69,7 +69,7 @@ constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 
 // give at least 8 independent chains where registers allow.
 template <class V, class T, int N, int K>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
-                               T *out) {
+                               V *out) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
     for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
@@ -100,7 +100,7 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
 
 template <class V, class T>
 inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
-                         T *out) {
+                         V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         weighted_sum_piece<V, T, lanes.value, vectors.value>(address, share, next, n, c, out + c);
     });
@@ -179,7 +179,6 @@ inline void scatter_add_piece(const int64_t *address, const T *share, const int6
     Vec<T, N> factor[K];
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
-#pragma GCC unroll 4
     for (int64_t i = 0; i < n; ++i) {
         ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
         T *row = const_cast<T *>(row_at<T>(address[i], channel));

@@ -119,8 +119,7 @@ template <bool TO_WRITE = false> MXD_INLINE void prefetch(const mxd_tensor &t, i
 }
 
 // A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
-template <class T>
-MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
+template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
     const bool same = dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);
     if (same && stride == 1) return reinterpret_cast<const T *>(from);
     read_elements(from, dtype, stride, n, scratch);
