@@ -70,6 +70,29 @@ def test_finite_where_truth_is_finite(implementation, operator, poison, which):
         assert (error <= np.broadcast_to(limit, finite.shape)[finite]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("points", [1, 3, 4, 5, 7, 9, 13])
+@pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
+def test_a_head_is_not_touched_by_what_another_one_holds(implementation, operator, points, dtype):
+    """What follows a query's samples in memory is another head's: a NaN there stays there."""
+    generator = torch.Generator().manual_seed(points)
+    value = torch.randn(1, 20, 4, 32, generator=generator).to(dtype)
+    locations = torch.rand(1, 9, 4, 1, points, 2, generator=generator) * (1 if operator == MULTI_SCALE else 4)
+    weights = torch.rand(1, 9, 4, 1, points, generator=generator).to(dtype)
+    grad = torch.randn(1, 9, 4, 32, generator=generator).to(dtype)
+
+    def by_head(weights):
+        locations_of = locations.to(dtype) if operator == MULTI_SCALE else locations.long()
+        args = (value, torch.tensor([[4, 5]]), torch.tensor([0]), locations_of, weights)
+        output, grad_value, *grad_samples = run(implementation, operator, args, grad.flatten(2))
+        return [output.view(1, 9, 4, 32), grad_value, *grad_samples]
+
+    clean, others = by_head(weights), torch.tensor([0, 1, 3])
+    weights[:, :, 2] = NAN
+    for got, expected in zip(by_head(weights), clean, strict=True):
+        assert torch.equal(got[:, :, others], expected[:, :, others])
+
+
 def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
     """A corner that is off the map is not read: its neighbour's infinity arrives as infinity, not as NaN."""
     value = torch.tensor([INF, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)

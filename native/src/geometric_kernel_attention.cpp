@@ -35,9 +35,10 @@ template <class T> struct Nearest {
             column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
             row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
         }
-        return {{columns > 0}, // not padding
+        const IntLanes<T> sampled = columns > 0; // not padding, whose weights are another head's
+        return {{sampled},
                 {raw_load<Int<T>, LANES>(maps.start + i) + row * columns + column},
-                {query.weight(i)}};
+                {sampled ? query.weight(i) : RealLanes<T>{}}};
     }
 
     // One product a sample.
