@@ -166,7 +166,11 @@ template <class T> class QueryReader {
             query.whole = reinterpret_cast<const int64_t *>(location_rows.at(q));
             query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
         } else {
-            copy(q, query);
+            const char *location = location_rows.at(q), *weight = weight_rows.at(q);
+            query.whole = q <= whole_until ? reinterpret_cast<const int64_t *>(location) : nullptr;
+            if (!query.whole)
+                query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
+            query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
         }
     }
 
@@ -201,17 +205,14 @@ template <class T> class QueryReader {
     MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t of_each, T pad,
                                T *memory) const {
         if (in_vectors && is_own(input.tensor)) return reinterpret_cast<const T *>(from);
-        if (in_vectors && widened(from, input.tensor.dtype, of_each * padded, memory)) return memory;
-        input.read_at(from, memory);
-        for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
+        if (!in_vectors || !widened(from, input.tensor.dtype, of_each * padded, memory))
+            copy(input, from, of_each, pad, memory);
         return memory;
     }
-    __attribute__((noinline)) void copy(int64_t q, Query<T> &query) const {
-        const char *location = location_rows.at(q), *weight = weight_rows.at(q);
-        query.whole = q <= whole_until ? reinterpret_cast<const int64_t *>(location) : nullptr;
-        if (!query.whole)
-            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
-        query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
+    template <class Input>
+    __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t of_each, T pad, T *memory) const {
+        input.read_at(from, memory);
+        for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
     }
 
     // The last query of a (batch, head) whose `padded` elements, `count` and what follows them, are all the tensor's.
