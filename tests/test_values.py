@@ -75,6 +75,7 @@ MIXED = [
     (torch.float16, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.bfloat16),
     (torch.float32, torch.float64, torch.float32),
+    (torch.bfloat16, torch.float32, torch.float64),
     (torch.float32, torch.float16, torch.float64),
     (torch.float64, torch.float32, torch.float16),
 ]

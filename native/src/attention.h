@@ -218,8 +218,7 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
 
         Results(const mxd_tensor &t, const Sizes &n, T *memory)
             : tensor(t), block(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-              direct(t.data && block.packed && t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32)),
-              scratch(memory) {}
+              direct(t.data && block.packed && t.dtype == OWN<T>), scratch(memory) {}
         void open(int64_t b, int64_t h) {
             if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
         }

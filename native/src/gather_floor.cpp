@@ -1,8 +1,7 @@
 // What memory and load ports allow: with the rows known beforehand only reads them in the order of the queries and adds
 // them up, and for the backward direction also adds the gradient of the output to the same rows of a buffer. For
 // `mx-driving bench`, which measures the operators' distance from it.
-#include "kernels.h"
-#include "parallel.h"
+#include "queries.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -41,11 +40,11 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
                               ((batch * call.value.shape[2] + head) * queries + begin) * count;
         const V *value = row<V>(call.value, batch, 0, head) + first;
         T *grad = BACKWARD ? row<T>(call.grad_value, batch, 0, head) + first : nullptr;
+        const QueryRows outputs(call.output, batch, head, width, first);
         for (int64_t q = begin; q < end; ++q, list += count) {
-            T *out = row<T>(call.output, batch, q, head) + first;
+            T *out = reinterpret_cast<T *>(outputs.at(q));
+            if (BACKWARD) outputs.ask_ahead(q);
             const int32_t *next = q + 2 < end ? list + 2 * count : nullptr;
-            if (BACKWARD && q + 8 < end)
-                prefetch(call.output, out - static_cast<T *>(call.output.data) + 8 * call.output.strides[1], width);
             for_pieces<T>(width, [&](auto lanes, auto vectors, int64_t c) {
                 piece<lanes.value, vectors.value>(list, next, count, value + c, grad + c, BACKWARD ? sums : out + c,
                                                   out + c);

@@ -150,28 +150,23 @@ template <class T> class QueryReader {
         locations_until =
             locations.packed ? last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
         weights_until = weights.packed ? last_within(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
-        const bool whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        const int64_t both = locations_until < weights_until ? locations_until : weights_until;
-        in_place_until = is_own(call.locations) && is_own(call.weights) ? both : -1;
-        whole_until = whole ? n.queries : -1;
-        whole_in_place_until = whole && is_own(call.weights) ? weights_until : -1;
+        whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
+        const bool own = call.locations.dtype == OWN<T> && call.weights.dtype == OWN<T>;
+        in_place_until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) const {
         location_rows.ask_ahead(q);
         weight_rows.ask_ahead(q);
-        if (q <= in_place_until) {
-            query.xy = reinterpret_cast<const T *>(location_rows.at(q));
-            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
-        } else if (q <= whole_in_place_until) {
-            query.whole = reinterpret_cast<const int64_t *>(location_rows.at(q));
-            query.weights = reinterpret_cast<const T *>(weight_rows.at(q));
-        } else {
-            const char *location = location_rows.at(q), *weight = weight_rows.at(q);
-            query.whole = q <= whole_until ? reinterpret_cast<const int64_t *>(location) : nullptr;
-            if (!query.whole)
-                query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
-            query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
+        const char *location = location_rows.at(q), *weight = weight_rows.at(q);
+        if (q <= in_place_until) { // nearly always: one test for both
+            query.xy = reinterpret_cast<const T *>(location);
+            query.weights = reinterpret_cast<const T *>(weight);
+            return;
         }
+        query.whole = whole ? reinterpret_cast<const int64_t *>(location) : nullptr;
+        if (!whole)
+            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
+        query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
     }
 
   private:
@@ -182,13 +177,9 @@ template <class T> class QueryReader {
     Maps<T> maps_;
     int64_t first_level = 0, samples = 0;
     QueryRows location_rows, weight_rows;
-    // The last query ..
-    int64_t locations_until = -1, weights_until = -1; // .. whose elements may be read in whole vectors
-    int64_t in_place_until = -1;                      // .. of which nothing is copied
-    int64_t whole_until = -1;                         // .. whose locations are whole numbers, used as they are
-    int64_t whole_in_place_until = -1;                // .. and nothing else is copied
-
-    static bool is_own(const mxd_tensor &t) { return t.dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32); }
+    int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
+    int64_t in_place_until = -1;                      // the last query of which nothing is copied
+    bool whole = false;                               // locations are whole numbers, used as they are
 
     // `count` elements, a multiple of LANES, as T; false when this dtype is read another way.
     static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
@@ -204,7 +195,7 @@ template <class T> class QueryReader {
     template <class Input>
     MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t of_each, T pad,
                                T *memory) const {
-        if (in_vectors && is_own(input.tensor)) return reinterpret_cast<const T *>(from);
+        if (in_vectors && input.tensor.dtype == OWN<T>) return reinterpret_cast<const T *>(from);
         if (!in_vectors || !widened(from, input.tensor.dtype, of_each * padded, memory))
             copy(input, from, of_each, pad, memory);
         return memory;

@@ -188,18 +188,6 @@ inline void scatter_add_piece(const int64_t *address, const T *share, const int6
     }
 }
 
-// row += factor * g
-template <class T> inline void add_scaled(T *row, const T *g, T factor, int64_t channels) {
-    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        constexpr int N = lanes.value;
-        MXD_UNROLL
-        for (int k = 0; k < vectors.value; ++k) {
-            T *to = row + c + k * N;
-            store<T, N>(to, load<T, N>(to) + broadcast<T, N>(factor) * load<T, N>(g + c + k * N));
-        }
-    });
-}
-
 // row[i] += share[i] * g
 template <class T>
 inline void scatter_add(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,

@@ -21,6 +21,9 @@ inline int64_t element_size(int64_t dtype) {
     }
 }
 
+// The dtype of T itself: such elements need no copy.
+template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
+
 inline char *at(const mxd_tensor &t, int64_t offset) {
     return static_cast<char *>(t.data) + offset * element_size(t.dtype);
 }
@@ -112,16 +115,15 @@ template <int AXES> struct Block {
 
 // Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does
 // nothing but prefetch for one without effect and drops the calls.
-template <bool TO_WRITE = false> MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
+MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, TO_WRITE);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
 // A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
 template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
-    const bool same = dtype == (sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32);
-    if (same && stride == 1) return reinterpret_cast<const T *>(from);
+    if (dtype == OWN<T> && stride == 1) return reinterpret_cast<const T *>(from);
     read_elements(from, dtype, stride, n, scratch);
     return scratch;
 }
