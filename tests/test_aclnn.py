@@ -71,6 +71,15 @@ def same_bits(got, want):
         torch.testing.assert_close(g, w, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_forwards_output_may_lie_apart(dtype):
+    inputs = cases.cast(WITHIN_LIMITS[0].make(), dtype)
+    want = cases.forward_of("native", cases.MULTI_SCALE)(*inputs)
+    wide = want.new_full((*want.shape[:-1], 2 * want.shape[-1]), 7)
+    aclnn.multi_scale_deformable_attn_function_out(*inputs, wide[..., ::2])
+    same_bits([wide[..., ::2], wide[..., 1::2]], [want, torch.full_like(want, 7)])
+
+
 WITHIN_LIMITS = [
     case
     for case in cases.CASES + cases.LATTICE
