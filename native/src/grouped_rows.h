@@ -50,14 +50,18 @@ inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t gr
             const V *row = row_at<V>(address[i], channel);
             ask_for<G * K * N *int(sizeof(V))>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
-            for (int g = 0; g < G; ++g) {
-                const Vec<T, N> factor = broadcast<T, N>(share[i * groups + g]);
-                MXD_UNROLL
-                for (int k = 0; k < K; ++k) sums[g][k] += factor * load<T, N>(row + (g * K + k) * N);
-            }
+            for (int g = 0; g < G; ++g)
+                add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
         }
         MXD_UNROLL
-        for (int v = 0; v < G * K; ++v) store<T, N>(out + v * N, load<T, N>(out + v * N) + sums[v / K][v % K]);
+        for (int g = 0; g < G; ++g) {
+            put_in_order<V, T, N, K>(sums[g]);
+            MXD_UNROLL
+            for (int k = 0; k < K; ++k) {
+                T *to = out + (g * K + k) * N;
+                store<T, N>(to, load<T, N>(to) + sums[g][k]);
+            }
+        }
     }
 }
 
@@ -77,7 +81,7 @@ inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n
     constexpr int R = G < 4 ? 4 / G : 1; // rows a turn: sums come four at a time
     Vec<T, N> factor[G][K];
     MXD_UNROLL
-    for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
+    for (int group = 0; group < G; ++group) read_factors<V, T, N, K>(g + group * K * N, factor[group]);
     for (int64_t i = 0; i < n; i += R) {
         Vec<T, N> products[R * G];
         MXD_UNROLL
@@ -85,12 +89,8 @@ inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n
             const V *row = row_at<V>(address[i + r], channel);
             ask_for<G * K * N *int(sizeof(V))>(address[i + r + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
-            for (int group = 0; group < G; ++group) {
-                Vec<T, N> &product = products[r * G + group];
-                product = factor[group][0] * load<T, N>(row + group * K * N);
-                MXD_UNROLL
-                for (int k = 1; k < K; ++k) product += factor[group][k] * load<T, N>(row + (group * K + k) * N);
-            }
+            for (int group = 0; group < G; ++group)
+                products[r * G + group] = multiply_row<V, T, N, K>(row + group * K * N, factor[group]);
         }
         MXD_UNROLL
         for (int four = 0; four < R * G; four += 4) {

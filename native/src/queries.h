@@ -110,7 +110,7 @@ template <class T> class Query {
     MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
         const auto a = raw_load<int64_t, LANES>(whole + 2 * sample);
         const auto b = raw_load<int64_t, LANES>(whole + 2 * sample + LANES);
-        take_pairs<int64_t>(a, b, x, y);
+        separate<int64_t, LANES>(a, b, x, y);
     }
 
   private:

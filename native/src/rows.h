@@ -15,8 +15,6 @@
 
 #include "simd.h"
 
-#define MXD_UNROLL _Pragma("GCC unroll 16")
-
 namespace mxd {
 namespace MXD_ISA {
 namespace {
@@ -61,9 +59,33 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
 }
 
 // Two vectors of bfloat16 are read as one of words: the upper halves are every second float as they stand, the lower
-// ones need a shift. Cheaper than widening one after the other, and put in order once, after the sum.
+// ones need a shift. Cheaper than widening one after the other; what they meet is put in the same order once.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
+
+// op(vector k, k) for K vectors of a row, k in 0..K-1; in words the lanes of k and k + 1 are each other's neighbours.
+template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) {
+            const Vec<uint32_t, N> words = raw_load<uint32_t, N>(row + k * N);
+            op(bits_as<Vec<float, N>>(Vec<uint32_t, N>(words << 16)), k);
+            op(bits_as<Vec<float, N>>(Vec<uint32_t, N>(words & 0xffff0000u)), k + 1);
+        }
+    } else {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) op(load<T, N>(row + k * N), k);
+    }
+}
+// sums += factor * row
+template <class V, class T, int N, int K>
+MXD_INLINE void add_row(const V *row, Vec<T, N> factor, Vec<T, N> (&sums)[K]) {
+    each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) { sums[k] += factor * v; });
+}
+template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N> (&sums)[K]) {
+    if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
+    for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
+}
 
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow.
@@ -74,26 +96,13 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
     Vec<T, N> sums[SETS][K] = {};
     for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-        const V *row = row_at<V>(address[i + r], channel);
         ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
-        const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
-        if constexpr (IN_WORDS<V, T, N, K>) {
-            MXD_UNROLL
-            for (int k = 0; k < K; k += 2) {
-                const Vec<uint32_t, N> words = raw_load<uint32_t, N>(row + k * N);
-                sums[r % SETS][k] += factor * bits_as<Vec<float, N>>(Vec<uint32_t, N>(words << 16));
-                sums[r % SETS][k + 1] += factor * bits_as<Vec<float, N>>(Vec<uint32_t, N>(words & 0xffff0000u));
-            }
-        } else {
-            MXD_UNROLL
-            for (int k = 0; k < K; ++k) sums[r % SETS][k] += factor * load<T, N>(row + k * N);
-        }
+        add_row<V, T, N, K>(row_at<V>(address[i + r], channel), broadcast<T, N>(share[i + r]), sums[r % SETS]);
     }
     MXD_UNROLL
     for (int s = 1; s < SETS; ++s) MXD_UNROLL
     for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
-    if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
-    for (int k = 0; k < K; k += 2) interleave<T, N>(sums[0][k], sums[0][k + 1], sums[0][k], sums[0][k + 1]);
+    put_in_order<V, T, N, K>(sums[0]);
     MXD_UNROLL
     for (int k = 0; k < K; ++k) store<T, N>(out + k * N, sums[0][k]);
 }
@@ -144,22 +153,35 @@ template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 16>(const Vec<float, 16
     return raw_load<float, 4>(&four);
 }
 
+// K vectors of g as each_vector has those of a row.
+template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
+    MXD_UNROLL
+    for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
+    if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
+    for (int k = 0; k < K; k += 2) separate<T, N>(factor[k], factor[k + 1], factor[k], factor[k + 1]);
+}
+// A vector whose sum is that of factor * row.
+template <class V, class T, int N, int K>
+MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
+    Vec<T, N> products;
+    each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) {
+        products = k == 0 ? factor[0] * v : products + factor[k] * v;
+    });
+    return products;
+}
+
 // One piece of dots, ROWS rows at a time.
 template <class V, class T, int N, int K>
 inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
                        bool accumulate) {
     Vec<T, N> factor[K];
-    MXD_UNROLL
-    for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
+    read_factors<V, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
         Vec<T, N> products[ROWS];
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
-            const V *row = row_at<V>(address[i + r], channel);
             ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
-            products[r] = factor[0] * load<T, N>(row);
-            MXD_UNROLL
-            for (int k = 1; k < K; ++k) products[r] += factor[k] * load<T, N>(row + k * N);
+            products[r] = multiply_row<V, T, N, K>(row_at<V>(address[i + r], channel), factor);
         }
         const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
         store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);

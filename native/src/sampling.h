@@ -96,18 +96,8 @@ MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &
 }
 
 // x and y of LANES samples from pairs (x, y).
-template <class E> MXD_INLINE void take_pairs(Vec<E, LANES> a, Vec<E, LANES> b, Vec<E, LANES> &x, Vec<E, LANES> &y) {
-    typedef Vec<Int<E>, LANES> I;
-    if constexpr (LANES == 8) {
-        x = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14);
-        y = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15);
-    } else {
-        x = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6);
-        y = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7);
-    }
-}
 template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
-    take_pairs<T>(raw_load<T, LANES>(xy), raw_load<T, LANES>(xy + LANES), x, y);
+    separate<T, LANES>(raw_load<T, LANES>(xy), raw_load<T, LANES>(xy + LANES), x, y);
 }
 template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
     RealLanes<T> a, b;

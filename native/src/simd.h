@@ -14,6 +14,7 @@
 
 // For what works on a handful of vectors: a call would pass them through memory.
 #define MXD_INLINE __attribute__((always_inline)) inline
+#define MXD_UNROLL _Pragma("GCC unroll 16")
 
 // Lanes of a and b by number, b's counted on after a's; `Index` is an integer vector type of the same shape.
 #if defined(__clang__)
@@ -121,6 +122,22 @@ template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, V
         static_assert(N == 4, "4, 8 or 16 lanes");
         low = MXD_SHUFFLE(a, b, I, 0, 4, 1, 5);
         high = MXD_SHUFFLE(a, b, I, 2, 6, 3, 7);
+    }
+}
+
+// And back: every second lane of a followed by b.
+template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &even, Vec<T, N> &odd) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    if constexpr (N == 16) {
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    } else if constexpr (N == 8) {
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15);
+    } else {
+        static_assert(N == 4, "4, 8 or 16 lanes");
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7);
     }
 }
 
