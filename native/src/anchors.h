@@ -46,6 +46,8 @@ struct AnchorBlocks {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
+template <class T> inline T pixel_of(T normalised, int64_t size) { return normalised * T(size) - T(0.5); }
+
 // The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) count.
 template <class T> class AnchorReader {
   public:
@@ -56,22 +58,30 @@ template <class T> class AnchorReader {
     }
     AnchorReader(const Call &c, const Sizes &n, Arena &arena)
         : seen(arena.take<int64_t>(n.points * n.cameras)), call(c), points(n.points), cameras(n.cameras),
-          block(c.locations, 2), xy(arena.take<T>(n.points * n.cameras * 2)) {}
-    void read(int64_t b, int64_t anchor) { block.read(offset2(call.locations, b, anchor), xy); }
+          block(c.locations, 2), in_place(block.packed && c.locations.dtype == OWN<T>),
+          copy(arena.take<T>(n.points * n.cameras * 2)) {}
+    void read(int64_t b, int64_t anchor) {
+        const int64_t offset = offset2(call.locations, b, anchor);
+        xy = in_place ? reinterpret_cast<const T *>(at(call.locations, offset)) : copy;
+        if (!in_place) block.read(offset, copy);
+    }
     const T *location(int64_t pair) const { return xy + pair * 2; }
 
-    // Those of cameras first..last-1, point by point; skip(pair) for what does not count.
-    template <class Skip> void find_seen(int64_t first, int64_t last, Skip &&skip) {
+    // All of them, point by point; skip(pair) for what does not count.
+    template <class Skip> void find_seen(Skip &&skip) {
         num_seen = 0;
-        for (int64_t p = 0; p < points; ++p)
-            for (int64_t cam = first; cam < last; ++cam) {
-                const int64_t pair = p * cameras + cam;
-                const T u = xy[2 * pair], v = xy[2 * pair + 1];
-                if (u > 0 && u < 1 && v > 0 && v < 1)
-                    seen[num_seen++] = pair;
-                else
-                    skip(pair);
-            }
+        for (int64_t pair = 0; pair < points * cameras; ++pair)
+            if (inside(pair))
+                seen[num_seen++] = pair;
+            else
+                skip(pair);
+    }
+    // Those of one camera that reach into a band of its map `map`.
+    void find_seen(int64_t camera, int64_t map, const BandRows<T> &band) {
+        num_seen = 0;
+        for (int64_t pair = camera; pair < points * cameras; pair += cameras)
+            if (inside(pair) && band.holds_one(pixel_of(xy[2 * pair + 1], call.levels[map].height), map))
+                seen[num_seen++] = pair;
     }
     // Where the weights of pair seen[index] begin.
     int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
@@ -86,7 +96,14 @@ template <class T> class AnchorReader {
     const Call &call;
     int64_t points, cameras;
     Block<3> block;
-    T *xy;
+    bool in_place; // locations are read where they are
+    const T *xy = nullptr;
+    T *copy;
+
+    bool inside(int64_t pair) const {
+        const T u = xy[2 * pair], v = xy[2 * pair + 1];
+        return u > 0 && u < 1 && v > 0 && v < 1;
+    }
 };
 
 // Samples of one anchor: positions, maps, and weights [sample, groups].
@@ -138,8 +155,8 @@ template <class T> class Samples {
 
     void place(T u, T v, const Level &level) {
         maps_.set(count, level);
-        x[count] = u * T(level.width) - T(0.5);
-        y[count] = v * T(level.height) - T(0.5);
+        x[count] = pixel_of(u, level.width);
+        y[count] = pixel_of(v, level.height);
         ++count;
     }
 };
@@ -239,7 +256,7 @@ template <class V, class T> struct AnchorWorker {
 
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
-        locations.find_seen(0, n.cameras, [&](int64_t pair) { skip(anchor, pair); });
+        locations.find_seen([&](int64_t pair) { skip(anchor, pair); });
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) locations.ask_for_weights(b, anchor, i, 0, n.scales * n.groups);
     }
     void open(int64_t anchor, bool first) {

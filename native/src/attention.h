@@ -2,6 +2,7 @@
 //
 //   CORNERS                                         rows of value a sample reads
 //   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
+//   reach(query, i, band)                           which of them may read a BandRows: the same, but quick
 //   gradients(query, dot, i, grad_xy, grad_weight)  from the products with those rows to the samples' gradients
 #pragma once
 
@@ -272,12 +273,12 @@ template <class T, template <class> class Rule> class ValueGradient {
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
         return QueryReader<T>::bytes(n) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(n.room()) +
-               Arena::bytes<T>(n.channels) + Band<T>::bytes(call, n.channels);
+               Arena::bytes<T>(n.channels) + Band<T>::bytes(call, n.channels) + BandRows<T>::bytes(n.room());
     }
     ValueGradient(const Call &c, Arena arena)
         : call(c), n(c), reader(c, n, arena), query(n, reader.maps(), arena),
           lists{{arena, n.room()}, {arena, n.room()}, {arena, n.room()}, {arena, n.room()}},
-          row(arena.take<T>(n.channels)), band(c, n.channels, arena) {}
+          row(arena.take<T>(n.channels)), band(c, n.channels, arena), band_rows(arena, n.room()) {}
 
     void operator()(int64_t item) {
         const int64_t h = item / call.num_bands % n.heads, b = item / call.num_bands / n.heads;
@@ -292,6 +293,7 @@ template <class T, template <class> class Rule> class ValueGradient {
         if (first < last) {
             while (first * n.points % ROWS != 0) --first; // lists are in the order of groups of ROWS samples
             reader.use_levels(first, last);
+            band_rows.set_levels(call.levels, first, last, n.points, reader.padded, band.begin, band.end);
             reader.open(b, h);
             outputs = QueryRows(call.output, b, h, n.channels);
             ahead(
@@ -300,7 +302,8 @@ template <class T, template <class> class Rule> class ValueGradient {
                     reader.read(q, query);
                     lists[slot].count = 0;
                     for (int64_t i = 0; i < reader.padded; i += LANES)
-                        lists[slot].template add<ROWS>(Rule<T>::rows(query, i), band);
+                        if (any(Rule<T>::reach(query, i, band_rows))) // few do: a band is a part of a map
+                            lists[slot].add(Rule<T>::rows(query, i), band);
                 },
                 [&](int64_t q, int slot, int next) { add(q, lists[slot], lists[next]); });
         }
@@ -315,6 +318,7 @@ template <class T, template <class> class Rule> class ValueGradient {
     ScatterList<T> lists[SLOTS];
     T *row;
     Band<T> band;
+    BandRows<T> band_rows;
     QueryRows outputs;
 
     void add(int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {

@@ -133,17 +133,21 @@ template <class T> class FeatureGradient {
         const Sizes n(call);
         return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + 2 * Arena::bytes<T>(n.channels) +
                Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room() * n.groups) +
-               Band<T>::bytes(call, n.channels);
+               Band<T>::bytes(call, n.channels) + BandRows<T>::bytes(call.num_levels);
     }
     FeatureGradient(const Call &c, Arena arena)
         : call(c), n(c), locations(c, n, arena), samples(c, n, arena), row(arena.take<T>(n.channels)),
           sink(arena.take<T>(n.channels)), address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)),
-          shares(arena.take<T>(4 * n.room() * n.groups)), band(c, n.channels, arena) {}
+          shares(arena.take<T>(4 * n.room() * n.groups)), band(c, n.channels, arena), band_rows(arena, c.num_levels) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / call.num_bands;
         const mxd_tensor &grad = call.grad_value;
         band.open(item % call.num_bands, b * grad.strides[0], grad.strides[1], grad.strides[2]);
+        band_rows.set_levels(call.levels, 0, call.num_levels, 1, call.num_levels, band.begin, band.end);
+        first_map = call.num_levels, last_map = -1;
+        for (int64_t map = 0; map < call.num_levels; ++map)
+            if (band_rows.any_of(map)) first_map = map < first_map ? map : first_map, last_map = map;
         for (int64_t a = 0; a < n.anchors; ++a) anchor(b, a);
         band.close();
     }
@@ -158,15 +162,15 @@ template <class T> class FeatureGradient {
     int64_t *address;
     T *shares; // [row, groups]
     Band<T> band;
+    BandRows<T> band_rows;
+    int64_t first_map = 0, last_map = 0; // that reach into the band, and all between
 
     void anchor(int64_t b, int64_t a) {
-        bool ready = false; // locations are read when the first map asks for them
-        for (int64_t map = 0; map < call.num_levels; ++map) {
-            if (!band.touches(call.levels[map])) continue;
-            if (!ready) locations.read(b, a);
-            ready = true;
+        locations.read(b, a);
+        for (int64_t map = first_map; map <= last_map; ++map) {
+            if (!band_rows.any_of(map)) continue;
             const int64_t cam = map / n.scales, scale = map % n.scales;
-            locations.find_seen(cam, cam + 1, [](int64_t) {});
+            locations.find_seen(cam, map, band_rows);
             const int64_t skipped = scale * call.weights.strides[4];
             for (int64_t i = 0; i < locations.num_seen; ++i) {
                 if (samples.count == n.room()) serve(b, a);

@@ -20,14 +20,13 @@ template <class T> inline IntLanes<T> nearest(AddressLanes x, IntLanes<T> last) 
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
-    static MXD_INLINE SampledRows<T, 1> rows(const Query<T> &query, int64_t i) {
+    // Column and row of samples i..i+LANES-1.
+    static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &column, IntLanes<T> &row) {
         const Maps<T> &maps = query.maps();
-        const IntLanes<T> columns = raw_load<Int<T>, LANES>(maps.columns + i);
-        IntLanes<T> column, row;
         if (query.in_whole_numbers()) {
             AddressLanes x, y;
             query.whole_location(i, x, y);
-            column = nearest<T>(x, columns - 1);
+            column = nearest<T>(x, raw_load<Int<T>, LANES>(maps.columns + i) - 1);
             row = nearest<T>(y, raw_load<Int<T>, LANES>(maps.rows + i) - 1);
         } else {
             RealLanes<T> x, y;
@@ -35,6 +34,19 @@ template <class T> struct Nearest {
             column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
             row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
         }
+    }
+
+    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandRows<T> &band) {
+        IntLanes<T> column, row;
+        pixels(query, i, column, row);
+        return band.holds(convert<T, LANES>(row), i);
+    }
+
+    static MXD_INLINE SampledRows<T, 1> rows(const Query<T> &query, int64_t i) {
+        const Maps<T> &maps = query.maps();
+        const IntLanes<T> columns = raw_load<Int<T>, LANES>(maps.columns + i);
+        IntLanes<T> column, row;
+        pixels(query, i, column, row);
         const IntLanes<T> sampled = columns > 0; // not padding, whose weights are another head's
         return {{sampled},
                 {raw_load<Int<T>, LANES>(maps.start + i) + row * columns + column},

@@ -16,6 +16,12 @@ template <class T> struct Bilinear {
         return corners_at<T>(x, y, query.maps(), i);
     }
 
+    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandRows<T> &band) {
+        RealLanes<T> x, y;
+        query.location(i, x, y);
+        return band.holds(y * raw_load<T, LANES>(query.maps().height + i) - T(0.5), i);
+    }
+
     static MXD_INLINE SampledRows<T, 4> rows(const Query<T> &query, int64_t i) {
         const Corners<T> c = corners(query, i);
         const RealLanes<T> weight = query.weight(i);

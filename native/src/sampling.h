@@ -14,18 +14,6 @@ template <class T> using RealLanes = Vec<T, LANES>;
 template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
 
-// Whether any bit of v is set.
-template <class I> MXD_INLINE bool any(I v) {
-    struct Words {
-        int64_t word[sizeof(I) / sizeof(int64_t)];
-    };
-    const Words words = bits_as<Words>(v);
-    int64_t all = 0;
-    MXD_UNROLL
-    for (size_t i = 0; i < sizeof(I) / sizeof(int64_t); ++i) all |= words.word[i];
-    return all != 0;
-}
-
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // For each sample of one query (level by level, point by point), the map it is taken from.
@@ -52,6 +40,36 @@ template <class T> struct Maps {
             for (int64_t p = 0; p < points; ++p) set(sample++, levels[l]);
         for (; sample < padded; ++sample) set(sample, Level{0, 0, 0});
     }
+};
+
+// For each sample of one query, the rows of its map that reach into a band, and a few more on either side: a sample
+// reads the row below its own, too, and rounding may differ from that of its corners.
+template <class T> class BandRows {
+  public:
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
+    BandRows(Arena &arena, int64_t samples) : first(arena.take<T>(samples)), last(arena.take<T>(samples)) {}
+
+    // As Maps::set_levels; the band is rows `begin`..`end`-1 of value.
+    void set_levels(const Level *levels, int64_t first_level, int64_t last_level, int64_t points, int64_t padded,
+                    int64_t begin, int64_t end) {
+        int64_t sample = 0;
+        for (int64_t l = first_level; l < last_level; ++l)
+            for (int64_t p = 0; p < points; ++p, ++sample) {
+                const Level &level = levels[l];
+                const bool reached = level.start < end && level.start + level.height * level.width > begin;
+                first[sample] = reached ? T((begin - level.start) / level.width - 2) : T(1);
+                last[sample] = reached ? T((end - 1 - level.start) / level.width + 2) : T(0);
+            }
+        for (; sample < padded; ++sample) first[sample] = 1, last[sample] = 0;
+    }
+    bool holds_one(T y, int64_t sample) const { return y >= first[sample] && y <= last[sample]; }
+    bool any_of(int64_t sample) const { return first[sample] <= last[sample]; }
+    MXD_INLINE IntLanes<T> holds(RealLanes<T> y, int64_t sample) const {
+        return (y >= raw_load<T, LANES>(first + sample)) & (y <= raw_load<T, LANES>(last + sample));
+    }
+
+  private:
+    T *first, *last;
 };
 
 // LANES samples: corner k is right when k & 1, below when k & 2.
@@ -197,35 +215,35 @@ template <class T> struct ScatterList {
         memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // asked for ahead before there are any
     }
 
-    // In the order of lists of rows, TOGETHER samples at a time corner by corner. It must not depend on how value is
-    // cut into bands: either the samples of all bands fall into the same groups, or TOGETHER is 1.
-    template <int TOGETHER, int CORNERS, class B>
-    MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
-        IntLanes<T> here = {}; // a band is a small part of a map: most vectors have nothing in it
-        MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k)
-            here |= rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
-        if (!any(here)) return;
-        int64_t addresses[CORNERS][LANES];
-        T kept[CORNERS][LANES];
-        Int<T> mine[CORNERS][LANES];
+    // In the order of lists of rows, whose groups of ROWS samples must be the same for all bands: so the order does not
+    // depend on how value is cut.
+    template <int CORNERS, class B> MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
+        IntLanes<T> mine[CORNERS], here = {};
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            const IntLanes<T> m =
-                rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
-            const AddressLanes a =
-                convert<int64_t, LANES>(rows.pixel[k] - Int<T>(band.begin)) * band.step + band.address;
-            memcpy(addresses[k], &a, sizeof a);
-            memcpy(kept[k], &rows.share[k], sizeof rows.share[k]);
-            memcpy(mine[k], &m, sizeof m);
+            mine[k] = rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
+            here |= mine[k];
         }
-        for (int i = 0; i < LANES; i += TOGETHER) MXD_UNROLL
-        for (int e = 0; e < CORNERS * TOGETHER; ++e) {
-            const int k = e / TOGETHER, lane = i + e % TOGETHER;
-            address[count] = addresses[k][lane];
-            share[count] = kept[k][lane];
-            count -= mine[k][lane];
-        }
+        if (!any(here)) return;
+        AddressLanes to[CORNERS];
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k)
+            to[k] = convert<int64_t, LANES>(rows.pixel[k] - Int<T>(band.begin)) * band.step + band.address;
+        add_four<0>(rows, mine, to);
+        if constexpr (LANES == 8) add_four<4>(rows, mine, to);
+    }
+
+  private:
+    template <int FIRST, int CORNERS>
+    MXD_INLINE void add_four(const SampledRows<T, CORNERS> &rows, const IntLanes<T> (&mine)[CORNERS],
+                             const AddressLanes (&to)[CORNERS]) {
+        static_assert(ROWS == 4, "four samples corner by corner");
+        int64_t n = count;
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k)
+            n += put_kept<T>(four_of<FIRST>(mine[k]), four_of<FIRST>(to[k]), four_of<FIRST>(rows.share[k]), address + n,
+                             share + n);
+        count = n;
     }
 };
 

@@ -92,13 +92,16 @@ template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Addres
     return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
 }
 
-// Four of eight lanes and back. Not through memory: what was stored in pieces is slow to load as a whole.
-template <int FIRST, class Eight> MXD_INLINE auto four_of(Eight v) {
-#if defined(__clang__) || __GNUC__ >= 12
-    return __builtin_shufflevector(v, v, FIRST, FIRST + 1, FIRST + 2, FIRST + 3);
-#else
+// Four of four or eight lanes and back. Not through memory: what was stored in pieces is slow to load as a whole.
+template <int FIRST, class V> MXD_INLINE auto four_of(V v) {
     typedef __typeof__(v[0] + v[0]) E;
-    return Vec<E, 4>{v[FIRST], v[FIRST + 1], v[FIRST + 2], v[FIRST + 3]};
+    if constexpr (sizeof(V) == 4 * sizeof(E))
+        return v;
+    else
+#if defined(__clang__) || __GNUC__ >= 12
+        return __builtin_shufflevector(v, v, FIRST, FIRST + 1, FIRST + 2, FIRST + 3);
+#else
+        return Vec<E, 4>{v[FIRST], v[FIRST + 1], v[FIRST + 2], v[FIRST + 3]};
 #endif
 }
 template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
@@ -182,6 +185,51 @@ template <int N> MXD_INLINE Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) 
     const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const U nan = (bits >> 16) | 0x40;
     return convert<uint16_t, N>(U((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded));
+}
+
+// Whether any lane of a mask, all ones or all zeros in each lane, is set.
+template <class Mask> MXD_INLINE bool any(Mask mask) {
+#if defined(__AVX512F__)
+    if constexpr (same_type<Mask, Vec<int32_t, 8>>) return _mm256_movepi32_mask((__m256i)mask) != 0;
+    if constexpr (same_type<Mask, Vec<int64_t, 8>>) return _mm512_movepi64_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    if constexpr (sizeof(Mask) == 16) return _mm_movemask_epi8((__m128i)mask) != 0;
+    if constexpr (sizeof(Mask) == 32) return _mm256_movemask_epi8((__m256i)mask) != 0;
+#endif
+    const auto words = bits_as<Vec<int64_t, sizeof(Mask) / sizeof(int64_t)>>(mask);
+    int64_t all = 0;
+    for (size_t i = 0; i < sizeof(Mask) / sizeof(int64_t); ++i) all |= words[i];
+    return all != 0;
+}
+
+// Of four addresses and shares those where the mask is set, side by side, and any number behind them; four are written.
+// Returns how many count.
+template <class T, class Mask>
+MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
+#if defined(__AVX512F__)
+    if constexpr (same_type<T, float>) {
+        const __mmask8 kept = _mm_movepi32_mask((__m128i)mask);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses),
+                            _mm256_maskz_compress_epi64(kept, (__m256i)address));
+        _mm_storeu_ps(shares, _mm_maskz_compress_ps(kept, (__m128)share));
+        return __builtin_popcount(kept);
+    } else {
+        const __mmask8 kept = _mm256_movepi64_mask((__m256i)mask);
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses),
+                            _mm256_maskz_compress_epi64(kept, (__m256i)address));
+        _mm256_storeu_pd(shares, _mm256_maskz_compress_pd(kept, (__m256d)share));
+        return __builtin_popcount(kept);
+    }
+#else
+    int64_t count = 0;
+    MXD_UNROLL
+    for (int lane = 0; lane < 4; ++lane) {
+        addresses[count] = address[lane];
+        shares[count] = share[lane];
+        count -= mask[lane];
+    }
+    return count;
+#endif
 }
 
 // N elements of storage type V as T.
