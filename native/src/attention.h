@@ -110,8 +110,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
         for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, sampled.share[k]);
     }
     MXD_INLINE const T *grad_output(int64_t q) const {
-        outputs.ask_ahead(q);
-        return row_as(outputs.at(q), call.output.dtype, call.output.strides[3], n.channels, row);
+        return row_as(outputs.at_in_turn(q), call.output.dtype, call.output.strides[3], n.channels, row);
     }
 };
 
@@ -224,8 +223,8 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
             if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
         }
         MXD_INLINE T *begin(int64_t q) const {
-            if (tensor.data) queries.template ask_ahead<true>(q);
-            return direct ? reinterpret_cast<T *>(queries.at(q)) : scratch;
+            char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
+            return direct ? reinterpret_cast<T *>(to) : scratch;
         }
         MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
         MXD_INLINE void end(int64_t q, T *begun) const {
@@ -323,9 +322,8 @@ template <class T, template <class> class Rule> class ValueGradient {
 
     void add(int64_t q, const ScatterList<T> &list, const ScatterList<T> &next) {
         if (list.count == 0) return;
-        outputs.ask_ahead(q);
         const mxd_tensor &grad = call.output;
-        const T *g = row_as(outputs.at(q), grad.dtype, grad.strides[3], n.channels, row);
+        const T *g = row_as(outputs.at_in_turn(q), grad.dtype, grad.strides[3], n.channels, row);
         scatter_add<T>(list.address, list.share, next.address, list.count, n.channels, g);
     }
 };

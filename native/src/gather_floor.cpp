@@ -42,8 +42,7 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
         T *grad = BACKWARD ? row<T>(call.grad_value, batch, 0, head) + first : nullptr;
         const QueryRows outputs(call.output, batch, head, width, first);
         for (int64_t q = begin; q < end; ++q, list += count) {
-            T *out = reinterpret_cast<T *>(outputs.at(q));
-            if (BACKWARD) outputs.ask_ahead(q);
+            T *out = reinterpret_cast<T *>(BACKWARD ? outputs.at_in_turn(q) : outputs.at(q));
             const int32_t *next = q + 2 < end ? list + 2 * count : nullptr;
             for_pieces<T>(width, [&](auto lanes, auto vectors, int64_t c) {
                 piece<lanes.value, vectors.value>(list, next, count, value + c, grad + c, BACKWARD ? sums : out + c,

@@ -76,19 +76,23 @@ class QueryRows {
           step(t.strides[1] * element_size(t.dtype)) {
         // as many cache lines as a query can lie across: it begins at a multiple of `unit`
         const int64_t places = first | step | 64, unit = places & -places;
-        lines = (64 - unit + count * element_size(t.dtype) + 63) / 64;
+        last_line = (64 - unit + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
+        ahead = PREFETCH_QUERIES * step;
     }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // Asks for what a query to come will read, or write: the first write to a line fetches it.
-    template <bool TO_WRITE = false> MXD_INLINE void ask_ahead(int64_t query) const {
-        const int64_t from = first + (query + PREFETCH_QUERIES) * step;
+    // The same, where queries come one after the other: asks for what one to come will read, or write; the first write
+    // to a line fetches it.
+    template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
+        const int64_t address = first + query * step, from = address + ahead;
         __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
-        for (int64_t line = 1; line < lines; ++line)
-            __builtin_prefetch(reinterpret_cast<const void *>(from + 64 * line), TO_WRITE);
+        __builtin_prefetch(reinterpret_cast<const void *>(from + last_line), TO_WRITE);
+        for (int64_t line = 64; line < last_line; line += 64)
+            __builtin_prefetch(reinterpret_cast<const void *>(from + line), TO_WRITE);
+        return reinterpret_cast<char *>(address);
     }
 
   private:
-    int64_t first = 0, step = 0, lines = 0;
+    int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
 // Locations and weights of one query and head as T, padded to LANES samples on empty maps. Where they lie as they are
@@ -103,20 +107,21 @@ template <class T> class Query {
     const Maps<T> &maps() const { return maps_; }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
-        load_pairs<T>(xy + 2 * sample, x, y);
+        load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
     // Locations that are whole numbers and lie as they are needed: then location() has nothing to give.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
-        const auto a = raw_load<int64_t, LANES>(whole + 2 * sample);
-        const auto b = raw_load<int64_t, LANES>(whole + 2 * sample + LANES);
+        const int64_t *from = reinterpret_cast<const int64_t *>(xy) + 2 * sample;
+        const auto a = raw_load<int64_t, LANES>(from), b = raw_load<int64_t, LANES>(from + LANES);
         separate<int64_t, LANES>(a, b, x, y);
     }
 
   private:
     template <class> friend class QueryReader;
-    const T *xy = nullptr, *weights = nullptr;
-    const int64_t *whole = nullptr;
+    const void *xy = nullptr; // T, or int64_t where they are whole
+    const T *weights = nullptr;
+    bool whole = false;
     T *xy_copy, *weight_copy;
     Maps<T> maps_;
 };
@@ -151,19 +156,18 @@ template <class T> class QueryReader {
             locations.packed ? last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
         weights_until = weights.packed ? last_within(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
         whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        const bool own = call.locations.dtype == OWN<T> && call.weights.dtype == OWN<T>;
+        const bool own = (whole || call.locations.dtype == OWN<T>) && call.weights.dtype == OWN<T>;
         in_place_until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) const {
-        location_rows.ask_ahead(q);
-        weight_rows.ask_ahead(q);
-        const char *location = location_rows.at(q), *weight = weight_rows.at(q);
+        const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
+        query.whole = whole;
         if (q <= in_place_until) { // nearly always: one test for both
-            query.xy = reinterpret_cast<const T *>(location);
+            query.xy = location;
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        query.whole = whole ? reinterpret_cast<const int64_t *>(location) : nullptr;
+        query.xy = location;
         if (!whole)
             query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
         query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
