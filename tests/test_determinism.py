@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+
+from mx_driving import _native
 
 # 3 points, so that levels begin inside a group of samples; small levels and many queries, so that some are copied.
 LARGE = {
@@ -15,9 +20,15 @@ LARGE = {
 }
 
 
+@pytest.fixture
+def every_thread(monkeypatch):
+    """As many threads as torch may use, however little each has to do."""
+    monkeypatch.setattr(_native, "WORK_OF_A_THREAD", 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_bitwise_for_any_number_of_threads(implementation, operator, dtype):
+def test_bitwise_for_any_number_of_threads(implementation, every_thread, operator, dtype):
     if implementation == "reference":
         dtype = torch.float64  # plain torch: its own scatter is deterministic on a CPU; one dtype says so
     args = cases.cast(LARGE[operator](), dtype)
@@ -32,7 +43,7 @@ def test_bitwise_for_any_number_of_threads(implementation, operator, dtype):
             assert torch.equal(a, b)
 
 
-def test_overlapping_levels_bitwise(implementation):
+def test_overlapping_levels_bitwise(implementation, every_thread):
     args = next(c for c in cases.CASES if c.name.startswith("overlapping")).make()
     args = cases.cast(args, torch.float32)
     grad = cases.grad_for(MULTI_SCALE, args).float()
@@ -42,3 +53,28 @@ def test_overlapping_levels_bitwise(implementation):
         found = cases.gradients_of(implementation, MULTI_SCALE, grad, args)
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+THREADS = """
+import os, sys, torch
+import mx_driving
+from mx_driving import _native
+
+_native.WORK_OF_A_THREAD = int(sys.argv[1])
+torch.set_num_threads(4)
+value, weights = torch.empty(1, 20, 4, 8).fill_(1.0), torch.empty(1, 9, 4, 1, 2).fill_(0.5)
+before = len(os.listdir("/proc/self/task"))
+locations = torch.empty(1, 9, 4, 1, 2, 2).fill_(0.3)
+mx_driving.multi_scale_deformable_attn(value, torch.tensor([[4, 5]]), torch.tensor([0]), locations, weights)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_small_call_wakes_no_thread():
+    def woken(work: int) -> int:
+        done = subprocess.run([sys.executable, "-c", THREADS, str(work)], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert woken(_native.WORK_OF_A_THREAD) == 0
+    assert woken(1) == (3 if _native.threads_in_parallel() else 0)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 namespace acl {
 namespace {
@@ -95,15 +96,14 @@ bool extent(const aclTensor &t, int64_t &first, int64_t &last) {
 }
 
 bool distinct_elements(const aclTensor &t) {
-    std::pair<int64_t, int64_t> steps[ACL_MOST_AXES]; // stride, size of each axis that moves
-    int moving = 0;
+    std::vector<std::pair<int64_t, int64_t>> steps; // stride, size of each axis that moves
     for (int a = 0; a < t.axes; ++a)
-        if (t.shape[a] > 1) steps[moving++] = {t.strides[a] < 0 ? -t.strides[a] : t.strides[a], t.shape[a]};
-    std::sort(steps, steps + moving);
+        if (t.shape[a] > 1) steps.emplace_back(t.strides[a] < 0 ? -t.strides[a] : t.strides[a], t.shape[a]);
+    std::sort(steps.begin(), steps.end());
     int64_t covered = 0;
-    for (int i = 0; i < moving; ++i) {
-        if (steps[i].first <= covered) return false;
-        covered += steps[i].first * (steps[i].second - 1);
+    for (const auto &[stride, size] : steps) {
+        if (stride <= covered) return false;
+        covered += stride * (size - 1);
     }
     return true;
 }

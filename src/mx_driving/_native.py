@@ -114,6 +114,16 @@ def _pack_heads(t: Tensor, heads: int, channels: int) -> bytes:
     )
 
 
+# Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each thread it
+# does not pay.
+WORK_OF_A_THREAD = 2**16
+
+
+def _threads(elements: int) -> int:
+    """How many of the threads that torch may use pay for `elements` of rows read or written."""
+    return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
+
+
 def _finish(status: int, operator: str, names: tuple[str, str], shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     if status == _BAD_LEVEL:
         _check.levels(*names, shapes, starts, num_keys)
@@ -141,7 +151,7 @@ def _attention(operator: str, names: tuple[str, str], tensors: tuple[Tensor, ...
         _pack(locations),
         _pack(weights),
         _pack_heads(output, heads, channels),
-        torch.get_num_threads(),
+        _threads(weights.numel() * _CORNERS[operator] * channels),
     )
     if status:
         _finish(status, operator, names, shapes, starts, num_keys)
@@ -158,7 +168,7 @@ def _attention_backward(
         _pack_heads(grad, value.shape[2], value.shape[3]),
         *map(_pack, tensors),
         *_pointers(gradients, mask),
-        torch.get_num_threads(),
+        _threads(weights.numel() * _CORNERS[operator] * value.shape[3] + gradients[0].numel()),
     )
     if status:
         _finish(status, operator, names, shapes, starts, value.shape[1])
@@ -168,6 +178,7 @@ def _attention_backward(
 _MULTI_SCALE = ("multi_scale_deformable_attn", ("value_spatial_shapes", "value_level_start_index"))
 _GEOMETRIC = ("geometric_kernel_attention", ("spatial_shapes", "level_start_index"))
 _AGGREGATION = ("deformable_aggregation", ("spatial_shape", "scale_start_index"))
+_CORNERS = {"multi_scale_deformable_attn": 4, "geometric_kernel_attention": 1}  # rows a sample reads
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
@@ -196,10 +207,16 @@ def geometric_kernel_attention_backward(
     return _attention_backward(*_GEOMETRIC, grad, tensors, mask)
 
 
+def _sampled(feature_maps: Tensor, weight: Tensor) -> int:
+    """Elements of rows read where each point is seen by one camera, on all scales."""
+    bs, anchors, points, _, scales, _ = weight.shape
+    return bs * anchors * points * scales * 4 * feature_maps.shape[2]
+
+
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     output = torch.empty((feature_maps.shape[0], locations.shape[1], feature_maps.shape[2]), dtype=feature_maps.dtype)
     status = _library().mxd_deformable_aggregation(
-        *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), torch.get_num_threads()
+        *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), _threads(_sampled(feature_maps, weight))
     )
     if status:
         _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
@@ -219,7 +236,7 @@ def deformable_aggregation_backward(
     status = _library().mxd_deformable_aggregation_backward(
         *map(_pack, (grad, feature_maps, shapes, starts, locations, weight)),
         *_pointers(gradients, mask),
-        torch.get_num_threads(),
+        _threads(_sampled(feature_maps, weight) + gradients[0].numel()),
     )
     if status:
         _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
