@@ -283,16 +283,12 @@ template <class T, template <class> class Rule> class ValueGradient {
         const int64_t h = item / call.num_bands % n.heads, b = item / call.num_bands / n.heads;
         band.open(item % call.num_bands, offset3(call.grad_value, b, 0, h), call.grad_value.strides[1],
                   call.grad_value.strides[3]);
-        int64_t first = n.levels, last = 0; // the smallest range of levels with all that reach into the band
-        for (int64_t l = 0; l < n.levels; ++l)
-            if (band.touches(call.levels[l])) {
-                first = first < l ? first : l;
-                last = l + 1;
-            }
+        int64_t first, last;
+        band.levels_touched(first, last);
         if (first < last) {
             while (first * n.points % ROWS != 0) --first; // lists are in the order of groups of ROWS samples
             reader.use_levels(first, last);
-            band_rows.set_levels(call.levels, first, last, n.points, reader.padded, band.begin, band.end);
+            band_rows.set_levels(call.levels, first, last, n.points, reader.padded, band);
             reader.open(b, h);
             outputs = QueryRows(call.output, b, h, n.channels);
             ahead(

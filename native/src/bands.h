@@ -44,6 +44,15 @@ template <class T> class Band {
     bool touches(const Level &level) const {
         return level.start < end && level.start + level.height * level.width > begin;
     }
+    // The smallest range of levels, from..to-1, with all that reach into it; an empty one where none does.
+    void levels_touched(int64_t &from, int64_t &to) const {
+        from = call.num_levels, to = 0;
+        for (int64_t l = 0; l < call.num_levels; ++l)
+            if (touches(call.levels[l])) {
+                from = from < l ? from : l;
+                to = l + 1;
+            }
+    }
 
   private:
     const Call &call;

@@ -144,10 +144,8 @@ template <class T> class FeatureGradient {
         const int64_t b = item / call.num_bands;
         const mxd_tensor &grad = call.grad_value;
         band.open(item % call.num_bands, b * grad.strides[0], grad.strides[1], grad.strides[2]);
-        band_rows.set_levels(call.levels, 0, call.num_levels, 1, call.num_levels, band.begin, band.end);
-        first_map = call.num_levels, last_map = -1;
-        for (int64_t map = 0; map < call.num_levels; ++map)
-            if (band_rows.any_of(map)) first_map = map < first_map ? map : first_map, last_map = map;
+        band_rows.set_levels(call.levels, 0, call.num_levels, 1, call.num_levels, band);
+        band.levels_touched(first_map, end_map);
         for (int64_t a = 0; a < n.anchors; ++a) anchor(b, a);
         band.close();
     }
@@ -163,12 +161,12 @@ template <class T> class FeatureGradient {
     T *shares; // [row, groups]
     Band<T> band;
     BandRows<T> band_rows;
-    int64_t first_map = 0, last_map = 0; // that reach into the band, and all between
+    int64_t first_map = 0, end_map = 0; // all that reach into the band lie between
 
     void anchor(int64_t b, int64_t a) {
         locations.read(b, a);
-        for (int64_t map = first_map; map <= last_map; ++map) {
-            if (!band_rows.any_of(map)) continue;
+        for (int64_t map = first_map; map < end_map; ++map) {
+            if (!band.touches(call.levels[map])) continue;
             const int64_t cam = map / n.scales, scale = map % n.scales;
             locations.find_seen(cam, map, band_rows);
             const int64_t skipped = scale * call.weights.strides[4];

@@ -8,18 +8,22 @@ namespace {
 template <class T> struct Bilinear {
     static constexpr int CORNERS = 4;
 
-    static MXD_INLINE Corners<T> corners(const Query<T> &query, int64_t i) {
-        RealLanes<T> x, y;
+    static MXD_INLINE void pixels(const Query<T> &query, int64_t i, RealLanes<T> &x, RealLanes<T> &y) {
         query.location(i, x, y);
         x = x * raw_load<T, LANES>(query.maps().width + i) - T(0.5);
         y = y * raw_load<T, LANES>(query.maps().height + i) - T(0.5);
+    }
+
+    static MXD_INLINE Corners<T> corners(const Query<T> &query, int64_t i) {
+        RealLanes<T> x, y;
+        pixels(query, i, x, y);
         return corners_at<T>(x, y, query.maps(), i);
     }
 
     static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandRows<T> &band) {
         RealLanes<T> x, y;
-        query.location(i, x, y);
-        return band.holds(y * raw_load<T, LANES>(query.maps().height + i) - T(0.5), i);
+        pixels(query, i, x, y);
+        return band.holds(y, i);
     }
 
     static MXD_INLINE SampledRows<T, 4> rows(const Query<T> &query, int64_t i) {

@@ -162,12 +162,11 @@ template <class T> class QueryReader {
     MXD_INLINE void read(int64_t q, Query<T> &query) const {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
         query.whole = whole;
+        query.xy = location;
         if (q <= in_place_until) { // nearly always: one test for both
-            query.xy = location;
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        query.xy = location;
         if (!whole)
             query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
         query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);

@@ -49,21 +49,21 @@ template <class T> class BandRows {
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
     BandRows(Arena &arena, int64_t samples) : first(arena.take<T>(samples)), last(arena.take<T>(samples)) {}
 
-    // As Maps::set_levels; the band is rows `begin`..`end`-1 of value.
+    // As Maps::set_levels.
+    template <class B>
     void set_levels(const Level *levels, int64_t first_level, int64_t last_level, int64_t points, int64_t padded,
-                    int64_t begin, int64_t end) {
+                    const B &band) {
         int64_t sample = 0;
         for (int64_t l = first_level; l < last_level; ++l)
             for (int64_t p = 0; p < points; ++p, ++sample) {
                 const Level &level = levels[l];
-                const bool reached = level.start < end && level.start + level.height * level.width > begin;
-                first[sample] = reached ? T((begin - level.start) / level.width - 2) : T(1);
-                last[sample] = reached ? T((end - 1 - level.start) / level.width + 2) : T(0);
+                const bool reached = band.touches(level);
+                first[sample] = reached ? T((band.begin - level.start) / level.width - 2) : T(1);
+                last[sample] = reached ? T((band.end - 1 - level.start) / level.width + 2) : T(0);
             }
         for (; sample < padded; ++sample) first[sample] = 1, last[sample] = 0;
     }
     bool holds_one(T y, int64_t sample) const { return y >= first[sample] && y <= last[sample]; }
-    bool any_of(int64_t sample) const { return first[sample] <= last[sample]; }
     MXD_INLINE IntLanes<T> holds(RealLanes<T> y, int64_t sample) const {
         return (y >= raw_load<T, LANES>(first + sample)) & (y <= raw_load<T, LANES>(last + sample));
     }

@@ -207,19 +207,16 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
 #if defined(__AVX512F__)
+    __mmask8 kept;
     if constexpr (same_type<T, float>) {
-        const __mmask8 kept = _mm_movepi32_mask((__m128i)mask);
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses),
-                            _mm256_maskz_compress_epi64(kept, (__m256i)address));
+        kept = _mm_movepi32_mask((__m128i)mask);
         _mm_storeu_ps(shares, _mm_maskz_compress_ps(kept, (__m128)share));
-        return __builtin_popcount(kept);
     } else {
-        const __mmask8 kept = _mm256_movepi64_mask((__m256i)mask);
-        _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses),
-                            _mm256_maskz_compress_epi64(kept, (__m256i)address));
+        kept = _mm256_movepi64_mask((__m256i)mask);
         _mm256_storeu_pd(shares, _mm256_maskz_compress_pd(kept, (__m256d)share));
-        return __builtin_popcount(kept);
     }
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), _mm256_maskz_compress_epi64(kept, (__m256i)address));
+    return __builtin_popcount(kept);
 #else
     int64_t count = 0;
     MXD_UNROLL
