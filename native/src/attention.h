@@ -132,7 +132,7 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
             b, h, blocks.begin(item), blocks.end(item),
             [&](Slot<T> &slot, int64_t i, const auto &sampled) { this->put_shares(slot, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-                char *out = this->outputs.at(q);
+                char *out = this->outputs.template at_in_turn<true>(q);
                 weighted_sum<V, T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
                                    in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) put(out);

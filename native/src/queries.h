@@ -28,9 +28,9 @@ inline int64_t offset3(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
 // hardware does not foresee.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// Positions are worked out two queries ahead of their use, so that rows can be asked for while earlier ones are added
-// up. One query ahead is not enough: rows that are too near wait for each other.
-constexpr int AHEAD = 2;
+// Positions are worked out three queries ahead of their use, so that rows can be asked for while earlier ones are added
+// up. Where a query reads few rows, fewer queries ahead are not enough.
+constexpr int AHEAD = 3;
 constexpr int SLOTS = 4; // a power of two above AHEAD
 
 // prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
@@ -76,7 +76,8 @@ class QueryRows {
           step(t.strides[1] * element_size(t.dtype)) {
         // as many cache lines as a query can lie across: it begins at a multiple of `unit`
         const int64_t places = first | step | 64, unit = places & -places;
-        last_line = (64 - unit + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // in its first line, at most
+        last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
         ahead = PREFETCH_QUERIES * step;
     }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
@@ -150,8 +151,9 @@ template <class T> class QueryReader {
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[3];
         const int64_t weight_skip = first_level * call.weights.strides[3];
-        location_rows = QueryRows(call.locations, b, h, 2 * samples, location_skip);
-        weight_rows = QueryRows(call.weights, b, h, samples, weight_skip);
+        // what padding reads is asked for, too: else it is what a query waits for
+        location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
+        weight_rows = QueryRows(call.weights, b, h, padded, weight_skip);
         locations_until =
             locations.packed ? last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
         weights_until = weights.packed ? last_within(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
