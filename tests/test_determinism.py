@@ -55,6 +55,20 @@ def test_overlapping_levels_bitwise(implementation, every_thread):
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
+@pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
+def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case):
+    """One pass through the queries may give them all, or each has one of its own: the same bits."""
+    args = cases.cast(case.make(), torch.float32)
+    grad = cases.grad_for(case.operator, args).float()
+    places = range(len(cases.DIFFERENTIABLE[case.operator]))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        together = cases.gradients_of(implementation, case.operator, grad, args)
+        for i in places:
+            alone = cases.gradients_of(implementation, case.operator, grad, args, [i == j for j in places])
+            assert torch.equal(alone[i], together[i])
+
+
 THREADS = """
 import os, sys, torch
 import mx_driving

@@ -153,11 +153,16 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
     }
 };
 
-// Gradients of locations and weights; or of value, where it is added up in place and a worker has a whole head to
-// itself: V is T then, for value is not read. Items: QueryBlocks; for value (batch, head), because queries share the
-// rows they add to.
-template <class V, class T, template <class> class Rule, bool VALUE> class Gradients : QueryWorker<V, T, Rule> {
+// Of samples: of their locations and weights.
+enum Wanted { OF_SAMPLES = 1, OF_VALUE = 2, OF_BOTH = 3 };
+
+// Gradients of samples; or of value, where it is added up in place and a worker has a whole head to itself: V is T
+// then, for value is not read; or of both in one pass. Items: QueryBlocks; with value's (batch, head), because queries
+// share the rows they add to.
+template <class V, class T, template <class> class Rule, Wanted WANTED> class Gradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
+    static constexpr bool SAMPLES = WANTED != OF_VALUE, VALUE = WANTED != OF_SAMPLES;
+    static_assert(!VALUE || same_type<V, T>, "value's gradient is added up where it lies");
 
   public:
     static int64_t scratch_bytes(const Call &call) {
@@ -168,6 +173,7 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     Gradients(const Call &c, Arena arena)
         : Base(c, arena), blocks(c), dot(arena.take<T>(4 * this->n.room())),
           sums(VALUE ? arena.take<char>(c.summed.bytes) : nullptr),
+          gradient{0, reinterpret_cast<int64_t>(this->nowhere)},
           xy(c.grad_locations, this->n, arena.take<T>(2 * this->n.room())),
           weights(c.grad_weights, this->n, arena.take<T>(this->n.room())) {
         memset(dot, 0, size_t(4 * this->n.room()) * sizeof(T));
@@ -175,9 +181,12 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     void operator()(int64_t item) {
         if constexpr (VALUE) {
             const int64_t b = item / this->n.heads, h = item % this->n.heads;
-            open_value(b, h);
+            if constexpr (SAMPLES)
+                gradient.distance = first_row(this->call.grad_value, b, h) - first_row(this->call.value, b, h);
+            else
+                open_value(b, h);
             head(b, h, 0, this->n.queries);
-            close_value(b, h);
+            if constexpr (!SAMPLES) close_value(b, h);
         } else {
             head(blocks.batch(item), blocks.head(item), blocks.begin(item), blocks.end(item));
         }
@@ -186,17 +195,20 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
   private:
     QueryBlocks blocks;
     T *dot;
-    char *sums; // of call.summed levels
+    char *sums;         // of call.summed levels
+    OtherRows gradient; // of value, seen from rows of value
+
+    static char *first_row(const mxd_tensor &t, int64_t b, int64_t h) { return at(t, offset3(t, b, 0, h)); }
 
     // Rows of the gradient of value lie where they belong, set to zero before; those of some levels in memory of their
     // own.
     void open_value(int64_t b, int64_t h) {
         const Call &call = this->call;
         const int64_t bytes = this->n.channels * int64_t(sizeof(T));
-        char *head = at(call.grad_value, offset3(call.grad_value, b, 0, h));
         const int64_t step = call.grad_value.strides[1] * int64_t(sizeof(T));
         memset(sums, 0, size_t(call.summed.bytes));
-        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes, this->rows);
+        find_levels(call, this->n, first_row(call.grad_value, b, h), step, call.summed,
+                    call.summed.bytes > 0 ? sums : nullptr, bytes, this->rows);
     }
     void close_value(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -238,7 +250,7 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
     Results<2, 1> weights;
 
     void head(int64_t b, int64_t h, int64_t begin, int64_t end) {
-        if constexpr (!VALUE) {
+        if constexpr (SAMPLES) {
             this->find_value(b, h);
             xy.open(b, h);
             weights.open(b, h);
@@ -250,16 +262,20 @@ template <class V, class T, template <class> class Rule, bool VALUE> class Gradi
             },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = this->grad_output(q);
-                if constexpr (!VALUE) {
+                if constexpr (WANTED == OF_VALUE)
+                    scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, g);
+                if constexpr (WANTED == OF_SAMPLES)
                     dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, dot);
+                if constexpr (WANTED == OF_BOTH)
+                    dots_and_scatter_add<T>(slot.address, slot.share, next.address, gradient, this->num_rows,
+                                            this->n.channels, g, dot);
+                if constexpr (SAMPLES) {
                     T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
                     for (int64_t i = 0; i < this->reader.padded; i += LANES)
                         Rule<T>::gradients(slot.query, dot, i, xy.of_vector(grad_xy, i),
                                            weights.of_vector(grad_weight, i));
                     xy.end(q, grad_xy);
                     weights.end(q, grad_weight);
-                } else {
-                    scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, g);
                 }
             });
     }
@@ -367,14 +383,17 @@ template <template <class> class Rule> inline bool attention_backward(const Call
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        if (call.grad_locations.data || call.grad_weights.data)
-            if (!over_queries<Gradients<V, T, Rule, false>>(call)) return false;
-        if (!call.grad_value.data) return true;
         const int64_t heads = n.batch * n.heads;
+        const auto zero = [&](int64_t, int64_t chunk) { set_to_zero<T>(call, n, chunk); };
+        if constexpr (same_type<V, T>)
+            if (call.in_one_pass)
+                return parallel_stages<Gradients<T, T, Rule, OF_BOTH>>(call.num_threads, 1, heads, call, zero);
+        if (call.grad_locations.data || call.grad_weights.data)
+            if (!over_queries<Gradients<V, T, Rule, OF_SAMPLES>>(call)) return false;
+        if (!call.grad_value.data) return true;
         if (call.num_bands > 1 || !call.grad_value_in_place)
             return parallel<ValueGradient<T, Rule>>(call.num_threads, heads * call.num_bands, call);
-        return parallel_stages<Gradients<T, T, Rule, true>>(
-            call.num_threads, 1, heads, call, [&](int64_t, int64_t chunk) { set_to_zero<T>(call, n, chunk); });
+        return parallel_stages<Gradients<T, T, Rule, OF_VALUE>>(call.num_threads, 1, heads, call, zero);
     });
 }
 

@@ -31,6 +31,7 @@ struct Call {
     PackedLevels copied; // of one (batch, head) of value, for all threads, one head after the other
     char *copy;          // where they are; null until the kernel has memory for them
     PackedLevels summed; // of one (batch, head) of the gradient of value, for each thread
+    bool in_one_pass;    // all gradients: value and its gradient are laid out alike then, and nothing is packed
     int num_threads;
 };
 

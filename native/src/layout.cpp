@@ -177,6 +177,16 @@ void lay_out_sums(Call &call, const std::vector<Level> &levels, int64_t corners,
     call.summed = choose_levels(call, levels, corners, row, threads, offset);
 }
 
+// Both passes through the queries read inputs and work out rows; one pass saves the second, but has two sets of rows in
+// the caches, value's and its gradient's. That pays where nothing is packed because rows are few or read seldom, and
+// where a sample is one row.
+bool one_pass_pays(const Call &call, int64_t corners) {
+    return call.grad_value.data && (call.grad_locations.data || call.grad_weights.data) && call.grad_value_in_place &&
+           call.num_bands == 1 && call.value.dtype == call.grad_value.dtype &&
+           call.value.strides[1] == call.grad_value.strides[1] &&
+           (corners == 1 || call.copied.bytes + call.summed.bytes == 0);
+}
+
 constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay under 5 % of a 9 MB value
 
 // Into how many bands the gradient of value is cut, `splits` items being there without bands.
@@ -218,6 +228,8 @@ int Layout::prepare(Call &call, Operator op, bool backward, const mxd_tensor &sh
         const int64_t splits = call.value.shape[0] * (aggregation ? 1 : call.value.shape[2]);
         lay_out_bands(call, levels, axes, std::max<int64_t>(1, splits), bands);
         if (!aggregation) lay_out_sums(call, levels, corners, sums_offset);
+        call.in_one_pass = !aggregation && one_pass_pays(call, corners);
+        if (call.in_one_pass) call.copied.bytes = call.summed.bytes = 0;
     }
     return MXD_OK;
 }

@@ -4,6 +4,7 @@
 //   weighted_sum   out    = sum over i of  share[i] * row[i]
 //   dots           dot[i] = sum over channels of  g * row[i]
 //   scatter_add    row[i] += share[i] * g
+//   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
 //
 // Rows are lists of addresses, with a share each; their number is a multiple of ROWS, padded with rows that do no harm.
 // `next`: as many rows that will be wanted soon, asked for meanwhile; any address will do where they are not known.
@@ -195,6 +196,14 @@ inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t
     });
 }
 
+// row += share * factor
+template <class T, int N, int K> MXD_INLINE void add_to_row(const T *at, T share, const Vec<T, N> (&factor)[K]) {
+    T *row = const_cast<T *>(at);
+    const Vec<T, N> s = broadcast<T, N>(share);
+    MXD_UNROLL
+    for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
+}
+
 template <class T, int N, int K>
 inline void scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
                               const T *g) {
@@ -203,10 +212,7 @@ inline void scatter_add_piece(const int64_t *address, const T *share, const int6
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
     for (int64_t i = 0; i < n; ++i) {
         ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
-        T *row = const_cast<T *>(row_at<T>(address[i], channel));
-        const Vec<T, N> s = broadcast<T, N>(share[i]);
-        MXD_UNROLL
-        for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
+        add_to_row<T, N, K>(row_at<T>(address[i], channel), share[i], factor);
     }
 }
 
@@ -216,6 +222,46 @@ inline void scatter_add(const int64_t *address, const T *share, const int64_t *n
                         const T *g) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, n, c, g + c);
+    });
+}
+
+// The same distance from a row to the one that is added to, except for `nowhere`, which is both.
+struct OtherRows {
+    int64_t distance, nowhere;
+
+    MXD_INLINE int64_t of(int64_t address) const { return address == nowhere ? nowhere : address + distance; }
+};
+
+// One piece of both, ROWS rows at a time. A group's rows are all read before one is added to: a load has to wait for
+// stores before it whose addresses end like its own, as those of the same row in two tensors may.
+template <class T, int N, int K>
+inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
+                                       int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
+    Vec<T, N> factor[K];
+    read_factors<T, T, N, K>(g, factor);
+    for (int64_t i = 0; i < n; i += ROWS) {
+        Vec<T, N> products[ROWS];
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            const int64_t soon = next[i + r] + channel * int64_t(sizeof(T));
+            ask_for<K * N *int(sizeof(T))>(soon);
+            ask_for<K * N *int(sizeof(T))>(soon + others.distance);
+            products[r] = multiply_row<T, T, N, K>(row_at<T>(address[i + r], channel), factor);
+        }
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r)
+            add_to_row<T, N, K>(row_at<T>(others.of(address[i + r]), channel), share[i + r], factor);
+        const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
+        store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
+    }
+}
+
+template <class T>
+inline void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
+                                 int64_t n, int64_t channels, const T *g, T *dot) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        dots_and_scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, others, n, c, g + c, dot,
+                                                                  c > 0);
     });
 }
 
