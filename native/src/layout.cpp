@@ -177,14 +177,13 @@ void lay_out_sums(Call &call, const std::vector<Level> &levels, int64_t corners,
     call.summed = choose_levels(call, levels, corners, row, threads, offset);
 }
 
-// Both passes through the queries read inputs and work out rows; one pass saves the second, but has two sets of rows in
-// the caches, value's and its gradient's. That pays where nothing is packed because rows are few or read seldom, and
-// where a sample is one row.
+// Two passes through the queries read the inputs and work out rows twice; one has two sets of rows in the caches,
+// value's and its gradient's. That pays where value is not packed, because few queries or large levels leave nothing to
+// be gained by it, and where a sample is one row.
 bool one_pass_pays(const Call &call, int64_t corners) {
     return call.grad_value.data && (call.grad_locations.data || call.grad_weights.data) && call.grad_value_in_place &&
            call.num_bands == 1 && call.value.dtype == call.grad_value.dtype &&
-           call.value.strides[1] == call.grad_value.strides[1] &&
-           (corners == 1 || call.copied.bytes + call.summed.bytes == 0);
+           call.value.strides[1] == call.grad_value.strides[1] && (corners == 1 || call.copied.bytes == 0);
 }
 
 constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay under 5 % of a 9 MB value
