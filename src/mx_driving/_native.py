@@ -133,7 +133,10 @@ def _finish(status: int, operator: str, names: tuple[str, str], shapes: Tensor, 
 
 def _wanted(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
     """Memory for each gradient that is asked for, an empty tensor for each that is not."""
-    return [torch.empty(t.shape if wanted else (0,), dtype=t.dtype) for t, wanted in zip(inputs, mask, strict=True)]
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
+        for t, wanted in zip(inputs, mask, strict=True)
+    ]
 
 
 def _pointers(gradients: list[Tensor], mask: list[bool]) -> list[bytes | None]:

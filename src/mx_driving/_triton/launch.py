@@ -104,5 +104,6 @@ def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, nu
 def gradients(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
     """Memory for each gradient that is asked for, an empty tensor for each that is not."""
     return [
-        torch.empty(t.shape if wanted else (0,), dtype=t.dtype, device=t.device) for t, wanted in zip(inputs, mask, strict=True)
+        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
+        for t, wanted in zip(inputs, mask, strict=True)
     ]
