@@ -1,0 +1,87 @@
+"""Native libraries side by side in one process, each loaded several times. Run: python benchmarks/builds.py OLD.so NEW.so
+
+A library is loaded more than once because where it lies can decide its time: hardware that predicts by an instruction's
+address helps or does not. Each cell is the best time of the best copy and of the worst, in milliseconds; where they differ
+by more than noise, something is left to chance. Without arguments, the installed library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import tempfile
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import mx_driving  # noqa: F401  registers the operators
+from mx_driving import _native
+from mx_driving.cli.timing import interleaved
+from mx_driving.cli.workloads import GEOMETRIC, WORKLOADS, Workload
+
+
+def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
+    copy = folder / f"{number}-{library.name}"
+    shutil.copy(library, copy)
+    loaded = ctypes.CDLL(str(copy))
+    loaded.mxd_isa.restype = ctypes.c_char_p
+    return loaded
+
+
+@contextlib.contextmanager
+def using(library: ctypes.CDLL) -> Iterator[None]:
+    before = _native._library
+    _native._library = lambda: library  # no mock: calling one would be measured, too
+    try:
+        yield
+    finally:
+        _native._library = before
+
+
+def calls(workload: Workload):
+    args = workload.make(torch.Generator().manual_seed(0))
+    forward, backward = (getattr(_native, workload.operator + kind) for kind in ("", "_backward"))
+    grad = torch.randn_like(forward(*args))
+    others = 1 if workload.operator == GEOMETRIC else 2  # beside value
+    return {
+        "forward": lambda: forward(*args),
+        "gradient of value": lambda: backward(grad, *args, [True, *[False] * others]),
+        "gradients of samples": lambda: backward(grad, *args, [False, *[True] * others]),
+        "all gradients": lambda: backward(grad, *args, [True] * (1 + others)),
+    }
+
+
+def main(
+    libraries: Annotated[list[Path] | None, typer.Argument(help="libmx_driving.so of each build.", exists=True)] = None,
+    workload: Annotated[str, typer.Option(help="Only rows whose name matches.")] = "*",
+    copies: Annotated[int, typer.Option(help="How often each library is loaded.")] = 4,
+    threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch uses.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Measure each row about this long.")] = 3.0,
+) -> None:
+    if threads:
+        torch.set_num_threads(threads)
+    builds = libraries or [_native._library_path()]
+    chosen = [w for w in WORKLOADS if fnmatch(w.name.lower(), workload.lower())]
+    table = Table("workload", "call", *(f"{build.parent.name}/{build.name}" for build in builds))
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = {f"{b} {c}": load(builds[b], Path(folder), b * copies + c) for b in range(len(builds)) for c in range(copies)}
+        for one in track(chosen, console=Console(stderr=True), transient=True):
+            for what, call in calls(one).items():
+                times = interleaved(dict.fromkeys(loaded, call), seconds, lambda key: using(loaded[key]))
+                best = {key: min(found) * 1e3 for key, found in times.items()}
+                of_build = [[best[f"{b} {c}"] for c in range(copies)] for b in range(len(builds))]
+                table.add_row(one.name, what, *(f"{min(found):.3f} to {max(found):.3f}" for found in of_build))
+    console = Console()
+    console.print(table, width=max(console.width, 120))
+
+
+if __name__ == "__main__":
+    typer.run(main)
