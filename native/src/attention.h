@@ -114,8 +114,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     }
 };
 
-// Items: QueryBlocks.
-template <class V, class T, template <class> class Rule> class Forward : QueryWorker<V, T, Rule> {
+// Items: QueryBlocks. FAR: a head's rows may be in memory, and are asked for ahead.
+template <class V, class T, template <class> class Rule, bool FAR> class Forward : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
@@ -133,8 +133,8 @@ template <class V, class T, template <class> class Rule> class Forward : QueryWo
             [&](Slot<T> &slot, int64_t i, const auto &sampled) { this->put_shares(slot, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = this->outputs.template at_in_turn<true>(q);
-                weighted_sum<V, T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
-                                   in_place ? reinterpret_cast<V *>(out) : sum);
+                weighted_sum<V, T, FAR>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
+                                        in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) put(out);
             });
     }
@@ -357,9 +357,24 @@ template <class Worker> inline bool over_queries(Call call) {
     return done;
 }
 
+// Whether all that a head reads of value is a copy that stays in the nearest caches. Where a query reads few rows,
+// asking for them costs more than they do.
+constexpr int64_t NEAR_BYTES = 64 * 1024;
+
+inline bool rows_are_near(const Call &call) {
+    for (int64_t l = 0; l < call.num_levels; ++l)
+        if (call.copied.bytes == 0 || call.copied.offset[l] < 0) return false;
+    return call.copied.bytes <= NEAR_BYTES;
+}
+
 template <template <class> class Rule> inline bool attention(const Call &call) {
-    return with_types(
-        call, [&](auto *v, auto *t) { return over_queries<Forward<__typeof__(*v), __typeof__(*t), Rule>>(call); });
+    return with_types(call, [&](auto *v, auto *t) {
+        typedef __typeof__(*v) V;
+        typedef __typeof__(*t) T;
+        if constexpr (Rule<T>::CORNERS == 1) // elsewhere it gives nothing
+            if (rows_are_near(call)) return over_queries<Forward<V, T, Rule, false>>(call);
+        return over_queries<Forward<V, T, Rule, true>>(call);
+    });
 }
 
 // Part `chunk` of the gradient of value, in the order of memory: head by head takes longer.

@@ -90,14 +90,14 @@ template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N>
 
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow.
-template <class V, class T, int N, int K>
+template <class V, class T, int N, int K, bool ASK>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
                                V *out) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
     for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
     for (int r = 0; r < ROWS; ++r) {
-        ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
+        if constexpr (ASK) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
         add_row<V, T, N, K>(row_at<V>(address[i + r], channel), broadcast<T, N>(share[i + r]), sums[r % SETS]);
     }
     MXD_UNROLL
@@ -108,11 +108,12 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
     for (int k = 0; k < K; ++k) store<T, N>(out + k * N, sums[0][k]);
 }
 
-template <class V, class T>
+// ASK: whether rows are far enough for `next` to be asked for.
+template <class V, class T, bool ASK = true>
 inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
                          V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value>(address, share, next, n, c, out + c);
+        weighted_sum_piece<V, T, lanes.value, vectors.value, ASK>(address, share, next, n, c, out + c);
     });
 }
 
