@@ -31,9 +31,7 @@ from mx_driving.cli.workloads import GEOMETRIC, WORKLOADS, Workload
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
     copy = folder / f"{number}-{library.name}"
     shutil.copy(library, copy)
-    loaded = ctypes.CDLL(str(copy))
-    loaded.mxd_isa.restype = ctypes.c_char_p
-    return loaded
+    return ctypes.CDLL(str(copy))
 
 
 @contextlib.contextmanager

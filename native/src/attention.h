@@ -154,7 +154,7 @@ template <class V, class T, template <class> class Rule, bool FAR> class Forward
 };
 
 // Of samples: of their locations and weights.
-enum Wanted { OF_SAMPLES = 1, OF_VALUE = 2, OF_BOTH = 3 };
+enum Wanted { OF_SAMPLES, OF_VALUE, OF_BOTH };
 
 // Gradients of samples; or of value, where it is added up in place and a worker has a whole head to itself: V is T
 // then, for value is not read; or of both in one pass. Items: QueryBlocks; with value's (batch, head), because queries
@@ -362,9 +362,10 @@ template <class Worker> inline bool over_queries(Call call) {
 constexpr int64_t NEAR_BYTES = 64 * 1024;
 
 inline bool rows_are_near(const Call &call) {
+    if (call.copied.bytes == 0 || call.copied.bytes > NEAR_BYTES) return false;
     for (int64_t l = 0; l < call.num_levels; ++l)
-        if (call.copied.bytes == 0 || call.copied.offset[l] < 0) return false;
-    return call.copied.bytes <= NEAR_BYTES;
+        if (call.copied.offset[l] < 0) return false;
+    return true;
 }
 
 template <template <class> class Rule> inline bool attention(const Call &call) {

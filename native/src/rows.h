@@ -209,8 +209,7 @@ template <class T, int N, int K>
 inline void scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
                               const T *g) {
     Vec<T, N> factor[K];
-    MXD_UNROLL
-    for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
+    read_factors<T, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; ++i) {
         ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
         add_to_row<T, N, K>(row_at<T>(address[i], channel), share[i], factor);
