@@ -265,19 +265,18 @@ inline void dots_and_scatter_add(const int64_t *address, const T *share, const i
     });
 }
 
-// n elements of storage type V, `stride` apart, as T.
-template <class V, class T> inline void read_run(const V *from, int64_t stride, int64_t n, T *to) {
+// n elements from one storage type to another by way of T; one of the two strides is 1.
+template <class T, class From, class To>
+inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t n) {
     int64_t i = 0;
-    if (stride == 1)
+    if (from_stride == 1 && to_stride == 1) {
         for (; i + WIDTH<T> <= n; i += WIDTH<T>) store<T, WIDTH<T>>(to + i, load<T, WIDTH<T>>(from + i));
-    for (; i < n; ++i) to[i] = load<T, 1>(from + i * stride);
-}
-
-template <class V, class T> inline void write_run(const T *from, V *to, int64_t stride, int64_t n) {
-    int64_t i = 0;
-    if (stride == 1)
-        for (; i + WIDTH<T> <= n; i += WIDTH<T>) store<T, WIDTH<T>>(to + i, load<T, WIDTH<T>>(from + i));
-    for (; i < n; ++i) store<T, 1>(to + i * stride, from[i]);
+        if constexpr (WIDTH<T> > 8)
+            if (i + 8 <= n) store<T, 8>(to + i, load<T, 8>(from + i)), i += 8;
+        if constexpr (WIDTH<T> > 4)
+            if (i + 4 <= n) store<T, 4>(to + i, load<T, 4>(from + i)), i += 4;
+    }
+    for (; i < n; ++i) store<T, 1>(to + i * to_stride, load<T, 1>(from + i * from_stride));
 }
 
 } // namespace

@@ -31,30 +31,30 @@ inline char *at(const mxd_tensor &t, int64_t offset) {
 template <class T> inline void read_elements(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     switch (dtype) {
     case MXD_FLOAT32:
-        return read_run(reinterpret_cast<const float *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const float *>(from), stride, to, 1, n);
     case MXD_FLOAT64:
-        return read_run(reinterpret_cast<const double *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const double *>(from), stride, to, 1, n);
     case MXD_FLOAT16:
-        return read_run(reinterpret_cast<const Half *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const Half *>(from), stride, to, 1, n);
     case MXD_BFLOAT16:
-        return read_run(reinterpret_cast<const BFloat16 *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const BFloat16 *>(from), stride, to, 1, n);
     case MXD_INT32:
-        return read_run(reinterpret_cast<const int32_t *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const int32_t *>(from), stride, to, 1, n);
     case MXD_INT64:
-        return read_run(reinterpret_cast<const int64_t *>(from), stride, n, to);
+        return convert_run<T>(reinterpret_cast<const int64_t *>(from), stride, to, 1, n);
     }
 }
 
 template <class T> inline void write_elements(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
     switch (dtype) {
     case MXD_FLOAT32:
-        return write_run(from, reinterpret_cast<float *>(to), stride, n);
+        return convert_run<T>(from, 1, reinterpret_cast<float *>(to), stride, n);
     case MXD_FLOAT64:
-        return write_run(from, reinterpret_cast<double *>(to), stride, n);
+        return convert_run<T>(from, 1, reinterpret_cast<double *>(to), stride, n);
     case MXD_FLOAT16:
-        return write_run(from, reinterpret_cast<Half *>(to), stride, n);
+        return convert_run<T>(from, 1, reinterpret_cast<Half *>(to), stride, n);
     case MXD_BFLOAT16:
-        return write_run(from, reinterpret_cast<BFloat16 *>(to), stride, n);
+        return convert_run<T>(from, 1, reinterpret_cast<BFloat16 *>(to), stride, n);
     }
 }
 
