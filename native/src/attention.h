@@ -23,7 +23,7 @@ inline void find_levels(const Call &call, const Sizes &n, const char *head, int6
         else
             rows.set(first, last, head, step);
     }
-    rows.set(n.levels * n.points, n.room(), head, 0); // padding, never on the map
+    rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
 }
 
 // fn(row, its place in packed memory) for rows of a packed level: part `chunk` of `chunks`.

@@ -11,10 +11,14 @@ template <class T> inline IntLanes<T> nearest(RealLanes<T> x, RealLanes<T> last)
     return convert<Int<T>, LANES>(RealLanes<T>(x < last ? x : last));
 }
 
-template <class T> inline IntLanes<T> nearest(AddressLanes x, IntLanes<T> last) {
-    const AddressLanes most = convert<int64_t, LANES>(last);
-    x = x > 0 ? x : AddressLanes{};
-    return convert<Int<T>, LANES>(AddressLanes(x < most ? x : most));
+template <class T> MXD_INLINE IntLanes<T> nearest(AddressLanes at, IntLanes<T> last) {
+    IntLanes<T> x;
+    if constexpr (same_type<T, float>)
+        x = saturated<LANES>(at);
+    else
+        x = at;
+    x = x > 0 ? x : IntLanes<T>{};
+    return x < last ? x : last;
 }
 
 template <class T> struct Nearest {

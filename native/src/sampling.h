@@ -170,7 +170,10 @@ struct RowAddresses {
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
             address = k & 1 ? address + s : convert<int64_t, LANES>(sampled.pixel[k]) * s + b;
-            put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, AddressLanes{} + nowhere));
+            if constexpr (CORNERS == 1) // always on the map, or padding, which lies nowhere
+                put_entries<CORNERS>(list, i, k, address);
+            else
+                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, AddressLanes{} + nowhere));
         }
     }
 };

@@ -83,6 +83,16 @@ template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) 
         return __builtin_convertvector(from, Vec<To, N>);
 }
 
+// Whole numbers as int32, those that do not fit as the nearest that does.
+template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
+#if defined(__AVX512F__)
+    if constexpr (N == 8) return (Vec<int32_t, 8>)_mm512_maskz_cvtsepi64_epi32(0xff, (__m512i)x);
+#endif
+    const Vec<int64_t, N> most = Vec<int64_t, N>{} + INT32_MAX, least = Vec<int64_t, N>{} + INT32_MIN;
+    x = x < most ? x : most;
+    return convert<int32_t, N>(Vec<int64_t, N>(x > least ? x : least));
+}
+
 // Lanes of `yes` where mask is all ones, of `no` where it is 0.
 template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Address yes, Address no) {
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
