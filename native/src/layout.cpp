@@ -186,7 +186,11 @@ bool one_pass_pays(const Call &call, int64_t corners) {
            call.value.strides[1] == call.grad_value.strides[1] && (corners == 1 || call.copied.bytes == 0);
 }
 
-constexpr int64_t BUFFERED_BAND_BYTES = 192 * 1024; // two threads' buffers stay under 5 % of a 9 MB value
+// Sums beside a 16-bit gradient, for each thread: a whole head in nearly every model. With less a head is cut into
+// several bands, and each goes through all queries.
+constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
+// Rows of all channels, added up in place: those of one band should stay in the last cache.
+constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 // Into how many bands the gradient of value is cut, `splits` items being there without bands.
 void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64_t splits,
@@ -195,8 +199,10 @@ void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64
     call.grad_value_in_place = call.grad_value.dtype == (wide(call) ? MXD_FLOAT64 : MXD_FLOAT32) &&
                                (channels <= 1 || call.grad_value.strides[axes - 1] == 1);
     const int64_t row_bytes = std::max<int64_t>(1, channels * (wide(call) ? 8 : 4));
-    const int64_t most_rows = call.grad_value_in_place ? std::max<int64_t>(1, num_keys)
-                                                       : std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+    const int64_t most_bytes = !call.grad_value_in_place ? BUFFERED_BAND_BYTES
+                               : axes == 3               ? AGGREGATION_BAND_BYTES
+                                                         : num_keys * row_bytes;
+    const int64_t most_rows = std::max<int64_t>(1, most_bytes / row_bytes);
     // whole heads where they keep at least three quarters of the threads busy
     const int64_t threads = std::max(1, call.num_threads), rounds = (splits + threads - 1) / threads;
     const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (2 * threads + splits - 1) / splits;
