@@ -94,8 +94,8 @@ def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) ->
     return (*args[:3], pairs.view(args[3].shape), args[4])
 
 
-def _overlapping() -> tuple[Tensor, ...]:
-    args = multi_scale(2, 30, 8, 2, [(6, 7), (5, 4), (3, 3)], 3)
+def overlapping(points: int = 3) -> tuple[Tensor, ...]:
+    args = multi_scale(2, 30, 8, 2, [(6, 7), (5, 4), (3, 3)], points)
     return args[0], args[1], torch.tensor([2, 20, 61]), *args[3:]  # levels 0 and 1 share rows; gaps at both ends
 
 
@@ -109,7 +109,7 @@ CASES = [
     ),
     Case(MULTI_SCALE, "1 x 1 levels", lambda: multi_scale(2, 9, 16, 2, [(1, 1), (1, 1)], 5)),
     Case(MULTI_SCALE, "one row, one column", lambda: multi_scale(1, 9, 16, 2, [(1, 9), (9, 1)], 5)),
-    Case(MULTI_SCALE, "overlapping levels and gaps", _overlapping),
+    Case(MULTI_SCALE, "overlapping levels and gaps", overlapping),
     Case(MULTI_SCALE, "mostly outside", lambda: multi_scale(1, 20, 8, 2, [(4, 4)], 4, margin=4)),
     Case(MULTI_SCALE, "vendor 37 x 4 x 5 x 3", lambda: multi_scale(2, 60, 37, 4, [VENDOR_LEVEL] * 5, 3)),
     Case(MULTI_SCALE, "vendor 16 x 5 x 3 x 1", lambda: multi_scale(1, 150, 16, 5, [VENDOR_LEVEL] * 3, 1)),

@@ -8,16 +8,22 @@ import sys
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, Case
 
 from mx_driving import _native
 
-# 3 points, so that levels begin inside a group of samples; small levels and many queries, so that some are copied.
-LARGE = {
-    MULTI_SCALE: lambda: cases.multi_scale(1, 700, 40, 3, [(20, 30), (10, 15), (5, 8)], 3),
-    AGGREGATION: lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
-    GEOMETRIC: lambda: cases.geometric(1, 700, 40, 3, [(20, 30), (10, 15)], 3),
-}
+# Small levels and many queries, so that some are copied. With 3 points levels begin inside a group of samples, and the
+# gradient of value goes by bands where threads are many; with 4, by levels and by halves of 64 channels, and by bands where
+# there is one level.
+PYRAMID = [(20, 30), (10, 15), (5, 8)]
+LARGE = [
+    Case(MULTI_SCALE, "3 points", lambda: cases.multi_scale(1, 700, 40, 3, PYRAMID, 3)),
+    Case(MULTI_SCALE, "4 points", lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4)),
+    Case(MULTI_SCALE, "4 points, one level", lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4)),
+    Case(AGGREGATION, "three cameras", lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3)),
+    Case(GEOMETRIC, "3 points", lambda: cases.geometric(1, 700, 40, 3, PYRAMID[:2], 3)),
+    Case(GEOMETRIC, "4 points", lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4)),
+]
 
 
 @pytest.fixture
@@ -27,28 +33,30 @@ def every_thread(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_bitwise_for_any_number_of_threads(implementation, every_thread, operator, dtype):
+@pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
+def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, dtype):
     if implementation == "reference":
         dtype = torch.float64  # plain torch: its own scatter is deterministic on a CPU; one dtype says so
-    args = cases.cast(LARGE[operator](), dtype)
-    grad = cases.grad_for(operator, args).to(dtype)
+    args = cases.cast(case.make(), dtype)
+    grad = cases.grad_for(case.operator, args).to(dtype)
     results = []
-    for threads in (1, 2, 3, 8, 8):
+    for threads in (1, 2, 3, 4, 8, 8, 24):
         torch.set_num_threads(threads)
-        output = cases.forward_of(implementation, operator)(*args)
-        results.append([output, *cases.gradients_of(implementation, operator, grad, args)])
+        output = cases.forward_of(implementation, case.operator)(*args)
+        results.append([output, *cases.gradients_of(implementation, case.operator, grad, args)])
     for other in results[1:]:
         for a, b in zip(results[0], other, strict=True):
             assert torch.equal(a, b)
 
 
-def test_overlapping_levels_bitwise(implementation, every_thread):
-    args = next(c for c in cases.CASES if c.name.startswith("overlapping")).make()
+@pytest.mark.parametrize("points", [3, 4])
+def test_overlapping_levels_bitwise(implementation, every_thread, points):
+    """A row of two levels has one owner at a time, and its sum is put together in one order."""
+    args = cases.overlapping(points)
     args = cases.cast(args, torch.float32)
     grad = cases.grad_for(MULTI_SCALE, args).float()
     first = None
-    for threads in (1, 2, 3, 8):
+    for threads in (1, 2, 3, 8, 24):
         torch.set_num_threads(threads)
         found = cases.gradients_of(implementation, MULTI_SCALE, grad, args)
         first = first or found

@@ -58,7 +58,8 @@ template <class T> struct Slot {
 template <class V, class T, template <class> class Rule> struct QueryWorker {
     static constexpr int CORNERS = Rule<T>::CORNERS;
     const Call &call;
-    Sizes n;
+    Sizes n; // of the part of the call that is worked on
+    int64_t first_channel = 0;
     QueryReader<T> reader;
     Slot<T> slots[SLOTS];
     V *nowhere; // the row that is not on the map
@@ -81,6 +82,13 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
         memset(nowhere, 0, size_t(n.channels) * sizeof(V));
     }
+    // From now on some levels, and some of the channels, alone.
+    void use_part(int64_t level, int64_t end_level, int64_t channel, int64_t end_channel) {
+        n.levels = end_level - level;
+        first_channel = channel, n.channels = end_channel - channel;
+        num_rows = round_up(n.levels * n.points, ROWS) * CORNERS;
+        reader.use_levels(level, end_level);
+    }
     void find_value(int64_t b, int64_t h) {
         const mxd_tensor &from = call.value;
         find_levels(call, n, at(from, offset3(from, b, 0, h)), from.strides[1] * int64_t(sizeof(V)), call.copied,
@@ -91,7 +99,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     template <class Prepare, class Finish>
     MXD_INLINE void queries(int64_t b, int64_t h, int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
         reader.open(b, h);
-        outputs = QueryRows(call.output, b, h, n.channels);
+        outputs = QueryRows(call.output, b, h, n.channels, first_channel * call.output.strides[3]);
         ahead(
             begin, end,
             [&](int64_t q, int number) {
@@ -157,8 +165,8 @@ template <class V, class T, template <class> class Rule, bool FAR> class Forward
 enum Wanted { OF_SAMPLES, OF_VALUE, OF_BOTH };
 
 // Gradients of samples; or of value, where it is added up in place and a worker has a whole head to itself: V is T
-// then, for value is not read; or of both in one pass. Items: QueryBlocks; with value's (batch, head), because queries
-// share the rows they add to.
+// then, for value is not read; or of both in one pass. Items: QueryBlocks; with value's (batch, head, part of a head),
+// because queries share the rows they add to.
 template <class V, class T, template <class> class Rule, Wanted WANTED> class Gradients : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
     static constexpr bool SAMPLES = WANTED != OF_VALUE, VALUE = WANTED != OF_SAMPLES;
@@ -180,11 +188,15 @@ template <class V, class T, template <class> class Rule, Wanted WANTED> class Gr
     }
     void operator()(int64_t item) {
         if constexpr (VALUE) {
-            const int64_t b = item / this->n.heads, h = item % this->n.heads;
-            if constexpr (SAMPLES)
-                gradient.distance = first_row(this->call.grad_value, b, h) - first_row(this->call.value, b, h);
-            else
+            const Call &call = this->call;
+            const int64_t parts = call.level_parts * call.channel_parts, part = item % parts;
+            const int64_t h = item / parts % this->n.heads, b = item / parts / this->n.heads;
+            if constexpr (SAMPLES) {
+                gradient.distance = first_row(call.grad_value, b, h) - first_row(call.value, b, h);
+            } else {
+                open_part(part / call.channel_parts, part % call.channel_parts);
                 open_value(b, h);
+            }
             head(b, h, 0, this->n.queries);
             if constexpr (!SAMPLES) close_value(b, h);
         } else {
@@ -200,6 +212,14 @@ template <class V, class T, template <class> class Rule, Wanted WANTED> class Gr
 
     static char *first_row(const mxd_tensor &t, int64_t b, int64_t h) { return at(t, offset3(t, b, 0, h)); }
 
+    void open_part(int64_t of_levels, int64_t of_channels) {
+        const Call &call = this->call;
+        const int64_t channels = call.value.shape[3] / call.channel_parts;
+        this->use_part(call.num_levels * of_levels / call.level_parts,
+                       call.num_levels * (of_levels + 1) / call.level_parts, channels * of_channels,
+                       channels * (of_channels + 1));
+    }
+
     // Rows of the gradient of value lie where they belong, set to zero before; those of some levels in memory of their
     // own.
     void open_value(int64_t b, int64_t h) {
@@ -207,8 +227,8 @@ template <class V, class T, template <class> class Rule, Wanted WANTED> class Gr
         const int64_t bytes = this->n.channels * int64_t(sizeof(T));
         const int64_t step = call.grad_value.strides[1] * int64_t(sizeof(T));
         memset(sums, 0, size_t(call.summed.bytes));
-        find_levels(call, this->n, first_row(call.grad_value, b, h), step, call.summed,
-                    call.summed.bytes > 0 ? sums : nullptr, bytes, this->rows);
+        const char *head = first_row(call.grad_value, b, h) + this->first_channel * int64_t(sizeof(T));
+        find_levels(call, this->n, head, step, call.summed, call.summed.bytes > 0 ? sums : nullptr, bytes, this->rows);
     }
     void close_value(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -409,7 +429,8 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         if (!call.grad_value.data) return true;
         if (call.num_bands > 1 || !call.grad_value_in_place)
             return parallel<ValueGradient<T, Rule>>(call.num_threads, heads * call.num_bands, call);
-        return parallel_stages<Gradients<T, T, Rule, OF_VALUE>>(call.num_threads, 1, heads, call, zero);
+        return parallel_stages<Gradients<T, T, Rule, OF_VALUE>>(
+            call.num_threads, 1, heads * call.level_parts * call.channel_parts, call, zero);
     });
 }
 

@@ -31,7 +31,10 @@ struct Call {
     PackedLevels copied; // of one (batch, head) of value, for all threads, one head after the other
     char *copy;          // where they are; null until the kernel has memory for them
     PackedLevels summed; // of one (batch, head) of the gradient of value, for each thread
-    bool in_one_pass;    // all gradients: value and its gradient are laid out alike then, and nothing is packed
+    // Backward, where there are more threads than heads but not many more: a head's gradient of value is shared out by
+    // levels and by channels, which repeats less than bands do. 1 and 1: whole heads, or bands.
+    int64_t level_parts, channel_parts;
+    bool in_one_pass; // all gradients: value and its gradient are laid out alike then, and nothing is packed
     int num_threads;
 };
 

@@ -172,6 +172,7 @@ bool overlap(std::vector<Level> levels) {
 void lay_out_sums(Call &call, const std::vector<Level> &levels, int64_t corners, std::vector<int64_t> &offset) {
     const int64_t size = wide(call) ? 8 : 4, row = call.value.shape[3] * size;
     if (call.grad_value.strides[1] * size <= row || overlap(levels)) return;
+    if (call.level_parts * call.channel_parts > 1) return;
     const int64_t heads = call.value.shape[0] * call.value.shape[2];
     const int64_t threads = std::min<int64_t>(heads, std::max(1, call.num_threads));
     call.summed = choose_levels(call, levels, corners, row, threads, offset);
@@ -182,8 +183,45 @@ void lay_out_sums(Call &call, const std::vector<Level> &levels, int64_t corners,
 // be gained by it, and where a sample is one row.
 bool one_pass_pays(const Call &call, int64_t corners) {
     return call.grad_value.data && (call.grad_locations.data || call.grad_weights.data) && call.grad_value_in_place &&
-           call.num_bands == 1 && call.value.dtype == call.grad_value.dtype &&
-           call.value.strides[1] == call.grad_value.strides[1] && (corners == 1 || call.copied.bytes == 0);
+           call.num_bands == 1 && call.level_parts * call.channel_parts == 1 &&
+           call.value.dtype == call.grad_value.dtype && call.value.strides[1] == call.grad_value.strides[1] &&
+           (corners == 1 || call.copied.bytes == 0);
+}
+
+// Into how many bands or parts a head's gradient of value is cut, so that all threads have work.
+struct Cut {
+    int64_t bands, level_parts, channel_parts;
+};
+
+// Rounds of items until all threads are done.
+int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
+
+// Whole heads keep at least three quarters of the threads busy.
+bool heads_are_enough(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
+
+Cut by_bands(int64_t heads, int64_t threads) { return {(2 * threads + heads - 1) / heads, 1, 1}; }
+
+// The cut that is done first. A level belongs to one part and so does a cache line, so that no two threads write to the
+// same one. Times as measured, in those of a whole head: a band goes through all queries, a part of the channels finds
+// out again where the samples lie.
+Cut choose_cut(const Call &call, const std::vector<Level> &levels, int64_t heads, int64_t threads) {
+    const int64_t num_levels = int64_t(levels.size()), points = call.locations.shape[4];
+    const int64_t row_bytes = call.value.shape[3] * (wide(call) ? 8 : 4);
+    // lists of rows go four samples at a time, and parts must begin where such a group does
+    const int64_t most_level_parts = points % plain::ROWS == 0 && !overlap(levels) ? num_levels : 1;
+    Cut best = by_bands(heads, threads);
+    double best_time = double(rounds(heads * best.bands, threads)) * (0.15 + 1.0 / double(best.bands));
+    int64_t most_channel_parts = 1;
+    while (row_bytes >= 128 * most_channel_parts && row_bytes % (128 * most_channel_parts) == 0)
+        most_channel_parts *= 2;
+    for (int64_t by_channel = 1; by_channel <= most_channel_parts; by_channel *= 2)
+        for (int64_t by_level = 1; by_level <= most_level_parts; ++by_level) {
+            const double of_levels = double(rounds(num_levels, by_level)) / double(num_levels);
+            const double time =
+                double(rounds(heads * by_level * by_channel, threads)) * of_levels * (0.7 + 0.3 / double(by_channel));
+            if (time < best_time) best = {1, by_level, by_channel}, best_time = time;
+        }
+    return best;
 }
 
 // Sums beside a 16-bit gradient, for each thread: a whole head in nearly every model. With less a head is cut into
@@ -192,7 +230,7 @@ constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
 // Rows of all channels, added up in place: those of one band should stay in the last cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
-// Into how many bands the gradient of value is cut, `splits` items being there without bands.
+// Bands of the gradient of value, or parts of a head. splits: items that are there without.
 void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64_t splits,
                    std::vector<int64_t> &bands) {
     const int64_t num_keys = call.value.shape[1], channels = call.value.shape[axes - 1];
@@ -203,10 +241,13 @@ void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64
                                : axes == 3               ? AGGREGATION_BAND_BYTES
                                                          : num_keys * row_bytes;
     const int64_t most_rows = std::max<int64_t>(1, most_bytes / row_bytes);
-    // whole heads where they keep at least three quarters of the threads busy
-    const int64_t threads = std::max(1, call.num_threads), rounds = (splits + threads - 1) / threads;
-    const int64_t wanted = 4 * splits >= 3 * threads * rounds ? 1 : (2 * threads + splits - 1) / splits;
-    bands = cut_bands(levels, num_keys, wanted, most_rows);
+    const int64_t threads = std::max(1, call.num_threads);
+    const Cut cut = heads_are_enough(splits, threads)       ? Cut{1, 1, 1}
+                    : call.grad_value_in_place && axes == 4 ? choose_cut(call, levels, splits, threads)
+                                                            : by_bands(splits, threads);
+    call.level_parts = cut.level_parts;
+    call.channel_parts = cut.channel_parts;
+    bands = cut_bands(levels, num_keys, cut.bands, most_rows);
     call.band_starts = bands.data();
     call.num_bands = int64_t(bands.size()) - 1;
 }
