@@ -136,9 +136,17 @@ def test_corner_rows_are_the_operators_own():
 
 
 def test_memory_beside_inputs_and_outputs_is_within_five_percent():
-    forward, backward = extra_memory(next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder"))
+    forward, backward = extra_memory(next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder"), "float32")
     assert 0.01 < forward < 0.05  # a copy of the small levels of one head
     assert 0.01 < backward < 0.05
+
+
+def test_memory_of_a_16_bit_gradient_is_one_head_of_float32_for_each_thread():
+    encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
+    forward, backward = extra_memory(encoder, "bfloat16")
+    heads = encoder.make(torch.Generator())[0].shape[2]
+    assert forward < 0.05
+    assert backward == pytest.approx(2 * torch.get_num_threads() / heads, abs=0.05)
 
 
 def test_no_workload_of_that_name():
