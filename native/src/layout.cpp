@@ -199,28 +199,38 @@ int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / 
 // Whole heads keep at least three quarters of the threads busy.
 bool heads_are_enough(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
 
-Cut by_bands(int64_t heads, int64_t threads) { return {(2 * threads + heads - 1) / heads, 1, 1}; }
+// What a cut takes until all threads are done, in times of a whole head, as measured: a band goes through all queries,
+// and a part of the channels finds out again where the samples lie.
+double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
+    if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
+    const double levels = double(rounds(num_levels, cut.level_parts)) / double(num_levels);
+    return double(rounds(heads * cut.level_parts * cut.channel_parts, threads)) * levels *
+           (0.7 + 0.3 / double(cut.channel_parts));
+}
 
-// The cut that is done first. A level belongs to one part and so does a cache line, so that no two threads write to the
-// same one. Times as measured, in those of a whole head: a band goes through all queries, a part of the channels finds
-// out again where the samples lie.
-Cut choose_cut(const Call &call, const std::vector<Level> &levels, int64_t heads, int64_t threads) {
-    const int64_t num_levels = int64_t(levels.size()), points = call.locations.shape[4];
+// The cut that is done first. in_parts: whether heads may be cut into parts; a level belongs to one part and so does a
+// cache line, so that no two threads write to the same one.
+Cut choose_cut(const Call &call, const std::vector<Level> &levels, int64_t heads, bool in_parts) {
+    const int64_t threads = std::max(1, call.num_threads), num_levels = int64_t(levels.size());
+    Cut best{1, 1, 1};
+    if (heads_are_enough(heads, threads) || num_levels == 0) return best;
+    double best_time = time_of(best, heads, threads, num_levels);
+    const auto consider = [&](const Cut &cut) {
+        const double time = time_of(cut, heads, threads, num_levels);
+        if (time < best_time) best = cut, best_time = time;
+    };
+    consider({num_levels, 1, 1}); // each level is cut into the same number
+    for (int64_t bands = 2 * num_levels; heads * bands <= 2 * threads; bands += num_levels) consider({bands, 1, 1});
+    if (!in_parts) return best;
     const int64_t row_bytes = call.value.shape[3] * (wide(call) ? 8 : 4);
-    // lists of rows go four samples at a time, and parts must begin where such a group does
-    const int64_t most_level_parts = points % plain::ROWS == 0 && !overlap(levels) ? num_levels : 1;
-    Cut best = by_bands(heads, threads);
-    double best_time = double(rounds(heads * best.bands, threads)) * (0.15 + 1.0 / double(best.bands));
     int64_t most_channel_parts = 1;
     while (row_bytes >= 128 * most_channel_parts && row_bytes % (128 * most_channel_parts) == 0)
         most_channel_parts *= 2;
-    for (int64_t by_channel = 1; by_channel <= most_channel_parts; by_channel *= 2)
-        for (int64_t by_level = 1; by_level <= most_level_parts; ++by_level) {
-            const double of_levels = double(rounds(num_levels, by_level)) / double(num_levels);
-            const double time =
-                double(rounds(heads * by_level * by_channel, threads)) * of_levels * (0.7 + 0.3 / double(by_channel));
-            if (time < best_time) best = {1, by_level, by_channel}, best_time = time;
-        }
+    // lists of rows go four samples at a time, and parts must begin where such a group does
+    const bool by_level = call.locations.shape[4] % plain::ROWS == 0 && !overlap(levels);
+    for (int64_t channel_parts = 1; channel_parts <= most_channel_parts; channel_parts *= 2)
+        for (int64_t level_parts = 1; level_parts <= (by_level ? num_levels : 1); ++level_parts)
+            consider({1, level_parts, channel_parts});
     return best;
 }
 
@@ -241,10 +251,7 @@ void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64
                                : axes == 3               ? AGGREGATION_BAND_BYTES
                                                          : num_keys * row_bytes;
     const int64_t most_rows = std::max<int64_t>(1, most_bytes / row_bytes);
-    const int64_t threads = std::max(1, call.num_threads);
-    const Cut cut = heads_are_enough(splits, threads)       ? Cut{1, 1, 1}
-                    : call.grad_value_in_place && axes == 4 ? choose_cut(call, levels, splits, threads)
-                                                            : by_bands(splits, threads);
+    const Cut cut = choose_cut(call, levels, splits, call.grad_value_in_place && axes == 4);
     call.level_parts = cut.level_parts;
     call.channel_parts = cut.channel_parts;
     bands = cut_bands(levels, num_keys, cut.bands, most_rows);
