@@ -87,6 +87,20 @@ template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N>
     if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
     for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
 }
+// K vectors as each_vector has those of a row, into a row.
+template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, const Vec<T, N> (&vectors)[K]) {
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) {
+            const Vec<uint32_t, N> words =
+                rounded_to_bfloat16<N>(vectors[k]) >> 16 | (rounded_to_bfloat16<N>(vectors[k + 1]) & 0xffff0000u);
+            memcpy(row + k * N, &words, sizeof words);
+        }
+    } else {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) store<T, N>(row + k * N, vectors[k]);
+    }
+}
 
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow.
@@ -103,9 +117,7 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
     MXD_UNROLL
     for (int s = 1; s < SETS; ++s) MXD_UNROLL
     for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
-    put_in_order<V, T, N, K>(sums[0]);
-    MXD_UNROLL
-    for (int k = 0; k < K; ++k) store<T, N>(out + k * N, sums[0][k]);
+    store_row<V, T, N, K>(out, sums[0]);
 }
 
 // ASK: whether rows are far enough for `next` to be asked for.

@@ -189,12 +189,11 @@ inline uint16_t float_to_half(float x) {
 #endif
 }
 
-template <int N> MXD_INLINE Vec<uint16_t, N> float_to_bfloat16(Vec<float, N> x) {
+// A bfloat16 in the upper half of each lane, and anything in the lower one.
+template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x) {
     typedef Vec<uint32_t, N> U;
-    const U bits = bits_as<U>(x);
-    const U rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const U nan = (bits >> 16) | 0x40;
-    return convert<uint16_t, N>(U((bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded));
+    const U bits = bits_as<U>(x), rounded = bits + 0x7fff + (bits >> 16 & 1), nan = bits | 0x400000;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
 }
 
 // Whether any lane of a mask, all ones or all zeros in each lane, is set.
@@ -281,7 +280,7 @@ template <class T, int N> MXD_INLINE void store(double *to, Vec<T, N> x) {
     memcpy(to, &y, sizeof y);
 }
 template <class T, int N> MXD_INLINE void store(BFloat16 *to, Vec<T, N> x) {
-    const Vec<uint16_t, N> y = float_to_bfloat16<N>(convert<float, N>(x));
+    const Vec<uint16_t, N> y = convert<uint16_t, N>(rounded_to_bfloat16<N>(convert<float, N>(x)) >> 16);
     memcpy(to, &y, sizeof y);
 }
 template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
