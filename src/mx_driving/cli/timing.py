@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 Call = Callable[[], Any]
-SHORT = 0.1  # seconds
+SHORT = 1.0  # seconds
 
 
 def interleaved(
@@ -16,8 +16,9 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Times of each call, in turn, round after round: at least 3 rounds and about `seconds`. Whatever else the machine does
     falls on all of them alike. A short call is timed right after a run of its own, so that it finds the caches as it leaves
-    them itself and not as its neighbour in the round does. A call runs in the context `within` makes for its name, whose
-    beginning and end are not timed."""
+    them itself and not as its neighbour in the round does, and fresh memory as it is when it was freed just before: what was
+    freed seconds ago may be with the host of a virtual machine, which gives it back twenty times slower. A call runs in the
+    context `within` makes for its name, whose beginning and end are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         with within(name):
