@@ -63,6 +63,26 @@ def test_overlapping_levels_bitwise(implementation, every_thread, points):
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
+# More than a band holds: 6 MB of sums beside a 16-bit gradient, 16 MB of an aggregation's in place.
+LONG = [
+    Case(MULTI_SCALE, "9 MB a head", lambda: cases.multi_scale(1, 40, 256, 1, [(96, 96)], 4)),
+    Case(AGGREGATION, "17 MB", lambda: cases.aggregation(1, 9, 7, 256, 8, [[(130, 130)]])),
+    Case(GEOMETRIC, "9 MB a head", lambda: cases.geometric(1, 40, 256, 1, [(96, 96)], 4)),
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=cases.case_id)
+def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, case):
+    """However many bands each of the two is cut into."""
+    args = cases.cast(case.make(), torch.bfloat16)
+    grad = cases.grad_for(case.operator, args).bfloat16()
+    narrow = cases.gradients_of(implementation, case.operator, grad, args)[0]
+    wide = cases.gradients_of(implementation, case.operator, grad.float(), cases.cast(args, torch.float32))[0]
+    assert narrow.dtype == torch.bfloat16
+    assert narrow.any()
+    assert torch.equal(narrow, wide.bfloat16())
+
+
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
 def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case):
     """One pass through the queries may give them all, or each has one of its own: the same bits."""
