@@ -240,7 +240,7 @@ constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
 // Rows of all channels, added up in place: those of one band should stay in the last cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
-// Bands of the gradient of value, or parts of a head. splits: items that are there without.
+// Bands of the gradient of value, or parts of a head. splits: the items there are without: heads, or batches.
 void lay_out_bands(Call &call, const std::vector<Level> &levels, int axes, int64_t splits,
                    std::vector<int64_t> &bands) {
     const int64_t num_keys = call.value.shape[1], channels = call.value.shape[axes - 1];
