@@ -12,6 +12,8 @@ import warnings
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
 
@@ -19,7 +21,6 @@ import mx_driving  # noqa: E402
 from mx_driving.cli import models  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
-EPS32, EPS64 = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
 
 def _samples_at_locations(node: ast.AST) -> bool:
@@ -65,24 +66,44 @@ def test_patch_finds_every_core():
         assert done.skipped == {}
 
 
+class _CoresInFloat64(TorchDispatchMode):
+    """Inside, the operators compute in float64 and round once: the float32 model as it would be with exact cores."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "mx_driving":
+            return func(*args, **(kwargs or {}))
+        found = func(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args))
+        return found.float() if isinstance(found, Tensor) else tuple(t.float() for t in found)
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize("name", CARRIERS)
-def test_outputs_and_gradients(name):
-    """In float64 nothing but rounding may differ; in float32 outputs differ by the same rounding, eps times coarser. Of the
-    float32 gradients the whole is compared: a sample within rounding of a pixel's centre may take the neighbour's slope."""
+def test_outputs_and_gradients_in_float64(name):
+    """Nothing but rounding may differ."""
     with mx_driving.viz.recording() as looks:
-        output64, gradient64 = models.compare(models.build(name, 96, 128, torch.float64, **_shrunk(name)))
+        outputs, gradients = models.compare(models.build(name, 96, 128, torch.float64, **_shrunk(name)))
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
-    single = models.build(name, 96, 128, **_shrunk(name))
-    outputs, gradients = single.backward()
-    with mx_driving.patched(single.model):
-        outputs_ours, gradients_ours = single.backward()
-    assert output64 < 1e-13
-    assert gradient64 < 1e-11
-    assert models.largest(outputs_ours, outputs) < max(output64 / EPS64, 16) * EPS32
-    flat, ours = (torch.cat([g[n].flatten() for n in gradients]) for g in (gradients, gradients_ours))
-    assert (ours - flat).norm() < 1e-3 * flat.norm()
+    assert outputs < 1e-13
+    assert gradients < 1e-11
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CARRIERS)
+def test_outputs_and_gradients_in_float32(name):
+    """The truth is the same model with cores in float64. What rounding in a core becomes at the model's end depends on the
+    processor, so ours is held to the original's: its largest error may be four times as large, because two draws of the same
+    rounding errors differ (0.7 to 1.5 times on two processors' worth of instruction sets). Of the gradients the whole is
+    compared: a sample within rounding of a pixel's centre may take the neighbour's slope, in ours or in the original."""
+    subject = models.build(name, 96, 128, **_shrunk(name))
+    outputs, _ = subject.backward()
+    with mx_driving.patched(subject.model):
+        outputs_ours, gradients = subject.backward()
+        with _CoresInFloat64():
+            exact, exact_gradients = subject.backward()
+    assert models.largest(outputs_ours, exact) <= 4 * models.largest(outputs, exact)
+    true, ours = (torch.cat([g[n].flatten() for n in exact_gradients]) for g in (exact_gradients, gradients))
+    assert (ours - true).norm() < 1e-3 * true.norm()
 
 
 def test_model_built_before_or_after_or_copied():
