@@ -5,6 +5,7 @@ Without a GPU the Triton kernels run in Triton's interpreter, on the small table
 
 from __future__ import annotations
 
+import collections
 import os
 import platform
 
@@ -48,3 +49,12 @@ def _one_thread_per_worker():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What the tests that were skipped need, so that nobody takes them for passed."""
+    reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
+    if reasons:
+        terminalreporter.section("skipped tests, and what they need")
+    for reason, count in reasons.most_common():
+        terminalreporter.line(f"{count:4} {reason.removeprefix('Skipped: ')}")

@@ -9,7 +9,9 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
 
 import mx_driving
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="need an NVIDIA GPU: make check-gpu on a machine that has one"
+)
 
 MAKE = {
     MULTI_SCALE: lambda q=300: cases.multi_scale(2, q, 32, 8, [(20, 30), (10, 15)], 4),
@@ -92,7 +94,7 @@ def test_on_a_stream_of_its_own(operator):
     torch.testing.assert_close(output, expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="need two NVIDIA GPUs")
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_on_a_device_that_is_not_current(operator):
     args = on("cuda:1", MAKE[operator]())
