@@ -473,7 +473,7 @@ else:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_child_has_a_default_stream_of_its_own():
-    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
 
 

@@ -71,7 +71,7 @@ def test_two_processes_follow_the_curve_of_one(folder):
     sizes = [text for name, value in TINY.items() for text in ("--" + name.replace("_", "-"), str(value))]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29713", str(FILE)]
     command += ["--transform", "multi_scale", "--out", str(folder / "two"), "--save", "2", *sizes]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.tensor(curve(folder / "two")), torch.tensor(alone), rtol=1e-5, atol=0)
 
