@@ -14,6 +14,8 @@ import shlex
 
 from . import _native
 
+__all__ = ["cflags", "cmakedir", "includedir", "libdir", "libs", "main"]
+
 
 def _folder() -> pathlib.Path:
     """Where the library lies, and beside it headers and the CMake package."""

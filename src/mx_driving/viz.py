@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _check
 
+__all__ = ["COLOURS", "Look", "bev", "recording", "sampling_points"]
+
 
 @dataclass(frozen=True)
 class Look:
