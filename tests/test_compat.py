@@ -307,3 +307,19 @@ def test_mmcv(name):
         "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",
         "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn only",
     ]
+
+
+def test_patch_beside_a_missing_extension_says_what_helps(tmp_path, monkeypatch):
+    """mmcv-lite, and a repository whose extensions nobody has built."""
+    pytest.importorskip("mmcv")
+    (tmp_path / "unbuilt").mkdir()
+    (tmp_path / "unbuilt" / "__init__.py").write_text("from . import deformable_aggregation_ext")
+    monkeypatch.syspath_prepend(tmp_path)
+    helps = r"; call mx_driving\.compat\.install\(\) first, which stands in for it$"
+    with (
+        pytest.raises(ValueError, match=r"got none in mmcv; .*No module named 'mmcv\._ext'" + helps),
+        mx_driving.patched("mmcv"),
+    ):
+        pass
+    with pytest.raises(ImportError, match="deformable_aggregation_ext.*" + helps):
+        mx_driving.patch("unbuilt")

@@ -27,7 +27,7 @@ from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
 
-__all__ = ["install", "uninstall"]
+__all__ = ["NAMES", "install", "uninstall"]
 
 Function = Callable[..., Any]
 
@@ -127,6 +127,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module)["__getattr__"] = _missing
 
 
+NAMES = (*_EXTENSIONS, "mmcv._ext")
+
 _first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
 _last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
 
@@ -149,7 +151,7 @@ def install() -> tuple[str, ...]:
     if _first not in sys.meta_path:
         sys.meta_path.insert(0, _first)
         sys.meta_path.append(_last)
-    return (*_EXTENSIONS, "mmcv._ext")
+    return NAMES
 
 
 def uninstall() -> None:
