@@ -93,8 +93,9 @@ class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
         value_level_start_index: Tensor,
         sampling_locations: Tensor,
         attention_weights: Tensor,
+        im2col_step: Any = None,
     ) -> Tensor:
-        """The output; the inputs are saved in ctx."""
+        """The output; the inputs are saved in ctx. mmcv's im2col_step is not used."""
         inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
         return _functions.forward(ctx, multi_scale_deformable_attn, *inputs)
 
