@@ -1,5 +1,13 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
+    # `python -m mx_driving.config` imports this file first: it prints a path, which must not take torch's seconds
+    from .config import main
+
+    raise SystemExit(main())
+
 from . import _C as _C
 from . import compat, nn, onnx, ops, viz
 from ._library import backends
