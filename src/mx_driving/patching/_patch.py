@@ -66,7 +66,8 @@ def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
 
     A core (the function or class that does the sampling) is replaced only after it gave the operator's outputs and
     gradients on a small random example, so a version that computes something else is left alone: it is listed in
-    `skipped`, and a UserWarning says so. Autograd functions over a compiled extension are taken by name, untried.
+    `skipped`, and a UserWarning says so. Autograd functions over a compiled extension are taken by name, untried; output and
+    gradients keep the dtypes that their own text gives them, also under autocast.
 
     A core is shared by all models of its file, and so is the change; models built before and after are served alike.
 
