@@ -158,6 +158,11 @@ def divides(name: str, part: int, whole_name: str, whole: int) -> None:
         _fail(ValueError, name, f"divide {whole_name}={whole}", part)
 
 
+def flag(name: str, word: str) -> NoReturn:
+    """A switch in the environment that is neither on nor off."""
+    _fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+
+
 def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         _fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
