@@ -1,6 +1,7 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
 from . import compat, nn, onnx, ops, viz
+from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -14,11 +15,13 @@ from .patching import Patch, patch, patched
 
 __version__ = "0.1.0"
 __all__ = [
+    "DataWarning",
     "MultiScaleDeformableAttnFunction",
     "Patch",
     "atlas_limits",
     "backends",
     "compat",
+    "data_checks",
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
