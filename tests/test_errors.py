@@ -21,7 +21,13 @@ t = torch.tensor
 # operator, which argument, what it becomes, the error, the sentence
 ROWS = [
     (MULTI_SCALE, 0, lambda a: a.numpy(), TypeError, "value must be a torch.Tensor; got ndarray"),
-    (MULTI_SCALE, 1, lambda a: a.tolist(), TypeError, "value_spatial_shapes must be a torch.Tensor; got list"),
+    (
+        MULTI_SCALE,
+        1,
+        lambda a: a.tolist(),
+        TypeError,
+        "value_spatial_shapes must be a torch.Tensor, as torch.tensor(value_spatial_shapes) makes it; got list",
+    ),
     (MULTI_SCALE, 0, lambda a: a[0], ValueError, "value must have shape (bs, num_keys, num_heads, embed_dims); got (16, 2, 4)"),
     (MULTI_SCALE, 1, lambda a: a[0], ValueError, "value_spatial_shapes must have shape (num_levels, 2); got (2,)"),
     (MULTI_SCALE, 1, lambda a: a[:, :1], ValueError, "value_spatial_shapes must have shape (num_levels=2, 2); got (2, 1)"),
