@@ -66,10 +66,10 @@ def _sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
         _wrong_shape(name, t, axes, sizes)
 
 
-def _wrong_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...]) -> NoReturn:
+def _wrong_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
     named = zip((axis.strip() for axis in axes.split(",")), sizes, strict=True)
     expected = ", ".join(axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named)
-    _fail(ValueError, name, f"have shape ({expected})", tuple(t.shape))
+    _fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
 
 
 def attention(
@@ -91,6 +91,8 @@ def attention(
     levels, queries, points = shapes.shape[0], locations.shape[1], locations.shape[4]
     _shape(names[1], shapes, "num_levels, 2", levels, 2)
     _shape(names[2], starts, "num_levels", levels)
+    if locations.shape[2] != heads or locations.shape[0] != bs:
+        _odd_value(names[0], value, locations, weights)
     axes = "bs, num_queries, num_heads, num_levels, num_points"
     _shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
     _shape(names[4], weights, axes, bs, queries, heads, levels, points)
@@ -103,6 +105,15 @@ def attention(
         _dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
     _dtype(names[4], weights, _FLOATING, _FLOATING_RULE)
     _device(*named)
+
+
+def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> None:
+    """Locations and weights agree with each other and not with value: then it is value that is named."""
+    if weights.shape == locations.shape[:-1]:
+        bs, _, heads = locations.shape[:3]
+        axes, sizes = "bs, num_keys, num_heads, embed_dims", (bs, None, heads, None)
+        swapped = ", whose axes 1 and 2 look swapped" if value.shape[1] == heads else ""
+        _wrong_shape(name, value, axes, sizes, swapped)
 
 
 def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
