@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .._elsewhere import as_elsewhere
 
 _NAMES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 
@@ -65,30 +67,31 @@ def multi_scale_deformable_attn(
     return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
+_as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *_NAMES[1:3])
+
+
 def npu_multi_scale_deformable_attn_function(
-    value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor
+    value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
 ) -> Tensor:
-    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call."""
+    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call.
+
+    Tables may be lists; im2col_step, which mmcv's function of the same inputs has, is not used.
+    """
     warnings.warn(
         "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn",
         DeprecationWarning,
         stacklevel=2,
     )
-    return multi_scale_deformable_attn(value, shape, offset, locations, weights)
+    return _as_elsewhere(value, shape, offset, locations, weights)
 
 
 class MultiScaleDeformableAttnFunction:
     """`MultiScaleDeformableAttnFunction.apply(...)` for code that was written against the vendor's autograd function."""
 
     @staticmethod
-    def apply(
-        value: Tensor,
-        value_spatial_shapes: Tensor,
-        value_level_start_index: Tensor,
-        sampling_locations: Tensor,
-        attention_weights: Tensor,
-    ) -> Tensor:
-        """`multi_scale_deformable_attn` under another name: same arguments, result, gradients and errors."""
-        return multi_scale_deformable_attn(
-            value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
-        )
+    def apply(*args: Any, **named: Any) -> Tensor:
+        """`multi_scale_deformable_attn` under another name: same arguments, result, gradients and errors.
+
+        mmcv's im2col_step is accepted, and so are transformers' names, level_start_index and value_spatial_shapes_list.
+        """
+        return _as_elsewhere(*args, **named)
