@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import shlex
@@ -111,6 +112,23 @@ def test_config_prints_what_is_asked_for():
     assert run(sys.executable, "-m", "mx_driving.config", "--cmakedir") == config.cmakedir() + "\n"
 
 
+@pytest.mark.parametrize("start", [("-m", "mx_driving.config"), ("-mmx_driving.config",)])
+def test_config_does_not_import_torch(start, tmp_path):
+    """A torch that cannot be imported comes first on the path."""
+    (tmp_path / "torch.py").write_text("raise AssertionError('torch is imported')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-W", "error", *start, "--cflags"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr) == (0, config.cflags() + "\n", "")
+    assert subprocess.run(command[:-1], capture_output=True, env=environment).returncode == 2
+
+
+def test_config_runs_where_the_package_is_imported():
+    """As coverage and others run a module; no warning that it was found imported."""
+    code = "import runpy, sys, mx_driving; sys.argv[1:] = ['--cflags']; runpy.run_module('mx_driving.config', None, '__main__')"
+    assert run(sys.executable, "-W", "error::RuntimeWarning", "-c", code) == config.cflags() + "\n"
+
+
 def test_config_refuses_an_empty_question(capsys):
     with pytest.raises(SystemExit) as caught:
         config.main([])
@@ -125,7 +143,7 @@ def test_config_quotes_a_folder_with_a_space(monkeypatch, tmp_path):
 
 
 def test_config_says_when_there_is_no_library(monkeypatch):
-    monkeypatch.setattr(config._native, "why_not", lambda: "libmx_driving.so is not in the package")
+    monkeypatch.setattr(config, "library_path", lambda: pathlib.Path("/nowhere/libmx_driving.so"))
     with pytest.raises(SystemExit) as caught:
         config.main(["--cflags"])
-    assert caught.value.code == "mx_driving.config: libmx_driving.so is not in the package"
+    assert caught.value.code == ("mx_driving.config: libmx_driving.so is not in the package: it was not built or not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -45,10 +46,11 @@ class GeometricKernelAttentionFunc(Function):
         value, weights = GKA.geometric_kernel_attn_cuda_backward(*ctx.saved_tensors, grad, 64)
         return value, None, None, None, weights, None
 
-class DeformableAggregationFunction(Function):
+class DeformableAggregationFunction(Function):  # Sparse4D, SparseDrive
     @staticmethod
     def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):
-        inputs = mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights
+        inputs = mc_ms_feat.contiguous().float(), spatial_shape.contiguous().int(), scale_start_index.contiguous().int()
+        inputs += sampling_location.contiguous().float(), weights.contiguous().float()
         ctx.save_for_backward(*inputs)
         return DAF.deformable_aggregation_forward(*inputs)
 
@@ -58,6 +60,31 @@ class DeformableAggregationFunction(Function):
         outputs = [torch.zeros_like(inputs[i]) for i in (0, 3, 4)]
         DAF.deformable_aggregation_backward(*inputs, grad.contiguous(), *outputs)
         return outputs[0], None, None, outputs[1], outputs[2]
+
+class DoubleDeformableAggregationFunction(DeformableAggregationFunction):  # a descendant of Sparse4D
+    @staticmethod
+    def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):
+        inputs = mc_ms_feat.double(), spatial_shape, scale_start_index, sampling_location.double(), weights.double()
+        ctx.save_for_backward(*inputs)
+        return DAF.deformable_aggregation_forward(*inputs)
+
+class MultiScaleDeformableAttnFunction(MSDeformAttnFunction):  # mmcv
+    @staticmethod
+    def forward(ctx, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step):
+        sampling_locations, attention_weights = sampling_locations.type_as(value), attention_weights.type_as(value)
+        inputs = value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+        ctx.save_for_backward(*inputs)
+        return MSDA.ms_deform_attn_forward(*inputs, im2col_step)
+
+class MultiScaleDeformableAttnFunction_fp32(MSDeformAttnFunction):  # BEVFormer
+    forward = staticmethod(torch.amp.custom_fwd(
+        MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=torch.float32))
+    backward = staticmethod(torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu"))
+
+class MultiScaleDeformableAttnFunction_fp16(MSDeformAttnFunction):  # BEVFormer
+    forward = staticmethod(torch.amp.custom_fwd(
+        MSDeformAttnFunction.forward, device_type="cpu", cast_inputs=torch.float16))
+    backward = staticmethod(torch.amp.custom_bwd(MSDeformAttnFunction.backward, device_type="cpu"))
 """
 
 
@@ -88,12 +115,24 @@ INPUTS = {
 }
 
 
-def results(function, operator, *more):
+def results(function, operator, *more, dtypes=None):
+    """Output and gradients; `dtypes` of value and of locations and weights."""
     places = cases.DIFFERENTIABLE[operator]
-    inputs = [i.detach().clone().requires_grad_(k in places) for k, i in enumerate(INPUTS[operator])]
+    inputs = [i.detach().clone() for i in INPUTS[operator]]
+    if dtypes is not None:
+        inputs = [i.to(dtypes[k > 0]) if i.is_floating_point() else i for k, i in enumerate(inputs)]
+    inputs = [i.requires_grad_(k in places) for k, i in enumerate(inputs)]
     out = function(*inputs, *more)
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     return [out, *torch.autograd.grad(out, [inputs[k] for k in places], direction)]
+
+
+# Sparse4D's text casts the float64 of these cases; gradients come back in the inputs' own dtype
+COMPUTED = {cases.MULTI_SCALE: None, cases.AGGREGATION: (torch.float32,) * 2, cases.GEOMETRIC: None}
+
+
+def same(found, expected):
+    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(found, expected, strict=True))
 
 
 def apply(repository, operator):
@@ -103,8 +142,8 @@ def apply(repository, operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_original_code_runs(repository, operator):
-    for a, b in zip(apply(repository, operator), results(getattr(mx_driving, operator), operator), strict=True):
-        assert torch.equal(a, b)
+    expected = results(getattr(mx_driving, operator), operator, dtypes=COMPUTED[operator])
+    assert same(apply(repository, operator), expected)
 
 
 def test_autograd_functions_are_patched_by_name(repository, monkeypatch):
@@ -112,15 +151,62 @@ def test_autograd_functions_are_patched_by_name(repository, monkeypatch):
     for extension in (repository.MSDA, repository.GKA, repository.DAF):
         for name in [n for n in vars(extension) if n.endswith("ward")]:
             monkeypatch.setattr(extension, name, None)
+    expected = {operator: results(getattr(mx_driving, operator), operator, dtypes=COMPUTED[operator]) for operator in FUNCTIONS}
     with mx_driving.patched(repository) as done:
-        assert {name.rpartition(".")[2] for name in done.replaced} == set(FUNCTIONS.values())
+        assert set(FUNCTIONS.values()) <= {name.rpartition(".")[2] for name in done.replaced}
         for operator in cases.OPERATORS:
-            for a, b in zip(apply(repository, operator), results(getattr(mx_driving, operator), operator), strict=True):
-                assert torch.equal(a, b)
+            assert same(apply(repository, operator), expected[operator])
     for operator in cases.OPERATORS:
         with pytest.raises(TypeError, match="not callable"):
             apply(repository, operator)
         assert "apply" not in vars(getattr(repository, FUNCTIONS[operator]))
+
+
+NAMES = [*((name, operator) for operator, name in FUNCTIONS.items())]
+NAMES += [("DoubleDeformableAggregationFunction", cases.AGGREGATION), ("MultiScaleDeformableAttnFunction", cases.MULTI_SCALE)]
+NAMES += [(f"MultiScaleDeformableAttnFunction_{kind}", cases.MULTI_SCALE) for kind in ("fp16", "fp32")]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("name", "operator"), NAMES)
+def test_patched_functions_keep_the_originals_dtypes(repository, name, operator, autocast):
+    """The original's own text over the stand-in, which is given dtypes as an extension is, beside the replacement."""
+    function = getattr(repository, name)
+    more = () if operator == cases.AGGREGATION else (64,)
+    for dtypes in itertools.product(DTYPES, DTYPES):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            expected = results(function.apply, operator, *more, dtypes=dtypes)
+            with mx_driving.patched(repository):
+                found = results(function.apply, operator, *more, dtypes=dtypes)
+        assert [t.dtype for t in found] == [t.dtype for t in expected], dtypes
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), dtypes
+
+
+@pytest.mark.parametrize(("name", "operator"), NAMES)
+def test_patched_functions_compile(repository, monkeypatch, name, operator):
+    """torch.compile reads forward and backward and passes apply by; the extension is not there."""
+    function = getattr(repository, name)
+    more = () if operator == cases.AGGREGATION else (64,)
+    expected = results(function.apply, operator, *more)
+    for extension in (repository.MSDA, repository.GKA, repository.DAF):
+        for missing in [n for n in vars(extension) if n.endswith("ward")]:
+            monkeypatch.setattr(extension, missing, None)
+    torch._dynamo.reset()
+    with mx_driving.patched(repository):
+        compiled = torch.compile(lambda *a: function.apply(*a), fullgraph=True, backend="aot_eager")
+        found = results(compiled, operator, *more)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_patched_functions_have_second_derivatives(repository, operator):
+    name = FUNCTIONS[operator]
+    inputs = [i.requires_grad_(k in cases.DIFFERENTIABLE[operator]) for k, i in enumerate(INPUTS[operator])]
+    if operator == cases.AGGREGATION:
+        name = "DoubleDeformableAggregationFunction"
+    with mx_driving.patched(repository):
+        assert torch.autograd.gradgradcheck(getattr(repository, name).apply, inputs, fast_mode=True)
 
 
 def test_install_twice_and_undo():
@@ -194,6 +280,14 @@ assert counted(theirs)[1] == 0
 leaf = heads[0].detach().requires_grad_()
 gradient = torch.autograd.grad(Function.apply(leaf, shapes, starts, *heads[1:], 64).sum(), leaf)[0]  # through mmcv._ext
 torch.testing.assert_close(gradient, torch.autograd.grad(plain(leaf, shapes, *heads[1:]).sum(), leaf)[0])
+mixed = (heads[0].half(), shapes, starts, *heads[1:], 64)  # its text casts locations and weights to value's dtype
+for enabled in (False, True):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+        expected = Function.apply(*mixed)
+        with mx_driving.patched(NAME):
+            found = Function.apply(*mixed)
+    assert found.dtype == expected.dtype == torch.float16
+    assert torch.equal(found, expected)
 try:
     nms(torch.rand(2, 4), torch.rand(2), 0.5)
 except NotImplementedError as error:
@@ -213,3 +307,19 @@ def test_mmcv(name):
         "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",
         "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn only",
     ]
+
+
+def test_patch_beside_a_missing_extension_says_what_helps(tmp_path, monkeypatch):
+    """mmcv-lite, and a repository whose extensions nobody has built."""
+    pytest.importorskip("mmcv")
+    (tmp_path / "unbuilt").mkdir()
+    (tmp_path / "unbuilt" / "__init__.py").write_text("from . import deformable_aggregation_ext")
+    monkeypatch.syspath_prepend(tmp_path)
+    helps = r"; call mx_driving\.compat\.install\(\) first, which stands in for it$"
+    with (
+        pytest.raises(ValueError, match=r"got none in mmcv; .*No module named 'mmcv\._ext'" + helps),
+        mx_driving.patched("mmcv"),
+    ):
+        pass
+    with pytest.raises(ImportError, match="deformable_aggregation_ext.*" + helps):
+        mx_driving.patch("unbuilt")

@@ -53,6 +53,13 @@ def test_autograd_function_compiles():
     assert torch.equal(run(value, shapes, starts, locations, weights, 64), expected)
 
 
+def test_maptr():
+    """The way its modules call the function of this name."""
+    args = GOOD[GEOMETRIC]()
+    function = mx_driving.ops.geometric_kernel_attention.GeometricKernelAttentionFunc
+    assert torch.equal(function.apply(*args, 64), mx_driving.geometric_kernel_attention(*args))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_older_function():
     function = mx_driving.npu_multi_scale_deformable_attn_function

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+
+import cases
 import pytest
 import torch
 
 import mx_driving
 from mx_driving import viz
 
-matplotlib = pytest.importorskip("matplotlib")
+matplotlib = pytest.importorskip("matplotlib.image") and pytest.importorskip("matplotlib")
 
 
 def test_recording_sees_every_operator_and_no_backward():
@@ -59,6 +63,40 @@ def test_bev_is_drawn_forward_up_and_left_left():
     assert ax.get_title() == "cells"
     left, right, bottom, top = image.get_extent()
     assert (left, right, bottom, top) == (3, -3, -2, 2)
+
+
+def drawn(png: bytes) -> torch.Tensor:
+    return torch.from_numpy(matplotlib.image.imread(io.BytesIO(png), format="png"))
+
+
+def test_a_notebook_shows_axes_and_figures():
+    """What IPython asks the last expression of a cell for: bytes of a PNG, with what was drawn later in it."""
+    ax = viz.bev(torch.rand(4, 6))
+    before = drawn(ax._repr_png_())
+    ax.set_title("later")
+    after = drawn(ax.figure._repr_png_())
+    assert before.shape == after.shape
+    assert before.shape[0] > 100
+    assert not torch.equal(before, after)
+    assert drawn(pickle.loads(pickle.dumps(ax))._repr_png_()).shape == after.shape
+
+
+def test_axes_of_the_caller_stay_the_callers():
+    """pyplot shows its own figures; a second picture of them would be one too many."""
+    ax = matplotlib.figure.Figure().add_subplot()
+    assert viz.bev(torch.rand(4, 6), ax=ax) is ax
+    assert not hasattr(ax, "_repr_png_")
+
+
+def test_a_look_is_one_line():
+    shapes, starts = cases.levels_of((4, 4))
+    with viz.recording() as looks:
+        locations, weights = torch.rand(1, 3, 2, 1, 2, 2), torch.rand(1, 3, 2, 1, 2)
+        mx_driving.multi_scale_deformable_attn(torch.rand(1, 16, 2, 4).half(), shapes, starts, locations, weights)
+    assert repr(looks) == (
+        "[Look(multi_scale_deformable_attn: table [1, 16, 2, 4] float16, shapes [1, 2] int64, starts [1] int64, "
+        "locations [1, 3, 2, 1, 2, 2] float32, weights [1, 3, 2, 1, 2] float32, on cpu)]"
+    )
 
 
 def test_errors():

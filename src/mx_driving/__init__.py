@@ -1,10 +1,19 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
+import sys
+
+if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
+    # `python -m mx_driving.config` imports this file first: it prints a path, which must not take torch's seconds
+    from .config import main
+
+    raise SystemExit(main())
+
+from . import _C as _C
 from . import compat, nn, onnx, ops, viz
 from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
-from .ops.geometric_kernel_attention import geometric_kernel_attention
+from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import (
     MultiScaleDeformableAttnFunction,
     multi_scale_deformable_attn,
@@ -27,6 +36,7 @@ __all__ = [
     "multi_scale_deformable_attn",
     "nn",
     "npu_deformable_aggregation",
+    "npu_geometric_kernel_attention",
     "npu_multi_scale_deformable_attn_function",
     "onnx",
     "ops",

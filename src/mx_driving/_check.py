@@ -300,6 +300,12 @@ def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
     _fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
 
 
+def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
+    """What stopped an import, and what helps where it is an extension that nobody has built."""
+    missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
+    return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)
+
+
 def same_samples(locations: Tensor, weights: Tensor) -> None:
     """Locations to draw, and a weight for each."""
     if locations.dim() < 3 or locations.shape[-1] != 2:

@@ -103,7 +103,7 @@ def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     )
 
 
-def _gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     places = _DIFFERENTIABLE[name]
     backward_op = _op(name + "_backward")
 
@@ -175,7 +175,7 @@ def _register(name: str) -> None:
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
-    setup, formula = _gradient(name)
+    setup, formula = gradient(name)
     _transforms.register(_library, _op(name), setup, formula, getattr(reference, name))
     setup_second, second_formula = _second_gradient(name)
     reference_backward = getattr(reference, name + "_backward")

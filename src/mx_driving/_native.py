@@ -7,7 +7,6 @@ import ctypes
 import functools
 import pathlib
 import struct
-import sys
 from collections.abc import Iterator
 
 import torch
@@ -36,11 +35,9 @@ _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n 
 
 
 def _library_path() -> pathlib.Path:
-    """Beside this file, or, in an editable installation, in the package's other folder."""
-    suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-    name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
-    places = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
-    return next((place for place in places if place.exists()), places[0])
+    from .config import library_path  # not before, or runpy warns of a config that it finds imported
+
+    return library_path()
 
 
 @functools.cache

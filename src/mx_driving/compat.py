@@ -22,15 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _functions
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
+
+__all__ = ["NAMES", "install", "uninstall"]
 
 Function = Callable[..., Any]
 
 
 def _forward(door: Function) -> Function:
     """The operator by mmcv's names, called with a step of im2col that it has no use for."""
+    compiled = _functions.as_compiled(door)
 
     def forward(
         value: Tensor,
@@ -40,7 +44,7 @@ def _forward(door: Function) -> Function:
         attention_weights: Tensor,
         im2col_step: int = 64,
     ) -> Tensor:
-        return door(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+        return compiled(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
     return forward
 
@@ -87,7 +91,7 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
         "ms_deform_attn_backward": _multi_scale_backward,
     },
     "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": deformable_aggregation,
+        "deformable_aggregation_forward": _functions.as_compiled(deformable_aggregation),
         "deformable_aggregation_backward": _aggregation_backward,
     },
     "GeometricKernelAttention": {
@@ -128,6 +132,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             vars(module)["__getattr__"] = _missing
 
 
+NAMES = (*_EXTENSIONS, "mmcv._ext")
+
 _first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
 _last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
 
@@ -150,7 +156,7 @@ def install() -> tuple[str, ...]:
     if _first not in sys.meta_path:
         sys.meta_path.insert(0, _first)
         sys.meta_path.append(_last)
-    return (*_EXTENSIONS, "mmcv._ext")
+    return NAMES
 
 
 def uninstall() -> None:

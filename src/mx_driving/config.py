@@ -4,6 +4,8 @@
     cmake -Dmx_driving_DIR=$(python -m mx_driving.config --cmakedir) ...
 
 Exit status: 0; 1 when the package has no native library; 2 for a wrong command line.
+
+Nothing here needs torch, and as a command it does not wait for torch to be imported: see the package's `__init__`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,25 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shlex
+import sys
 
-from . import _native
+__all__ = ["cflags", "cmakedir", "includedir", "libdir", "library_path", "libs", "main"]
+
+
+def library_path() -> pathlib.Path:
+    """The shared library: beside this file, or, in an editable installation, in the package's other folder."""
+    suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+    name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
+    places = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
+    return next((place for place in places if place.exists()), places[0])
 
 
 def _folder() -> pathlib.Path:
     """Where the library lies, and beside it headers and the CMake package."""
-    reason = _native.why_not()
-    if reason:
-        raise SystemExit(f"mx_driving.config: {reason}")
-    return _native._library_path().parent.resolve()
+    library = library_path()
+    if not library.exists():
+        raise SystemExit(f"mx_driving.config: {library.name} is not in the package: it was not built or not installed")
+    return library.parent.resolve()
 
 
 def includedir() -> str:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+__all__ = ["FORMS", "translations"]
+
 FORMS = ("gather", "grid_sample", "npu")
 
 

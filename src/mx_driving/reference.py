@@ -11,6 +11,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = [
+    "Corners",
+    "deformable_aggregation",
+    "deformable_aggregation_backward",
+    "geometric_kernel_attention",
+    "geometric_kernel_attention_backward",
+    "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_backward",
+]
+
 
 class Corners(NamedTuple):
     """Samples of one map: corner k is right when k & 1, below when k & 2."""

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _check
 
+__all__ = ["COLOURS", "Look", "bev", "recording", "sampling_points"]
+
 
 @dataclass(frozen=True)
 class Look:
@@ -28,6 +30,14 @@ class Look:
     starts: Tensor
     locations: Tensor
     weights: Tensor
+
+    def __repr__(self) -> str:
+        inputs = [f"{name} {_brief(t)}" for name, t in vars(self).items() if isinstance(t, Tensor)]
+        return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
+
+
+def _brief(t: Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
 
 
 class _Recorder(TorchDispatchMode):
@@ -80,7 +90,7 @@ def sampling_points(
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
         least: samples of a smaller weight are left out.
         labels: a legend that names the levels.
-        ax: matplotlib axes; new ones when None.
+        ax: matplotlib axes; new ones when None, which a notebook shows as a picture when they end a cell.
 
     Samples outside the picture are left out: they read zeros.
 
@@ -133,7 +143,7 @@ def bev(
         view: [nx, ny] or [nx, ny, 3]; the first axis is x (forward), the second one y (left), both growing.
         extent: (x0, x1, y0, y1) in metres, for the axes; cells when None.
         title: above the picture.
-        ax: matplotlib axes; new ones when None.
+        ax: matplotlib axes; new ones when None, which a notebook shows as a picture when they end a cell.
         imshow: given to `Axes.imshow`, for instance vmin, vmax, cmap.
 
     Returns:
@@ -158,8 +168,9 @@ def _axes(ax: Any, aspect: float) -> Any:
     if ax is not None:
         return ax
     try:
-        from matplotlib.figure import Figure
+        from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError('mx_driving.viz draws with matplotlib: pip install "mx-driving-portable[demo]"') from None
     # no pyplot: nothing is kept for a window that will never open
-    return Figure(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained").add_subplot()
+    figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
+    return figure.add_subplot(axes_class=PictureAxes)

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from .. import _check
 from ..ops.npu_deformable_aggregation import deformable_aggregation
 
+__all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints", "project"]
+
 # fractions of an anchor's width, length and height: its centre and just inside its six faces, as in Sparse4D v3
 FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0), (0, 0, 0.45), (0, 0, -0.45))
 

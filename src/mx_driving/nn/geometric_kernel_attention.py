@@ -9,6 +9,8 @@ from .. import _check
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ._pyramid import heads_of
 
+__all__ = ["GeometricKernelAttention"]
+
 
 class GeometricKernelAttention(nn.Module):
     """Each query weighs the pixels of a small window around its reference points: fixed places, learned weights.

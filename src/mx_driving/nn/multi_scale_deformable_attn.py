@@ -11,6 +11,8 @@ from .. import _check
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ._pyramid import heads_of
 
+__all__ = ["MultiScaleDeformableAttention"]
+
 
 class MultiScaleDeformableAttention(nn.Module):
     """Each query reads a few points that it chooses itself, near its reference point, on every level of a feature pyramid.

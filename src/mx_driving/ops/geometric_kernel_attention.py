@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .._elsewhere import as_elsewhere
+
+__all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
 _NAMES = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
 
@@ -66,3 +71,38 @@ def geometric_kernel_attention(
         _limits.geometric_kernel_attention(value, sampling_locations)
     op = torch.ops.mx_driving.geometric_kernel_attention.default
     return _distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+
+
+class GeometricKernelAttentionFunc(_functions.OperatorFunction):
+    """The operator as the vendor's autograd function: `GeometricKernelAttentionFunc.apply(...)`."""
+
+    door = staticmethod(as_elsewhere(geometric_kernel_attention, *_NAMES[1:3]))
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+    ) -> Tensor:
+        """The output; the inputs are saved in ctx."""
+        inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+        return _functions.forward(ctx, geometric_kernel_attention, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of value, None, None, None and of attention_weights."""
+        return _functions.backward(ctx, "geometric_kernel_attention", grad_output)
+
+
+def npu_geometric_kernel_attention(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+) -> Tensor:
+    """`geometric_kernel_attention` under the vendor's older name."""
+    return geometric_kernel_attention(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 from .._elsewhere import as_elsewhere
+
+__all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
 _NAMES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 
@@ -85,13 +87,26 @@ def npu_multi_scale_deformable_attn_function(
     return _as_elsewhere(value, shape, offset, locations, weights)
 
 
-class MultiScaleDeformableAttnFunction:
-    """`MultiScaleDeformableAttnFunction.apply(...)` for code that was written against the vendor's autograd function."""
+class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
+    """The operator as the vendor's autograd function: `MultiScaleDeformableAttnFunction.apply(...)`."""
+
+    door = staticmethod(_as_elsewhere)
 
     @staticmethod
-    def apply(*args: Any, **named: Any) -> Tensor:
-        """`multi_scale_deformable_attn` under another name: same arguments, result, gradients and errors.
+    def forward(
+        ctx: Any,
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: Any = None,
+    ) -> Tensor:
+        """The output; the inputs are saved in ctx. mmcv's im2col_step is not used."""
+        inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+        return _functions.forward(ctx, multi_scale_deformable_attn, *inputs)
 
-        mmcv's im2col_step is accepted, and so are transformers' names, level_start_index and value_spatial_shapes_list.
-        """
-        return _as_elsewhere(*args, **named)
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of value, None, None, of sampling_locations and of attention_weights."""
+        return _functions.backward(ctx, "multi_scale_deformable_attn", grad_output)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+
+__all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
 
 
 def deformable_aggregation(
@@ -71,3 +75,27 @@ def npu_deformable_aggregation(
 ) -> Tensor:
     """`deformable_aggregation` under the vendor's older name."""
     return deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+
+
+class AdsDeformableAggregation(_functions.OperatorFunction):
+    """The operator as the vendor's autograd function: `AdsDeformableAggregation.apply(...)`."""
+
+    door = staticmethod(deformable_aggregation)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        feature_maps: Tensor,
+        spatial_shape: Tensor,
+        scale_start_index: Tensor,
+        sample_locations: Tensor,
+        weight: Tensor,
+    ) -> Tensor:
+        """The output; the inputs are saved in ctx."""
+        inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+        return _functions.forward(ctx, deformable_aggregation, *inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of feature_maps, None, None, of sample_locations and of weight."""
+        return _functions.backward(ctx, "deformable_aggregation", grad_output)

@@ -1,6 +1,6 @@
 """Replacing and giving back. A core is changed in place, so whoever imported it, and whenever, calls the operator.
 
-A module class gets another forward, an autograd function another apply, and a plain function another code: D-FINE's layers
+A module class gets another forward, an autograd function other methods, and a plain function another code: D-FINE's layers
 hold theirs in an attribute and other files import theirs by name, so replacing the name where it is defined is not enough.
 """
 
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .. import _check
+from . import _autograd
 from ._forms import FUNCTION, MODULE, Form
 from ._search import find
 from ._trial import objection
@@ -135,7 +136,16 @@ def _replace(form: Form, core: Any) -> Callable[[], None]:
     if form.kind == FUNCTION:
         original, core.__code__ = core.__code__, form.replacement.__code__
         return lambda: setattr(core, "__code__", original)
-    name = "forward" if form.kind == MODULE else "apply"
-    own = vars(core).get(name)  # `apply` is inherited
-    setattr(core, name, form.replacement if form.kind == MODULE else staticmethod(form.replacement))
-    return lambda: delattr(core, name) if own is None else setattr(core, name, own)
+    changed = {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, core)
+    before = {name: vars(core).get(name) for name in changed}  # `apply` is inherited
+    for name, method in changed.items():
+        setattr(core, name, method)
+    return lambda: _give_back(core, before)
+
+
+def _give_back(core: Any, before: dict[str, Any]) -> None:
+    for name, own in before.items():
+        if own is None:
+            delattr(core, name)
+        else:
+            setattr(core, name, own)

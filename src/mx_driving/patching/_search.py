@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import _check
+from .. import _check, compat
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
 
 # where a library keeps its cores; of any other one the modules that are loaded are searched
@@ -102,14 +102,18 @@ def _of_package(name: str, found: Found) -> None:
 
 def _of_name(name: str, found: Found) -> None:
     if name not in _FILES:
-        importlib.import_module(name)
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise type(error)(_check.import_failed(error, compat.NAMES), name=error.name) from error
         _of_package(name, found)
         return
     for module_name in _marked(name):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
-            found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {error}"
+            reason = _check.import_failed(error, compat.NAMES)
+            found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
             continue
         before = len(found.cores) + len(found.unknown)
         found.look(module)

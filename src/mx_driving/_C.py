@@ -1,0 +1,65 @@
+"""The functions of the vendor's compiled extension around the three operators, in its present and its older names.
+
+They know neither autograd nor autocast, as its own do not; the gradients are functions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ._functions import as_compiled
+from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
+from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
+from .ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
+
+__all__ = [
+    "geometric_kernel_attention",
+    "geometric_kernel_attention_backward",
+    "geometric_kernel_attention_forward",
+    "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_backward",
+    "multi_scale_deformable_attn_grad",
+    "npu_deformable_aggregation",
+    "npu_deformable_aggregation_backward",
+    "npu_geometric_kernel_attention",
+    "npu_geometric_kernel_attention_backward",
+    "npu_geometric_kernel_attention_func",
+    "npu_multi_scale_deformable_attn_function",
+]
+
+
+def _backward(operator: str, wanted: int) -> Callable[..., tuple[Tensor, ...]]:
+    """The five inputs, grad_output, and for aggregation three tensors of zeros, which are not used -> a tuple of gradients."""
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+
+    @torch.no_grad()
+    def gradients(
+        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, grad_output: Tensor, *zeros: Tensor
+    ) -> tuple[Tensor, ...]:
+        return tuple(backward(grad_output, value, shapes, starts, locations, weights, [True] * wanted))
+
+    return gradients
+
+
+multi_scale_deformable_attn = torch.no_grad()(as_compiled(_multi_scale))
+multi_scale_deformable_attn_backward = _backward("multi_scale_deformable_attn", 3)
+npu_deformable_aggregation = torch.no_grad()(as_compiled(_aggregation))
+npu_deformable_aggregation_backward = _backward("deformable_aggregation", 3)
+geometric_kernel_attention = torch.no_grad()(as_compiled(_geometric))
+geometric_kernel_attention_backward = _backward("geometric_kernel_attention", 2)
+
+
+def geometric_kernel_attention_forward(
+    value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, output: Tensor
+) -> None:
+    """Writes to the caller's output."""
+    output.copy_(geometric_kernel_attention(value, shapes, starts, locations, weights))
+
+
+npu_multi_scale_deformable_attn_function = multi_scale_deformable_attn
+multi_scale_deformable_attn_grad = multi_scale_deformable_attn_backward
+npu_geometric_kernel_attention = npu_geometric_kernel_attention_func = geometric_kernel_attention
+npu_geometric_kernel_attention_backward = geometric_kernel_attention_backward

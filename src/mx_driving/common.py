@@ -1,0 +1,9 @@
+"""The vendor's oldest path, `mx_driving.common`."""
+
+import warnings
+
+from .ops.multi_scale_deformable_attn import npu_multi_scale_deformable_attn_function
+
+warnings.warn("mx_driving.common is deprecated: import from mx_driving", DeprecationWarning, stacklevel=2)
+
+__all__ = ["npu_multi_scale_deformable_attn_function"]

@@ -1,0 +1,84 @@
+"""What takes the place of an autograd function: the operator in the dtypes that the function's own text computes in.
+
+Its extension cannot be tried, so the dtypes are read: the `cast_inputs` of torch.amp.custom_fwd around its forward, and the
+casts that forward itself calls. A class gets an `apply` that calls the operator, and a forward and backward for torch.compile,
+which reads those two and passes `apply` by.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _functions
+
+# what forward calls or names -> the dtype of its inputs from then on; type_as casts to value's
+_DTYPES = {
+    "float": torch.float32,
+    "float32": torch.float32,
+    "double": torch.float64,
+    "float64": torch.float64,
+    "half": torch.float16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class _Casts:
+    """The casts of a function's five tensors, in the order in which its text has them."""
+
+    device_type: str  # of custom_fwd
+    under_autocast: torch.dtype | None
+    always: torch.dtype | None
+    to_value: bool
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if self.under_autocast is not None and torch.is_autocast_enabled(self.device_type):
+            kept = (torch.float64,)  # custom_fwd leaves these alone, and what is on another device
+            inputs = tuple(
+                i if i.dtype in kept or i.device.type != self.device_type else _cast(i, self.under_autocast) for i in inputs
+            )
+        dtype = inputs[0].dtype if self.to_value else self.always
+        return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() else t
+
+
+def _casts_of(forward: Any) -> _Casts:
+    """Read from the decorators and the code of a class's forward."""
+    device_type, under_autocast = "cpu", None
+    while hasattr(forward, "__wrapped__"):
+        held = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        if {"device_type", "cast_inputs"} <= set(held):
+            device_type, under_autocast = held["device_type"].cell_contents, held["cast_inputs"].cell_contents
+        forward = forward.__wrapped__
+    names = forward.__code__.co_names
+    always = next((_DTYPES[n] for n in names if n in _DTYPES), None)
+    return _Casts(device_type, under_autocast, always, "type_as" in names)
+
+
+def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
+    """The class's attributes that change, by name."""
+    casts, kernel = _casts_of(core.forward), _functions.as_compiled(door)
+
+    def apply(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None) -> Tensor:
+        return kernel(*casts(value, shapes, starts, locations, weights))
+
+    @functools.wraps(core.forward)
+    def forward(
+        ctx: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None
+    ) -> Tensor:
+        return _functions.forward(ctx, kernel, *casts(value, shapes, starts, locations, weights))
+
+    @functools.wraps(core.backward)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return _functions.backward(ctx, door.__name__, grad_output)
+
+    return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}
