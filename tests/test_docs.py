@@ -23,6 +23,7 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTAL
         "mx_driving.ops.npu_deformable_aggregation",
         "mx_driving.ops.geometric_kernel_attention",
         "mx_driving._library",
+        "mx_driving._data_checks",
         "mx_driving.aclnn",
         "mx_driving.onnx",
         "mx_driving.patching._patch",

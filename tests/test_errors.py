@@ -21,7 +21,13 @@ t = torch.tensor
 # operator, which argument, what it becomes, the error, the sentence
 ROWS = [
     (MULTI_SCALE, 0, lambda a: a.numpy(), TypeError, "value must be a torch.Tensor; got ndarray"),
-    (MULTI_SCALE, 1, lambda a: a.tolist(), TypeError, "value_spatial_shapes must be a torch.Tensor; got list"),
+    (
+        MULTI_SCALE,
+        1,
+        lambda a: a.tolist(),
+        TypeError,
+        "value_spatial_shapes must be a torch.Tensor, as torch.tensor(value_spatial_shapes) makes it; got list",
+    ),
     (MULTI_SCALE, 0, lambda a: a[0], ValueError, "value must have shape (bs, num_keys, num_heads, embed_dims); got (16, 2, 4)"),
     (MULTI_SCALE, 1, lambda a: a[0], ValueError, "value_spatial_shapes must have shape (num_levels, 2); got (2,)"),
     (MULTI_SCALE, 1, lambda a: a[:, :1], ValueError, "value_spatial_shapes must have shape (num_levels=2, 2); got (2, 1)"),
@@ -41,6 +47,34 @@ ROWS = [
         f"sampling_locations must have shape {QUERY_AXES}, 2); got (1, 3, 2, 2, 2, 2)",
     ),
     (MULTI_SCALE, 4, lambda a: a[..., :1], ValueError, f"attention_weights must have shape {QUERY_AXES}); got (2, 3, 2, 2, 1)"),
+    *(
+        row
+        for operator in (MULTI_SCALE, GEOMETRIC)
+        for row in [
+            (
+                operator,
+                0,
+                lambda a: a.transpose(1, 2),
+                ValueError,
+                "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); "
+                "got (2, 2, 16, 4), whose axes 1 and 2 look swapped",
+            ),
+            (
+                operator,
+                0,
+                lambda a: a[:, :, :1],
+                ValueError,
+                "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); got (2, 16, 1, 4)",
+            ),
+            (
+                operator,
+                0,
+                lambda a: a[:1],
+                ValueError,
+                "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); got (1, 16, 2, 4)",
+            ),
+        ]
+    ),
     (MULTI_SCALE, 0, lambda a: a.long(), TypeError, f"value must {FLOATING}; got int64"),
     (MULTI_SCALE, 0, lambda a: a.cfloat(), TypeError, f"value must {FLOATING}; got complex64"),
     (MULTI_SCALE, 1, lambda a: a.float(), TypeError, "value_spatial_shapes must have dtype int32 or int64; got float32"),
@@ -128,7 +162,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("operator", "place", "change", "error", "sentence"), ROWS, ids=[r[-1] for r in ROWS])
+@pytest.mark.parametrize(("operator", "place", "change", "error", "sentence"), ROWS, ids=[f"{r[0]}: {r[-1]}" for r in ROWS])
 def test_sentence(operator, place, change, error, sentence):
     args = list(GOOD[operator]())
     args[place] = change(args[place])

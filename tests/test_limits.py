@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import mx_driving
+from mx_driving._flags import flag
 
 
 def multi_scale(heads=1, dims=8, levels=1, points=1):
@@ -106,14 +107,43 @@ def test_elements_limit_counts_without_memory():
         )
 
 
-def test_environment_variable():
-    code = (
-        "import torch, mx_driving\n"
-        "mx_driving.multi_scale_deformable_attn(torch.zeros(1, 1, 1, 12), torch.tensor([[1, 1]]), torch.tensor([0]),\n"
-        "    torch.zeros(1, 1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 1))\n"
-    )
-    for value, status in (("1", 1), ("0", 0)):
-        env = {**os.environ, "MX_DRIVING_ATLAS_LIMITS": value}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-        assert done.returncode == status
-        assert ("Atlas A2 limit" in done.stderr) == bool(status)
+CALL = (
+    "import torch, mx_driving\n"
+    "mx_driving.multi_scale_deformable_attn(torch.zeros(1, 1, 1, 12), torch.tensor([[1, 1]]), torch.tensor([0]),\n"
+    "    torch.zeros(1, 1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 1))\n"
+)
+
+
+def with_flag(word):
+    env = {**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}
+    return subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("word", "enforced"), [("1", True), ("TRUE", True), ("0", False)])
+def test_environment_variable(word, enforced):
+    done = with_flag(word)
+    assert done.returncode == enforced
+    assert ("Atlas A2 limit" in done.stderr) == enforced
+
+
+def test_word_that_is_no_flag_stops_the_import():
+    done = with_flag("ture")
+    rule = "MX_DRIVING_ATLAS_LIMITS must be 1, true, yes or on, or 0, false, no, off or empty; got 'ture'"
+    assert done.stderr.splitlines()[-1] == f"ValueError: {rule}"
+
+
+@pytest.mark.parametrize("name", ["MX_DRIVING_ATLAS_LIMITS", "MX_DRIVING_CHECK"])
+def test_words_of_flags(name, monkeypatch):
+    for word in ("1", "true", "Yes", "ON"):
+        monkeypatch.setenv(name, word)
+        assert flag(name)
+    for word in ("0", "False", "no", "OFF", ""):
+        monkeypatch.setenv(name, word)
+        assert not flag(name)
+    monkeypatch.delenv(name)
+    assert not flag(name)
+    for word in ("2", "y", " 1", "none"):
+        monkeypatch.setenv(name, word)
+        with pytest.raises(ValueError) as caught:
+            flag(name)
+        assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"

@@ -15,6 +15,7 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
 from test_nonfinite import INF, NAN
 from test_values import _strided, compare
 
+import mx_driving
 from mx_driving import _triton
 
 pytestmark = pytest.mark.skipif(_triton.why_not() is not None, reason=str(_triton.why_not()))
@@ -218,15 +219,14 @@ def test_garbage_tables(operator, shapes, starts):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_check_refuses_garbage_tables(operator, monkeypatch):
+def test_data_checks_refuse_garbage_tables(operator):
     args = list(cases.cast(SMALL[operator](), torch.float32))
     grad = cases.grad_for(operator, tuple(args)).float()
     args[2] = args[2] + 1000
     cases.forward_of("triton", operator)(*args)
-    monkeypatch.setenv("MX_DRIVING_CHECK", "1")
-    with pytest.raises(ValueError, match="must leave room"):
+    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
         cases.forward_of("triton", operator)(*args)
-    with pytest.raises(ValueError, match="must leave room"):
+    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
         cases.gradients_of("triton", operator, grad, tuple(args))
 
 

@@ -10,6 +10,7 @@ if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") fo
 
 from . import _C as _C
 from . import compat, nn, onnx, ops, viz
+from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
@@ -23,11 +24,13 @@ from .patching import Patch, patch, patched
 
 __version__ = "0.1.0"
 __all__ = [
+    "DataWarning",
     "MultiScaleDeformableAttnFunction",
     "Patch",
     "atlas_limits",
     "backends",
     "compat",
+    "data_checks",
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",

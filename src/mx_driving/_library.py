@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _decompositions, _flops, _native, _transforms, _triton, reference
+from . import _check, _data_checks, _decompositions, _flops, _native, _transforms, _triton, reference
 
 _TABLES = {
     "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
@@ -49,12 +49,12 @@ def _define(name: str) -> None:
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
-    """The reference; where reading the tables is free, on a CPU, they are checked first."""
+    """The reference; the tables are checked first where reading them is free, on a CPU, or where somebody asks for it."""
     run = getattr(reference, name + "_backward" if backward else name)
 
     def kernel(*args: Any) -> Any:
         table, shapes, starts = args[backward : backward + 3]
-        if table.device.type == "cpu":
+        if table.device.type == "cpu" or _data_checks.asked():
             _check.levels(*_TABLES[name], shapes, starts, table.shape[1])
         return run(*args)
 
@@ -168,10 +168,10 @@ def _to_float32(a: Any) -> Any:
 
 def _register(name: str) -> None:
     _define(name)
-    for op, backward in ((name, False), (name + "_backward", True)):
-        _library.impl(op, _reference(name, backward), "CompositeExplicitAutograd")
-        _library.impl(op, _cpu(name, backward), "CPU")
-        _library.impl(op, _cuda(name, backward), "CUDA")
+    names = tuple(_INPUTS[name].replace("Tensor ", "").split(", "))
+    for key, kernel in (("CompositeExplicitAutograd", _reference), ("CPU", _cpu), ("CUDA", _cuda)):
+        _library.impl(name, _data_checks.followed(name, names, kernel(name, False)), key)
+        _library.impl(name + "_backward", kernel(name, True), key)
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)

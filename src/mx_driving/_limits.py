@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
 from torch import Tensor
 
 from . import _check
+from ._flags import flag
 
 MULTI_SCALE = {"points_times_levels": 64, "num_heads": 8, "embed_dims": 64, "embed_dims_multiple": 8}
 # when points * levels is 64 and embed_dims fills eight blocks of eight, one head fewer
@@ -23,14 +23,15 @@ GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * points rounded up to 8 stays
 
 # How many atlas_limits() are open, plus one when the environment asks. Process-wide, like torch.backends' flags; a plain
 # number, so that torch.compile can guard on it.
-_open = int(os.environ.get("MX_DRIVING_ATLAS_LIMITS", "") == "1")
+_open = int(flag("MX_DRIVING_ATLAS_LIMITS"))
 
 
 @contextlib.contextmanager
 def atlas_limits() -> Iterator[None]:
     """Hold every call inside to the limits that the vendor documents for Atlas A2, with a ValueError past one.
 
-    Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` in the environment does the same for a whole program.
+    Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` (true, yes, on) in the environment does the same for a whole
+    program; a word that is neither on nor off is a ValueError when the package is imported.
     """
     global _open
     _open += 1

@@ -33,13 +33,18 @@ Function = Callable[..., Any]
 
 
 def _forward(door: Function) -> Function:
-    """The operator, called with a step of im2col that it has no use for."""
+    """The operator by mmcv's names, called with a step of im2col that it has no use for."""
     compiled = _functions.as_compiled(door)
 
     def forward(
-        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: int = 64,
     ) -> Tensor:
-        return compiled(value, shapes, starts, locations, weights)
+        return compiled(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
     return forward
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _check, _data_checks
 
 # Channels that a thread holds in a backward kernel: with eight (16 bytes of a 16-bit dtype), the four corners' rows, their
 # products and the gradient pass 64 registers, and with that half of the occupancy.
@@ -96,8 +95,8 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """With MX_DRIVING_CHECK=1 the tables are read, which waits for the device, and refused as on a CPU."""
-    if os.environ.get("MX_DRIVING_CHECK") == "1":
+    """Inside data_checks() the tables are read, which waits for the device, and refused as on a CPU."""
+    if _data_checks.asked():
         _check.levels(shapes_name, starts_name, shapes, starts, num_keys)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
+from .. import _check
 
-def flatten_levels(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+
+def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The levels of a feature pyramid, one after the other, row by row.
 
     Args:
-        maps: each level [bs, c, H, W], with its own H and W.
+        maps: a list of levels, each [bs, c, H, W] with its own H and W.
 
     Returns:
         value [bs, num_keys, c], spatial_shapes [num_levels, 2] and level_start_index [num_levels], both int64.
@@ -21,16 +23,17 @@ def flatten_levels(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(value.shape), shapes.tolist(), starts.tolist()
     ((1, 30, 8), [[4, 6], [2, 3]], [0, 24])
     """
+    maps = _check.maps(maps, "bs, c, H, W")
     value = torch.cat([m.flatten(2) for m in maps], 2).transpose(1, 2)
     shapes, starts = _tables([m.shape[-2:] for m in maps], value.device)
     return value, shapes, starts
 
 
-def flatten_cameras(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """The feature pyramids of several cameras: all levels of the first one, then of the second, and so on.
 
     Args:
-        maps: each level [bs, cam, c, H, W], with its own H and W.
+        maps: a list of levels, each [bs, cam, c, H, W] with its own H and W.
 
     Returns:
         feature_maps [bs, num_feat, c], spatial_shape [cam, scale, 2] and scale_start_index [cam, scale], both int64.
@@ -39,6 +42,7 @@ def flatten_cameras(maps: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     >>> tuple(maps.shape), tuple(shape.shape), start.tolist()
     ((1, 60, 8), (2, 2, 2), [[0, 24], [30, 54]])
     """
+    maps = _check.maps(maps, "bs, cam, c, H, W")
     cams = maps[0].shape[1]
     by_camera = torch.cat([m.flatten(3) for m in maps], 3).transpose(2, 3)
     shapes, starts = _tables([m.shape[-2:] for m in maps], by_camera.device)

@@ -26,7 +26,9 @@ class KeyPoints(nn.Module):
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
         super().__init__()
-        self.fix_scale = nn.Parameter(torch.tensor(fix_scale, dtype=torch.float32).view(-1, 3), requires_grad=False)
+        points = torch.tensor(fix_scale, dtype=torch.float32)
+        _check.fix_scale(points, num_learnable_pts)
+        self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
         self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
         if num_learnable_pts:
@@ -84,6 +86,8 @@ class DeformableFeatureAggregation(nn.Module):
         super().__init__()
         _check.divides("num_groups", num_groups, "embed_dims", embed_dims)
         _check.choice("residual_mode", residual_mode, ("add", "cat"))
+        _check.at_least_one(num_levels=num_levels, num_cams=num_cams)
+        _check.share("attn_drop", attn_drop)
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
         self.attn_drop, self.residual_mode = attn_drop, residual_mode
         self.proj_drop = nn.Dropout(proj_drop)
@@ -122,12 +126,21 @@ class DeformableFeatureAggregation(nn.Module):
             anchor: [bs, anchor, >= 8]: x, y, z in metres, log width, log length, log height, sin yaw, cos yaw, ...
             anchor_embed: [bs, anchor, embed_dims].
             feature_maps, spatial_shape, scale_start_index: as `flatten_cameras` makes them.
-            projection_mat: [bs, cam, 4, 4], from metres to homogeneous pixels: (u * depth, v * depth, depth, 1).
+            projection_mat: [bs, cam, 4, 4], from metres to homogeneous pixels: (u * depth, v * depth, depth, 1). The last row
+                is not read and may be missing.
             image_wh: [bs, cam, 2], width and height of the pictures in pixels; None when projection_mat gives 0..1.
 
         Returns:
             [bs, anchor, embed_dims], or twice as many channels with residual_mode "cat".
+
+        Raises:
+            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
+        _check.anchors(instance_feature, anchor, anchor_embed, self.embed_dims)
+        bs = instance_feature.shape[0]
+        _check.cameras(projection_mat, image_wh, bs, self.num_cams if self.camera_encoder is None else None)
+        cams = projection_mat.shape[1]
+        _check.feature_maps(feature_maps, spatial_shape, scale_start_index, bs, cams, self.num_levels, self.embed_dims)
         points = self.kps_generator(anchor, instance_feature)
         locations = project(points, projection_mat, image_wh)
         weights = self.weights(instance_feature + anchor_embed, projection_mat)

@@ -52,6 +52,8 @@ class GeometricKernelAttention(nn.Module):
     ) -> None:
         super().__init__()
         _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
+        _check.at_least_one(num_levels=num_levels, dilation=dilation)
+        _check.kernel_size(kernel_size)
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
         x, y = ((torch.arange(n) - n // 2) * dilation for n in reversed(kernel_size))
@@ -89,11 +91,16 @@ class GeometricKernelAttention(nn.Module):
 
         Returns:
             [bs, num_queries, embed_dims].
+
+        Raises:
+            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        _check.reference_points(reference_points, (2,))
-        weights = self.attention_weights(query).unflatten(2, (self.num_heads, -1)).softmax(-1)
-        weights = weights.unflatten(3, (self.num_levels, self.num_points))
-        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
+        heads, levels = self.num_heads, self.num_levels
+        _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_heads", heads, (2,))
+        _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, levels)
+        weights = self.attention_weights(query).unflatten(2, (heads, -1)).softmax(-1)
+        weights = weights.unflatten(3, (levels, self.num_points))
+        rows = heads_of(self.value_proj(value), padding_mask, heads)
         pixels = self.pixels(reference_points, spatial_shapes)
         return geometric_kernel_attention(rows, spatial_shapes, level_start_index, pixels, weights)
 

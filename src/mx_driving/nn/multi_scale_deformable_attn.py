@@ -44,6 +44,7 @@ class MultiScaleDeformableAttention(nn.Module):
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4) -> None:
         super().__init__()
         _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
+        _check.at_least_one(num_levels=num_levels, num_points=num_points)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * num_levels * num_points
         self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
@@ -89,16 +90,20 @@ class MultiScaleDeformableAttention(nn.Module):
 
         Returns:
             [bs, num_queries, embed_dims].
+
+        Raises:
+            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
         locations, weights = self.sampling(query, reference_points, spatial_shapes)
+        _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, self.num_levels)
         rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
         out = multi_scale_deformable_attn(rows, spatial_shapes, level_start_index, locations, weights)
         return self.output_proj(out)
 
     def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
         """Where each query looks, and how much each look counts: the operator's sampling_locations and attention_weights."""
-        _check.reference_points(reference_points, (2, 4))
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_levels", levels, (2, 4))
         offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
         reference = reference_points[:, :, None, :, None]  # over heads and points
         if reference_points.shape[-1] == 2:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .._elsewhere import as_elsewhere
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
@@ -75,7 +76,7 @@ def geometric_kernel_attention(
 class GeometricKernelAttentionFunc(_functions.OperatorFunction):
     """The operator as the vendor's autograd function: `GeometricKernelAttentionFunc.apply(...)`."""
 
-    door = staticmethod(geometric_kernel_attention)
+    door = staticmethod(as_elsewhere(geometric_kernel_attention, *_NAMES[1:3]))
 
     @staticmethod
     def forward(

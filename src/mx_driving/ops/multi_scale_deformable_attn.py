@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .._elsewhere import as_elsewhere
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
@@ -68,22 +69,28 @@ def multi_scale_deformable_attn(
     return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
+_as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *_NAMES[1:3])
+
+
 def npu_multi_scale_deformable_attn_function(
-    value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor
+    value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
 ) -> Tensor:
-    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call."""
+    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call.
+
+    Tables may be lists; im2col_step, which mmcv's function of the same inputs has, is not used.
+    """
     warnings.warn(
         "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn",
         DeprecationWarning,
         stacklevel=2,
     )
-    return multi_scale_deformable_attn(value, shape, offset, locations, weights)
+    return _as_elsewhere(value, shape, offset, locations, weights)
 
 
 class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
     """The operator as the vendor's autograd function: `MultiScaleDeformableAttnFunction.apply(...)`."""
 
-    door = staticmethod(multi_scale_deformable_attn)
+    door = staticmethod(_as_elsewhere)
 
     @staticmethod
     def forward(
