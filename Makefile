@@ -3,6 +3,7 @@
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make aarch64   cross-compile, and run the native tests under qemu-user
+# make docs    these operators' pages, docs/_build/html/index.html
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -73,3 +74,13 @@ check-gpu:
 
 clean:
 	rm -rf $(VENV) build
+
+# The site: docs/_build/html/index.html. Warnings are errors; building fetches nothing.
+.PHONY: docs
+$(VENV)/docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
