@@ -84,7 +84,7 @@ def whole_models() -> str:
         "core speed-up": "speed-up",
     }
     table = markdown(columns.values(), [[row[name] for name in columns] for row in rows])
-    return f"{table}\n{little} of the {len(rows)} rows gain 6 % or less. {made(rows)}\n"
+    return f"{table}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
 
 
 def onnxruntime() -> str:
@@ -95,7 +95,7 @@ def onnxruntime() -> str:
     return markdown(["workload", *(f"{form}, ms" for form in forms)], body) + f"\n{made(rows)}\n"
 
 
-def plain(file: str, last: str) -> str:
+def plain(file: str, last: str = "machine") -> str:
     """A file as it is; its last column is the same in every row and stands below."""
     rows = read(file)
     columns = [name for name in rows[0] if name != last]
@@ -105,7 +105,7 @@ def plain(file: str, last: str) -> str:
 def made(rows: list[Row], column: str = "machine") -> str:
     """The date, machine and versions that all rows share."""
     (words,) = {row[column] for row in rows}
-    return f"Measured on {words}."
+    return f"*{words}*"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -115,7 +115,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured": lambda: made(read(BENCH)) + "\n",
     "whole_models": whole_models,
     "onnxruntime": onnxruntime,
-    "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv", "machine"),
+    "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
 }
 

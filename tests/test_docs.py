@@ -64,6 +64,13 @@ def test_every_python_block_runs():
         assert fences(TEXTS[f"docs/{operator}.md"], "python")
 
 
+@pytest.mark.parametrize("page", [page for page in TEXTS if page != "README.md"])
+def test_code_fits_its_column(page):
+    """A hundred characters are what a page shows of a line without scrolling."""
+    for _, info, body in FENCE.findall(TEXTS[page]):
+        assert "{math}" in info or max(map(len, body.splitlines()), default=0) <= 100
+
+
 def a_detector_and_a_photograph() -> None:
     """What docs/models.md would download: a small Deformable DETR with random weights, saved under the name it asks for."""
     transformers = pytest.importorskip("transformers")
