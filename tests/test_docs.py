@@ -195,6 +195,10 @@ def test_the_readmes_figures_are_those_of_the_files(tables):
     assert f"from {before:.2f} s to {after:.2f} s" in TEXTS["README.md"]
 
 
+def test_what_is_cited_is_this_version():
+    assert f"\nversion: {mx_driving.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
 def test_pages_draw_the_tables_there_are(tables):
     included = {name for text in TEXTS.values() for name in re.findall(r"\{include\} _generated/(\w+)\.md", text)}
     assert included == set(tables.TABLES)
