@@ -2,7 +2,9 @@
 # make test    the same environment, linters and the whole test suite
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
+# make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
+# make docs    these operators' pages, docs/_build/html/index.html
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -17,7 +19,7 @@ EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=build/editab
 
 NO_COMPILER := Building needs a C++ compiler and there is none: apt install g++, dnf install gcc-c++ or xcode-select --install
 
-.PHONY: demo test bench lint native sanitize aarch64 clean compiler
+.PHONY: demo test bench docs lint native sanitize aarch64 clean compiler
 
 compiler:
 	@command -v "$${CXX:-c++}" >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || { echo "$(NO_COMPILER)"; exit 1; }
@@ -50,6 +52,11 @@ test: $(STAMP) lint
 
 bench: $(STAMP)
 	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
+
+# Warnings are errors; building fetches nothing.
+docs: $(STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo docs/_build/html/index.html
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -35,7 +35,7 @@ def _folder() -> pathlib.Path:
 
 
 def includedir() -> str:
-    """The folder of acl/acl.h, aclnnop/*.h and mx_driving.h."""
+    """The folder of `acl/acl.h`, `aclnnop/*.h` and `mx_driving.h`."""
     return str(_folder() / "include")
 
 

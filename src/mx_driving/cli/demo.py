@@ -120,7 +120,7 @@ def _rig_error(message: str) -> ValueError:
 def demo(
     out: Annotated[Path, typer.Option(help="PNG file to write.", dir_okay=False)] = Path("demo.png"),
     rig: Annotated[
-        Path | None, typer.Option(help="Rig file (JSON) with your own photographs and calibration; see the README.")
+        Path | None, typer.Option(help="Rig file (JSON) with your own photographs and calibration; see docs/command_line.md.")
     ] = None,
 ) -> None:
     """Six cameras to a bird's-eye view, and back again by gradient descent.

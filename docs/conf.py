@@ -1,0 +1,73 @@
+"""The site of `make docs`: Sphinx, MyST and furo. Nothing is fetched; tables and pictures are made from data first."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import pathlib
+import re
+import sys
+from typing import Any
+
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
+
+HERE = pathlib.Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import pictures  # noqa: E402
+import tables  # noqa: E402
+
+project = "mx_driving, portable"
+author = "the mx_driving portable contributors"
+release = importlib.metadata.version("mx-driving-portable")
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build", "_generated"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+html_show_copyright = False
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+highlight_language = "text"
+html_math_renderer = "mathml"
+default_role = "code"  # docstrings mark code with single backticks
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+napoleon_custom_sections = ["Outside", "Source"]
+
+
+def block_equations(app: Any, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    """A docstring's indented block is an equation or a piece of code, unless a section such as "Args:" is above it."""
+    above, done = "", []
+    for line in lines:
+        starts_block = line.startswith("    ") and done and not done[-1].strip()
+        if starts_block and not above.startswith(" ") and not re.fullmatch(r"\w+:", above):
+            done += ["::", ""]
+            above = line
+        elif line.strip() and not (line.startswith(" ") and above.startswith(" ")):
+            above = line
+        done.append(line)
+    lines[:] = done
+
+
+def inline(self: Any, node: Any) -> None:
+    self.body.append(tex2mathml(node.astext()))
+    raise SkipNode
+
+
+def block(self: Any, node: Any) -> None:
+    self.body.append(f'<div class="math">{tex2mathml(node.astext(), as_block=True)}</div>')
+    raise SkipNode
+
+
+def make(app: Any) -> None:
+    folder = HERE / "_generated"
+    folder.mkdir(exist_ok=True)
+    tables.write(folder)
+    pictures.write(folder)
+
+
+def setup(app: Any) -> None:
+    app.add_html_math_renderer("mathml", (inline, None), (block, None))
+    app.connect("builder-inited", make)
+    app.connect("autodoc-process-docstring", block_equations, priority=100)  # before napoleon

@@ -1,0 +1,130 @@
+"""The pages' tables, from the CSV files of benchmarks/results: `python docs/tables.py` prints them."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+from collections.abc import Callable, Iterable
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+BENCH = "epyc-zen5-2-cores.csv"
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table whose columns after the first are numbers, to the right."""
+    header = list(header)
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def milliseconds(row: Row) -> str:
+    time = float(row["milliseconds"])
+    return f"{time:.2f}" if time < 100 else f"{time:.0f}"
+
+
+def speed_up(row: Row) -> str:
+    """How many times longer an implementation takes than this package."""
+    ratio = float(row["times ours"])
+    return f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def by_implementation(direction: str) -> dict[str, dict[str, Row]]:
+    """workload -> implementation -> its row, of one direction."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in read(BENCH):
+        if row["direction"] == direction:
+            found.setdefault(row["workload"], {})[row["implementation"]] = row
+    return found
+
+
+RIVALS = ("plain torch", "torch.compile", "torch-ms-deform-attn")
+
+
+def speed_ups(direction: str) -> str:
+    """Ours in milliseconds, and the speed-up over each rival."""
+    rows = [
+        [name, milliseconds(by["mx_driving"]), *(speed_up(by[rival]) if rival in by else "" for rival in RIVALS)]
+        for name, by in by_implementation(direction).items()
+    ]
+    return markdown(["workload", "mx_driving, ms", *(f"over {rival}" for rival in RIVALS)], rows)
+
+
+def floors() -> str:
+    """Ours and the gather floor in milliseconds, and ours as a share of the floor."""
+    forward, backward = by_implementation("forward"), by_implementation("backward")
+    rows = []
+    for name in forward:
+        cells = [name]
+        for by in (forward[name], backward[name]):
+            ours, floor = by["mx_driving"], by["gather floor"]
+            ratio = float(ours["milliseconds"]) / float(floor["milliseconds"])
+            cells += [milliseconds(ours), milliseconds(floor), f"{ratio:.2f}"]
+        rows.append(cells)
+    header = ["workload", "forward, ms", "floor, ms", "ours / floor", "backward, ms", "floor, ms", "ours / floor"]
+    return markdown(header, rows)
+
+
+def whole_models() -> str:
+    """Every model, and how many gain next to nothing."""
+    rows = read("epyc-zen5-2-cores-models.csv")
+    little = sum(float(row["whole speed-up"]) <= 1.06 for row in rows)
+    columns = {
+        "model": "model",
+        "whole before ms": "whole, before, ms",
+        "whole after ms": "after, ms",
+        "whole speed-up": "speed-up",
+        "core before ms": "sampling, before, ms",
+        "core after ms": "after, ms",
+        "core speed-up": "speed-up",
+    }
+    table = markdown(columns.values(), [[row[name] for name in columns] for row in rows])
+    return f"{table}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
+
+
+def onnxruntime() -> str:
+    rows = read("epyc-zen5-2-cores-onnxruntime.csv")
+    times = {(row["workload"], row["implementation"]): row["milliseconds"] for row in rows}
+    forms = list(dict.fromkeys(row["implementation"] for row in rows))
+    body = [[name, *(times.get((name, form), "") for form in forms)] for name in dict.fromkeys(row["workload"] for row in rows)]
+    return markdown(["workload", *(f"{form}, ms" for form in forms)], body) + f"\n{made(rows)}\n"
+
+
+def plain(file: str, last: str = "machine") -> str:
+    """A file as it is; its last column is the same in every row and stands below."""
+    rows = read(file)
+    columns = [name for name in rows[0] if name != last]
+    return markdown(columns, [[row[name] for name in columns] for row in rows]) + f"\n{made(rows, last)}\n"
+
+
+def made(rows: list[Row], column: str = "machine") -> str:
+    """The date, machine and versions that all rows share."""
+    (words,) = {row[column] for row in rows}
+    return f"*{words}*"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "forward": lambda: speed_ups("forward"),
+    "forward_backward": lambda: speed_ups("forward + backward"),
+    "floors": floors,
+    "measured": lambda: made(read(BENCH)) + "\n",
+    "whole_models": whole_models,
+    "onnxruntime": onnxruntime,
+    "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
+    "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
+}
+
+
+def write(folder: pathlib.Path) -> None:
+    for name, table in TABLES.items():
+        (folder / f"{name}.md").write_text(table(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for name, table in TABLES.items():
+        print(f"## {name}\n\n{table()}")
