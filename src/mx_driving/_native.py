@@ -26,7 +26,7 @@ _DTYPE = {
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL = 3
 _STATUS = {
-    1: "shapes that do not agree",
+    1: "shapes that do not agree, or 2**48 elements or more",
     2: "a dtype it has no kernel for",
     4: "not enough memory for its scratch buffers",
 }
@@ -69,6 +69,15 @@ def _library() -> ctypes.CDLL:
     if isinstance(library, str):
         raise RuntimeError(library)
     return library
+
+
+# Rows are numbered in 32 bits, and a bound is one number more.
+_MOST_ROWS = 2**31 - 2
+
+
+def serves(table: Tensor) -> bool:
+    """Larger tables go to the reference."""
+    return table.shape[1] <= _MOST_ROWS
 
 
 def isa() -> str:
