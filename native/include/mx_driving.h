@@ -85,6 +85,8 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
 MXD_API int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
                              const mxd_tensor *grad_value, int num_threads);
 
+/* The version of the package that the library was built for, "0.1.0". */
+MXD_API const char *mxd_version(void);
 /* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
  * call. */
 MXD_API const char *mxd_isa(void);

@@ -307,6 +307,8 @@ int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_
     return mxd::chosen_isa().load()->kernels[6](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 
+const char *mxd_version(void) { return MXD_VERSION; }
+
 const char *mxd_isa(void) { return mxd::chosen_isa().load()->name; }
 
 int mxd_use_isa(const char *name) {
