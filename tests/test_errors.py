@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mx_driving
+from mx_driving import _library, _native, reference
 
 GOOD = {
     MULTI_SCALE: lambda: cases.cast(cases.multi_scale(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
@@ -184,10 +188,140 @@ def test_levels_are_checked_below_the_door_too(implementation, operator, backwar
         op(*grad, *args, *mask)
 
 
+def backward_of(operator):
+    """torch.ops' backward and sound arguments for it."""
+    args = GOOD[operator]()
+    mask = [True] * len(cases.DIFFERENTIABLE[operator])
+    op = getattr(torch.ops.mx_driving, operator + "_backward").default
+    return op, [cases.grad_for(operator, args).float(), *args, mask]
+
+
+def refused_on(place, op, args):
+    """What `op` says where the tensors are: on a CPU, as the kernels of GPUs are entered, as fakes, or on another device."""
+    backward = op._opname.endswith("_backward")
+    name = op._opname.removesuffix("_backward")
+    if place == "cuda":  # whatever the device, the check comes first
+        op = _library._cuda(name, backward)
+    if place == "reference":
+        op = _library._reference(name, backward)
+    if place in ("meta", "fake"):
+        mode = contextlib.nullcontext() if place == "meta" else FakeTensorMode()
+        with mode:
+            fake = mode.from_tensor if place == "fake" else lambda t: t if t.is_meta else t.to("meta")
+            args = [fake(a) if isinstance(a, torch.Tensor) else a for a in args]
+            with pytest.raises((TypeError, ValueError)) as caught:
+                op(*args)
+    else:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            op(*args)
+    return caught.type, str(caught.value)
+
+
+PLACES = ["cpu", "cuda", "reference", "meta", "fake"]
+# what a row of ROWS says when the operator is called without its door: not of what is no tensor (the dispatcher does), nor of
+# tables, which are read on a CPU alone
+BELOW = [row for row in ROWS if "torch.Tensor" not in row[4] and "[" not in row[4] and "device" not in row[4]]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(("operator", "at", "change", "error", "sentence"), BELOW, ids=[r[-1] for r in BELOW])
+def test_the_sentence_below_the_door(operator, at, change, error, sentence, backward, place):
+    op, args = backward_of(operator)
+    if not backward:
+        op, args = getattr(torch.ops.mx_driving, operator).default, args[1:6]
+    args[at + backward] = change(args[at + backward])
+    assert refused_on(place, op, args) == (error, sentence)
+
+
+GRAD_AXES = {
+    MULTI_SCALE: "(bs=2, num_queries=3, num_heads * embed_dims=8)",
+    AGGREGATION: "(bs=2, anchor=3, c=4)",
+    GEOMETRIC: "(bs=2, num_queries=3, num_heads * embed_dims=8)",
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_wrong_shapes_below_the_door_are_refused(operator):
-    """Memory safety does not depend on the door."""
-    args = list(GOOD[operator]())
-    args[4] = args[4][..., :1].contiguous() if operator != AGGREGATION else args[4][:, :1].contiguous()
-    with pytest.raises(RuntimeError, match="shapes that do not agree"):
-        getattr(torch.ops.mx_driving, operator).default(*args)
+def test_grad_output_and_output_mask_are_checked(operator, place):
+    op, good = backward_of(operator)
+    grad, mask = good[0], good[-1]
+    wrong = [
+        (0, grad[:1], ValueError, f"grad_output must have shape {GRAD_AXES[operator]}; got {tuple(grad[:1].shape)}"),
+        (0, grad[..., :1], ValueError, f"grad_output must have shape {GRAD_AXES[operator]}; got (2, 3, 1)"),
+        (0, grad[0], ValueError, f"grad_output must have shape {GRAD_AXES[operator]}; got {tuple(grad[0].shape)}"),
+        (0, grad.long(), TypeError, f"grad_output must {FLOATING}; got int64"),
+        (6, mask[1:], ValueError, f"output_mask must have {len(mask)} entries, one for each gradient; got {len(mask) - 1}"),
+        (6, [*mask, 1], ValueError, f"output_mask must have {len(mask)} entries, one for each gradient; got {len(mask) + 1}"),
+    ]
+    for at, what, error, sentence in wrong:
+        assert refused_on(place, op, [*good[:at], what, *good[at + 1 :]]) == (error, sentence)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_devices_are_checked_below_the_door(operator):
+    op, good = backward_of(operator)
+    names = [argument.name for argument in op._schema.arguments]
+    for at, name in enumerate(names[:6]):
+        args = list(good)
+        args[at] = args[at].to("meta")
+        sentence = f"{name} must be on {names[1]}'s device (cpu); got meta"
+        if at == 1:  # then it is the others that are elsewhere
+            sentence = f"{names[2]} must be on {names[1]}'s device (meta); got cpu"
+        assert refused_on("cpu", op, args) == (ValueError, sentence)
+        if at:
+            forward = getattr(torch.ops.mx_driving, operator).default
+            assert refused_on("cpu", forward, args[1:6]) == (ValueError, sentence)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_tensors_without_axes_or_elements_are_refused_in_words(operator):
+    op, good = backward_of(operator)
+    for nothing in (torch.empty(0), torch.empty(()), torch.empty([0] * 7), torch.empty([0] * 9)):
+        kind, said = refused_on("cpu", op, [nothing] * 6 + [good[-1]])
+        assert kind is ValueError
+        assert said.startswith(f"{op._schema.arguments[1].name} must have shape")
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_a_small_gradient_of_a_large_output_reads_nothing_else(operator):
+    """2^26 channels of one gradient that is not there: once a segmentation fault."""
+    op, _ = backward_of(operator)
+    table = torch.zeros(1).expand(1, 1, 1, 2**26) if operator != AGGREGATION else torch.zeros(1).expand(1, 1, 2**26)
+    levels = (t([[1, 1]]), t([0])) if operator != AGGREGATION else (t([[[1, 1]]]), t([[0]]))
+    locations = torch.zeros(1, 1, 1, 1, 1, 2) if operator != AGGREGATION else torch.zeros(1, 1, 1, 1, 2)
+    weights = torch.zeros(1, 1, 1, 1, 1) if operator != AGGREGATION else torch.zeros(1, 1, 1, 1, 1, 1)
+    mask = [False] * (len(cases.DIFFERENTIABLE[operator]) - 1) + [True]
+    kind, said = refused_on("cpu", op, [torch.ones(1, 1, 1), table, *levels, locations, weights, mask])
+    assert kind is ValueError
+    assert said.startswith("grad_output must have shape")
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_compiled_calls_are_refused_too(operator):
+    op, good = backward_of(operator)
+    with pytest.raises((TypeError, ValueError, torch._dynamo.exc.TorchRuntimeError), match="grad_output must have shape"):
+        torch.compile(lambda *args: op(*args, good[-1]), backend="eager")(good[0][..., :1], *good[1:6])
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_more_keys_than_the_native_kernels_number_are_served(operator):
+    """By the reference. The table is one element in all its places, so it takes no memory."""
+    keys = 2**31 + 8
+    one = torch.full((1,), 3.0)
+    if operator == AGGREGATION:
+        args = (one.expand(1, keys, 1), t([[[8, keys // 8]]]), t([[0]]), torch.full((1, 1, 1, 1, 2), 0.5))
+        weights = torch.full((1, 1, 1, 1, 1, 1), 2.0)
+    else:
+        args = (one.expand(1, keys, 1, 1), t([[8, keys // 8]]), t([0]), torch.full((1, 1, 1, 1, 1, 2), 0.5))
+        weights = torch.full((1, 1, 1, 1, 1), 2.0)
+    assert getattr(mx_driving, operator)(*args, weights).item() == 6
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_gradients_of_more_keys_are_the_references(operator, monkeypatch):
+    monkeypatch.setattr(_native, "_MOST_ROWS", 15)  # one less than there are
+    monkeypatch.setattr(_native, "_library", lambda: pytest.fail("the native library was called"))
+    op, good = backward_of(operator)
+    for found, expected in zip(op(*good), getattr(reference, operator + "_backward")(*good), strict=True):
+        assert torch.equal(found, expected)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from test_errors import GOOD
 
+from mx_driving import _native
+
 
 @pytest.fixture
 def poisoned_allocations():
@@ -91,3 +93,93 @@ def test_reference_masks_what_tables_push_outside(operator):
     assert not cases.forward_of("reference", operator)(*args).any()
     for g in cases.gradients_of("reference", operator, cases.grad_for(operator, tuple(args)).float(), tuple(args)):
         assert not g.any()
+
+
+ENDLESS = 10**12  # queries of inputs without memory of their own
+
+
+def _endless(operator, sizes):
+    """Inputs of ENDLESS queries with one of their sizes 0, and grad_output."""
+    one, n = torch.ones(1), {"bs": 1, "groups": 2, "channels": 4, "maps": 1, "points": 2, **sizes}
+    shapes, starts = torch.tensor([[2, 2]])[: n["maps"]], torch.tensor([0])[: n["maps"]]
+    if operator == cases.AGGREGATION:
+        table = torch.ones(n["bs"], 4, n["channels"])
+        shapes, starts = shapes[:, None], starts[:, None]
+        lead = (n["bs"], ENDLESS, n["points"], n["maps"])
+        return table, shapes, starts, one.expand(*lead, 2), one.expand(*lead, 1, 2), one.expand(n["bs"], ENDLESS, n["channels"])
+    table = torch.ones(n["bs"], 4, n["groups"], n["channels"])
+    lead = (n["bs"], ENDLESS, n["groups"], n["maps"], n["points"])
+    grad = one.expand(n["bs"], ENDLESS, n["groups"] * n["channels"])
+    return table, shapes, starts, one.expand(*lead, 2), one.expand(lead), grad
+
+
+@pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
+@pytest.mark.parametrize("nothing", ["bs", "groups", "channels", "maps", "points"])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
+    """It would go on for hours. The gradient of value is zero all the same, where there is one."""
+    if operator == cases.AGGREGATION and nothing == "groups":
+        pytest.skip("deformable_aggregation refuses 0 groups")
+    *args, grad = _endless(operator, {nothing: 0})
+    if nothing in ("bs", "groups", "channels"):
+        assert getattr(torch.ops.mx_driving, operator)(*args).numel() == 0
+    samples = nothing != "channels"  # their gradients would be 10^12 elements
+    mask = [True] + [samples] * (len(cases.DIFFERENTIABLE[operator]) - 1)
+    of_table, *others = getattr(torch.ops.mx_driving, operator + "_backward")(grad, *args, mask)
+    assert of_table.shape == args[0].shape
+    assert not of_table.any()
+    assert all(g.numel() == 0 for g in others)
+
+
+@pytest.mark.parametrize("nothing", ["maps", "points"])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_no_samples_give_zeros(implementation, poisoned_allocations, operator, nothing):
+    *args, grad = (t[:, :3] if t.dim() > 2 and t.shape[1] == ENDLESS else t for t in _endless(operator, {nothing: 0}))
+    out = cases.forward_of(implementation, operator)(*args)
+    assert out.numel()
+    assert not out.any()
+    for g in cases.gradients_of(implementation, operator, grad, tuple(args)):
+        assert not g.any()
+
+
+BAD_SHAPE, BAD_DTYPE, OUT_OF_MEMORY = 1, 2, 4
+
+
+@pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
+    """As the header promises; nothing is written."""
+    args = GOOD[operator]()
+    grad = cases.grad_for(operator, args).float()
+    grad = grad if operator == cases.AGGREGATION else grad.unflatten(2, args[0].shape[2:])
+    gradients = [torch.full_like(args[i], 7) for i in cases.DIFFERENTIABLE[operator]]
+
+    def status(gradients, grad=grad, args=args):
+        function = getattr(_native._library(), f"mxd_{operator}_backward")
+        return function(*map(_native._pack, (grad, *args, *gradients)), 1)
+
+    for i, good in enumerate(gradients):
+        for wrong, expected in ((good.long(), BAD_DTYPE), (good.int(), BAD_DTYPE), (good[..., :1], BAD_SHAPE)):
+            assert status([*gradients[:i], wrong, *gradients[i + 1 :]]) == expected
+    assert status(gradients, grad=grad.int()) == BAD_DTYPE
+    assert status(gradients, grad=grad[..., :1]) == BAD_SHAPE
+    assert status(gradients, grad=grad[:, :1]) == BAD_SHAPE
+    assert all((g == 7).all() for g in gradients)
+    assert status(gradients) == 0
+
+
+@pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize(("places", "expected"), [(2**34, OUT_OF_MEMORY), (2**56, BAD_SHAPE)])
+def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):
+    """So many points of one query, all of them one element: their scratch memory is none that a size in bytes can hold."""
+    args = GOOD[operator]()
+    axis = 2 if operator == cases.AGGREGATION else 4
+    args = [t[:1, :1] if i > 2 else t[:1] if i == 0 else t for i, t in enumerate(args)]
+    sizes = [list(args[i].shape) for i in (3, 4)]
+    for size in sizes:
+        size[axis] = places
+    locations, weights = (args[i].select(axis, 0).unsqueeze(axis).expand(size) for i, size in zip((3, 4), sizes, strict=True))
+    args = [*args[:3], locations, weights]
+    with pytest.raises(RuntimeError, match={OUT_OF_MEMORY: "not enough memory", BAD_SHAPE: r"2\*\*48 elements"}[expected]):
+        getattr(torch.ops.mx_driving, operator)(*args)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
+from test_large_maps import last_pixels
 from test_nonfinite import INF, NAN
 from test_values import _strided, compare
 
@@ -283,3 +284,9 @@ def test_float64_and_very_tall_tables_go_to_the_reference():
     assert _triton.serves(torch.zeros(1, 5), small, small)
     assert not _triton.serves(torch.zeros(1, 5), small, small.double())
     assert not _triton.serves(torch.zeros(1, 1).expand(1, 2**30 + 1), small, small)
+
+
+def test_the_last_pixel_of_a_map_that_float32_does_not_count():
+    """2^26 + 3 is 2^26 in float32."""
+    found = cases.forward_of("triton", GEOMETRIC)(*last_pixels(2**26 + 3))
+    assert torch.equal(found.flatten(), torch.tensor([4.0, 4, 4, 2]).half())

@@ -23,7 +23,7 @@ enum mxd_dtype { MXD_FLOAT32 = 0, MXD_FLOAT16 = 1, MXD_INT32 = 3, MXD_INT64 = 9,
 
 enum mxd_status {
     MXD_OK = 0,
-    MXD_BAD_SHAPE = 1, /* shapes do not agree, or a size is negative */
+    MXD_BAD_SHAPE = 1, /* shapes do not agree, a size is negative, num_keys >= 2^31 - 1, or a tensor of 2^48 elements */
     MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
     MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4
@@ -85,6 +85,8 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
 MXD_API int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
                              const mxd_tensor *grad_value, int num_threads);
 
+/* The version of the package that the library was built for, "0.1.0". */
+MXD_API const char *mxd_version(void);
 /* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
  * call. */
 MXD_API const char *mxd_isa(void);

@@ -5,20 +5,27 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Clamped before it becomes an integer; a NaN goes to 0 because it is not greater than 0.
-template <class T> inline IntLanes<T> nearest(RealLanes<T> x, RealLanes<T> last) {
-    x = x > 0 ? x : RealLanes<T>{};
-    return convert<Int<T>, LANES>(RealLanes<T>(x < last ? x : last));
-}
+// The largest Int<T> that T holds a bound of: 2^31 for float, 2^63 for double. What is not below it is no Int<T>.
+template <class T> constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63);
+template <class T> constexpr Int<T> LARGEST = sizeof(T) == 4 ? Int<T>(INT32_MAX) : Int<T>(INT64_MAX);
 
-template <class T> MXD_INLINE IntLanes<T> nearest(AddressLanes at, IntLanes<T> last) {
-    IntLanes<T> x;
-    if constexpr (same_type<T, float>)
-        x = saturated<LANES>(at);
-    else
-        x = at;
+template <class T> MXD_INLINE IntLanes<T> clamped(IntLanes<T> x, IntLanes<T> last) {
     x = x > 0 ? x : IntLanes<T>{};
     return x < last ? x : last;
+}
+
+// Truncated first and clamped as whole numbers: T does not hold every width. A NaN goes to 0: it is not greater than 0.
+template <class T> MXD_INLINE IntLanes<T> nearest(RealLanes<T> x, IntLanes<T> last) {
+    x = x > 0 ? x : RealLanes<T>{};
+    const IntLanes<T> whole = x < TOO_LARGE<T> ? convert<Int<T>, LANES>(x) : IntLanes<T>{} + LARGEST<T>;
+    return whole < last ? whole : last;
+}
+
+template <class T> MXD_INLINE IntLanes<T> nearest(AddressLanes x, IntLanes<T> last) {
+    if constexpr (same_type<T, float>)
+        return clamped<T>(saturated<LANES>(x), last);
+    else
+        return clamped<T>(x, last);
 }
 
 template <class T> struct Nearest {
@@ -27,16 +34,18 @@ template <class T> struct Nearest {
     // Column and row of samples i..i+LANES-1.
     static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &column, IntLanes<T> &row) {
         const Maps<T> &maps = query.maps();
+        const IntLanes<T> last_column = raw_load<Int<T>, LANES>(maps.columns + i) - 1;
+        const IntLanes<T> last_row = raw_load<Int<T>, LANES>(maps.rows + i) - 1;
         if (query.in_whole_numbers()) {
             AddressLanes x, y;
             query.whole_location(i, x, y);
-            column = nearest<T>(x, raw_load<Int<T>, LANES>(maps.columns + i) - 1);
-            row = nearest<T>(y, raw_load<Int<T>, LANES>(maps.rows + i) - 1);
+            column = nearest<T>(x, last_column);
+            row = nearest<T>(y, last_row);
         } else {
             RealLanes<T> x, y;
             query.location(i, x, y);
-            column = nearest<T>(x, raw_load<T, LANES>(maps.width + i) - 1);
-            row = nearest<T>(y, raw_load<T, LANES>(maps.height + i) - 1);
+            column = nearest<T>(x, last_column);
+            row = nearest<T>(y, last_row);
         }
     }
 

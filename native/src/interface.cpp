@@ -2,8 +2,10 @@
 // this machine has.
 #include "interface.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <initializer_list>
 
 #ifdef MXD_HAVE_AVX2
@@ -92,11 +94,58 @@ std::atomic<const Isa *> &chosen_isa() {
     return isa;
 }
 
-int run(Operator op, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
+bool empty(const mxd_tensor &t, int axes) { return std::count(t.shape, t.shape + axes, 0) > 0; }
+
+// How many axes value, locations and weights have; which axis of the latter two are points, and where a query's begin.
+struct Axes {
+    int value, locations, weights, points, query;
+};
+
+// Whether nothing is to be written. Inputs without memory of their own may go on for more queries than anyone can wait
+// for, so no kernel may go through them for nothing.
+bool nothing_to_do(bool backward, const Call &call, const Axes &axes) {
+    if (!backward) return empty(call.output, axes.value);
+    const auto nothing = [](const mxd_tensor &t, int n) { return !t.data || empty(t, n); };
+    return nothing(call.grad_value, axes.value) && nothing(call.grad_locations, axes.locations) &&
+           nothing(call.grad_weights, axes.weights);
+}
+
+// Backward without samples: value's gradient is zero whatever the number of queries, so that there need be none.
+void forget_queries(Call &call, const Axes &axes) {
+    call.output.shape[1] = 0;
+    for (mxd_tensor *t : {&call.locations, &call.weights}) t->shape[1] = t->shape[axes.points] = 0;
+}
+
+// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
+constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
+
+bool query_is_too_large(const mxd_tensor &t, int axes, int first) {
+    if (empty(t, axes)) return false;
+    int64_t samples = 1;
+    for (int a = first; a < axes; ++a) samples *= t.shape[a];
+    return samples > MOST_SAMPLES;
+}
+
+int checked_run(Operator op, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
+    const Axes axes = op == AGGREGATION ? Axes{3, 5, 6, 2, 2} : Axes{4, 6, 5, 4, 3};
+    if (backward && empty(call.weights, axes.weights) &&
+        (!call.grad_locations.data || empty(call.grad_locations, axes.locations)))
+        forget_queries(call, axes);
+    if (query_is_too_large(call.locations, axes.locations, axes.query) ||
+        query_is_too_large(call.weights, axes.weights, axes.query))
+        return MXD_OUT_OF_MEMORY;
     Layout layout;
     const int status = layout.prepare(call, op, backward, shapes, starts);
-    if (status != MXD_OK) return status;
+    if (status != MXD_OK || nothing_to_do(backward, call, axes)) return status;
     return chosen_isa().load()->kernels[op + 3 * backward](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
+}
+
+int run(Operator op, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
+    try {
+        return checked_run(op, backward, call, shapes, starts);
+    } catch (const std::exception &) { // a list of levels that is too long
+        return MXD_OUT_OF_MEMORY;
+    }
 }
 
 bool floating(const mxd_tensor &t) {
@@ -109,11 +158,27 @@ bool output_dtype(bool backward, const Call &call) {
     return backward ? floating(call.output) : call.output.dtype == call.value.dtype;
 }
 
+// More elements than any memory has, with room to spare for bytes and for sums of offsets.
+constexpr int64_t TOO_MANY = int64_t(1) << 48;
+
 bool has_shape(const mxd_tensor &t, std::initializer_list<int64_t> shape) {
     int axis = 0;
     for (int64_t size : shape)
         if (t.shape[axis++] != size || size < 0) return false;
+    if (empty(t, axis)) return true;
+    int64_t elements = 1;
+    for (int64_t size : shape)
+        if (__builtin_mul_overflow(elements, size, &elements) || elements >= TOO_MANY) return false;
     return true;
+}
+
+// A gradient that is not wanted, or one of this shape.
+bool fits(const mxd_tensor &gradient, std::initializer_list<int64_t> shape) {
+    return !gradient.data || has_shape(gradient, shape);
+}
+bool gradients_floating(const Call &call) {
+    const auto fine = [](const mxd_tensor &gradient) { return !gradient.data || floating(gradient); };
+    return fine(call.grad_value) && fine(call.grad_locations) && fine(call.grad_weights);
 }
 
 } // namespace
@@ -125,19 +190,15 @@ int attention(bool geometric, bool backward, Call &call, const mxd_tensor &shape
     if (!has_shape(call.value, {bs, keys, heads, channels}) || keys >= INT32_MAX || !has_shape(shapes, {levels, 2}) ||
         !has_shape(starts, {levels}) || !has_shape(call.locations, {bs, queries, heads, levels, points, 2}) ||
         !has_shape(call.weights, {bs, queries, heads, levels, points}) ||
-        !has_shape(call.output, {bs, queries, heads, channels}))
+        !has_shape(call.output, {bs, queries, heads, channels}) ||
+        !fits(call.grad_value, {bs, keys, heads, channels}) ||
+        !fits(call.grad_locations, {bs, queries, heads, levels, points, 2}) ||
+        !fits(call.grad_weights, {bs, queries, heads, levels, points}))
         return MXD_BAD_SHAPE;
     if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
-        !integer(starts) || !(floating(call.locations) || (geometric && integer(call.locations))))
+        !integer(starts) || !(floating(call.locations) || (geometric && integer(call.locations))) ||
+        !gradients_floating(call))
         return MXD_BAD_DTYPE;
-    if (call.grad_value.data && !(has_shape(call.grad_value, {bs, keys, heads, channels}) && floating(call.grad_value)))
-        return MXD_BAD_SHAPE;
-    if (call.grad_locations.data &&
-        !(has_shape(call.grad_locations, {bs, queries, heads, levels, points, 2}) && floating(call.grad_locations)))
-        return MXD_BAD_SHAPE;
-    if (call.grad_weights.data &&
-        !(has_shape(call.grad_weights, {bs, queries, heads, levels, points}) && floating(call.grad_weights)))
-        return MXD_BAD_SHAPE;
     return run(geometric ? GEOMETRIC : MULTI_SCALE, backward, call, shapes, starts);
 }
 
@@ -149,19 +210,13 @@ int aggregation(bool backward, Call &call, const mxd_tensor &shapes, const mxd_t
         (groups == 0 ? channels != 0 : channels % groups != 0) || !has_shape(shapes, {cams, scales, 2}) ||
         !has_shape(starts, {cams, scales}) || !has_shape(call.locations, {bs, anchors, points, cams, 2}) ||
         !has_shape(call.weights, {bs, anchors, points, cams, scales, groups}) ||
-        !has_shape(call.output, {bs, anchors, channels}))
+        !has_shape(call.output, {bs, anchors, channels}) || !fits(call.grad_value, {bs, rows, channels}) ||
+        !fits(call.grad_locations, {bs, anchors, points, cams, 2}) ||
+        !fits(call.grad_weights, {bs, anchors, points, cams, scales, groups}))
         return MXD_BAD_SHAPE;
     if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
-        !integer(starts) || !floating(call.locations))
+        !integer(starts) || !floating(call.locations) || !gradients_floating(call))
         return MXD_BAD_DTYPE;
-    if (call.grad_value.data && !(has_shape(call.grad_value, {bs, rows, channels}) && floating(call.grad_value)))
-        return MXD_BAD_SHAPE;
-    if (call.grad_locations.data &&
-        !(has_shape(call.grad_locations, {bs, anchors, points, cams, 2}) && floating(call.grad_locations)))
-        return MXD_BAD_SHAPE;
-    if (call.grad_weights.data &&
-        !(has_shape(call.grad_weights, {bs, anchors, points, cams, scales, groups}) && floating(call.grad_weights)))
-        return MXD_BAD_SHAPE;
     return run(AGGREGATION, backward, call, shapes, starts);
 }
 
@@ -251,6 +306,8 @@ int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_
     if (rows->dtype != MXD_INT32 || rows->shape[3] % 4 != 0) return MXD_BAD_SHAPE;
     return mxd::chosen_isa().load()->kernels[6](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
+
+const char *mxd_version(void) { return MXD_VERSION; }
 
 const char *mxd_isa(void) { return mxd::chosen_isa().load()->name; }
 

@@ -32,6 +32,7 @@ bool wide(const Call &call) {
 bool read_levels(const mxd_tensor &shapes, const mxd_tensor &starts, int axes, int64_t num_keys,
                  std::vector<Level> &levels) {
     const int64_t outer = axes == 2 ? starts.shape[0] : 1, inner = starts.shape[axes - 1];
+    levels.reserve(size_t(outer * inner));
     const int64_t *shape_strides = shapes.strides + axes - 1, start_stride = starts.strides[axes - 1];
     for (int64_t i = 0; i < outer; ++i)
         for (int64_t j = 0; j < inner; ++j) {

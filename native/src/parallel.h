@@ -43,7 +43,9 @@ bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args 
 #endif
     if (per_stage < threads) threads = int(per_stage);
     const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
-    char *memory = static_cast<char *>(malloc(size_t(scratch * threads + 64)));
+    int64_t bytes;
+    if (__builtin_mul_overflow(scratch, threads, &bytes)) return false;
+    char *memory = static_cast<char *>(malloc(size_t(bytes) + 64));
     if (!memory) return false;
     char *aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
     if (threads == 1) {

@@ -101,16 +101,16 @@ class QueryRows {
 // of.
 template <class T> class Query {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(n.room()); }
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(n.room()); }
     Query(const Sizes &n, const Maps<T> &of_samples, Arena &arena)
-        : xy_copy(arena.take<T>(2 * n.room())), weight_copy(arena.take<T>(n.room())), maps_(of_samples) {}
+        : xy_copy(arena.take<int64_t>(2 * n.room())), weight_copy(arena.take<T>(n.room())), maps_(of_samples) {}
 
     const Maps<T> &maps() const { return maps_; }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
-    // Locations that are whole numbers and lie as they are needed: then location() has nothing to give.
+    // Locations that are whole numbers stay so, because T does not hold all of them: location() has nothing to give.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
         const int64_t *from = reinterpret_cast<const int64_t *>(xy) + 2 * sample;
@@ -123,7 +123,8 @@ template <class T> class Query {
     const void *xy = nullptr; // T, or int64_t where they are whole
     const T *weights = nullptr;
     bool whole = false;
-    T *xy_copy, *weight_copy;
+    void *xy_copy; // either
+    T *weight_copy;
     Maps<T> maps_;
 };
 
@@ -157,8 +158,8 @@ template <class T> class QueryReader {
         locations_until =
             locations.packed ? last_within(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
         weights_until = weights.packed ? last_within(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
-        whole = samples == padded && locations.packed && call.locations.dtype == MXD_INT64;
-        const bool own = (whole || call.locations.dtype == OWN<T>) && call.weights.dtype == OWN<T>;
+        whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
+        const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
         in_place_until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) const {
@@ -169,8 +170,11 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        if (!whole)
-            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")), query.xy_copy);
+        if (whole)
+            query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
+        else
+            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")),
+                              static_cast<T *>(query.xy_copy));
         query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
     }
 
@@ -184,7 +188,7 @@ template <class T> class QueryReader {
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
-    bool whole = false;                               // locations are whole numbers, used as they are
+    bool whole = false;                               // locations are whole numbers
 
     // `count` elements, a multiple of LANES, as T; false when this dtype is read another way.
     static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
@@ -209,6 +213,26 @@ template <class T> class QueryReader {
     __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t of_each, T pad, T *memory) const {
         input.read_at(from, memory);
         for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
+    }
+    // Locations as int64: where they are, or copied.
+    MXD_INLINE const int64_t *whole_numbers(const char *from, bool in_vectors, int64_t *memory) const {
+        const bool narrow = call.locations.dtype == MXD_INT32;
+        if (in_vectors && !narrow) return reinterpret_cast<const int64_t *>(from);
+        if (in_vectors)
+            for (int64_t i = 0; i < 2 * padded; i += LANES)
+                store<int64_t, LANES>(memory + i, load<int64_t, LANES>(reinterpret_cast<const int32_t *>(from) + i));
+        else
+            copy_whole_numbers(from, memory);
+        return memory;
+    }
+    __attribute__((noinline)) void copy_whole_numbers(const char *from, int64_t *memory) const {
+        locations.runs(0, [&](int64_t offset, int64_t stride, int64_t n, int64_t place) {
+            if (call.locations.dtype == MXD_INT32)
+                convert_run<int64_t>(reinterpret_cast<const int32_t *>(from) + offset, stride, memory + place, 1, n);
+            else
+                convert_run<int64_t>(reinterpret_cast<const int64_t *>(from) + offset, stride, memory + place, 1, n);
+        });
+        for (int64_t i = 2 * samples; i < 2 * padded; ++i) memory[i] = 0;
     }
 
     // The last query of a (batch, head) whose `padded` elements, `count` and what follows them, are all the tensor's.

@@ -279,6 +279,10 @@ template <class T, int N> MXD_INLINE void store(double *to, Vec<T, N> x) {
     const Vec<double, N> y = convert<double, N>(x);
     memcpy(to, &y, sizeof y);
 }
+template <class T, int N> MXD_INLINE void store(int64_t *to, Vec<T, N> x) {
+    const Vec<int64_t, N> y = convert<int64_t, N>(x);
+    memcpy(to, &y, sizeof y);
+}
 template <class T, int N> MXD_INLINE void store(BFloat16 *to, Vec<T, N> x) {
     const Vec<uint16_t, N> y = convert<uint16_t, N>(rounded_to_bfloat16<N>(convert<float, N>(x)) >> 16);
     memcpy(to, &y, sizeof y);

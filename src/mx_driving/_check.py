@@ -6,7 +6,8 @@ sentences are made only when one of them fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -82,6 +83,8 @@ def attention(
     integer_locations: bool = False,
 ) -> None:
     """The inputs of multi_scale_deformable_attn and geometric_kernel_attention, which share their shapes."""
+    if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
+        return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
     tensors(*named)
     _axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
@@ -116,8 +119,42 @@ def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> 
         _wrong_shape(name, value, axes, sizes, swapped)
 
 
+def _attention_agrees(
+    value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, of_locations: frozenset[torch.dtype]
+) -> bool:
+    """Whether `attention` has nothing to say. Every call comes by here, from a door twice."""
+    if not (_are_tensors(value, shapes, starts, locations, weights) and value.dim() == 4 and weights.dim() == 5):
+        return False
+    bs, _, heads, _ = value.shape
+    _, queries, _, levels, points = sampled = weights.shape
+    return (
+        sampled == (bs, queries, heads, levels, points)
+        and locations.shape == (bs, queries, heads, levels, points, 2)
+        and shapes.shape == (levels, 2)
+        and starts.shape == (levels,)
+        and value.dtype in _FLOATING
+        and shapes.dtype in _INDEX
+        and starts.dtype in _INDEX
+        and locations.dtype in of_locations
+        and weights.dtype in _FLOATING
+        and value.device == shapes.device == starts.device == locations.device == weights.device
+    )
+
+
+def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
+    return (
+        isinstance(a, Tensor)
+        and isinstance(b, Tensor)
+        and isinstance(c, Tensor)
+        and isinstance(d, Tensor)
+        and isinstance(e, Tensor)
+    )
+
+
 def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
     """The inputs of deformable_aggregation."""
+    if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
+        return
     names = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
     tensors(*named)
@@ -138,6 +175,63 @@ def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations:
     _dtype("sample_locations", locations, _FLOATING, _FLOATING_RULE)
     _dtype("weight", weight, _FLOATING, _FLOATING_RULE)
     _device(*named)
+
+
+def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:
+    """Whether `aggregation` has nothing to say."""
+    if not (_are_tensors(feature_maps, shapes, starts, locations, weight) and feature_maps.dim() == 3 and weight.dim() == 6):
+        return False
+    bs, _, channels = feature_maps.shape
+    _, anchors, points, cams, scales, groups = sampled = weight.shape
+    return (
+        sampled == (bs, anchors, points, cams, scales, groups)
+        and groups != 0
+        and channels % groups == 0
+        and locations.shape == (bs, anchors, points, cams, 2)
+        and shapes.shape == (cams, scales, 2)
+        and starts.shape == (cams, scales)
+        and feature_maps.dtype in _FLOATING
+        and shapes.dtype in _INDEX
+        and starts.dtype in _INDEX
+        and locations.dtype in _FLOATING
+        and weight.dtype in _FLOATING
+        and feature_maps.device == shapes.device == starts.device == locations.device == weight.device
+    )
+
+
+_MULTI_SCALE = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+_GEOMETRIC = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
+# The five inputs of an operator, for who calls it by its name; a door does not come first then.
+INPUTS: dict[str, Callable[..., None]] = {
+    "multi_scale_deformable_attn": functools.partial(attention, _MULTI_SCALE),
+    "deformable_aggregation": aggregation,
+    "geometric_kernel_attention": functools.partial(attention, _GEOMETRIC, integer_locations=True),
+}
+
+
+def backward(
+    operator: str,
+    grad: Tensor,
+    table: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    mask: list[bool],
+) -> None:
+    """What an operator's backward is given: grad_output, the five inputs, and output_mask."""
+    INPUTS[operator](table, shapes, starts, locations, weights)
+    wanted = 2 if operator == "geometric_kernel_attention" else 3
+    if len(mask) != wanted:
+        _fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
+    size = table.shape
+    sizes = (size[0], weights.shape[1], size[2] if len(size) == 3 else size[2] * size[3])
+    if grad.shape == sizes and grad.dtype in _FLOATING and grad.device == table.device:
+        return
+    name, axes = ("feature_maps", "bs, anchor, c") if len(size) == 3 else ("value", "bs, num_queries, num_heads * embed_dims")
+    _shape("grad_output", grad, axes, *sizes)
+    _dtype("grad_output", grad, _FLOATING, _FLOATING_RULE)
+    _device((name, table), ("grad_output", grad))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:

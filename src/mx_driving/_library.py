@@ -48,11 +48,17 @@ def _define(name: str) -> None:
     _library.define(backward, tags=tags)
 
 
+def _check_of(name: str, backward: bool) -> Callable[..., None]:
+    """What every kernel and every fake begins with: nobody has to come through a door."""
+    return functools.partial(_check.backward, name) if backward else _check.INPUTS[name]
+
+
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
     """The reference; the tables are checked first where reading them is free, on a CPU, or where somebody asks for it."""
-    run = getattr(reference, name + "_backward" if backward else name)
+    run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
+        check(*args)
         table, shapes, starts = args[backward : backward + 3]
         if table.device.type == "cpu" or _data_checks.asked():
             _check.levels(*_TABLES[name], shapes, starts, table.shape[1])
@@ -62,24 +68,28 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
 
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
-    """The native kernel. Whether there is one is found out at the first call, not at import, and once."""
-    native = getattr(_native, name + "_backward" if backward else name)
+    """The native kernel; the reference for what it does not serve. Whether there is one is found out at the first call, not
+    at import, and once."""
+    native, check = getattr(_native, name + "_backward" if backward else name), _check_of(name, backward)
+    plain = _reference(name, backward)
 
     @functools.cache
-    def chosen() -> Callable[..., Any]:
-        return native if _native.why_not() is None else _reference(name, backward)
+    def here() -> bool:
+        return _native.why_not() is None
 
     def kernel(*args: Any) -> Any:
-        return chosen()(*args)
+        check(*args)
+        return (native if here() and _native.serves(args[backward]) else plain)(*args)
 
     return kernel
 
 
 def _cuda(name: str, backward: bool) -> Callable[..., Any]:
     """The Triton kernel, imported at the first call; the reference for what it does not serve."""
-    plain = _reference(name, backward)
+    plain, check = _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
+        check(*args)
         table, _, _, locations, weights = args[backward : backward + 5]
         if _triton.why_not() is None and _triton.serves(table, locations, weights):
             return _triton.kernel(name, backward)(*args)
@@ -89,6 +99,7 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
 
 
 def _output_like(name: str, args: tuple[Tensor, ...]) -> Tensor:
+    _check.INPUTS[name](*args)
     table, locations = args[0], args[3]
     if name == "deformable_aggregation":
         return table.new_empty(table.shape[0], locations.shape[1], table.shape[2])
@@ -96,6 +107,7 @@ def _output_like(name: str, args: tuple[Tensor, ...]) -> Tensor:
 
 
 def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    _check.backward(name, *args)
     inputs, mask = args[1:6], args[6]
     return tuple(
         torch.empty(inputs[i].shape if wanted else (0,), dtype=inputs[i].dtype, device=inputs[i].device)

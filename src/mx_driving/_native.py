@@ -25,7 +25,7 @@ _DTYPE = {
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL = 3
 _STATUS = {
-    1: "shapes that do not agree",
+    1: "shapes that do not agree, or 2**48 elements or more",
     2: "a dtype it has no kernel for",
     4: "not enough memory for its scratch buffers",
 }
@@ -47,11 +47,56 @@ def _load() -> ctypes.CDLL | str:
     if not path.exists():
         return f"{path.name} is not in the package: it was not built or not installed"
     try:
+        if _is_cut_off(path):
+            return f"{path.name} is damaged: it ends before what its header promises"
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
-    library.mxd_isa.restype = ctypes.c_char_p
-    return library
+    return _not_ours(path.name, library) or library
+
+
+_ELF_SEGMENT = "I4xQ16xQ16x"  # a program header: type, offset in the file, size in the file
+_ELF_LOADED = 1
+
+
+def _is_cut_off(path: pathlib.Path) -> bool:
+    """Whether a Linux library is shorter than what is mapped of it, which kills the process that touches the rest. The loaders
+    of other systems look themselves, and so does this one for everything else.
+
+    Neither size nor hash would do: strip, patchelf and signatures change them after the build.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\2":
+            return False
+        order = "<" if head[5] == 1 else ">"
+        (first,), (length, count) = struct.unpack_from(order + "Q", head, 32), struct.unpack_from(order + "HH", head, 54)
+        if length != struct.calcsize(order + _ELF_SEGMENT):
+            return False
+        if first + length * count > size:
+            return True
+        file.seek(first)
+        segments = struct.iter_unpack(order + _ELF_SEGMENT, file.read(length * count))
+    return any(kind == _ELF_LOADED and offset + held > size for kind, offset, held in segments)
+
+
+_OPERATORS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
+_FUNCTIONS = (
+    "mxd_version",
+    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_gather_floor"),
+    *(f"mxd_{operator}{direction}" for operator in _OPERATORS for direction in ("", "_backward")),
+)
+
+
+def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
+    """Why a library that could be loaded is not that of this package, or None when it is."""
+    missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
+    if missing:
+        return f"{name} is not this package's, or older: it has no function {missing}"
+    library.mxd_version.restype = library.mxd_isa.restype = ctypes.c_char_p
+    built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
+    return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
 
 
 def why_not() -> str | None:
@@ -66,6 +111,15 @@ def _library() -> ctypes.CDLL:
     if isinstance(library, str):
         raise RuntimeError(library)
     return library
+
+
+# Rows are numbered in 32 bits, and a bound is one number more.
+_MOST_ROWS = 2**31 - 2
+
+
+def serves(table: Tensor) -> bool:
+    """Larger tables go to the reference."""
+    return table.shape[1] <= _MOST_ROWS
 
 
 def isa() -> str:

@@ -21,6 +21,8 @@ __all__ = [
     "multi_scale_deformable_attn_backward",
 ]
 
+_LARGE = 2.0**62  # no map is that large, and int64 holds it
+
 
 class Corners(NamedTuple):
     """Samples of one map: corner k is right when k & 1, below when k & 2."""
@@ -157,12 +159,14 @@ def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> t
 
 
 def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Rows of value by truncation and clamping (before the conversion to integer; a NaN goes to 0), and which exist."""
+    """Rows of value by truncation, clamped as whole numbers (no floating dtype holds every size), and which exist."""
+    if location.dtype.is_floating_point:
+        location = location.to(_compute_dtype(location))
+        location = torch.where(location > 0, location, 0)  # a NaN goes to 0
+        location = torch.where(location < _LARGE, location, _LARGE)
 
     def index(x: Tensor, size: Tensor) -> Tensor:
-        last = (size - 1).clamp(min=0)
-        x = torch.where(x > 0, x, 0)
-        return torch.where(x < last, x, last.to(x.dtype)).long()
+        return torch.minimum(x.long(), size.long() - 1).clamp(min=0)
 
     x, y = index(location[..., 0], shape[1]), index(location[..., 1], shape[0])
     row = start.long() + y * shape[1].long() + x

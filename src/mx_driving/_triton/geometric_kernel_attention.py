@@ -7,7 +7,7 @@ import triton.language as tl
 
 from . import attention
 from .attention import VARYING, tile_of
-from .sampling import ADDED, RECORDED, add, by_lane, exists, level, read, record_one
+from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
 
 
 @triton.jit
@@ -15,7 +15,8 @@ def _nearest(location, size):
     """trunc(location), clamped to 0..size - 1 before the conversion; a NaN goes to 0. Integers as they are."""
     location = tl.where(location > 0, location, 0)
     if location.dtype.is_floating():
-        location = tl.minimum(location.to(tl.float32), size.to(tl.float32))
+        # float32 holds the bound of all sizes, but not every size
+        location = tl.minimum(location.to(tl.float32), _MOST_ROWS)
     else:
         location = tl.minimum(location.to(tl.int64), size)
     return tl.minimum(location.to(tl.int32), size - 1)
