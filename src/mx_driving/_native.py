@@ -7,6 +7,7 @@ import ctypes
 import functools
 import pathlib
 import struct
+import sys
 from collections.abc import Iterator
 
 import torch

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .. import _check
+from . import _check
 
 
 def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import _check
 from ..ops.npu_deformable_aggregation import deformable_aggregation
+from . import _check
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints", "project"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .. import _check
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
+from . import _check
 from ._pyramid import heads_of
 
 __all__ = ["GeometricKernelAttention"]

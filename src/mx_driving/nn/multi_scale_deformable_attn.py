@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import _check
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from . import _check
 from ._pyramid import heads_of
 
 __all__ = ["MultiScaleDeformableAttention"]
