@@ -21,7 +21,7 @@ from torch import Tensor
 import mx_driving
 from mx_driving.cli import models
 from mx_driving.cli.files import open_picture, writable_picture, writing
-from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, matching, need, ruled
+from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, need, ruled
 
 
 def load_photo(path: Path | None) -> Any:
@@ -50,8 +50,12 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
 def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model of transformers/models/<name> in its default configuration."""
     width, height = photo.size
-    matching("--model", [name], models.carriers())
-    subject = models.build(name, height, width)
+    try:
+        subject = models.build(name, height, width)
+    except (ImportError, StopIteration):  # no such model, none that detects, or a package that it needs
+        if name in (known := models.carriers()):
+            raise
+        raise Problem(f"--model must be one of {', '.join(known)}; got {name}") from None
     size = subject.inputs["pixel_values"].shape[-2:]
     pixels = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(height, width, 3)
     picture = torch.nn.functional.interpolate(pixels.permute(2, 0, 1)[None] / 255, tuple(size), mode="bilinear", antialias=True)
@@ -141,7 +145,10 @@ def run(options: argparse.Namespace) -> None:
     if "pred_boxes" not in before:
         raise Problem(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
     ms_before = median_ms(lambda: model(**inputs), options.rounds)
-    done = mx_driving.patch(model)
+    try:
+        done = mx_driving.patch(model)
+    except ValueError:
+        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
     print(done)
     with mx_driving.viz.recording() as looks:
         after = model(**inputs)

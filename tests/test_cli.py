@@ -285,6 +285,16 @@ def test_no_model_of_that_name(mx, no_work, monkeypatch):
     assert is_a_sentence(*mx("models", "--only", "yolo"), "--only must match one of 'd_fine', 'rf_detr'; got 'yolo'")
 
 
+def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def patched(target):
+        raise ValueError("target must have a core; got none")
+
+    monkeypatch.setattr(mx_driving, "patched", patched)
+    assert is_a_sentence(*mx("models"), "the installed transformers must have models that sample deformably")
+
+
 def long_rows(workload, dtype, *rest):
     names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather floor")
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -89,7 +90,6 @@ def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) 
 
 def at_least_one(text: str) -> int:
     """A count on an argparse command line."""
-    count = int(text)
-    if count < 1:
-        raise ValueError(text)
-    return count
+    if not text.isdecimal() or int(text) < 1:
+        raise ArgumentTypeError(f"must be a whole number of 1 or more; got {text}")
+    return int(text)
