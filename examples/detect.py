@@ -137,6 +137,7 @@ def look_before_work(options: argparse.Namespace) -> None:
 def run(options: argparse.Namespace) -> None:
     look_before_work(options)
     photo = load_photo(options.photo)
+    print(f"a photograph of {photo.width} x {photo.height} pixels", flush=True)
     if options.checkpoint:
         model, inputs = from_checkpoint(options.checkpoint, photo)
     else:

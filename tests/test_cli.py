@@ -152,6 +152,11 @@ def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_link_to_a_place_that_is_not_there(mx, no_work, tmp_path):
+    (tmp_path / "x.csv").symlink_to(tmp_path / "nowhere" / "x.csv")
+    assert is_a_sentence(*mx("bench", "--csv", tmp_path / "x.csv"), f"--csv must exist; got {tmp_path / 'nowhere'}")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
 def test_a_folder_that_takes_no_files(mx, no_work):
     assert is_a_sentence(
@@ -317,10 +322,11 @@ TABLES = [
 ]
 
 
-@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("columns", "terminal"), [(80, False), (80, True), (40, False)])
 @pytest.mark.parametrize(("args", "words"), TABLES, ids=[args[0] for args, _ in TABLES])
-def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, small_examples, args, words, terminal):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, columns, terminal):
+    """And where there are fewer: they are as wide as in 80."""
+    monkeypatch.setenv("COLUMNS", str(columns))
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(bench_module, "measure", long_rows)
@@ -330,9 +336,7 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, small_examples, 
     monkeypatch.setattr(models_module, "build", lambda *args: None)
     monkeypatch.setattr(models_module, "_row", lambda *args: MODEL)
     monkeypatch.setattr(demo_module, "run_demo", lambda *args, **kwargs: DEMO)
-    if args[0] == "check":
-        monkeypatch.setattr(check_module, "check_one", fake_check)
-        monkeypatch.setattr(check_module, "EXAMPLES", EXAMPLES)
+    monkeypatch.setattr(check_module, "check_one", fake_check)
     if args[0] == "models":
         pytest.importorskip("transformers")
     code, out, err = mx(*args)

@@ -99,6 +99,14 @@ def test_a_wrong_photo_or_place_is_refused_first(refused, detect, monkeypatch, t
     assert "--out must end in a kind of picture" in refused("--out", str(tmp_path / "x.xyz"))
 
 
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_output_is_noticed_before_the_work(refused, detect, monkeypatch, photo):
+    monkeypatch.setattr(detect, "at_random", None)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "standard output must take what is printed; got No space left" in refused("--photo", photo)
+
+
 @pytest.mark.parametrize("package", ["PIL", "matplotlib", "transformers", "sklearn"])
 def test_a_missing_package_is_named(refused, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)

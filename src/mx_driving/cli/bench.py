@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 from torch import Tensor
 
 from . import plain, report
@@ -167,5 +168,5 @@ def bench(
         say(console, of_the_package())
     if before is not None:
         found = report.slower(rows, before, tolerance)
-        say(console, "\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}")
+        say(console, escape("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
         raise typer.Exit(1 if found else 0)

@@ -164,7 +164,7 @@ def check_one(
 
 def _table(rows: list[Row]) -> Any:
     """What a row is of stands above its errors, which keeps the table within 80 columns."""
-    table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "times\nplain torch": 11})
+    table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
         example = row.example
         table.add_row(f"[bold]{example.operator}[/]\n{escape(example.name)}\n{row.dtype}")
@@ -226,7 +226,7 @@ def check(
             rows.append(check_one(example, name, device, quick, lambda: progress.advance(task)))
     show(console, _table(rows))
     for line in _backends(rows):
-        say(console, line)
+        say(console, escape(line))
     failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
         say(console, f"[bold red]wrong:[/] {escape(failure)}")

@@ -146,11 +146,11 @@ def _report(console: Any, result: DemoResult) -> None:
     """A table of what was measured, and where the picture is; within 80 columns."""
     table = grid(None, {"what": 0, "measured": 0, "wanted": 0}, {})
     if result.psnr is not None:
-        table.add_row("lifted view against the true map,\nwhere seen", f"{result.psnr:.1f} dB", f"{FLOOR:.0f} dB or more")
+        table.add_row("lifted view against the\ntrue map, where seen", f"{result.psnr:.1f} dB", f"{FLOOR:.0f} dB or more")
     first, last = result.losses[0], result.losses[-1]
     fall = f"{first:.3g} to {last:.3g}\n({first / max(last, 1e-30):.0f} times less)"
     table.add_row(f"loss over {len(result.losses)} gradient steps", fall, f"{FALL:.0f} times less\nor better")
-    table.add_row("recovered view against the lifted view", f"{result.recovered_psnr:.1f} dB", "")
+    table.add_row("recovered view against the\nlifted view", f"{result.recovered_psnr:.1f} dB", "")
     table.add_row("ground seen by a camera", f"{100 * result.seen:.0f} %", "")
     show(console, table)
     verdict = "[bold green]all is well[/]" if result.ok else "[bold red]not good enough[/]"

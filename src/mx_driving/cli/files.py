@@ -17,8 +17,9 @@ PICTURES = "mx-driving-portable[demo]"
 
 def writable(name: str, path: Path) -> None:
     """The file can be written later. Nothing is created, and a file that is there is not touched."""
-    folder = path.parent
     with writing(name, path):
+        path = Path(os.path.realpath(path)) if path.is_symlink() else path
+        folder = path.parent
         if not folder.exists():
             raise Problem(f"the folder of {name} must exist; got {folder}")
         if not folder.is_dir():

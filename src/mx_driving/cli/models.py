@@ -286,7 +286,7 @@ def _table() -> Any:
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))  # nine columns side by side in 80 characters
     table.add_column("model")
-    for column in ("difference", "off", "ms\nbefore", "ms\nafter", "times", "core\nbefore", "core\nafter", "times"):
+    for column in ("differs\nby", "off", "ms\nbefore", "ms\nafter", "speed-up", "core\nbefore", "core\nafter", "speed-up"):
         table.add_column(column, justify="right")
     return table
 

@@ -8,9 +8,10 @@ from typing import Any
 def open_console(title: str) -> Any:
     """A console with the title on it. It is printed before the work, so that an output that takes nothing is noticed then."""
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console()
-    say(console, f"[italic]{title}[/]")
+    say(console, f"[italic]{escape(title)}[/]")
     console.file.flush()
     return console
 
@@ -22,9 +23,10 @@ def say(console: Any, text: str) -> None:
 
 
 def show(console: Any, table: Any) -> None:
-    """A table, as wide as it must be."""
+    """A table, as wide as it must be: a narrow terminal wraps its lines, and cuts nothing."""
     wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.print(table, width=max(wanted, 1), crop=False, no_wrap=True, overflow="ignore")
+    console.width = max(console.width, wanted)
+    console.print(table)
 
 
 def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
