@@ -20,14 +20,15 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving.cli import models
+from mx_driving.cli.files import open_picture, writable_picture, writing
+from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, need, ruled
 
 
 def load_photo(path: Path | None) -> Any:
     """A Pillow image."""
-    from PIL import Image
-
     if path is not None:
-        return Image.open(path).convert("RGB")
+        return open_picture("--photo", path)
+    from PIL import Image
     from sklearn.datasets import load_sample_image
 
     return Image.fromarray(load_sample_image("china.jpg"))
@@ -37,15 +38,24 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
     """A trained model and its inputs, from files alone."""
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-    processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForObjectDetection.from_pretrained(folder, local_files_only=True).eval()
+    rule = f"--checkpoint={folder} must be the folder of a saved detector"
+    if not folder.is_dir():
+        raise Problem(f"{rule}; got no folder")
+    with ruled(rule):
+        processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForObjectDetection.from_pretrained(folder, local_files_only=True).eval()
     return model, dict(processor(images=photo, return_tensors="pt"))
 
 
 def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     """The model of transformers/models/<name> in its default configuration."""
     width, height = photo.size
-    subject = models.build(name, height, width)
+    try:
+        subject = models.build(name, height, width)
+    except (ImportError, StopIteration):  # no such model, none that detects, or a package that it needs
+        if name in (known := models.carriers()):
+            raise
+        raise Problem(f"--model must be one of {', '.join(known)}; got {name}") from None
     size = subject.inputs["pixel_values"].shape[-2:]
     pixels = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(height, width, 3)
     picture = torch.nn.functional.interpolate(pixels.permute(2, 0, 1)[None] / 255, tuple(size), mode="bilinear", antialias=True)
@@ -63,7 +73,10 @@ def median_ms(run: Any, rounds: int) -> float:
 
 def last_look(looks: list[mx_driving.viz.Look], queries: int) -> mx_driving.viz.Look:
     """The last decoder layer's: as many queries as there are boxes."""
-    return next(look for look in reversed(looks) if look.locations.shape[1] == queries)
+    fitting = [look for look in looks if look.locations.shape[1] == queries]
+    if not fitting:
+        raise Problem(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
+    return fitting[-1]
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,27 +108,48 @@ def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, s
         ax.set_title(f"query {query}: {names.get(kind, kind)}, {score:.2f}", fontsize=9)
     for ax in axes[count + 1 :]:
         ax.set_axis_off()
-    figure.savefig(path, dpi=80)
+    with writing("--out", path):
+        figure.savefig(path, dpi=80)
 
 
-@torch.no_grad()
-def main() -> None:
+def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photo", type=Path)
     parser.add_argument("--checkpoint", type=Path, help="folder of a saved detector")
     parser.add_argument("--model", default="rt_detr_v2", help="without a checkpoint: the name of a model of transformers")
-    parser.add_argument("--count", type=int, default=5, help="boxes to draw")
-    parser.add_argument("--rounds", type=int, default=5, help="runs to time, before and after")
+    parser.add_argument("--count", type=at_least_one, default=5, help="boxes to draw")
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="runs to time, before and after")
     parser.add_argument("--out", type=Path, default=Path("detected.png"))
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def look_before_work(options: argparse.Namespace) -> None:
+    """A Problem where something is missing that would be missed only after the work."""
+    writable_picture("--out", options.out, "detect.py")
+    if options.checkpoint is None:
+        models.need_transformers("detect.py")
+    need("detect.py", "transformers>=5", "transformers")
+    if options.photo is None:
+        need("detect.py without --photo", "mx-driving-portable[examples]", "sklearn")
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> None:
+    look_before_work(options)
     photo = load_photo(options.photo)
+    print(f"a photograph of {photo.width} x {photo.height} pixels", flush=True)
     if options.checkpoint:
         model, inputs = from_checkpoint(options.checkpoint, photo)
     else:
         model, inputs = at_random(options.model, photo)
     before = model(**inputs)
+    if "pred_boxes" not in before:
+        raise Problem(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
     ms_before = median_ms(lambda: model(**inputs), options.rounds)
-    done = mx_driving.patch(model)
+    try:
+        done = mx_driving.patch(model)
+    except ValueError:
+        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
     print(done)
     with mx_driving.viz.recording() as looks:
         after = model(**inputs)
@@ -127,6 +161,11 @@ def main() -> None:
     names = getattr(model.config, "id2label", {}) if options.checkpoint else {}
     draw(photo, after, last_look(looks, after.logits.shape[1]), names, options.count, options.out)
     print(f"the picture is in {options.out}")
+
+
+def main() -> None:
+    with in_a_sentence("detect.py"):
+        run(read_options())
 
 
 if __name__ == "__main__":

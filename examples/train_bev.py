@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 import mx_driving
 from mx_driving.cli import scene
+from mx_driving.cli.files import folder_of_pictures, writing
+from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, ruled
 from mx_driving.cli.rig import Camera, surround
 
 SIZE = (72, 128)  # height and width of a camera's image
@@ -291,6 +293,7 @@ def cached(folder: Path, count: int, seed: int, cells: int, progress: Progress) 
     if not path.exists() and _rank() == 0:
         task = progress.add_task(f"rendering {count} scenes", total=count)
         scenes = render(count, seed, cells, lambda: progress.advance(task))
+        folder.mkdir(parents=True, exist_ok=True)
         torch.save((scenes.images, scenes.maps), path)
     if dist.is_initialized():
         dist.barrier()
@@ -303,7 +306,9 @@ def _rank() -> int:
 
 def train(options: argparse.Namespace) -> dict[str, float]:
     """Train, and return the intersection over union on held-out scenes."""
-    options.out.mkdir(parents=True, exist_ok=True)
+    folder_of_pictures("--out", options.out, "train_bev.py")
+    if options.scenes < options.batch:
+        raise Problem(f"--scenes must be at least --batch={options.batch}; got {options.scenes}")
     rank, world = _rank(), dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     model = Network(options.transform, options.cells)
@@ -311,15 +316,19 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.15)
     checkpoint, losses, earlier = options.out / "checkpoint.pt", [], 0.0
     if options.resume and checkpoint.exists():
-        state = torch.load(checkpoint)
-        for part, name in ((model, "model"), (optimiser, "optimiser"), (schedule, "schedule")):
-            part.load_state_dict(state[name])
-        losses, earlier = state["losses"], state["seconds"]
+        with ruled(f"{checkpoint} must be whole, and of the same --transform, --cells and --steps"):
+            state = torch.load(checkpoint)
+            for part, name in ((model, "model"), (optimiser, "optimiser"), (schedule, "schedule")):
+                part.load_state_dict(state[name])
+            losses, earlier = state["losses"], state["seconds"]
+            if schedule.total_steps != options.steps:
+                raise ValueError(f"{schedule.total_steps} steps")
     learner = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     with Progress(*columns, disable=rank > 0) as progress:
         seen = cached(options.out.parent, options.scenes, 0, options.cells, progress)
         held_out = cached(options.out.parent, options.held_out, 1, options.cells, progress)
+        options.out.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter() - earlier
         task = progress.add_task("training", total=options.steps, completed=len(losses))
         for step in range(len(losses), min(options.steps, options.stop or options.steps)):
@@ -336,20 +345,19 @@ def train(options: argparse.Namespace) -> dict[str, float]:
                 parts = {"model": model.state_dict(), "optimiser": optimiser.state_dict(), "schedule": schedule.state_dict()}
                 torch.save({**parts, "losses": losses, "seconds": time.perf_counter() - began}, checkpoint)
         seconds = time.perf_counter() - began
-    if rank > 0:
-        return {}
-    return report(model, held_out, losses, seconds, options)
+    return report(model, held_out, losses, seconds, options) if rank == 0 else {}
 
 
 def report(model: Network, held_out: Scenes, losses: list[float], seconds: float, options: argparse.Namespace) -> dict:
     """Print and draw what was learnt, and write the curve."""
     found = intersection_over_union(model, held_out)
-    with (options.out / "losses.csv").open("w", newline="") as file:
-        csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
     scores = ", ".join(f"{name} {100 * score:.1f} %" for name, score in found.items())
     what = f"{options.transform}: IoU on {len(held_out)} held-out scenes: {scores}"
-    draw(model, held_out, options.out / "prediction.png", what)
-    draw_looks(model, held_out, options.out / "looks.png")
+    with writing("--out", options.out):
+        with (options.out / "losses.csv").open("w", newline="") as file:
+            csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
+        draw(model, held_out, options.out / "prediction.png", what)
+        draw_looks(model, held_out, options.out / "looks.png")
     print(f"{what}; {len(losses)} steps, {seconds:.0f} s of training")
     print(f"checkpoint, losses and picture are in {options.out}")
     return found
@@ -369,21 +377,21 @@ def main() -> None:
     parser.add_argument("--transform", choices=("aggregation", "multi_scale", "geometric"), default="aggregation")
     parser.add_argument("--out", type=Path, default=Path("runs/bev"))
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--stop", type=int, default=0, help="stop after this step, as if interrupted")
-    parser.add_argument("--save", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--batch", type=int, default=4, help="scenes per step, of all processes together")
-    parser.add_argument("--scenes", type=int, default=128)
-    parser.add_argument("--held-out", type=int, default=24)
-    parser.add_argument("--cells", type=int, default=48, help="per side of the map")
+    for name, default, what in (
+        *(("steps", 300, None), ("save", 50, "steps between checkpoints"), ("cells", 48, "per side of the map")),
+        *(("batch", 4, "scenes per step, of all processes together"), ("scenes", 128, None), ("held-out", 24, None)),
+    ):
+        parser.add_argument(f"--{name}", type=at_least_one, default=default, help=what)
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate")
-    options = parser.parse_args()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    train(options)
-    if dist.is_initialized():
-        dist.barrier()  # the first process still draws pictures: nobody leaves before everybody is done
-        dist.destroy_process_group()
+    with in_a_sentence("train_bev.py"):
+        options = parser.parse_args()
+        if "RANK" in os.environ:
+            dist.init_process_group("gloo")
+        train(options)
+        if dist.is_initialized():
+            dist.barrier()  # the first process still draws pictures: nobody leaves before everybody is done
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,17 +1,27 @@
-"""`mx-driving`: teaches, checks, and exits 0 only when all is well."""
+"""`mx-driving`: teaches, checks, and exits 0 only when all is well; says in a sentence what is wrong, before the work."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import mx_driving
 from mx_driving import _native
+from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
-from mx_driving.cli.app import app
+from mx_driving.cli import demo as demo_module
+from mx_driving.cli import models as models_module
+from mx_driving.cli import problems
+from mx_driving.cli.app import app, main
 from mx_driving.cli.examples import EXAMPLES
+from mx_driving.cli.workloads import WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -82,3 +92,263 @@ def test_check_fails_when_the_cpu_has_only_the_reference(small_examples, monkeyp
     result = run("check", "--quick")
     assert result.exit_code == 1
     assert "runs on the reference" in result.output
+
+
+@pytest.fixture
+def mx(monkeypatch, capsys):
+    """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["mx-driving", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """Whoever starts to work fails."""
+
+    def work(*args, **kwargs):
+        raise AssertionError("the work was begun")
+
+    for module, name in (
+        *((bench_module, "measure"), (check_module, "check_one"), (demo_module, "_input")),
+        *((models_module, "build"), (torch, "set_num_threads")),
+    ):
+        monkeypatch.setattr(module, name, work)
+
+
+def is_a_sentence(code: int, out: str, err: str, words: str) -> bool:
+    """On standard error alone, in the error grammar, with exit status 1."""
+    return code == 1 and out == "" and err.count("\n") == 1 and words in err and re.match("mx-driving: .* must .*; got", err)
+
+
+def test_version(mx):
+    code, out, _ = mx("--version")
+    assert (code or 0, out) == (0, f"mx-driving {mx_driving.__version__}, torch {torch.__version__}, {_native.isa()}\n")
+
+
+PLACES = [
+    ("nowhere/x", "the folder of {} must exist; got"),
+    ("file/x", "the folder of {} must be a folder; got"),
+    ("folder", "{} must be a file; got"),
+    ("x" * 300, "{} must be a place to write to; got"),
+]
+
+
+@pytest.mark.parametrize(("place", "words"), PLACES, ids=[place[:10] for place, _ in PLACES])
+@pytest.mark.parametrize(
+    ("command", "option", "ending"), [("bench", "--csv", ""), ("bench", "--plot", ".png"), ("demo", "--out", ".jpg")]
+)
+def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path, command, option, ending, place, words):
+    (tmp_path / "file").write_text("")
+    (tmp_path / f"folder{ending}").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert is_a_sentence(*mx(command, option, tmp_path / (place + ending)), words.format(option))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_a_place_that_is_not_there(mx, no_work, tmp_path):
+    (tmp_path / "x.csv").symlink_to(tmp_path / "nowhere" / "x.csv")
+    assert is_a_sentence(*mx("bench", "--csv", tmp_path / "x.csv"), f"--csv must exist; got {tmp_path / 'nowhere'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
+def test_a_folder_that_takes_no_files(mx, no_work):
+    assert is_a_sentence(
+        *mx("bench", "--csv", "/proc/x.csv"), "--csv must be a place to write to; got /proc/x.csv: No such file"
+    )
+
+
+@pytest.mark.parametrize(("command", "option"), [("bench", "--plot"), ("demo", "--out")])
+@pytest.mark.parametrize("name", ["x.xyz", "x", "x.h5", "x.csv"])  # Pillow knows .h5, and cannot write it
+def test_an_unknown_ending_is_refused(mx, no_work, tmp_path, command, option, name):
+    found = mx(command, option, tmp_path / name)
+    assert is_a_sentence(*found, f"{option} must end in a kind of picture")
+    assert f"got {name!r}" in found[2]
+
+
+def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tmp_path):
+    kept, new = tmp_path / "kept.csv", tmp_path / "new.png"
+    kept.write_text("an earlier result")
+
+    def measure(*args):
+        assert kept.read_text() == "an earlier result"
+        assert not new.exists()
+        raise problems.Problem("output must be right; got another")
+
+    monkeypatch.setattr(bench_module, "measure", measure)
+    code, _, err = mx("bench", "--csv", kept, "--plot", new)
+    assert (code, err) == (1, "mx-driving: output must be right; got another\n")
+    assert kept.read_text() == "an earlier result"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "got no row"),
+        (b"a,b\n1,2\n", "got no workload"),
+        (b"\x89PNG\r\n\x1a\n\0", "must be a file that mx-driving bench --csv wrote; got"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,fast\n", "could not convert string to float: 'fast'"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,nan\n", "got times that are not positive"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,1\n", "rows of mx_driving in common; got none"),
+    ],
+)
+def test_compare_is_read_before_the_work(mx, no_work, tmp_path, text, words):
+    (tmp_path / "x.csv").write_bytes(text)
+    assert is_a_sentence(*mx("bench", "--compare", tmp_path / "x.csv"), words)
+
+
+def test_a_wrong_command_line_ends_with_2(mx, no_work, tmp_path):
+    for wrong in (["--compare", tmp_path], ["--compare", tmp_path / "none"], ["--threads", "-1"], ["--seconds", "long"]):
+        code, out, err = mx("bench", *wrong)
+        assert (code, out) == (2, "")
+        assert wrong[0] in err
+
+
+PRINTING = [["--help"], ["--version"], ["bench", "--list"], ["check"], ["bench"], ["demo", "--out", os.devnull + ".png"]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("args", PRINTING, ids=" ".join)
+def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_path, args):
+    args = [str(tmp_path / "x.png") if arg.endswith("png") else arg for arg in args]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        found = mx(*args)
+    assert is_a_sentence(*found, "standard output must take what is printed; got No space left on device")
+
+
+@pytest.mark.parametrize("args", PRINTING[:4], ids=" ".join)
+def test_a_reader_that_went_away_ends_it_quietly(mx, no_work, monkeypatch, args):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert mx(*args) == (1, "", "")
+
+
+def test_a_closed_output(mx, no_work, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert is_a_sentence(*mx("check"), "standard output must be open; got a closed one")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_python_says_no_more_when_it_exits():
+    """What is left in the buffer would fail once more."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "mx_driving", "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert is_a_sentence(done.returncode, "", done.stderr, "standard output must take what is printed")
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "xla", "cuda:99"])
+def test_a_device_that_is_not_there(mx, no_work, device):
+    assert is_a_sentence(*mx("check", "--device", device), f"--device={device} must be a device that torch can use here; got")
+
+
+@pytest.mark.parametrize(
+    ("missing", "args", "words"),
+    [
+        ("transformers", ["models"], 'mx-driving models must have transformers installed (pip install "transformers>=5"); got'),
+        ("sklearn", ["models"], "mx-driving models must have sklearn installed"),
+        (
+            "matplotlib",
+            ["bench", "--plot", "x.png"],
+            'have matplotlib installed (pip install "mx-driving-portable[demo]"); got',
+        ),
+        ("PIL", ["demo"], "the demo must have PIL installed"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_work(mx, no_work, monkeypatch, missing, args, words):
+    if missing == "sklearn":
+        pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert is_a_sentence(*mx(*args), words)
+
+
+@pytest.mark.parametrize("options", [[], ["--list"], ["--workload", "MapTR*"]])
+def test_no_workload_of_that_name(mx, no_work, options):
+    found = mx("bench", "--workload", "yolo*", *options)
+    assert is_a_sentence(*found, "--workload must match one of 'Deformable-DETR encoder', 'Deformable-DETR decoder, 300")
+    assert found[2].endswith("; got 'yolo*'\n")
+
+
+def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
+    name = WORKLOADS[-1].name
+    assert mx("bench", "--list", "--workload", name)[1] == name + "\n"
+    assert mx("bench", "--list", "--workload", "maptr*", "--workload", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
+
+
+def test_no_model_of_that_name(mx, no_work, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models_module, "carriers", lambda: ["d_fine", "rf_detr"])
+    assert is_a_sentence(*mx("models", "--only", "yolo"), "--only must match one of 'd_fine', 'rf_detr'; got 'yolo'")
+
+
+def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def patched(target):
+        raise ValueError("target must have a core; got none")
+
+    monkeypatch.setattr(mx_driving, "patched", patched)
+    assert is_a_sentence(*mx("models"), "the installed transformers must have models that sample deformably")
+
+
+def long_rows(workload, dtype, *rest):
+    names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather floor")
+    return [
+        {"workload": workload.name, "dtype": dtype, "direction": direction, "implementation": name}
+        | {"milliseconds": 123456.78, "times ours": 1234.56, "rounds": 3}
+        for direction in ("forward", "forward + backward", "backward")
+        for name in names
+    ]
+
+
+MODEL = ["1e-07", "300", "12345", "12345", "12.34", "12345.6", "12345.7", "123.4"]
+TRAITS = {"bfloat16, scratch memory / value": ("123.4%", "567.8%")}
+DEMO = demo_module.DemoResult(Path("a" * 90 + ".png"), 29.4, 60.1, [0.123, 1e-12], 0.87, 1.0)
+TABLES = [
+    (["check", "--quick", "--dtype", "bfloat16"], [w for e in EXAMPLES for w in (e.operator, *e.name.split(), *e.gradients)]),
+    (["bench", "--traits", "--dtype", "bfloat16"], [w for x in WORKLOADS for w in x.name.split()] + ["123456.78", "1234.56"]),
+    (["bench", "--traits"], ["torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
+    (["models"], ["mm_grounding_dino", *MODEL]),
+    (["demo"], ["29.4", "26", "0.123", "1e-12", "(123000000000", "60.1", "87", "a" * 90 + ".png"]),
+]
+
+
+@pytest.mark.parametrize(("columns", "terminal"), [(80, False), (80, True), (40, False)])
+@pytest.mark.parametrize(("args", "words"), TABLES, ids=[args[0] for args, _ in TABLES])
+def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, columns, terminal):
+    """And where there are fewer: they are as wide as in 80."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(bench_module, "measure", long_rows)
+    monkeypatch.setattr(bench_module, "traits", lambda workload, seconds: TRAITS)
+    monkeypatch.setattr(bench_module, "of_the_package", lambda: "one query: 17.0 us")
+    monkeypatch.setattr(models_module, "carriers", lambda: ["mm_grounding_dino"])
+    monkeypatch.setattr(models_module, "build", lambda *args: None)
+    monkeypatch.setattr(models_module, "_row", lambda *args: MODEL)
+    monkeypatch.setattr(demo_module, "run_demo", lambda *args, **kwargs: DEMO)
+    monkeypatch.setattr(check_module, "check_one", fake_check)
+    if args[0] == "models":
+        pytest.importorskip("transformers")
+    code, out, err = mx(*args)
+    assert (code or 0, err) == (0, "")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert set(words) <= set(shown.split())
+    lines = [line for line in shown.splitlines() if set(line) & set("\u2502\u2500\u2501")]
+    assert lines
+    assert max(map(len, lines)) <= 80
+
+
+def fake_check(example, dtype, device, quick, tick):
+    errors = dict.fromkeys(("output", *example.gradients), 1.2e-7)
+    return check_module.Row(example, dtype, "cpu: native C++, avx512, OpenMP threads", errors, errors, 12.34567, 123.4)

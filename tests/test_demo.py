@@ -11,11 +11,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
-import typer  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
-
 from mx_driving.cli import demo as demos  # noqa: E402
 from mx_driving.cli import lift, scene  # noqa: E402
+from mx_driving.cli.app import main  # noqa: E402
 from mx_driving.cli.rig import Camera, Extent, RigError, load_rig, looking, project, surround  # noqa: E402
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "rig.json"
@@ -50,6 +48,8 @@ def write(folder, data):
 
 MIRROR = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, -1, 0], [0, 0, 0, 1]]
 FRONT = "camera 'front': "
+NAME = "cameras[0]: name must be a printable string that is not empty; got "
+METRES = "bev: {} must be two rising numbers of metres, at most 1e6 from the car; got "
 BAD = [
     ("{", "rig.json must be JSON; got Expecting property name"),
     ([1], "rig.json must hold an object with a list of cameras; got [1]"),
@@ -74,8 +74,28 @@ BAD = [
     ({"cameras": [camera(camera_to_ego=rows(POSE, 1, 0, -2))]}, FRONT + "camera_to_ego must hold a rotation (orthogonal"),
     ({"cameras": [camera(camera_to_ego=MIRROR)]}, FRONT + "camera_to_ego must hold a rotation (determinant 1); got"),
     ({"cameras": [camera()], "bev": 3}, "bev must be an object; got 3"),
-    ({"cameras": [camera()], "bev": {"x": [5, 5]}}, "bev: x must be two rising numbers of metres; got [5, 5]"),
-    ({"cameras": [camera()], "bev": {"y": "wide"}}, 'bev: y must be two rising numbers of metres; got "wide"'),
+    ({"cameras": [camera()], "bev": {"x": [5, 5]}}, METRES.format("x") + "[5, 5]"),
+    ({"cameras": [camera()], "bev": {"y": "wide"}}, METRES.format("y") + '"wide"'),
+    ({"cameras": [camera()], "bev": {"y": [0, True]}}, METRES.format("y") + "[0, true]"),
+    ({"cameras": [camera()], "bev": {"y": [0, float("inf")]}}, METRES.format("y") + "[0, Infinity]"),
+    ({"cameras": [camera()], "bev": {"y": [float("nan"), 1]}}, METRES.format("y") + "[NaN, 1]"),
+    ({"cameras": [camera()], "bev": {"x": [0, 10**400]}}, METRES.format("x") + "[0, 1000"),
+    ({"cameras": [camera()], "bev": {"x": None}}, METRES.format("x") + "null"),
+    ({"cameras": [camera()], "bev": None}, "bev must be an object; got null"),
+    ({"cameras": [camera()], "bev": {"cells": True}}, "bev: cells must be a whole number from 8 to 800; got true"),
+    ({"cameras": [camera(name=None)]}, NAME + "null"),
+    ({"cameras": [camera(name=7)]}, NAME + "7"),
+    ({"cameras": [camera(name="")]}, NAME + '""'),
+    ({"cameras": [camera(name=" ")]}, NAME + '" "'),
+    ({"cameras": [camera(name="a\nb")]}, NAME + '"a'),
+    ({"cameras": [camera(name="\ud800")]}, NAME + '"'),
+    ({"cameras": [camera(), camera()]}, 'cameras[1]: name must be its own; got "front", cameras[0]\'s'),
+    ({"cameras": [camera(name="camera 1"), without("name")]}, 'cameras[1]: name must be its own; got "camera 1"'),
+    ('{"bev": {}, "bev": {}}', "rig.json must have each key of an object once; got 'bev' 2 times"),
+    ("[" * 100_000, "rig.json must be JSON; got"),
+    ({"cameras": [camera(intrinsics=rows(INTRINSICS, 0, 1, True))]}, FRONT + "intrinsics must be 3 rows of 3 numbers; got"),
+    ({"cameras": [camera(intrinsics=rows(INTRINSICS, 0, 1, None))]}, FRONT + "intrinsics must be 3 rows of 3 numbers; got"),
+    ({"cameras": [camera(camera_to_ego=rows(POSE, 0, 3, 10**400))]}, FRONT + "camera_to_ego must be 4 rows of 4 numbers"),
     ({"cameras": [camera()], "bev": {"cells": 2.5}}, "bev: cells must be a whole number from 8 to 800; got 2.5"),
 ]
 
@@ -111,23 +131,42 @@ def test_the_street_is_lifted_and_recovered(tmp_path):
         assert min(picture.size) > 800
 
 
-def test_the_example_rig_runs(tmp_path):
+@pytest.fixture
+def mx(monkeypatch, capsys):
+    """`mx-driving demo` as a shell runs it: (exit status, standard output, standard error)."""
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", ["mx-driving", "demo", *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code, said.out, said.err
+
+    return run
+
+
+def test_the_example_rig_runs(mx, tmp_path):
     pytest.importorskip("sklearn")
-    app = typer.Typer()
-    app.command()(demos.demo)
     out = tmp_path / "rig.png"
-    result = CliRunner().invoke(app, ["--rig", str(EXAMPLE), "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    assert "all is well" in result.output
+    code, shown, said = mx("--rig", EXAMPLE, "--out", out)
+    assert (code, said) == (0, "")
+    assert "all is well" in shown
     assert out.stat().st_size > 100_000
 
 
-def test_failure_is_an_exit_status(tmp_path):
-    app = typer.Typer()
-    app.command()(demos.demo)
-    result = CliRunner().invoke(app, ["--rig", str(tmp_path / "none.json"), "--out", str(tmp_path / "x.png")])
-    assert result.exit_code == 1
-    assert "the rig file must exist" in result.output
+def test_a_failure_is_a_sentence_and_an_exit_status(mx, tmp_path):
+    code, _, said = mx("--rig", tmp_path / "none.json", "--out", tmp_path / "x.png")
+    assert (code, said) == (1, f"mx-driving: the rig file must exist; got {tmp_path / 'none.json'}\n")
+
+
+@pytest.mark.parametrize(("ending", "kind"), [("jpg", "JPEG"), ("webp", "WEBP"), ("TIF", "TIFF")])
+def test_the_ending_says_the_format(folder, ending, kind):
+    """With a name that matplotlib would take for a wrong formula, and after the descent."""
+    rig = write(folder, {"cameras": [camera(name=r"$\wrong$")], "bev": {"x": [0, 10], "y": [-5, 5], "cells": 16}})
+    demos.run_demo(folder / f"x.{ending}", rig, steps=2)
+    with Image.open(folder / f"x.{ending}") as picture:
+        assert picture.format == kind
+        assert min(picture.size) > 800
 
 
 @pytest.mark.parametrize(
@@ -139,7 +178,7 @@ def test_a_bad_view_is_not_ok(psnr, last, ok):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(RuntimeError, match=r'the demo needs matplotlib: pip install "mx-driving-portable\[demo\]"'):
+    with pytest.raises(ValueError, match=r'must have matplotlib installed \(pip install "mx-driving-portable\[demo\]"\); got'):
         demos.run_demo(tmp_path / "x.png")
 
 

@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -74,6 +75,55 @@ def test_two_processes_follow_the_curve_of_one(folder):
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
     assert done.returncode == 0, done.stderr
     torch.testing.assert_close(torch.tensor(curve(folder / "two")), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """What the example says on standard error: a sentence, with status 1; rendered and made is nothing."""
+
+    def run(*options, out: str = "runs/bev") -> str:
+        def render(*args):
+            raise AssertionError("the work was begun")
+
+        monkeypatch.setattr(train_bev, "render", render)
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["train_bev.py", "--out", str(tmp_path / out), *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            train_bev.main()
+        said = capsys.readouterr().err
+        assert stop.value.code == 1
+        assert re.fullmatch("train_bev.py: .* must .*; got.*\n", said), said
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("package", ["PIL", "matplotlib"])
+def test_a_missing_package_is_named_and_no_folder_is_left(refused, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f'train_bev.py must have {package} installed (pip install "mx-driving-portable[demo]")' in refused()
+
+
+def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "--out must be a folder; got" in refused(out="file")
+    assert "--out must be a folder; got" in refused(out="file/run")
+    assert "--out must be a place to write to; got" in refused(out="/proc/run" if sys.platform == "linux" else "x" * 300)
+    assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder, refused, tmp_path):
+    run(folder, "other", "multi_scale", steps=2)
+    saved = (folder / "other" / "checkpoint.pt").read_bytes()
+    tiny = [text for name, value in TINY.items() if name != "steps" for text in ("--" + name.replace("_", "-"), value)]
+    (tmp_path / "runs" / "bev").mkdir(parents=True)
+    rule = "checkpoint.pt must be whole, and of the same --transform, --cells and --steps; got"
+    for content, options in ((saved, ["--transform", "geometric"]), (saved[:999], []), (b"", [])):
+        (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(content)
+        assert rule in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 2, *options)
+    (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(saved)
+    assert rule + " 2 steps" in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 5)
 
 
 def test_projections_are_the_rigs():

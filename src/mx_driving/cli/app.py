@@ -1,21 +1,38 @@
-"""The command line: `mx-driving check`, `mx-driving demo`. Nothing here is imported by the package itself."""
+"""The command line: `mx-driving check`, `mx-driving demo`, ... Nothing here is imported by the package itself."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import torch
 import typer
 
+from .. import __version__, _native
 from .bench import bench
 from .check import check
 from .demo import demo
 from .models import models
+from .problems import in_a_sentence
 
-app = typer.Typer(
-    name="mx-driving",
-    help="The deformable sampling operators of mx_driving: check them on this machine, see them at work, measure them.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="markdown",
-)
+app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        kernels = "reference" if _native.why_not() else _native.isa()
+        print(f"mx-driving {__version__}, torch {torch.__version__}, {kernels}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print versions and instruction set.")
+    ] = False,
+) -> None:
+    """The deformable sampling operators of mx_driving: check them on this machine, see them at work, measure them."""
+
+
 app.command()(check)
 app.command()(demo)
 app.command()(bench)
@@ -23,4 +40,5 @@ app.command()(models)
 
 
 def main() -> None:
-    app(prog_name="mx-driving")
+    with in_a_sentence("mx-driving"):
+        app(prog_name="mx-driving")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Callable
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich.markup import escape
 from torch import Tensor
 
 from . import plain, report
 from .check import DType, check_one
 from .examples import Example
+from .files import writable, writable_picture
 from .floor import gather_floor
+from .problems import Problem, matching
 from .report import OURS, Row
+from .show import open_console, say, show
 from .timing import interleaved
-from .traits import traits
+from .traits import of_the_package, traits
 from .workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
 
 Call = Callable[[], Any]
@@ -69,7 +71,7 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     example = Example(workload.operator, workload.name, workload.make, _differentiable(workload), names)
     failures = check_one(example, dtype, "cpu", quick=True, timed=False).failures
     if failures:
-        raise RuntimeError("; ".join(failures))
+        raise Problem("; ".join(failures))
     args = workload.make(torch.Generator().manual_seed(0))
     args = tuple(a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args)
     rivals = _rivals(workload, args, peers)
@@ -106,19 +108,20 @@ def bench(
         list[str] | None, typer.Option(help="Only rows whose name matches, e.g. 'DETR*'; may be repeated.")
     ] = None,
     dtype: Annotated[list[DType] | None, typer.Option(help="Dtype of the inputs; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads; 0: as many as torch uses.")] = 0,
+    threads: Annotated[int, typer.Option(min=0, help="Threads; 0: as many as torch uses.")] = 0,
     peers: Annotated[
         bool, typer.Option("--peers", help="Also plain torch under torch.compile, and torch-ms-deform-attn where installed.")
     ] = False,
-    seconds: Annotated[float, typer.Option(help="Measure each row and direction about this long.")] = 3.0,
+    seconds: Annotated[float, typer.Option(min=0, help="Measure each row and direction about this long.")] = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows as bars to this file.")] = None,
     compare: Annotated[
-        Path | None, typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True)
+        Path | None,
+        typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True, dir_okay=False),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="For --compare: 0.25 lets a row take 1.25 times as long.")] = 0.25,
+    tolerance: Annotated[float, typer.Option(min=0, help="For --compare: 0.25 lets a row take 1.25 times as long.")] = 0.25,
     with_traits: Annotated[
-        bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, and memory beside inputs and outputs.")
+        bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, memory, import and one query.")
     ] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the workloads' names and stop.")] = False,
 ) -> None:
@@ -132,31 +135,38 @@ def bench(
 
     Example: `mx-driving bench --workload 'Deformable-DETR*' --peers --csv mine.csv --plot mine.png`
     """
-    from rich.console import Console
     from rich.progress import track
 
-    console = Console()
-    chosen = [w for w in WORKLOADS if not workload or any(fnmatch(w.name.lower(), p.lower()) for p in workload)]
-    if names or not chosen:
-        console.print("\n".join(w.name for w in (chosen or WORKLOADS)), highlight=False)
-        raise typer.Exit(0 if names else 1)
+    wanted = matching("--workload", workload, [w.name for w in WORKLOADS])
+    if names:
+        print("\n".join(wanted))
+        return
+    chosen = [w for w in WORKLOADS if w.name in wanted]
+    work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
+    before = report.read(compare) if compare else None  # first: it may be the file that --csv overwrites
+    if before is not None:
+        report.in_common(before, {(w.name, d, OURS) for w, d in work})
+    if out:
+        writable("--csv", out)
+    if picture:
+        writable_picture("--plot", picture, "mx-driving bench --plot")
     if threads:
         torch.set_num_threads(threads)
-    before = list(csv.DictReader(compare.open())) if compare else None  # first: it may be the file that --csv overwrites
-    work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
+    console = open_console(f"mx-driving bench: {report.machine()}")
     rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):
         rows += measure(one, name, peers, seconds)
-    console.print(report.table(rows))
-    if with_traits:
-        found = [traits(one, seconds) for one in track(chosen, description="traits", console=console, transient=True)]
-        console.print(report.traits_table(found))
-    console.print(report.machine(), highlight=False)
+    for table in report.tables(rows):
+        show(console, table)
     if out:
         report.write(rows, out)
     if picture:
         report.plot(rows, picture)
+    if with_traits:
+        for one in track(chosen, description="traits", console=console, transient=True):
+            show(console, report.traits_table(one.name, traits(one, seconds)))
+        say(console, of_the_package())
     if before is not None:
         found = report.slower(rows, before, tolerance)
-        console.print("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}", highlight=False)
+        say(console, escape("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
         raise typer.Exit(1 if found else 0)

@@ -9,11 +9,14 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
+from rich.markup import escape
 from torch import Tensor
 
 from .. import _library, reference
 from . import plain
 from .examples import EXAMPLES, Example
+from .problems import ruled
+from .show import grid, open_console, say, show
 
 CHUNK = 605  # queries at a time through the reference, which keeps every sample of a level in memory
 QUICK = 121  # queries with --quick
@@ -160,23 +163,38 @@ def check_one(
 
 
 def _table(rows: list[Row]) -> Any:
-    from rich.table import Table
-
-    table = Table(title="mx-driving check", title_justify="left")
-    for name in ("operator", "example", "dtype", "backend"):
-        table.add_column(name, overflow="fold")
-    table.add_column("largest error / allowed")
-    table.add_column("ms", justify="right")
-    table.add_column("times plain torch", justify="right")
+    """What a row is of stands above its errors, which keeps the table within 80 columns."""
+    table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
+        example = row.example
+        table.add_row(f"[bold]{example.operator}[/]\n{escape(example.name)}\n{row.dtype}")
         errors = "\n".join(
-            f"[{'red' if not error <= row.allowed[what] else 'green'}]{what} {error:.1e}[/] / {row.allowed[what]:.1e}"
+            f"[{'red' if not error <= row.allowed[what] else 'green'}]{error:.1e}[/] / {row.allowed[what]:.1e}"
             for what, error in row.errors.items()
         )
-        backend = row.backend.split(";")[0]
         times = f"{row.plain_seconds / row.seconds:.1f} x"
-        table.add_row(row.example.operator, row.example.name, row.dtype, backend, errors, f"{row.seconds * 1e3:.2f}", times)
+        table.add_row(
+            "\n".join(f"  {what}" for what in row.errors), errors, f"{row.seconds * 1e3:.2f}", times, end_section=True
+        )
     return table
+
+
+def _backends(rows: list[Row]) -> list[str]:
+    """Who served which operators: a line for each."""
+    served: dict[str, dict[str, None]] = {}
+    for row in rows:
+        served.setdefault(row.backend, {})[row.example.operator] = None
+    return [f"{backend.split(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
+
+
+def _usable(name: str) -> str:
+    """The device's type, once a number has been on the device and back."""
+    with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+    return device.type
 
 
 def check(
@@ -195,10 +213,10 @@ def check(
 
     Example: `mx-driving check --dtype float32 --dtype bfloat16 --quick`
     """
-    from rich.console import Console
     from rich.progress import Progress
 
-    console = Console()
+    device = _usable(device)
+    console = open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     rows: list[Row] = []
     work = [(example, d.value) for d in dtype or [DType.float32] for example in EXAMPLES]
     with Progress(console=console, transient=True) as progress:
@@ -206,10 +224,12 @@ def check(
         for example, name in work:
             progress.update(task, description=f"{example.operator} {example.name} {name}")
             rows.append(check_one(example, name, device, quick, lambda: progress.advance(task)))
-    console.print(_table(rows))
+    show(console, _table(rows))
+    for line in _backends(rows):
+        say(console, escape(line))
     failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
-        console.print(f"[bold red]wrong:[/] {failure}")
+        say(console, f"[bold red]wrong:[/] {escape(failure)}")
     if failures:
         raise typer.Exit(1)
-    console.print(f"[bold green]all is well[/] on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    say(console, f"[bold green]all is well[/] on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
+
+from .files import PICTURES, writable_photograph
+from .problems import need
+from .show import grid, open_console, say, show
 
 FLOOR = 26.0  # dB where seen; 29.4 measured, at most 25.5 when the map is moved by half a cell
 FALL = 1000.0  # times the loss must fall; 157 thousand measured on the example rig, 289 thousand on the street
@@ -38,15 +43,16 @@ def run_demo(
     """Make the views, recover them, and draw the picture.
 
     Args:
-        out: PNG file to write.
+        out: picture to write, in the format that its ending says.
         rig: rig file with photographs; without one a street is rendered.
         width: width of the rendered images (height follows, 9 : 16).
         cells: cells per side of the rendered scene's view (a rig file sets its own).
         steps: gradient steps of the recovery.
         tell: called with (fraction done, what is going on).
-    Raises: RigError for a rig that cannot be used, RuntimeError when an extra is missing.
+    Raises: RigError for a rig that cannot be used, Problem when an extra is missing or the picture could not be written.
     """
-    _need_extra()
+    out = Path(out)
+    _look_before_work(out)
     from . import lift, picture
 
     tell = tell or (lambda fraction, text: None)
@@ -64,8 +70,8 @@ def run_demo(
     again = lift.psnr(found.bev, bev, plan.seen)
     seen = float(plan.seen.float().mean())
     notes = _notes(cameras, extent, quality, again, seen)
-    picture.draw(picture.Story(cameras, extent, plan, bev, truth, found, lift.paint(plan, found.features), *notes), Path(out))
-    return DemoResult(Path(out), quality, again, found.losses, seen, time.perf_counter() - began)
+    picture.draw(picture.Story(cameras, extent, plan, bev, truth, found, lift.paint(plan, found.features), *notes), out)
+    return DemoResult(out, quality, again, found.losses, seen, time.perf_counter() - began)
 
 
 def _input(rig: Path | None, width: int, cells: int, tell: Callable[[float, str], None]) -> tuple[Any, Any, Any, Any]:
@@ -101,14 +107,9 @@ def _notes(cameras: Any, extent: Any, quality: float | None, again: float, seen:
     return caption, "" if quality is None else f"PSNR {quality:.1f} dB where seen", f"PSNR {again:.1f} dB to the lifted view"
 
 
-def _need_extra() -> None:
-    """Say which extra to install when the pictures' packages are missing."""
-    try:
-        import matplotlib  # noqa: F401
-        import numpy  # noqa: F401
-        import PIL  # noqa: F401
-    except ImportError as error:
-        raise RuntimeError(f'the demo needs {error.name}: pip install "mx-driving-portable[demo]"') from None
+def _look_before_work(out: Path) -> None:
+    need("the demo", PICTURES, "matplotlib", "numpy", "PIL")
+    writable_photograph("--out", out, "the demo")
 
 
 def _rig_error(message: str) -> ValueError:
@@ -118,7 +119,7 @@ def _rig_error(message: str) -> ValueError:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="PNG file to write.", dir_okay=False)] = Path("demo.png"),
+    out: Annotated[Path, typer.Option(help="Picture to write; its ending says the format.")] = Path("demo.png"),
     rig: Annotated[
         Path | None, typer.Option(help="Rig file (JSON) with your own photographs and calibration; see docs/command_line.md.")
     ] = None,
@@ -129,39 +130,28 @@ def demo(
     then the same view is recovered from blank feature maps through the operator's backward. One picture shows it all.
     Exit status 0 means that the view matches the true map and the descent descended.
     """
-    from rich.console import Console
-    from rich.markup import escape
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    console = Console()
+    _look_before_work(out)
+    console = open_console("mx-driving demo")
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    try:
-        if not out.parent.is_dir():
-            raise ValueError(f"the folder of --out must exist; got {out.parent}")
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("starting", total=1.0)
-            result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text))
-    except (ValueError, RuntimeError, OSError) as error:
-        console.print(f"[bold red]demo failed:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text))
     _report(console, result)
     raise typer.Exit(0 if result.ok else 1)
 
 
 def _report(console: Any, result: DemoResult) -> None:
-    """A table of what was measured, and where the picture is."""
-    from rich.table import Table
-
-    table = Table(title="mx-driving demo", title_justify="left")
-    for name in ("what", "measured", "wanted"):
-        table.add_column(name)
+    """A table of what was measured, and where the picture is; within 80 columns."""
+    table = grid(None, {"what": 0, "measured": 0, "wanted": 0}, {})
     if result.psnr is not None:
-        table.add_row("lifted view against the true map, where seen", f"{result.psnr:.1f} dB", f"{FLOOR:.0f} dB or more")
+        table.add_row("lifted view against the\ntrue map, where seen", f"{result.psnr:.1f} dB", f"{FLOOR:.0f} dB or more")
     first, last = result.losses[0], result.losses[-1]
-    fall = f"{first:.3g} to {last:.3g} ({first / max(last, 1e-30):.0f} times less)"
-    table.add_row(f"loss over {len(result.losses)} gradient steps", fall, f"{FALL:.0f} times less or better")
-    table.add_row("recovered view against the lifted view", f"{result.recovered_psnr:.1f} dB", "")
+    fall = f"{first:.3g} to {last:.3g}\n({first / max(last, 1e-30):.0f} times less)"
+    table.add_row(f"loss over {len(result.losses)} gradient steps", fall, f"{FALL:.0f} times less\nor better")
+    table.add_row("recovered view against the\nlifted view", f"{result.recovered_psnr:.1f} dB", "")
     table.add_row("ground seen by a camera", f"{100 * result.seen:.0f} %", "")
-    console.print(table)
+    show(console, table)
     verdict = "[bold green]all is well[/]" if result.ok else "[bold red]not good enough[/]"
-    console.print(f"{verdict}, {result.seconds:.1f} s; the picture is in {result.out}", highlight=False, soft_wrap=True)
+    say(console, f"{verdict}, {result.seconds:.1f} s; the picture is in {escape(str(result.out))}")

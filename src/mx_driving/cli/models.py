@@ -8,17 +8,19 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Annotated, Any
 
 import torch
 import typer
+from rich import box
 from torch import Tensor
 
 import mx_driving
 
 from . import plain
+from .problems import Problem, matching, need
 from .report import machine
+from .show import open_console, show
 from .timing import interleaved
 
 # what a detector or segmenter is asked for: these outputs are continuous in the inputs (reading orders, say, are not)
@@ -186,8 +188,12 @@ def _take_statistics(norm: Any, inputs: tuple[Tensor, ...]) -> None:
 
 def carriers() -> list[str]:
     """Names of the installed transformers' models that have a core."""
-    with mx_driving.patched("transformers") as done:
-        return sorted({name.split(".")[2] for name in done.replaced})
+    try:
+        with mx_driving.patched("transformers") as done:
+            return sorted({name.split(".")[2] for name in done.replaced})
+    except ValueError:
+        rule = "have models that sample deformably (version 5 has)"
+        raise Problem(f"the installed transformers must {rule}; got no core to patch") from None
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -244,9 +250,9 @@ def time_model(subject: Subject, seconds: float) -> list[float]:
 
 def models(
     only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
-    height: Annotated[int, typer.Option(help="Height of the photograph in pixels.")] = 480,
-    width: Annotated[int, typer.Option(help="Width of the photograph in pixels.")] = 640,
-    seconds: Annotated[float, typer.Option(help="Measure each model about this long, and its cores as long.")] = 4.0,
+    height: Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")] = 640,
+    seconds: Annotated[float, typer.Option(min=0, help="Measure each model about this long, and its cores as long.")] = 4.0,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
 ) -> None:
     """Every model of the installed transformers that samples deformably, before and after `mx_driving.patch`.
@@ -255,22 +261,34 @@ def models(
     the largest magnitude, but for queries that are "off" by more than 1e-3: in two-stage models, near ties of their ranking.
     "Core" is the sampling alone: the same inputs through grid_sample and through the operator.
     """
-    from rich.console import Console
-    from rich.live import Live
+    from rich.progress import track
+
+    need_transformers("mx-driving models")
+    warnings.filterwarnings("ignore", module="transformers")
+    names = matching("--only", only, carriers())
+    console = open_console(f"mx-driving models, {height} x {width}: {machine()}")
+    table = _table()
+    try:  # what is measured is shown even when a later model fails
+        for name in track(names, description="measuring", console=console, transient=True):
+            table.add_row(name, *_row(build(name, height, width), seconds, gradients))
+    finally:
+        show(console, table)
+
+
+def need_transformers(what: str) -> None:
+    """And scikit-learn, whose photograph the models see."""
+    need(what, "transformers>=5", "transformers")
+    need(what, "mx-driving-portable[examples]", "sklearn")
+
+
+def _table() -> Any:
     from rich.table import Table
 
-    console = Console()
-    warnings.filterwarnings("ignore", module="transformers")
-    names = [n for n in carriers() if not only or any(fnmatch(n, p) for p in only)]
-    table = Table(title=f"mx-driving models, {height} x {width}", title_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))  # nine columns side by side in 80 characters
     table.add_column("model")
-    for column in ("difference", "off", "ms before", "after", "times", "core before", "after", "times"):
+    for column in ("differs\nby", "off", "ms\nbefore", "ms\nafter", "speed-up", "core\nbefore", "core\nafter", "speed-up"):
         table.add_column(column, justify="right")
-    with Live(table, console=console, auto_refresh=False) as live:  # what is measured is shown even when a later model fails
-        for name in names:
-            table.add_row(name, *_row(build(name, height, width), seconds, gradients))
-            live.refresh()
-    console.print(machine(), highlight=False)
+    return table
 
 
 def _row(subject: Subject, seconds: float, gradients: bool) -> list[str]:

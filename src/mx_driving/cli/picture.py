@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import photograph_format, writing
 from .lift import Lift, Recovery
 from .rig import Camera, Extent
 
@@ -33,7 +34,7 @@ class Story:
 
 
 def draw(story: Story, out: Path) -> None:
-    """Draw the story and write it to a PNG file."""
+    """Draw the story and write it to a picture file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -49,12 +50,14 @@ def draw(story: Story, out: Path) -> None:
 
 
 def _save(figure: Any, out: Path) -> None:
-    """Write the figure as a PNG without transparency: fewer bytes."""
+    """Write the figure without transparency: fewer bytes, and not every format has it."""
     from PIL import Image
 
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
-    Image.frombuffer("RGBA", (width, height), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB").save(out, "PNG")
+    image = Image.frombuffer("RGBA", (width, height), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
+    with writing("--out", out):
+        image.save(out, photograph_format(out))
 
 
 def _top(figure: Any, place: Any, story: Story) -> None:
@@ -157,6 +160,6 @@ def _frame(axes: Any, title: str, colour: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_anchor("NW")
-    axes.set_title(title, color=colour, fontsize=12, loc="left", pad=4)
+    axes.set_title(title, color=colour, fontsize=12, loc="left", pad=4, parse_math=False)  # a camera's name is no formula
     for spine in axes.spines.values():
         spine.set_visible(False)

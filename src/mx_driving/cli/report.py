@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import csv
+import math
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from datetime import date
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .. import _native
+from .files import writing
+from .problems import Problem, ruled
+from .show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
@@ -40,38 +45,46 @@ def machine() -> str:
     return f"{date.today()}, {cpu}, {_native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
 
-def table(rows: list[Row]) -> Any:
-    from rich.table import Table
-
-    shown = Table(title="mx-driving bench", title_justify="left")
-    for name in KEY:
-        shown.add_column(name)
-    for name in ("ms", "times ours"):
-        shown.add_column(name, justify="right")
-    previous = None
-    for row in rows:
-        key = (row["workload"], row["dtype"], row["direction"])
-        if previous is not None and key != previous:
+def tables(rows: list[Row]) -> Iterator[Any]:
+    """One for each workload and dtype, of equal widths."""
+    for (workload, dtype), of_it in groupby(rows, lambda row: (row["workload"], row["dtype"])):
+        shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
+        for direction, some in groupby(of_it, lambda row: row["direction"]):
             shown.add_section()
-        first = key if key != previous else ("", "", "")
-        shown.add_row(*first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
-        previous = key
+            for first, row in zip(chain([direction], repeat("")), some, strict=False):
+                shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
+        yield shown
+
+
+def traits_table(workload: str, traits: dict[str, tuple[str, str]]) -> Any:
+    """Ratios of this package with itself."""
+    shown = grid(workload, {"mx_driving with itself": 42}, {"forward": 10, "backward": 10})
+    for name, pair in traits.items():
+        shown.add_row(name, *pair)
     return shown
 
 
-def traits_table(traits: list[Row]) -> Any:
-    from rich.table import Table
+def read(path: Path) -> list[Row]:
+    """The rows of a file that `write` wrote."""
+    rule = f"--compare={path} must be a file that mx-driving bench --csv wrote"
+    with ruled(rule, OSError, ValueError, TypeError, csv.Error), path.open(newline="", encoding="utf-8") as file:
+        rows: list[Row] = list(csv.DictReader(file))
+        missing = [name for name in (*KEY, "milliseconds") if rows and rows[0].get(name) is None]
+        if missing or not rows:
+            raise Problem(f"{rule}; got no {missing[0] if missing else 'row'}")
+        if not all(0 < float(row["milliseconds"]) < math.inf for row in rows):
+            raise Problem(f"{rule}; got times that are not positive")
+    return rows
 
-    shown = Table(title="Ratios of mx_driving with itself", title_justify="left")
-    for name in traits[0]:
-        shown.add_column(name, justify="left" if name == "workload" else "right")
-    for row in traits:
-        shown.add_row(*(str(value) for value in row.values()))
-    return shown
+
+def in_common(before: Iterable[Row], wanted: set[tuple[str, str, str]]) -> None:
+    """Some row of the earlier file is of a workload, dtype and implementation that will be measured."""
+    if not any((r["workload"], r["dtype"], r["implementation"]) in wanted for r in before):
+        raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
 
 
 def write(rows: list[Row], path: Path) -> None:
-    with path.open("w", newline="") as file:
+    with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "machine"])
         writer.writeheader()
         writer.writerows({**row, "machine": machine()} for row in rows)
@@ -106,7 +119,8 @@ def plot(rows: list[Row], path: Path) -> None:
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[n]) for n in names]  # pyright: ignore
     figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
     figure.set_layout_engine("constrained")
-    figure.savefig(path, dpi=110)
+    with writing("--plot", path):
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
@@ -117,7 +131,7 @@ def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str
     new = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in rows}
     common = [key for key in new if key[3] == OURS and key in old]
     if not common:
-        raise ValueError("the two measurements have no row of mx_driving in common")
+        raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
     sentences = []
     for key in common:
         yardstick = (*key[:3], "plain torch")

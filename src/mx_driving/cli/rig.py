@@ -11,11 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .files import open_picture
+from .problems import Problem, need
+
+LARGEST = 1e6  # metres
 WIDEST = 800  # pixels; larger photographs are scaled down together with their intrinsics
 SKLEARN = "sklearn:"
 
 
-class RigError(ValueError):
+class RigError(Problem):
     """A rig file that cannot be used; the message says which rule it broke."""
 
 
@@ -120,25 +124,48 @@ def load_rig(path: Path) -> Rig:
     rows = data.get("cameras")
     if not isinstance(rows, list) or not rows:
         raise RigError(f"cameras must be a list of at least one camera; got {_show(rows)}")
-    return Rig(tuple(_camera(row, index, Path(path).parent) for index, row in enumerate(rows)), _extent(data.get("bev", {})))
+    cameras = tuple(_camera(row, name, Path(path).parent) for row, name in zip(rows, _names(rows), strict=True))
+    return Rig(cameras, _extent(data.get("bev", {})))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RigError(f"the rig file must exist; got {path}")
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        data = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
+    except RigError as error:
+        raise RigError(f"{path.name} must {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise RigError(f"{path.name} must be JSON; got {error}") from None
     if not isinstance(data, dict):
         raise RigError(f"{path.name} must hold an object with a list of cameras; got {_show(data)}")
     return data
 
 
-def _camera(row: Any, index: int, folder: Path) -> Camera:
-    if not isinstance(row, dict):
-        raise RigError(f"cameras[{index}] must be an object; got {_show(row)}")
-    name = str(row.get("name", f"camera {index}"))
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """json itself keeps the last of two values in silence."""
+    keys = [key for key, _ in pairs]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    if twice is not None:
+        raise RigError(f"have each key of an object once; got {twice!r} {keys.count(twice)} times")
+    return dict(pairs)
+
+
+def _names(rows: list[Any]) -> list[str]:
+    names: list[str] = []
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise RigError(f"cameras[{index}] must be an object; got {_show(row)}")
+        name = row.get("name", f"camera {index}")
+        if not (isinstance(name, str) and name.strip() and name.isprintable()):
+            raise RigError(f"cameras[{index}]: name must be a printable string that is not empty; got {_show(name)}")
+        if name in names:
+            raise RigError(f"cameras[{index}]: name must be its own; got {_show(name)}, cameras[{names.index(name)}]'s")
+        names.append(name)
+    return names
+
+
+def _camera(row: dict[str, Any], name: str, folder: Path) -> Camera:
     for key in ("image", "intrinsics", "camera_to_ego"):
         if key not in row:
             raise RigError(f"camera {name!r} must have {key!r}; got {', '.join(map(repr, row)) or 'nothing'}")
@@ -155,8 +182,10 @@ def _camera(row: Any, index: int, folder: Path) -> Camera:
 def _matrix(name: str, rows: Any, shape: tuple[int, int]) -> Tensor:
     """A finite, invertible float64 matrix of the shape asked for."""
     try:
+        if not _numbers(rows):
+            raise TypeError
         matrix = torch.tensor(rows, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise RigError(f"{name} must be {shape[0]} rows of {shape[1]} numbers; got {_show(rows)}") from None
     if tuple(matrix.shape) != shape:
         raise RigError(f"{name} must have shape {shape}; got {tuple(matrix.shape)}")
@@ -166,6 +195,12 @@ def _matrix(name: str, rows: Any, shape: tuple[int, int]) -> Tensor:
     if smallest <= 1e-9 * largest:
         raise RigError(f"{name} must be invertible; got a singular matrix (determinant {float(torch.det(matrix)):.3g})")
     return matrix
+
+
+def _numbers(rows: Any) -> bool:
+    """Whether it is a list of lists of numbers; true and false are none."""
+    flat = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
+    return flat and all(type(number) in (int, float) for row in rows for number in row)
 
 
 def _intrinsics(name: str, rows: Any) -> Tensor:
@@ -198,8 +233,8 @@ def _extent(row: Any) -> Extent:
     for axis in ("x", "y"):
         pair = row.get(axis, getattr(Extent, axis))
         numbers = isinstance(pair, (list, tuple)) and len(pair) == 2 and all(type(p) in (int, float) for p in pair)
-        if not (numbers and -math.inf < pair[0] < pair[1] < math.inf):
-            raise RigError(f"bev: {axis} must be two rising numbers of metres; got {_show(pair)}")
+        if not (numbers and -LARGEST <= pair[0] < pair[1] <= LARGEST):
+            raise RigError(f"bev: {axis} must be two rising numbers of metres, at most 1e6 from the car; got {_show(pair)}")
         ranges[axis] = (float(pair[0]), float(pair[1]))
     cells = row.get("cells", Extent.cells)
     if type(cells) is not int or not 8 <= cells <= 800:
@@ -215,21 +250,13 @@ def _photograph(name: str, source: Any, folder: Path) -> Any:
         raise RigError(f"{name} must be a path; got {_show(source)}")
     if source.startswith(SKLEARN):
         return Image.fromarray(_sklearn(name, source[len(SKLEARN) :]))
-    if not (folder / source).is_file():
-        raise RigError(f"{name} must exist; got {folder / source}")
-    try:
-        return Image.open(folder / source).convert("RGB")
-    except OSError as error:
-        raise RigError(f"{name} must be a picture; got {error}") from None
+    return open_picture(name, folder / source, RigError)
 
 
 def _sklearn(name: str, sample: str) -> Any:
-    try:
-        from sklearn.datasets import load_sample_image
-    except ImportError:
-        raise RigError(
-            f"{name} must have scikit-learn installed: pip install 'mx-driving-portable[examples]'; got none"
-        ) from None
+    need(name, "mx-driving-portable[examples]", "sklearn")
+    from sklearn.datasets import load_sample_image
+
     if sample not in ("china.jpg", "flower.jpg"):
         raise RigError(f"{name} must be sklearn:china.jpg or sklearn:flower.jpg; got {SKLEARN}{sample}")
     return load_sample_image(sample)

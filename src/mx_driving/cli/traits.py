@@ -1,4 +1,5 @@
-"""What one can say of an implementation without a rival: 16 bits against 32, two threads against one, memory."""
+"""What one can say of an implementation without a rival: 16 bits against 32, two threads against one, memory; and
+what importing and calling it cost."""
 
 from __future__ import annotations
 
@@ -6,13 +7,18 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
-from .report import Row
+import mx_driving
+
 from .timing import Call, interleaved
 from .workloads import GEOMETRIC, WORKLOADS, Workload
+
+PROCESSES = 5  # fresh ones, for the time of an import
+CALLS = 500  # timed together, because one takes microseconds
 
 
 def _ratio(calls: dict[str, Call], seconds: float) -> float:
@@ -40,21 +46,64 @@ def _calls(workload: Workload, dtype: torch.dtype):
     return lambda: forward(*args), lambda: backward(grad, *args, mask)
 
 
-def traits(workload: Workload, seconds: float) -> Row:
+def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, str]]:
+    """What it is: (forward, backward)."""
     threads = torch.get_num_threads()
     forward, backward = _calls(workload, torch.float32)
-    row: Row = {"workload": workload.name}
+    found = {}
     for dtype in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        for direction, of_16, of_32 in zip(("forward", "backward"), _calls(workload, dtype), (forward, backward), strict=True):
-            row[f"{name} / float32 {direction}"] = f"{_ratio({'16': of_16, '32': of_32}, seconds):.2f}"
-    for name, call in (("forward", forward), ("backward", backward)):
-        calls = {"1": _with_threads(1, call), "2": _with_threads(2, call)}
-        row[f"1 -> 2 threads {name}"] = f"{_ratio(calls, seconds):.2f}"
+        pairs = zip(_calls(workload, dtype), (forward, backward), strict=True)
+        found[f"{_name(dtype)} / float32, time"] = _pair(_ratio({"16": a, "32": b}, seconds) for a, b in pairs)
+    both = [{"1": _with_threads(1, call), "2": _with_threads(2, call)} for call in (forward, backward)]
+    found["1 thread / 2 threads, time"] = _pair(_ratio(calls, seconds) for calls in both)
     torch.set_num_threads(threads)
-    row["memory forward"], row["memory backward"] = (f"{extra:.1%}" for extra in extra_memory(workload, "float32"))
-    row["bfloat16 memory backward"] = f"{extra_memory(workload, 'bfloat16')[1]:.1%}"
-    return row
+    for dtype in (torch.float32, torch.bfloat16):
+        found[f"{_name(dtype)}, scratch memory / value"] = _pair(extra_memory(workload, _name(dtype)), ".1%")
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _pair(numbers: Iterable[float], form: str = ".2f") -> tuple[str, str]:
+    forward, backward = numbers
+    return format(forward, form), format(backward, form)
+
+
+def of_the_package() -> str:
+    """What importing and calling cost, whatever the work."""
+    plain, recorded = one_query()
+    return (
+        f"import mx_driving: {1e3 * import_seconds():.0f} ms after torch's own, median of {PROCESSES} fresh processes\n"
+        f"one query, forward: {1e6 * plain:.1f} us, where gradients are recorded {1e6 * recorded:.1f} us"
+    )
+
+
+def import_seconds() -> float:
+    """Of this package once torch is there."""
+    code = "import time, torch; start = time.perf_counter(); import mx_driving; print(time.perf_counter() - start)"
+    command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    runs = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(PROCESSES)]
+    return statistics.median(float(run.stdout.split()[-1]) for run in runs)
+
+
+def one_query() -> tuple[float, float]:
+    """Seconds of multi_scale_deformable_attn for one query of one point, without and with recording for backward."""
+    shapes, starts = torch.tensor([[4, 4]]), torch.tensor([0])
+    value, locations, weights = torch.rand(1, 16, 1, 8), torch.rand(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
+    leaf = value.clone().requires_grad_()
+
+    def calls(table: torch.Tensor) -> Call:
+        def run() -> None:
+            for _ in range(CALLS):
+                mx_driving.multi_scale_deformable_attn(table, shapes, starts, locations, weights)
+
+        return run
+
+    times = interleaved({"plain": calls(value), "recorded": calls(leaf)}, 1.0)
+    plain, recorded = (statistics.median(t) / CALLS for t in times.values())
+    return plain, recorded
 
 
 def extra_memory(workload: Workload, dtype: str) -> tuple[float, float]:
