@@ -119,3 +119,15 @@ def test_bilinear_corners_stay_on_the_map(implementation, axis):
     gradients = cases.gradients_of(implementation, cases.MULTI_SCALE, torch.ones_like(out), args)
     assert all(g.isfinite().all() for g in gradients)
     assert gradients[0].sum() == out.sum()
+
+
+@pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
+@pytest.mark.parametrize(("dtype", "sum_of_ones"), [(torch.float32, 2**24), (torch.float64, 2**24 + 100)], ids=str)
+def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
+    """As the docstrings say: float32 stops there, float64 goes on."""
+    count, one = 2**24 + 100, torch.ones(1, dtype=dtype)
+    tables = torch.tensor([[1, 1]]), torch.tensor([0])
+    args = (one.view(1, 1, 1, 1), *tables, torch.zeros(1, dtype=dtype).expand(1, count, 1, 1, 1, 2))
+    backward = torch.ops.mx_driving.geometric_kernel_attention_backward
+    found = backward(one.expand(1, count, 1), *args, one.expand(1, count, 1, 1, 1), [True, False])
+    assert found[0].item() == sum_of_ones

@@ -106,10 +106,10 @@ struct Description {
             offset = bytes.number();
             break;
         case 6:
-            dtype = int(bytes.below(42)) - 1;
+            dtype = int(bytes.below(2) ? bytes.below(42) - 1 : bytes.number());
             break;
         case 7:
-            format = int(bytes.below(49)) - 1;
+            format = int(bytes.below(2) ? bytes.below(49) - 1 : bytes.number());
             break;
         case 8:
             axes = bytes.below(2) ? uint64_t(bytes.below(MOST_AXES + 1)) : uint64_t(bytes.number()) | 16;

@@ -5,7 +5,9 @@
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
 
 #include <atomic>
+#include <climits>
 #include <cstring>
+#include <string>
 #include <thread>
 
 namespace {
@@ -63,6 +65,33 @@ void handles() {
     CHECK(aclrtFree(memory) == ACL_SUCCESS);
     CHECK(aclrtFree(nullptr) == ACL_ERROR_INVALID_PARAM);
     CHECK(aclrtSetDevice(-1) == ACL_ERROR_INVALID_PARAM && aclrtSetDevice(7) == ACL_SUCCESS);
+}
+
+// Where an enumeration is asked for a program may pass any number; to read one that names nothing is no mistake of
+// ours.
+void any_number() {
+    Problem p(SMALL, 1, false);
+    const int64_t shape[] = {1, 16, 2, 8};
+    float data[1 * 16 * 2 * 8];
+    const auto refused = [&](int dtype, int format, const std::string &sentence) {
+        aclTensor *value = aclCreateTensor(shape, 4, aclDataType(dtype), nullptr, 0, aclFormat(format), shape, 4, data);
+        uint64_t bytes = 0;
+        aclOpExecutor *executor = nullptr;
+        CHECK(aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(value, p.shapes.handle, p.starts.handle,
+                                                                    p.location.handle, p.weight.handle, p.output.handle,
+                                                                    &bytes, &executor) == ACLNN_ERR_PARAM_INVALID);
+        CHECK(last_message_is(sentence.c_str()));
+        CHECK(aclDestroyTensor(value) == ACL_SUCCESS);
+    };
+    for (int number : {-2, 64, 12345, INT_MAX, INT_MIN}) {
+        const std::string text = std::to_string(number);
+        refused(number, ACL_FORMAT_ND,
+                "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got aclDataType " + text);
+        refused(ACL_FLOAT, number, "value must have format ACL_FORMAT_ND (2); got " + text);
+    }
+    void *memory = nullptr;
+    const aclError status = aclrtMalloc(&memory, 8, aclrtMemMallocPolicy(12345));
+    CHECK(status == ACL_SUCCESS && aclrtFree(memory) == ACL_SUCCESS);
 }
 
 void executors() {

@@ -18,6 +18,14 @@
 extern "C" {
 #endif
 
+/* A program may pass any int where an enumeration is asked for, and is told so. In C an enumeration holds every int by
+ * itself; in C++ it must be said. */
+#if defined(__cplusplus) && __cplusplus >= 201103L
+#define ACL_ANY_INT : int
+#else
+#define ACL_ANY_INT
+#endif
+
 #if defined(__GNUC__)
 #define ACL_FUNC_VISIBILITY __attribute__((visibility("default")))
 #else
@@ -45,7 +53,7 @@ static const aclnnStatus ACLNN_SUCCESS = 0;
 static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
 static const aclnnStatus ACLNN_ERR_PARAM_INVALID = 161002; /* a dtype, a shape, a limit, or a handle that is not one */
 
-typedef enum {
+typedef enum ACL_ANY_INT {
     ACL_DT_UNDEFINED = -1,
     ACL_FLOAT = 0,
     ACL_FLOAT16 = 1,
@@ -68,7 +76,7 @@ typedef enum {
     ACL_COMPLEX32 = 33
 } aclDataType;
 
-typedef enum {
+typedef enum ACL_ANY_INT {
     ACL_FORMAT_UNDEFINED = -1,
     ACL_FORMAT_NCHW = 0,
     ACL_FORMAT_NHWC = 1,
@@ -86,7 +94,7 @@ typedef enum {
     ACL_FORMAT_NCL = 47
 } aclFormat;
 
-typedef enum aclrtMemMallocPolicy {
+typedef enum aclrtMemMallocPolicy ACL_ANY_INT {
     ACL_MEM_MALLOC_HUGE_FIRST = 0,
     ACL_MEM_MALLOC_HUGE_ONLY = 1,
     ACL_MEM_MALLOC_NORMAL_ONLY = 2,
@@ -97,7 +105,7 @@ typedef enum aclrtMemMallocPolicy {
     ACL_MEM_TYPE_HIGH_BAND_WIDTH = 0x1000
 } aclrtMemMallocPolicy;
 
-typedef enum aclrtMemcpyKind {
+typedef enum aclrtMemcpyKind ACL_ANY_INT {
     ACL_MEMCPY_HOST_TO_HOST = 0,
     ACL_MEMCPY_HOST_TO_DEVICE = 1,
     ACL_MEMCPY_DEVICE_TO_HOST = 2,

@@ -40,7 +40,8 @@ def geometric_kernel_attention(
 
     Gradients: of value and attention_weights, each in its input's dtype; differentiable twice; none for
     sampling_locations. Both directions truncate (the vendor's backward rounds half to even, so that on fractional
-    locations its gradient belongs to another pixel; on integral ones all agree).
+    locations its gradient belongs to another pixel; on integral ones all agree). A float32 sum that is 2**24 times what is
+    added to it stays as it is: where more contributions than that meet in one pixel, take float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

@@ -44,7 +44,8 @@ def multi_scale_deformable_attn(
 
     Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
     in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, value's gradient is so under torch.use_deterministic_algorithms(True).
+    on a GPU, value's gradient is so under torch.use_deterministic_algorithms(True). A float32 sum that is 2**24 times what
+    is added to it stays as it is: where more contributions than that meet in one pixel, take float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).

@@ -41,7 +41,8 @@ def deformable_aggregation(
 
     Gradients: of feature_maps, sample_locations and weight, each in its input's dtype; differentiable twice. Sums are in
     float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, feature_maps's gradient is so under torch.use_deterministic_algorithms(True).
+    on a GPU, feature_maps's gradient is so under torch.use_deterministic_algorithms(True). A float32 sum that is 2**24 times
+    what is added to it stays as it is: where more contributions than that meet in one pixel, take float64.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).
