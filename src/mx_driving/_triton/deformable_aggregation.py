@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._operators import OPERATORS, gradients
 from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
 
-_TABLES = ("spatial_shape", "scale_start_index")
+_OPERATOR = OPERATORS["deformable_aggregation"]
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]  # what no kernel is compiled for
 
 
@@ -143,7 +144,7 @@ def _plan(
 def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     bs, num_keys, channels = feature_maps.shape
     anchors = locations.shape[1]
-    launch.check(*_TABLES, shapes, starts, num_keys)
+    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
     output = torch.empty((bs, anchors, channels), dtype=feature_maps.dtype, device=feature_maps.device)
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
@@ -162,14 +163,14 @@ def backward(
 ) -> tuple[Tensor, ...]:
     bs, num_keys, _ = feature_maps.shape
     anchors, points, cams, groups = *locations.shape[1:4], weight.shape[5]
-    launch.check(*_TABLES, shapes, starts, num_keys)
-    others = [g.zero_() for g in launch.gradients((locations, weight), mask[1:])]
+    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
+    others = [g.zero_() for g in gradients((locations, weight), mask[1:])]
     if not grad.numel() or not weight.numel() or not num_keys:
-        return (launch.gradients((feature_maps,), mask[:1])[0].zero_(), *others)
+        return (gradients((feature_maps,), mask[:1])[0].zero_(), *others)
     table = launch.packed(feature_maps)
     plan = _plan(table.shape, table.stride(), table.element_size(), weight.shape[2:], True)
     grad, weight = grad.contiguous(), weight.contiguous()
-    sums = deterministic.Sums(feature_maps, mask[0], 4 * weight.numel() // groups)
+    sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * weight.numel() // groups)
     with launch.on(feature_maps.device):
         _backward[(bs * anchors * points,)](
             grad, table, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._operators import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
@@ -83,11 +84,5 @@ def _backward(
                 add(grad_table + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
 
 
-_operator = attention.Operator(
-    _forward,
-    _backward,
-    tables=("spatial_shapes", "level_start_index"),
-    corners=1,
-    wanted=("WEIGHTS",),
-)
-forward, backward = _operator.forward_of, _operator.backward_of
+_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward)
+forward, backward = _kernels.forward_of, _kernels.backward_of

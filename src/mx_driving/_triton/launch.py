@@ -98,11 +98,3 @@ def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, nu
     """Inside data_checks() the tables are read, which waits for the device, and refused as on a CPU."""
     if _data_checks.asked():
         _check.levels(shapes_name, starts_name, shapes, starts, num_keys)
-
-
-def gradients(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
-    """Memory for each gradient that is asked for, an empty tensor for each that is not."""
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
-        for t, wanted in zip(inputs, mask, strict=True)
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._operators import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
@@ -86,11 +87,5 @@ def _backward(
                 add_corners(grad_table, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
 
 
-_operator = attention.Operator(
-    _forward,
-    _backward,
-    tables=("value_spatial_shapes", "value_level_start_index"),
-    corners=4,
-    wanted=("LOCATIONS", "WEIGHTS"),
-)
-forward, backward = _operator.forward_of, _operator.backward_of
+_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward)
+forward, backward = _kernels.forward_of, _kernels.backward_of
