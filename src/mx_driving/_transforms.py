@@ -26,6 +26,7 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
 
     `first` is the place of value among the arguments: 0 in an operator, 1 in its backward.
+
     Reverse mode is a function of a single level: inside the dispatcher torch.func has already taken its levels apart.
     Forward mode goes through `run`, whose operations all have a rule for tangents.
     """
