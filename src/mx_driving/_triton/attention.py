@@ -31,9 +31,9 @@ def tile_of(
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Batch, head, for each row of the tile: does it exist, and its number among [bs, queries, heads]; the channels, and where
-    they are in the table's first row.
+    they are in value's first row.
 
-    Programs go head by head, so that those that run together read the same part of the table.
+    Programs go head by head, so that those that run together read the same part of value.
     """
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
