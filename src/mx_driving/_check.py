@@ -84,7 +84,7 @@ def attention(
     weights: Tensor,
     integer_locations: bool = False,
 ) -> None:
-    """The inputs of multi_scale_deformable_attn and geometric_kernel_attention, which share their shapes."""
+    """The inputs of the attention operators, which share their shapes."""
     if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
@@ -154,7 +154,7 @@ def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
 
 
 def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    """The inputs of deformable_aggregation."""
+    """The inputs of an operator whose groups of channels have weights of their own."""
     if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
         return
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
