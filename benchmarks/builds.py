@@ -24,8 +24,9 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _native
+from mx_driving._operators import OPERATORS
 from mx_driving.cli.timing import interleaved
-from mx_driving.cli.workloads import GEOMETRIC, WORKLOADS, Workload
+from mx_driving.cli.workloads import WORKLOADS, Workload
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
@@ -48,7 +49,7 @@ def calls(workload: Workload):
     args = workload.make(torch.Generator().manual_seed(0))
     forward, backward = (getattr(_native, workload.operator + kind) for kind in ("", "_backward"))
     grad = torch.randn_like(forward(*args))
-    others = 1 if workload.operator == GEOMETRIC else 2  # beside value
+    others = len(OPERATORS[workload.operator].differentiable) - 1  # beside value
     return {
         "forward": lambda: forward(*args),
         "gradient of value": lambda: backward(grad, *args, [True, *[False] * others]),

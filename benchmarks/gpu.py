@@ -32,6 +32,7 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving import _triton, reference
+from mx_driving._operators import OPERATORS
 from mx_driving.cli import plain
 from mx_driving.cli.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
 
@@ -145,13 +146,9 @@ def rivals(workload: Workload) -> dict[str, Function]:
     return found | (installed() if workload.operator == MULTI_SCALE else {})
 
 
-def differentiable(workload: Workload) -> tuple[int, ...]:
-    return (0, 3, 4) if workload.operator in (MULTI_SCALE, AGGREGATION) else (0, 4)
-
-
 def ours(workload: Workload, backward: bool, grad: Tensor) -> Function:
     """The operator itself, forward or backward; the dry run takes the kernel, which the CPU's dispatcher does not."""
-    wanted = [True] * len(differentiable(workload))
+    wanted = [True] * len(OPERATORS[workload.operator].differentiable)
     if DRY:
         kernel = _triton.kernel(workload.operator, backward)
     else:
@@ -161,7 +158,7 @@ def ours(workload: Workload, backward: bool, grad: Tensor) -> Function:
 
 def autograd_backward(function: Function, workload: Workload, args: Args, grad: Tensor) -> Callable[[], Any]:
     """A rival's backward alone: its graph is kept."""
-    places = differentiable(workload)
+    places = OPERATORS[workload.operator].differentiable
     leaves = [a.detach().requires_grad_(i in places) for i, a in enumerate(args)]
     output = function(*leaves)
     return lambda: torch.autograd.grad(output, [leaves[i] for i in places], grad, retain_graph=True)
@@ -194,7 +191,7 @@ def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
         samples, channels = seen * args[4].shape[4], args[0].shape[2]
     else:
         samples, channels = args[4].numel(), args[0].shape[3]
-    corners = 4 if workload.operator in (MULTI_SCALE, AGGREGATION) else 1
+    corners = OPERATORS[workload.operator].rows
     rows = int(samples * corners * channels)
     return rows * args[0].element_size(), rows * 4 * backward
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._functions import as_compiled
+from ._operators import OPERATORS
 from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
 from .ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
@@ -31,25 +32,26 @@ __all__ = [
 ]
 
 
-def _backward(operator: str, wanted: int) -> Callable[..., tuple[Tensor, ...]]:
+def _backward(operator: str) -> Callable[..., tuple[Tensor, ...]]:
     """The five inputs, grad_output, and for aggregation three tensors of zeros, which are not used -> a tuple of gradients."""
     backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(OPERATORS[operator].differentiable)
 
     @torch.no_grad()
     def gradients(
         value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, grad_output: Tensor, *zeros: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(backward(grad_output, value, shapes, starts, locations, weights, [True] * wanted))
+        return tuple(backward(grad_output, value, shapes, starts, locations, weights, mask))
 
     return gradients
 
 
 multi_scale_deformable_attn = torch.no_grad()(as_compiled(_multi_scale))
-multi_scale_deformable_attn_backward = _backward("multi_scale_deformable_attn", 3)
+multi_scale_deformable_attn_backward = _backward("multi_scale_deformable_attn")
 npu_deformable_aggregation = torch.no_grad()(as_compiled(_aggregation))
-npu_deformable_aggregation_backward = _backward("deformable_aggregation", 3)
+npu_deformable_aggregation_backward = _backward("deformable_aggregation")
 geometric_kernel_attention = torch.no_grad()(as_compiled(_geometric))
-geometric_kernel_attention_backward = _backward("geometric_kernel_attention", 2)
+geometric_kernel_attention_backward = _backward("geometric_kernel_attention")
 
 
 def geometric_kernel_attention_forward(

@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ._operators import OPERATORS, Inputs, Operator
+
 _FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 _INDEX = frozenset((torch.int32, torch.int64))
 _INTEGER = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
@@ -74,7 +76,7 @@ def _wrong_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...],
 
 
 def attention(
-    names: tuple[str, str, str, str, str],
+    names: Inputs,
     value: Tensor,
     shapes: Tensor,
     starts: Tensor,
@@ -82,7 +84,7 @@ def attention(
     weights: Tensor,
     integer_locations: bool = False,
 ) -> None:
-    """The inputs of multi_scale_deformable_attn and geometric_kernel_attention, which share their shapes."""
+    """The inputs of the attention operators, which share their shapes."""
     if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
@@ -151,29 +153,28 @@ def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
     )
 
 
-def aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    """The inputs of deformable_aggregation."""
+def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
+    """The inputs of an operator whose groups of channels have weights of their own."""
     if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
         return
-    names = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
     tensors(*named)
-    _axes("feature_maps", feature_maps, "bs, num_feat, c")
-    _axes("scale_start_index", starts, "cam, scale")
-    _axes("sample_locations", locations, "bs, anchor, pts, cam, 2")
-    _axes("weight", weight, "bs, anchor, pts, cam, scale, group")
+    _axes(names[0], feature_maps, "bs, num_feat, c")
+    _axes(names[2], starts, "cam, scale")
+    _axes(names[3], locations, "bs, anchor, pts, cam, 2")
+    _axes(names[4], weight, "bs, anchor, pts, cam, scale, group")
     bs, _, channels = feature_maps.shape
     (cams, scales), anchors, points, groups = starts.shape, locations.shape[1], locations.shape[2], weight.shape[5]
-    _shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
-    _shape("sample_locations", locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
-    _shape("weight", weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
+    _shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
+    _shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
+    _shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
     if groups == 0 or channels % groups != 0:
-        _fail(ValueError, "weight", f"have a group count that divides c={channels}", groups)
-    _dtype("feature_maps", feature_maps, _FLOATING, _FLOATING_RULE)
-    _dtype("spatial_shape", shapes, _INDEX, _INDEX_RULE)
-    _dtype("scale_start_index", starts, _INDEX, _INDEX_RULE)
-    _dtype("sample_locations", locations, _FLOATING, _FLOATING_RULE)
-    _dtype("weight", weight, _FLOATING, _FLOATING_RULE)
+        _fail(ValueError, names[4], f"have a group count that divides c={channels}", groups)
+    _dtype(names[0], feature_maps, _FLOATING, _FLOATING_RULE)
+    _dtype(names[1], shapes, _INDEX, _INDEX_RULE)
+    _dtype(names[2], starts, _INDEX, _INDEX_RULE)
+    _dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
+    _dtype(names[4], weight, _FLOATING, _FLOATING_RULE)
     _device(*named)
 
 
@@ -199,20 +200,20 @@ def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: 
     )
 
 
-_MULTI_SCALE = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
-_GEOMETRIC = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
+def _inputs_of(operator: Operator) -> Callable[..., None]:
+    if operator.grouped:
+        return functools.partial(aggregation, operator.inputs)
+    return functools.partial(attention, operator.inputs, integer_locations=operator.integer_locations)
+
+
 # The five inputs of an operator, for who calls it by its name; a door does not come first then.
-INPUTS: dict[str, Callable[..., None]] = {
-    "multi_scale_deformable_attn": functools.partial(attention, _MULTI_SCALE),
-    "deformable_aggregation": aggregation,
-    "geometric_kernel_attention": functools.partial(attention, _GEOMETRIC, integer_locations=True),
-}
+INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values()}
 
 
 def backward(
     operator: str,
     grad: Tensor,
-    table: Tensor,
+    value: Tensor,
     shapes: Tensor,
     starts: Tensor,
     locations: Tensor,
@@ -220,22 +221,22 @@ def backward(
     mask: list[bool],
 ) -> None:
     """What an operator's backward is given: grad_output, the five inputs, and output_mask."""
-    INPUTS[operator](table, shapes, starts, locations, weights)
-    wanted = 2 if operator == "geometric_kernel_attention" else 3
+    INPUTS[operator](value, shapes, starts, locations, weights)
+    wanted = len(OPERATORS[operator].differentiable)
     if len(mask) != wanted:
         _fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
-    size = table.shape
+    size = value.shape
     sizes = (size[0], weights.shape[1], size[2] if len(size) == 3 else size[2] * size[3])
-    if grad.shape == sizes and grad.dtype in _FLOATING and grad.device == table.device:
+    if grad.shape == sizes and grad.dtype in _FLOATING and grad.device == value.device:
         return
-    name, axes = ("feature_maps", "bs, anchor, c") if len(size) == 3 else ("value", "bs, num_queries, num_heads * embed_dims")
+    axes = "bs, anchor, c" if len(size) == 3 else "bs, num_queries, num_heads * embed_dims"
     _shape("grad_output", grad, axes, *sizes)
     _dtype("grad_output", grad, _FLOATING, _FLOATING_RULE)
-    _device((name, table), ("grad_output", grad))
+    _device((OPERATORS[operator].inputs.value, value), ("grad_output", grad))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Every map lies inside num_keys rows. Reads the tables, so only where that costs nothing: on a CPU."""
+    """Every map lies inside num_keys rows. Reads the index tables, so only where that costs nothing: on a CPU."""
     axes = starts.dim()
     for flat, ((height, width), start) in enumerate(
         zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._flags import flag
+from ._operators import Inputs, Operator
 
 # How many data_checks() are open, plus one when the environment asks. Process-wide, as in _limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
@@ -41,8 +42,8 @@ def data_checks() -> Iterator[None]:
 
     Found are NaN; samples most of which lie off their map; locations in pixels where 0..1 is the map, and the reverse in
     geometric_kernel_attention; and shapes that look like (W, H): levels that are wide beside levels that are high, pixels
-    that fit the maps only when turned, and rows of the table that end where (W, H) would have them end. Square maps, and
-    tables without any of these signs, cannot be told. On a GPU index tables are refused as on a CPU.
+    that fit the maps only when turned, and rows of value that end where (W, H) would have them end. Square maps, and
+    inputs without any of these signs, cannot be told. On a GPU index tables are refused as on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
@@ -69,42 +70,46 @@ def asked() -> bool:
     return _open > 0
 
 
-def followed(operator: str, names: tuple[str, ...], kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The kernel, and a look at what it was given after it has refused what it must."""
 
     def run(*args: Tensor) -> Tensor:
         output = kernel(*args)
         if _open:
-            _look(_Call(operator, names, *args))
+            _look(_Call(operator, *args))
         return output
 
     return run
 
 
 class _Call(NamedTuple):
-    operator: str
-    names: tuple[str, ...]  # of the five tensors
-    table: Tensor  # [bs, rows, ...]
+    operator: Operator
+    value: Tensor  # [bs, rows, ...]
     shapes: Tensor
     starts: Tensor
     locations: Tensor
     weights: Tensor
 
+    @property
+    def names(self) -> Inputs:
+        return self.operator.inputs
+
 
 def _look(call: _Call) -> None:
-    if not all(t.numel() for t in call[2:]):
+    if not all(t.numel() for t in call[1:]):
         return
-    if call.table.is_cuda and torch.cuda.is_current_stream_capturing():
+    if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator], _turned_levels, _row_ends):
+    for look in (_nan, *_LOOKS[call.operator.name], _turned_levels, _row_ends):
         look(call)
 
 
 def _tell(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
     """Once, at the line that is neither ours nor torch's."""
-    if (call.operator, kind) not in _told:
-        _told.add((call.operator, kind))
-        warnings.warn(f"{call.operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
+    operator = call.operator.name
+    if (operator, kind) not in _told:
+        _told.add((operator, kind))
+        warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
 
 
 @functools.cache
@@ -129,8 +134,8 @@ def _share(where: Tensor) -> float:
 
 
 def _nan(call: _Call) -> None:
-    for i, t in ((0, call.table), (3, call.locations), (4, call.weights)):
-        name = call.names[i]
+    names = call.names
+    for name, t in ((names.value, call.value), (names.locations, call.locations), (names.weights, call.weights)):
         if t.is_floating_point() and (share := _share(t.isnan())):
             _tell(call, f"NaN in {name}", name, "have no NaN", _percent(share))
 
@@ -171,7 +176,7 @@ def _like_pixels(locations: Tensor) -> Tensor:
 def _tell_pixels(call: _Call, like: Tensor, share: float) -> None:
     largest = call.locations.amax(-1)[like].max().item()
     fact = f"{_percent(share)} that look like pixels, up to {largest:.4g}"
-    _tell(call, "pixels", call.names[3], "be fractions of the map, 0..1", fact)
+    _tell(call, "pixels", call.names.locations, "be fractions of the map, 0..1", fact)
 
 
 def _normalised(call: _Call) -> None:
@@ -185,7 +190,8 @@ def _normalised(call: _Call) -> None:
         return
     low, high = call.locations.min().item(), call.locations.max().item()
     grid = " and all in -1..1, the range of grid_sample" if low < -0.5 and low >= -1 and high <= 1 else ""
-    _tell(call, "off the map", call.names[3], "mostly lie on their maps, 0..1", f"{_percent(off)} of samples off them{grid}")
+    fact = f"{_percent(off)} of samples off them{grid}"
+    _tell(call, "off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
 
 
 def _seen(call: _Call) -> None:
@@ -199,7 +205,7 @@ def _seen(call: _Call) -> None:
         _tell_pixels(call, like, share)
         return
     rule = "lie in some camera's picture, 0..1, for most points"
-    _tell(call, "off the map", call.names[3], rule, f"{_percent(unseen)} of points in none")
+    _tell(call, "off the map", call.names.locations, rule, f"{_percent(unseen)} of points in none")
 
 
 def _in_pixels(call: _Call) -> None:
@@ -208,15 +214,16 @@ def _in_pixels(call: _Call) -> None:
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
         fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
-        _tell(call, "normalised", call.names[3], "be pixels of each level", fact)
+        _tell(call, "normalised", call.names.locations, "be pixels of each level", fact)
         return
     samples = _pixels(call, normalised=False)
     off, turned = _share(~samples.on_map()), _share(~samples.turned().on_map())
     if off > 0.05 and turned < 0.1 * off and samples.turned().reach() > 0.75:
         fact = f"{_percent(off)} of samples off their maps, and {_percent(turned)} if the shapes were (W, H)"
-        _tell(call, "turned", call.names[1], "be (H, W)", fact)
+        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
     elif off > _MOST:
-        _tell(call, "off the map", call.names[3], "mostly lie on their maps", f"{_percent(off)} of samples off them")
+        fact = f"{_percent(off)} of samples off them"
+        _tell(call, "off the map", call.names.locations, "mostly lie on their maps", fact)
 
 
 def _turned_levels(call: _Call) -> None:
@@ -227,25 +234,25 @@ def _turned_levels(call: _Call) -> None:
         if min(aspects) < -_TURNED and max(aspects) > _TURNED:
             wide, high = (levels[aspects.index(pick(aspects))] for pick in (max, min))
             fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
-            _tell(call, "turned", call.names[1], "be (H, W) on every level", fact)
+            _tell(call, "turned", call.names.shapes, "be (H, W) on every level", fact)
 
 
 def _row_ends(call: _Call) -> None:
-    """The table itself: neighbours differ more than usual where a row of the picture ends and the next one begins."""
-    numbers = call.table[:, 0].numel()
+    """Value itself: neighbours differ more than usual where a row of the picture ends and the next one begins."""
+    numbers = call.value[:, 0].numel()
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _TURNED and min(h, w) >= _FEW_ROWS]
     if not oblong or max(oblong)[0] ** 0.5 * numbers < _FEW_NUMBERS:
         return
     rows, height, width, start = max(oblong)
-    steps = call.table[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
+    steps = call.value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
     steps = steps / steps.mean()
     end = torch.arange(1, rows, device=steps.device)
     as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # without the ends that both have
     as_turned = steps[end % height == 0].mean()
     if as_given < _NO_STEP and as_turned > _STEP:
-        fact = f"({height}, {width}), while rows of {call.names[0]} seem to end every {height}"
-        _tell(call, "turned", call.names[1], "be (H, W)", fact)
+        fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
+        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
 
 
 _LOOKS: dict[str, tuple[Callable[[_Call], None], ...]] = {

@@ -17,12 +17,12 @@ from . import reference
 from ._when_imported import when_imported
 
 
-def _weighted_rows(table: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum over parts (index, share) [..., samples] of share * table[index - 1], index 0 being a row of zeros -> [..., c]."""
-    table = torch.cat([table.new_zeros(1, table.shape[1]), table])
+def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """Sum over parts (index, share) [..., samples] of share * value[index - 1], index 0 being a row of zeros -> [..., c]."""
+    value = torch.cat([value.new_zeros(1, value.shape[1]), value])
     total = None
     for index, share in parts:
-        rows = table.index_select(0, index.flatten()).unflatten(0, index.shape)
+        rows = value.index_select(0, index.flatten()).unflatten(0, index.shape)
         part = (share[..., None] * rows).sum(-2)
         total = part if total is None else total + part
     assert total is not None
@@ -80,8 +80,8 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
         index = torch.where(corners.inside[k][..., None], row, 0)
         share = corners.share(k)[..., None] * weights
         parts.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in (index, share)))  # [bs, anchor, group, samples]
-    table = feature_maps.to(dtype).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
-    return _weighted_rows(table, parts).flatten(2).to(feature_maps.dtype)
+    v = feature_maps.to(dtype).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
+    return _weighted_rows(v, parts).flatten(2).to(feature_maps.dtype)
 
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:

@@ -14,33 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Axis -> which dimension it is of table, shapes, starts, locations, weights and output. None where an input is needed whole;
-# where the output is None, the axis is summed over and each process has a partial sum.
-_ATTENTION = {
-    "bs": (0, None, None, 0, 0, 0),
-    "num_queries": (None, None, None, 1, 1, 1),
-    "num_heads": (2, None, None, 2, 2, 2),
-    "num_levels": (None, 0, 0, 3, 3, None),
-    "num_points": (None, None, None, 4, 4, None),
-}
-_AGGREGATION = {
-    "bs": (0, None, None, 0, 0, 0),
-    "anchor": (None, None, None, 1, 1, 1),
-    "group": (2, None, None, None, 5, 2),
-    "cam": (None, 0, 0, 3, 3, None),
-    "pts": (None, None, None, 2, 2, None),
-}
-_AXES = {
-    "multi_scale_deformable_attn": _ATTENTION,
-    "deformable_aggregation": _AGGREGATION,
-    "geometric_kernel_attention": _ATTENTION,
-}
-_WEIGHTS = 4
-# The output's last dimension is this axis times channels, so its shards are the table's only where they are even.
-_BLOCKS = ("num_heads", "group")
+from ._operators import OPERATORS, TABLES, WEIGHTS
 
 
-def prepared(args: tuple[Any, ...], tables: tuple[int, int]) -> tuple[Any, ...]:
+def prepared(args: tuple[Any, ...], tables: tuple[int, ...]) -> tuple[Any, ...]:
     """The arguments as DTensor's dispatch wants them; `tables` are the places of the two index tables among them."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
@@ -55,7 +32,7 @@ def prepared(args: tuple[Any, ...], tables: tuple[int, int]) -> tuple[Any, ...]:
 def call(op: Any, *args: Tensor) -> Tensor:
     """An operator, from a door. Inference mode skips the Autograd kernel, where a DTensor is met otherwise."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        args = prepared(args, (1, 2))
+        args = prepared(args, TABLES)
     return op(*args)
 
 
@@ -75,7 +52,7 @@ def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
     propagator = DTensor._op_dispatcher.sharding_propagator
-    for name in _AXES:
+    for name in OPERATORS:
         forward = getattr(torch.ops.mx_driving, name).default
         backward = getattr(torch.ops.mx_driving, name + "_backward").default
         register_sharding(forward)(functools.partial(_forward_rules, name))
@@ -85,7 +62,9 @@ def _register() -> None:
 
 
 def _axes(name: str, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    return [places for axis, places in _AXES[name].items() if axis not in _BLOCKS or _even(places, inputs)]
+    """Those that can be cut: the output's shards along `blocks` are value's only where they are even."""
+    operator = OPERATORS[name]
+    return [places for axis, places in operator.axes.items() if axis != operator.blocks or _even(places, inputs)]
 
 
 def _even(places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
@@ -96,7 +75,7 @@ def _even(places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
     cut = set()
     for spec, at in zip(inputs, places, strict=False):
         cut |= {i for i, placement in enumerate(spec.placements) if at is not None and placement == Shard(at)}
-    size = inputs[_WEIGHTS].shape[places[_WEIGHTS]]
+    size = inputs[WEIGHTS].shape[places[WEIGHTS]]
     return bool(cut) and size % math.prod(mesh.size(i) for i in cut) == 0
 
 
@@ -120,7 +99,7 @@ def _forward_rules(name: str, *inputs: Any) -> list[tuple[list[Any], list[Any]]]
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
     """A gradient of what is whole in every process is there a partial sum; one that is not wanted is empty everywhere."""
     *inputs, mask = rest
-    differentiable = (0, 3, 4) if len(mask) == 3 else (0, 4)
+    differentiable = OPERATORS[name].differentiable
     everywhere = _placement(None)
     rules = [([everywhere] * len(mask), [everywhere] * 6)]
     for at in _axes(name, (*inputs, grad)):

@@ -14,30 +14,28 @@ from typing import Any
 
 import torch
 
+from ._operators import OPERATORS, Operator
 from ._when_imported import when_imported
 
-# rows of the table that a sample reads
-_ROWS = {"multi_scale_deformable_attn": 4, "deformable_aggregation": 4, "geometric_kernel_attention": 1}
 
-
-def _row_flops(name: str, table: torch.Size, weights: torch.Size) -> int:
+def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
     """Multiply and add once per row and channel."""
-    samples = math.prod(weights[:-1] if name == "deformable_aggregation" else weights)
-    return 2 * _ROWS[name] * samples * table[-1]
+    samples = math.prod(weights[:-1] if operator.grouped else weights)
+    return 2 * operator.rows * samples * value[-1]
 
 
-def _register(name: str) -> None:
+def _register(operator: Operator) -> None:
     from torch.utils.flop_counter import register_flop_formula
 
-    packet = getattr(torch.ops.mx_driving, name)
-    packet_backward = getattr(torch.ops.mx_driving, name + "_backward")
+    packet = getattr(torch.ops.mx_driving, operator.name)
+    packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
 
-    def forward(table: Any, shapes: Any, starts: Any, locations: Any, weights: Any, out_shape: Any = None, **_: Any) -> int:
-        return _row_flops(name, table, weights)
+    def forward(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, out_shape: Any = None, **_: Any) -> int:
+        return _row_flops(operator, value, weights)
 
-    def backward(grad: Any, table: Any, shapes: Any, starts: Any, locations: Any, weights: Any, mask: Any, **_: Any) -> int:
-        """Once to add to the table's rows, once for the products with them that both other gradients are made of."""
-        return _row_flops(name, table, weights) * (bool(mask[0]) + any(mask[1:]))
+    def backward(grad: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, mask: Any, **_: Any) -> int:
+        """Once to add to value's rows, once for the products with them that both other gradients are made of."""
+        return _row_flops(operator, value, weights) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
     register_flop_formula(packet_backward)(backward)
@@ -49,5 +47,5 @@ def register() -> None:
 
 
 def _register_all() -> None:
-    for name in _ROWS:
-        _register(name)
+    for operator in OPERATORS.values():
+        _register(operator)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._operators import OPERATORS
 
 
 class OperatorFunction(torch.autograd.Function):
@@ -40,8 +41,9 @@ def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | Non
     if isinstance(needs, tuple):
         found = formula(ctx, grad_output)
         return (*found, *[None] * (len(needs) - len(found)))
+    everything = [True] * len(OPERATORS[operator].inputs)
     with torch.no_grad():
-        return formula(types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=[True] * 5), grad_output)
+        return formula(types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=everything), grad_output)
 
 
 def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:

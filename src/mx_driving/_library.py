@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,27 +11,7 @@ import torch
 from torch import Tensor
 
 from . import _check, _data_checks, _decompositions, _flops, _native, _transforms, _triton, reference
-
-_TABLES = {
-    "multi_scale_deformable_attn": ("value_spatial_shapes", "value_level_start_index"),
-    "deformable_aggregation": ("spatial_shape", "scale_start_index"),
-    "geometric_kernel_attention": ("spatial_shapes", "level_start_index"),
-}
-_INPUTS = {
-    "multi_scale_deformable_attn": "Tensor value, Tensor value_spatial_shapes, Tensor value_level_start_index, "
-    "Tensor sampling_locations, Tensor attention_weights",
-    "deformable_aggregation": "Tensor feature_maps, Tensor spatial_shape, Tensor scale_start_index, "
-    "Tensor sample_locations, Tensor weight",
-    "geometric_kernel_attention": "Tensor value, Tensor spatial_shapes, Tensor level_start_index, "
-    "Tensor sampling_locations, Tensor attention_weights",
-}
-# which of the five inputs have a gradient
-_DIFFERENTIABLE = {
-    "multi_scale_deformable_attn": (0, 3, 4),
-    "deformable_aggregation": (0, 3, 4),
-    "geometric_kernel_attention": (0, 4),
-}
-OPERATORS = tuple(_INPUTS)
+from ._operators import LOCATIONS, OPERATORS, VALUE, Operator, gradients
 
 _library = torch.library.Library("mx_driving", "DEF")
 
@@ -39,12 +20,13 @@ def _op(name: str) -> Any:
     return getattr(torch.ops.mx_driving, name).default
 
 
-def _define(name: str) -> None:
-    wanted = len(_DIFFERENTIABLE[name])
+def _define(operator: Operator) -> None:
+    name, wanted = operator.name, len(operator.differentiable)
+    inputs = ", ".join(f"Tensor {tensor}" for tensor in operator.inputs)
     results = ", ".join(["Tensor"] * wanted)
     tags = (torch.Tag.pt2_compliant_tag,)
-    _library.define(f"{name}({_INPUTS[name]}) -> Tensor", tags=tags)
-    backward = f"{name}_backward(Tensor grad_output, {_INPUTS[name]}, bool[{wanted}] output_mask) -> ({results})"
+    _library.define(f"{name}({inputs}) -> Tensor", tags=tags)
+    backward = f"{name}_backward(Tensor grad_output, {inputs}, bool[{wanted}] output_mask) -> ({results})"
     _library.define(backward, tags=tags)
 
 
@@ -54,14 +36,14 @@ def _check_of(name: str, backward: bool) -> Callable[..., None]:
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
-    """The reference; the tables are checked first where reading them is free, on a CPU, or where somebody asks for it."""
+    """The reference; the index tables are checked first where reading them is free, on a CPU, or where somebody asks for it."""
     run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        table, shapes, starts = args[backward : backward + 3]
-        if table.device.type == "cpu" or _data_checks.asked():
-            _check.levels(*_TABLES[name], shapes, starts, table.shape[1])
+        value, shapes, starts = args[backward : backward + 3]
+        if value.device.type == "cpu" or _data_checks.asked():
+            _check.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
         return run(*args)
 
     return kernel
@@ -90,8 +72,8 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        table, _, _, locations, weights = args[backward : backward + 5]
-        if _triton.why_not() is None and _triton.serves(table, locations, weights):
+        value, _, _, locations, weights = args[backward : backward + 5]
+        if _triton.why_not() is None and _triton.serves(value, locations, weights):
             return _triton.kernel(name, backward)(*args)
         return plain(*args)
 
@@ -100,23 +82,18 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
 
 def _output_like(name: str, args: tuple[Tensor, ...]) -> Tensor:
     _check.INPUTS[name](*args)
-    table, locations = args[0], args[3]
-    if name == "deformable_aggregation":
-        return table.new_empty(table.shape[0], locations.shape[1], table.shape[2])
-    return table.new_empty(table.shape[0], locations.shape[1], table.shape[2] * table.shape[3])
+    value, locations = args[VALUE], args[LOCATIONS]
+    return value.new_empty(value.shape[0], locations.shape[1], math.prod(value.shape[2:]))
 
 
 def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
     _check.backward(name, *args)
-    inputs, mask = args[1:6], args[6]
-    return tuple(
-        torch.empty(inputs[i].shape if wanted else (0,), dtype=inputs[i].dtype, device=inputs[i].device)
-        for i, wanted in zip(_DIFFERENTIABLE[name], mask, strict=True)
-    )
+    _, *inputs, mask = args
+    return tuple(gradients([inputs[i] for i in OPERATORS[name].differentiable], mask))
 
 
 def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    places = _DIFFERENTIABLE[name]
+    places, inputs = OPERATORS[name].differentiable, len(OPERATORS[name].inputs)
     backward_op = _op(name + "_backward")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -125,10 +102,10 @@ def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = [ctx.needs_input_grad[i] for i in places]
         found = backward_op(grad, *ctx.saved_tensors, mask)
-        gradients: list[Tensor | None] = [None] * 5
+        by_input: list[Tensor | None] = [None] * inputs
         for i, wanted, g in zip(places, mask, found, strict=True):
-            gradients[i] = g if wanted else None
-        return tuple(gradients)
+            by_input[i] = g if wanted else None
+        return tuple(by_input)
 
     return setup_context, backward
 
@@ -136,7 +113,7 @@ def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The gradient of the backward operator, through the reference's backward written in differentiable torch."""
     run = getattr(reference, name + "_backward")
-    places = (0, *(i + 1 for i in _DIFFERENTIABLE[name]))  # grad_output and the inputs that have a gradient
+    places = (0, *(i + 1 for i in OPERATORS[name].differentiable))  # grad_output and the inputs that have a gradient
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.mask = inputs
@@ -146,17 +123,17 @@ def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]
         tensors = list(ctx.saved_tensors)
         wanted = [i for i in places if ctx.needs_input_grad[i]]
 
-        def gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
+        def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
             for i, t in zip(wanted, chosen, strict=True):
                 tensors[i] = t
             found = run(*tensors, ctx.mask)
             return tuple(g for g, used in zip(found, ctx.mask, strict=True) if used)
 
-        outputs, vjp, *_ = torch.func.vjp(gradients, *(tensors[i] for i in wanted))
+        outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in wanted))
         given = [g for g, used in zip(grads, ctx.mask, strict=True) if used]
         given = [torch.zeros_like(o) if g is None else g for g, o in zip(given, outputs, strict=True)]
         found = dict(zip(wanted, vjp(tuple(given)), strict=True))
-        return (*(found.get(i) for i in range(6)), None)
+        return (*map(found.get, range(len(tensors))), None)
 
     return setup_context, backward
 
@@ -178,26 +155,26 @@ def _to_float32(a: Any) -> Any:
     return a.to(torch.float32) if cast else a
 
 
-def _register(name: str) -> None:
-    _define(name)
-    names = tuple(_INPUTS[name].replace("Tensor ", "").split(", "))
+def _register(operator: Operator) -> None:
+    _define(operator)
+    name = operator.name
     for key, kernel in (("CompositeExplicitAutograd", _reference), ("CPU", _cpu), ("CUDA", _cuda)):
-        _library.impl(name, _data_checks.followed(name, names, kernel(name, False)), key)
+        _library.impl(name, _data_checks.followed(operator, kernel(name, False)), key)
         _library.impl(name + "_backward", kernel(name, True), key)
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = gradient(name)
-    _transforms.register(_library, _op(name), setup, formula, getattr(reference, name))
+    _transforms.register(_library, _op(name), setup, formula, getattr(reference, name), first=0)
     setup_second, second_formula = _second_gradient(name)
     reference_backward = getattr(reference, name + "_backward")
-    _transforms.register(_library, _op(name + "_backward"), setup_second, second_formula, reference_backward)
+    _transforms.register(_library, _op(name + "_backward"), setup_second, second_formula, reference_backward, first=1)
     _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
     _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
 
 
-for _name in OPERATORS:
-    _register(_name)
+for _operator in OPERATORS.values():
+    _register(_operator)
 
 
 def backends() -> dict[str, dict[str, str]]:

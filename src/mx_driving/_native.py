@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _check
+from ._operators import OPERATORS, gradients
 
 _DTYPE = {
     torch.float32: 0,
@@ -82,11 +83,10 @@ def _is_cut_off(path: pathlib.Path) -> bool:
     return any(kind == _ELF_LOADED and offset + held > size for kind, offset, held in segments)
 
 
-_OPERATORS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
 _FUNCTIONS = (
     "mxd_version",
     *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_gather_floor"),
-    *(f"mxd_{operator}{direction}" for operator in _OPERATORS for direction in ("", "_backward")),
+    *(f"mxd_{operator}{direction}" for operator in OPERATORS for direction in ("", "_backward")),
 )
 
 
@@ -118,9 +118,9 @@ def _library() -> ctypes.CDLL:
 _MOST_ROWS = 2**31 - 2
 
 
-def serves(table: Tensor) -> bool:
-    """Larger tables go to the reference."""
-    return table.shape[1] <= _MOST_ROWS
+def serves(value: Tensor) -> bool:
+    """A value of more rows goes to the reference."""
+    return value.shape[1] <= _MOST_ROWS
 
 
 def isa() -> str:
@@ -176,26 +176,18 @@ def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
 
 
-def _finish(status: int, operator: str, names: tuple[str, str], shapes: Tensor, starts: Tensor, num_keys: int) -> None:
+def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     if status == _BAD_LEVEL:
-        _check.levels(*names, shapes, starts, num_keys)
+        _check.levels(*OPERATORS[operator].tables, shapes, starts, num_keys)
     if status:
         raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
 
 
-def _wanted(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
-    """Memory for each gradient that is asked for, an empty tensor for each that is not."""
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
-        for t, wanted in zip(inputs, mask, strict=True)
-    ]
+def _pointers(found: list[Tensor], mask: list[bool]) -> list[bytes | None]:
+    return [_pack(t) if wanted else None for t, wanted in zip(found, mask, strict=True)]
 
 
-def _pointers(gradients: list[Tensor], mask: list[bool]) -> list[bytes | None]:
-    return [_pack(t) if wanted else None for t, wanted in zip(gradients, mask, strict=True)]
-
-
-def _attention(operator: str, names: tuple[str, str], tensors: tuple[Tensor, ...]) -> Tensor:
+def _attention(operator: str, tensors: tuple[Tensor, ...]) -> Tensor:
     value, shapes, starts, locations, weights = tensors
     bs, num_keys, heads, channels = value.shape
     output = torch.empty((bs, locations.shape[1], heads * channels), dtype=value.dtype)
@@ -206,44 +198,36 @@ def _attention(operator: str, names: tuple[str, str], tensors: tuple[Tensor, ...
         _pack(locations),
         _pack(weights),
         _pack_heads(output, heads, channels),
-        _threads(weights.numel() * _CORNERS[operator] * channels),
+        _threads(weights.numel() * OPERATORS[operator].rows * channels),
     )
     if status:
-        _finish(status, operator, names, shapes, starts, num_keys)
+        _finish(status, operator, shapes, starts, num_keys)
     return output
 
 
-def _attention_backward(
-    operator: str, names: tuple[str, str], grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]
-) -> tuple[Tensor, ...]:
-    value, shapes, starts, locations, weights = tensors
-    inputs = (value, locations, weights) if len(mask) == 3 else (value, weights)
-    gradients = _wanted(inputs, mask)
+def _attention_backward(operator: str, grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]) -> tuple[Tensor, ...]:
+    value, shapes, starts, _, weights = tensors
+    row = OPERATORS[operator]
+    found = gradients([tensors[i] for i in row.differentiable], mask)
     status = getattr(_library(), f"mxd_{operator}_backward")(
         _pack_heads(grad, value.shape[2], value.shape[3]),
         *map(_pack, tensors),
-        *_pointers(gradients, mask),
-        _threads(weights.numel() * _CORNERS[operator] * value.shape[3] + gradients[0].numel()),
+        *_pointers(found, mask),
+        _threads(weights.numel() * row.rows * value.shape[3] + found[0].numel()),
     )
     if status:
-        _finish(status, operator, names, shapes, starts, value.shape[1])
-    return tuple(gradients)
-
-
-_MULTI_SCALE = ("multi_scale_deformable_attn", ("value_spatial_shapes", "value_level_start_index"))
-_GEOMETRIC = ("geometric_kernel_attention", ("spatial_shapes", "level_start_index"))
-_AGGREGATION = ("deformable_aggregation", ("spatial_shape", "scale_start_index"))
-_CORNERS = {"multi_scale_deformable_attn": 4, "geometric_kernel_attention": 1}  # rows a sample reads
+        _finish(status, operator, shapes, starts, value.shape[1])
+    return tuple(found)
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _attention(*_MULTI_SCALE, (value, shapes, starts, locations, weights))
+    return _attention("multi_scale_deformable_attn", (value, shapes, starts, locations, weights))
 
 
 def multi_scale_deformable_attn_backward(
     grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
-    return _attention_backward(*_MULTI_SCALE, grad, (value, shapes, starts, locations, weights), mask)
+    return _attention_backward("multi_scale_deformable_attn", grad, (value, shapes, starts, locations, weights), mask)
 
 
 def _native_locations(locations: Tensor) -> Tensor:
@@ -252,20 +236,20 @@ def _native_locations(locations: Tensor) -> Tensor:
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _attention(*_GEOMETRIC, (value, shapes, starts, _native_locations(locations), weights))
+    return _attention("geometric_kernel_attention", (value, shapes, starts, _native_locations(locations), weights))
 
 
 def geometric_kernel_attention_backward(
     grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
     tensors = (value, shapes, starts, _native_locations(locations), weights)
-    return _attention_backward(*_GEOMETRIC, grad, tensors, mask)
+    return _attention_backward("geometric_kernel_attention", grad, tensors, mask)
 
 
 def _sampled(feature_maps: Tensor, weight: Tensor) -> int:
     """Elements of rows read where each point is seen by one camera, on all scales."""
     bs, anchors, points, _, scales, _ = weight.shape
-    return bs * anchors * points * scales * 4 * feature_maps.shape[2]
+    return bs * anchors * points * scales * OPERATORS["deformable_aggregation"].rows * feature_maps.shape[2]
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
@@ -274,7 +258,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
         *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), _threads(_sampled(feature_maps, weight))
     )
     if status:
-        _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
+        _finish(status, "deformable_aggregation", shapes, starts, feature_maps.shape[1])
     return output
 
 
@@ -287,15 +271,15 @@ def deformable_aggregation_backward(
     weight: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    gradients = _wanted((feature_maps, locations, weight), mask)
+    found = gradients((feature_maps, locations, weight), mask)
     status = _library().mxd_deformable_aggregation_backward(
         *map(_pack, (grad, feature_maps, shapes, starts, locations, weight)),
-        *_pointers(gradients, mask),
-        _threads(_sampled(feature_maps, weight) + gradients[0].numel()),
+        *_pointers(found, mask),
+        _threads(_sampled(feature_maps, weight) + found[0].numel()),
     )
     if status:
-        _finish(status, *_AGGREGATION, shapes, starts, feature_maps.shape[1])
-    return tuple(gradients)
+        _finish(status, "deformable_aggregation", shapes, starts, feature_maps.shape[1])
+    return tuple(found)
 
 
 def gather_floor(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:

@@ -38,12 +38,12 @@ def _compute_type(*tensors: Any) -> int:
     return onnx.TensorProto.DOUBLE if double else onnx.TensorProto.FLOAT
 
 
-def _sample(table: Any, size: Any, start: Any, locations: Any, valid: Any) -> Any:
-    """table [n, c, num_keys], size and start of one map, locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]"""
+def _sample(value: Any, size: Any, start: Any, locations: Any, valid: Any) -> Any:
+    """value [n, c, num_keys], size and start of one map, locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]"""
     size, start = op.Cast(size, to=onnx.TensorProto.INT64), op.Cast(start, to=onnx.TensorProto.INT64)
     start = op.Reshape(start, _sizes(1))
     end = op.Add(start, op.ReduceProd(size, keepdims=1))
-    image = op.Reshape(op.Slice(table, start, end, _sizes(2)), op.Concat(_sizes(0, 0), size, axis=0))
+    image = op.Reshape(op.Slice(value, start, end, _sizes(2)), op.Concat(_sizes(0, 0), size, axis=0))
     outside = op.CastLike(op.Constant(value_float=_OUTSIDE), locations)
     locations = op.Where(op.Unsqueeze(valid, _sizes(-1)), locations, outside)
     two, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (2.0, 1.0))
@@ -70,8 +70,8 @@ def _pick_one(tensor: Any, index: int) -> Any:
 def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
     dtype = _compute_type(value, locations, weights)
     channels = _axis(value, 3)
-    table = op.Transpose(op.Cast(value, to=dtype), perm=[0, 2, 3, 1])
-    table = op.Reshape(table, _sizes(-1, channels, _axis(value, 1)))  # [bs * heads, c, num_keys]
+    v = op.Transpose(op.Cast(value, to=dtype), perm=[0, 2, 3, 1])
+    v = op.Reshape(v, _sizes(-1, channels, _axis(value, 1)))  # [bs * heads, c, num_keys]
     locations = op.Transpose(op.Cast(locations, to=dtype), perm=[3, 0, 2, 1, 4, 5])  # levels first, queries beside points
     weights = op.Transpose(op.Cast(weights, to=dtype), perm=[3, 0, 2, 1, 4])
     out = None
@@ -80,7 +80,7 @@ def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations:
         location = op.Reshape(_pick(locations, level), _sizes(-1, _axis(locations, 3), _axis(locations, 4), 2))
         weight = op.Reshape(_pick(weights, level), _sizes(-1, _axis(weights, 3), _axis(weights, 4)))
         valid = _on_the_map(location, size)
-        sampled = _sample(table, size, _pick(starts, level), location, valid)
+        sampled = _sample(v, size, _pick(starts, level), location, valid)
         share = op.Unsqueeze(_zero_where_not(valid, weight), _sizes(1))
         part = op.ReduceSum(op.Mul(sampled, share), _sizes(-1), keepdims=0)  # [bs * heads, c, num_queries]
         out = part if out is None else op.Add(out, part)
@@ -91,7 +91,7 @@ def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations:
 
 def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> Any:
     dtype = _compute_type(feature_maps, locations, weight)
-    table = op.Transpose(op.Cast(feature_maps, to=dtype), perm=[0, 2, 1])
+    v = op.Transpose(op.Cast(feature_maps, to=dtype), perm=[0, 2, 1])
     locations, weights = op.Cast(locations, to=dtype), op.Cast(weight, to=dtype)
     zero, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (0.0, 1.0))
     out = None
@@ -100,7 +100,7 @@ def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, location
         seen = _both(op.And(op.Greater(location, zero), op.Less(location, one)))  # [bs, anchor, pts]
         for scale in range(starts.shape[1]):
             size, start = _pick(_pick(shapes, cam), scale), _pick(_pick(starts, cam), scale)
-            sampled = _sample(table, size, start, location, seen)
+            sampled = _sample(v, size, start, location, seen)
             groups = op.Reshape(sampled, _sizes(0, _axis(weight, 5), -1, _axis(weight, 1), _axis(weight, 2)))
             share = op.Transpose(_pick(_pick(weights, cam, axis=3), scale, axis=3), perm=[0, 3, 1, 2])
             share = op.Unsqueeze(_zero_where_not(op.Unsqueeze(seen, _sizes(1)), share), _sizes(2))

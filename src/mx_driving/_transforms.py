@@ -17,12 +17,15 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from . import _distributed
+from ._operators import TABLES
 
 Formula = Callable[..., Any]
 
 
-def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula, locations: int) -> Formula:
+def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int) -> Formula:
     """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
+
+    `first` is the place of value among the arguments: 0 in an operator, 1 in its backward.
 
     Reverse mode is a function of a single level: inside the dispatcher torch.func has already taken its levels apart.
     Forward mode goes through `run`, whose operations all have a rule for tangents.
@@ -47,7 +50,7 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     }
     function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
 
-    tables = (locations - 2, locations - 1)
+    tables = tuple(first + i for i in TABLES)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         args = _distributed.prepared(args, tables)
@@ -74,25 +77,23 @@ def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
     return t.unsqueeze(at).expand(*t.shape[:at], size, *t.shape[at:])
 
 
-def vmap_rule(op: Any, locations: int) -> Formula:
-    """The vmapped axis becomes part of the queries while the table (value, feature maps) is one for all, else of the batch.
-
-    `locations` is the place of sampling_locations among the arguments: 3 in an operator, 4 in its backward.
-    """
-    table, tables = locations - 3, (locations - 2, locations - 1)
+def vmap_rule(op: Any, first: int) -> Formula:
+    """The vmapped axis becomes part of the queries while value is one for all, else of the batch."""
+    tables = tuple(first + i for i in TABLES)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, in_dims, strict=True)]
         if any(dims[i] is not None for i in tables):
             return _one_by_one(op, info.batch_size, dims, args)
-        table_gradient = table > 0 and args[-1][0]
-        at = 1 if dims[table] is None and not table_gradient else 0
-        kept = {*tables, table} if at else set(tables)
+        mask = args[-1] if first else None
+        value_gradient = mask is not None and mask[0]
+        at = 1 if dims[first] is None and not value_gradient else 0
+        kept = {*tables, first} if at else set(tables)
         folded = [
             _leading(a, d, info.batch_size, at).flatten(at, at + 1) if isinstance(a, Tensor) and i not in kept else a
             for i, (a, d) in enumerate(zip(args, dims, strict=True))
         ]
-        return _unfold(op(*folded), info.batch_size, at, args[-1] if table else None)
+        return _unfold(op(*folded), info.batch_size, at, mask)
 
     return rule
 
@@ -114,7 +115,8 @@ def _one_by_one(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...
     return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def register(library: torch.library.Library, op: Any, setup_context: Formula, backward: Formula, run: Formula) -> None:
-    locations = 4 if "backward" in op._opname else 3
-    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run, locations), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, locations), lib=library)
+def register(
+    library: torch.library.Library, op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int
+) -> None:
+    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run, first), "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, first), lib=library)

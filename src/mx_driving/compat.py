@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _functions
+from ._operators import OPERATORS
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
@@ -49,9 +50,10 @@ def _forward(door: Function) -> Function:
     return forward
 
 
-def _backward(operator: str, wanted: int) -> Function:
+def _backward(operator: str) -> Function:
     """Gradients as a list, of value, (locations,) and weights."""
     backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(OPERATORS[operator].differentiable)
 
     def gradients(
         value: Tensor,
@@ -62,13 +64,13 @@ def _backward(operator: str, wanted: int) -> Function:
         grad_output: Tensor,
         im2col_step: int = 64,
     ) -> list[Tensor]:
-        return list(backward(grad_output, value, shapes, starts, locations, weights, [True] * wanted))
+        return list(backward(grad_output, value, shapes, starts, locations, weights, mask))
 
     return gradients
 
 
-_multi_scale_backward = _backward("multi_scale_deformable_attn", 3)
-_gradients_of_aggregation = _backward("deformable_aggregation", 3)
+_multi_scale_backward = _backward("multi_scale_deformable_attn")
+_gradients_of_aggregation = _backward("deformable_aggregation")
 
 
 def _aggregation_backward(*arguments: Tensor) -> None:
@@ -96,7 +98,7 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
     },
     "GeometricKernelAttention": {
         "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention", 2),
+        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
     },
 }
 _MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}

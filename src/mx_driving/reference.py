@@ -56,19 +56,19 @@ def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) 
     return Corners(valid, inside, row, x - column, y - line)
 
 
-def _rows(table: Tensor, row: Tensor, inside: Tensor) -> Tensor:
-    """table [n, num_keys, c], row and inside [n, ...] -> [n, ..., c], zero where not inside."""
+def _rows(value: Tensor, row: Tensor, inside: Tensor) -> Tensor:
+    """value [n, num_keys, c], row and inside [n, ...] -> [n, ..., c], zero where not inside."""
     flat = row.flatten(1)
-    found = table.gather(1, flat[..., None].expand(-1, -1, table.shape[-1]))
+    found = value.gather(1, flat[..., None].expand(-1, -1, value.shape[-1]))
     return torch.where(inside[..., None], found.unflatten(1, row.shape[1:]), 0)
 
 
-def _add_rows(table: Tensor, row: Tensor, inside: Tensor, what: Tensor) -> Tensor:
-    """table with what [n, ..., c] added to the rows named, where inside."""
-    n, num_keys, c = table.shape
+def _add_rows(value: Tensor, row: Tensor, inside: Tensor, what: Tensor) -> Tensor:
+    """value with what [n, ..., c] added to the rows named, where inside."""
+    n, num_keys, c = value.shape
     offset = torch.arange(n, device=row.device).view(-1, *[1] * (row.dim() - 1)) * num_keys
     what = torch.where(inside[..., None], what, 0)
-    return table.flatten(0, 1).index_add(0, (row + offset).flatten(), what.flatten(0, -2)).view(n, num_keys, c)
+    return value.flatten(0, 1).index_add(0, (row + offset).flatten(), what.flatten(0, -2)).view(n, num_keys, c)
 
 
 def _by_head(t: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def _levels(shapes: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor]]:
     return list(zip(shapes.unbind(0), starts.unbind(0), strict=True))
 
 
-def _sampled(corners: Corners, table: Tensor) -> Tensor:
-    return sum(corners.share(k)[..., None] * _rows(table, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
+def _sampled(corners: Corners, value: Tensor) -> Tensor:
+    return sum(corners.share(k)[..., None] * _rows(value, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
 
 
-def _dots(corners: Corners, table: Tensor, g: Tensor) -> list[Tensor]:
+def _dots(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
     """The product of g with each corner's row, summed over the last axis."""
-    products = [(_rows(table, corners.row[k], corners.inside[k]) * g).sum(-1) for k in range(4)]
+    products = [(_rows(value, corners.row[k], corners.inside[k]) * g).sum(-1) for k in range(4)]
     return [torch.where(corners.inside[k], products[k], 0) for k in range(4)]
 
 
@@ -107,12 +107,12 @@ def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, l
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
     queries = locations.shape[1]
-    table, locations, weights = (_by_head(t.to(dtype)) for t in (value, locations, weights))
-    out = table.new_zeros(bs * heads, queries, channels)
+    v, locations, weights = (_by_head(t.to(dtype)) for t in (value, locations, weights))
+    out = v.new_zeros(bs * heads, queries, channels)
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         corners = _corners(*_pixels(locations[:, :, l], shape), shape, start, num_keys)
         weight = torch.where(corners.valid, weights[:, :, l], 0)
-        out = out + (weight[..., None] * _sampled(corners, table)).sum(2)
+        out = out + (weight[..., None] * _sampled(corners, v)).sum(2)
     return out.unflatten(0, (bs, heads)).transpose(1, 2).flatten(2).to(value.dtype)
 
 
@@ -127,22 +127,22 @@ def multi_scale_deformable_attn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
-    table, location, weight = (_by_head(t.to(dtype)) for t in (value, locations, weights))
+    v, location, weight = (_by_head(t.to(dtype)) for t in (value, locations, weights))
     g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
-    grad_table = torch.zeros_like(table)
+    grad_v = torch.zeros_like(v)
     grad_location, grad_weight = [], []
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         corners = _corners(*_pixels(location[:, :, l], shape), shape, start, num_keys)
         w = torch.where(corners.valid, weight[:, :, l], 0)
         for k in range(4):
-            grad_table = _add_rows(grad_table, corners.row[k], corners.inside[k], (corners.share(k) * w)[..., None] * g)
-        sample, dx, dy = _slopes(corners, _dots(corners, table, g))
+            grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], (corners.share(k) * w)[..., None] * g)
+        sample, dx, dy = _slopes(corners, _dots(corners, v, g))
         grad_weight.append(sample)
         slopes = torch.stack([shape[1] * w * dx, shape[0] * w * dy], -1)
         grad_location.append(torch.where(corners.valid[..., None], slopes, 0))
     grad_locations = torch.stack(grad_location, 2) if grad_location else torch.zeros_like(location)
     grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
-    gradients = (_unhead(t, bs) for t in (grad_table, grad_locations, grad_weights))
+    gradients = (_unhead(t, bs) for t in (grad_v, grad_locations, grad_weights))
     return _masked(gradients, (value, locations, weights), output_mask)  # pyright: ignore
 
 
@@ -177,11 +177,11 @@ def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> t
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
-    table, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
-    out = table.new_zeros(bs * heads, locations.shape[1], channels)
+    v, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
+    out = v.new_zeros(bs * heads, locations.shape[1], channels)
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         row, inside = _nearest(location[:, :, l], shape, start, num_keys)
-        out = out + (weight[:, :, l][..., None] * _rows(table, row, inside)).sum(2)
+        out = out + (weight[:, :, l][..., None] * _rows(v, row, inside)).sum(2)
     return out.unflatten(0, (bs, heads)).transpose(1, 2).flatten(2).to(value.dtype)
 
 
@@ -196,15 +196,15 @@ def geometric_kernel_attention_backward(
 ) -> tuple[Tensor, Tensor]:
     dtype = _compute_dtype(value, locations, weights)
     bs, num_keys, heads, channels = value.shape
-    table, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
+    v, weight, location = _by_head(value.to(dtype)), _by_head(weights.to(dtype)), _by_head(locations)
     g = _by_head(grad_output.to(dtype).unflatten(2, (heads, channels)))[:, :, None]
-    grad_table, grad_weight = torch.zeros_like(table), []
+    grad_v, grad_weight = torch.zeros_like(v), []
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         row, inside = _nearest(location[:, :, l], shape, start, num_keys)
-        grad_table = _add_rows(grad_table, row, inside, weight[:, :, l][..., None] * g)
-        grad_weight.append((_rows(table, row, inside) * g).sum(-1))
+        grad_v = _add_rows(grad_v, row, inside, weight[:, :, l][..., None] * g)
+        grad_weight.append((_rows(v, row, inside) * g).sum(-1))
     grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
-    gradients = (_unhead(t, bs) for t in (grad_table, grad_weights))
+    gradients = (_unhead(t, bs) for t in (grad_v, grad_weights))
     return _masked(gradients, (value, weights), output_mask)  # pyright: ignore
 
 
@@ -216,15 +216,15 @@ def _seen(location: Tensor) -> Tensor:
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     dtype = _compute_dtype(feature_maps, locations, weight)
     bs, num_feat, channels = feature_maps.shape
-    table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
+    v, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
     groups = weight.shape[-1]
-    out = table.new_zeros(bs, locations.shape[1], channels)
+    out = v.new_zeros(bs, locations.shape[1], channels)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
         seen = _seen(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
             corners = _aggregation_corners(location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat)
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
-            sampled = _sampled(corners, table).unflatten(-1, (groups, -1))
+            sampled = _sampled(corners, v).unflatten(-1, (groups, -1))
             out = out + (w[..., None] * sampled).flatten(-2).sum(2)
     return out.to(feature_maps.dtype)
 
@@ -246,10 +246,10 @@ def deformable_aggregation_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = _compute_dtype(feature_maps, locations, weight)
     _, num_feat, channels = feature_maps.shape
-    table, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
+    v, location, weights = feature_maps.to(dtype), locations.to(dtype), weight.to(dtype)
     groups = weight.shape[-1]
     g = grad_output.to(dtype)[:, :, None]
-    grad_table = torch.zeros_like(table)
+    grad_v = torch.zeros_like(v)
     grad_location, grad_weight = torch.zeros_like(location).unbind(3), []
     grad_location = list(grad_location)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
@@ -261,11 +261,11 @@ def deformable_aggregation_backward(
             by_channel = w.repeat_interleave(channels // groups, -1)
             for k in range(4):
                 what = corners.share(k)[..., None] * by_channel * g
-                grad_table = _add_rows(grad_table, corners.row[k], corners.inside[k], what)
+                grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], what)
             dots = [
                 torch.where(
                     corners.inside[k][..., None],
-                    (_rows(table, corners.row[k], corners.inside[k]) * g).unflatten(-1, (groups, -1)).sum(-1),
+                    (_rows(v, corners.row[k], corners.inside[k]) * g).unflatten(-1, (groups, -1)).sum(-1),
                     0,
                 )
                 for k in range(4)
@@ -277,5 +277,5 @@ def deformable_aggregation_backward(
             grad_location[cam] = grad_location[cam] + torch.where(seen[..., None], slopes, 0)
     grad_locations = torch.stack(grad_location, 3) if grad_location else torch.zeros_like(location)
     stacked = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape)) if grad_weight else torch.zeros_like(weights)
-    gradients = (grad_table, grad_locations, stacked)
+    gradients = (grad_v, grad_locations, stacked)
     return _masked(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore

@@ -29,10 +29,10 @@ def why_not() -> str | None:
     return None
 
 
-def serves(table: Tensor, locations: Tensor, weights: Tensor) -> bool:
-    """float64 goes to the reference, and so does a table of more rows than the kernels can number."""
-    wide = torch.float64 in (table.dtype, locations.dtype, weights.dtype)
-    return not wide and table.shape[1] <= _MOST_ROWS
+def serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
+    """float64 goes to the reference, and so does a value of more rows than the kernels can number."""
+    wide = torch.float64 in (value.dtype, locations.dtype, weights.dtype)
+    return not wide and value.shape[1] <= _MOST_ROWS
 
 
 @functools.cache

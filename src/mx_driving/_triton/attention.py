@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._operators import LOCATIONS, WEIGHTS, Operator, gradients
 from . import deterministic, launch
 
 # Four warps to a program, where nothing is exchanged between them.
@@ -30,9 +31,9 @@ def tile_of(
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Batch, head, for each row of the tile: does it exist, and its number among [bs, queries, heads]; the channels, and where
-    they are in the table's first row.
+    they are in value's first row.
 
-    Programs go head by head, so that those that run together read the same part of the table.
+    Programs go head by head, so that those that run together read the same part of value.
     """
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
@@ -47,19 +48,21 @@ def tile_of(
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
 
 
-class Operator(NamedTuple):
-    """The kernels of an operator, and what its launches depend on."""
+# Flags of a backward kernel: which gradients besides value's.
+_FLAGS = {LOCATIONS: "LOCATIONS", WEIGHTS: "WEIGHTS"}
 
+
+class Kernels(NamedTuple):
+    """The kernels of an operator, and their launches."""
+
+    operator: Operator
     forward: Any
     backward: Any
-    tables: tuple[str, str]  # names of the index tables, for errors
-    corners: int  # pixels that a sample reads
-    wanted: tuple[str, ...]  # flags of the backward kernel: which gradients besides the table's
 
     def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         bs, num_keys, heads, channels = value.shape
         queries = locations.shape[1]
-        launch.check(*self.tables, shapes, starts, num_keys)
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
         output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
@@ -77,20 +80,22 @@ class Operator(NamedTuple):
     ) -> tuple[Tensor, ...]:
         bs, num_keys, heads, _ = value.shape
         queries, levels, points = locations.shape[1], *locations.shape[3:5]
-        launch.check(*self.tables, shapes, starts, num_keys)
-        inputs = (locations, weights)[-len(self.wanted) :]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
+        inputs = (value, shapes, starts, locations, weights)
+        wanted = [inputs[i] for i in self.operator.differentiable]
+        flags = {_FLAGS[i]: asked for i, asked in zip(self.operator.differentiable[1:], mask[1:], strict=True)}
         if not grad.numel() or not weights.numel() or not num_keys:
-            return tuple(g.zero_() for g in launch.gradients((value, *inputs), mask))
+            return tuple(g.zero_() for g in gradients(wanted, mask))
         value = launch.packed(value)
         plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], True)
         grad, weights = grad.contiguous(), weights.contiguous()
-        others = launch.gradients(inputs, mask[1:])
-        sums = deterministic.Sums(value, mask[0], self.corners * weights.numel())
+        others = gradients(wanted[1:], mask[1:])
+        sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
         with launch.on(value.device):
             self.backward[(bs * heads * -(-queries // plan.rows),)](
                 grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
                 sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *plan.strides,
-                **plan.options, VALUE=sums.how, **dict(zip(self.wanted, mask[1:], strict=True)),
+                **plan.options, VALUE=sums.how, **flags,
             )  # fmt: skip
             return (sums.finish(grad, weights, levels * points), *others)
 

@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .._operators import OPERATORS, gradients
 from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
 
-_TABLES = ("spatial_shape", "scale_start_index")
+_OPERATOR = OPERATORS["deformable_aggregation"]
 _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]  # what no kernel is compiled for
 
 
@@ -52,7 +53,7 @@ def _forward(
     column = tl.arange(0, COLUMNS)[None, :]
     c = group * WIDTH + column
     inside = (group < GROUPS) & (column < WIDTH)
-    table = features + (anchor // anchors * batch_stride) * LANE + c
+    base = features + (anchor // anchors * batch_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for i in range(POINTS * CAMS):
@@ -65,7 +66,7 @@ def _forward(
                 )
                 weight = tl.load(weights + (at * SCALES + s) * GROUPS + group, mask=group < GROUPS, other=0.0).to(tl.float32)
                 v00, v01, v10, v11 = corners(
-                    table, pixel, width, key, in00 & inside, in01 & inside, in10 & inside, in11 & inside
+                    base, pixel, width, key, in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 )
                 s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
                 total += s00 * v00
@@ -91,9 +92,9 @@ def _backward(
     column = tl.arange(0, COLUMNS)[None, :]
     c = group * WIDTH + column
     inside = (group < GROUPS) & (column < WIDTH)
-    table = features + batch * batch_stride * LANE + c
+    base = features + batch * batch_stride * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
-    grad_table = grad_features + batch * num_keys * (GROUPS * WIDTH) + c
+    grad_base = grad_features + batch * num_keys * (GROUPS * WIDTH) + c
     g = tl.load(grad + anchor * (GROUPS * WIDTH) + c, mask=inside, other=0.0).to(tl.float32)
     for cam in range(CAMS):
         x, y, seen = _seen(locations, point * CAMS + cam)
@@ -111,7 +112,7 @@ def _backward(
                 weight = tl.where(valid, weight, 0.0)
                 in00, in01, in10, in11 = in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 if LOCATIONS or WEIGHTS:
-                    v00, v01, v10, v11 = corners(table, pixel, width, key, in00, in01, in10, in11)
+                    v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
                     sample, dx, dy = dots(v00, v01, v10, v11, g, right, below, ROWS, COLUMNS, LANE)
                     if WEIGHTS:
                         sample = tl.where(valid, sample, 0.0).to(grad_weights.dtype.element_ty)
@@ -120,7 +121,7 @@ def _backward(
                     along_y += tl.where(valid, weight * dy * height, 0.0)
                 if VALUE == ADDED:
                     s00, s01, s10, s11 = shares(right, below, weight)
-                    add_corners(grad_table, pixel, width, GROUPS * WIDTH, in00, in01, in10, in11, s00, s01, s10, s11, g)
+                    add_corners(grad_base, pixel, width, GROUPS * WIDTH, in00, in01, in10, in11, s00, s01, s10, s11, g)
             if LOCATIONS:
                 place = grad_locations + 2 * (point * CAMS + cam)
                 tl.store(place, tl.sum(tl.sum(along_x, 1), 0).to(grad_locations.dtype.element_ty))
@@ -143,15 +144,15 @@ def _plan(
 def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     bs, num_keys, channels = feature_maps.shape
     anchors = locations.shape[1]
-    launch.check(*_TABLES, shapes, starts, num_keys)
+    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
     output = torch.empty((bs, anchors, channels), dtype=feature_maps.dtype, device=feature_maps.device)
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
-    table = launch.packed(feature_maps)
-    plan = _plan(table.shape, table.stride(), table.element_size(), weight.shape[2:], False)
+    value = launch.packed(feature_maps)
+    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], False)
     with launch.on(feature_maps.device):
         _forward[(bs * anchors,)](
-            table, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
+            value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
             anchors, num_keys, *plan.strides, **plan.options,
         )  # fmt: skip
     return output
@@ -162,17 +163,17 @@ def backward(
 ) -> tuple[Tensor, ...]:
     bs, num_keys, _ = feature_maps.shape
     anchors, points, cams, groups = *locations.shape[1:4], weight.shape[5]
-    launch.check(*_TABLES, shapes, starts, num_keys)
-    others = [g.zero_() for g in launch.gradients((locations, weight), mask[1:])]
+    launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
+    others = [g.zero_() for g in gradients((locations, weight), mask[1:])]
     if not grad.numel() or not weight.numel() or not num_keys:
-        return (launch.gradients((feature_maps,), mask[:1])[0].zero_(), *others)
-    table = launch.packed(feature_maps)
-    plan = _plan(table.shape, table.stride(), table.element_size(), weight.shape[2:], True)
+        return (gradients((feature_maps,), mask[:1])[0].zero_(), *others)
+    value = launch.packed(feature_maps)
+    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], True)
     grad, weight = grad.contiguous(), weight.contiguous()
-    sums = deterministic.Sums(feature_maps, mask[0], 4 * weight.numel() // groups)
+    sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * weight.numel() // groups)
     with launch.on(feature_maps.device):
         _backward[(bs * anchors * points,)](
-            grad, table, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
+            grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
             sums.buffer, *others, sums.targets, sums.parts, anchors, num_keys, *plan.strides,
             **plan.options, VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2],
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The gradient of the table: by atomics, or in an order fixed by the inputs.
+"""The gradient of value: by atomics, or in an order fixed by the inputs.
 
 Deterministic mode (torch.use_deterministic_algorithms) writes down, for every corner of every sample, the row it adds to
 and its share; a stable sort by row brings together what one row receives, in the order of the samples, and one program
@@ -23,7 +23,7 @@ def _ordered_sums(
     PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row `program` of the table: the sum of share * weight * grad over its corners, one after the other.
+    """Row `program` of value: the sum of share * weight * grad over its corners, one after the other.
 
     A corner belongs to sample corner // PER_SAMPLE, and that to row sample // PER_ROW of grad.
     """
@@ -44,31 +44,31 @@ def _ordered_sums(
 
 
 class Sums:
-    """The gradient of `table` while it is being made: `how`, and the memory that the operator's kernel writes."""
+    """The gradient of `value` while it is being made: `how`, and the memory that the operator's kernel writes."""
 
-    def __init__(self, table: Tensor, wanted: bool, corners: int) -> None:
-        self.table, device = table, table.device
+    def __init__(self, value: Tensor, wanted: bool, corners: int) -> None:
+        self.value, device = value, value.device
         ordered = wanted and torch.are_deterministic_algorithms_enabled()
         self.how = (RECORDED if ordered else ADDED if wanted else NOT_WANTED).value
         # 16-bit gradients are summed in float32 and rounded once
-        self.buffer = torch.zeros(table.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
+        self.buffer = torch.zeros(value.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
         self.targets = torch.full((corners if ordered else 0,), -1, dtype=torch.int64, device=device)  # -1: nowhere
         self.parts = torch.empty(corners if ordered else 0, dtype=torch.float32, device=device)
 
     def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
-        """The gradient in the table's dtype; an empty tensor when it is not wanted. grad and weights are contiguous."""
+        """The gradient in value's dtype; an empty tensor when it is not wanted. grad and weights are contiguous."""
         if self.how == ADDED.value:
-            return self.buffer.to(self.table.dtype)
+            return self.buffer.to(self.value.dtype)
         if self.how == NOT_WANTED.value:
-            return torch.empty(0, dtype=self.table.dtype, device=self.table.device)
+            return torch.empty(0, dtype=self.value.dtype, device=self.value.device)
         return self._ordered(grad, weights, per_row, groups)
 
     def _ordered(self, grad: Tensor, weights: Tensor, per_row: int, groups: int) -> Tensor:
-        channels = self.table.shape[-1]
-        rows = self.table.numel() // channels
+        channels = self.value.shape[-1]
+        rows = self.value.numel() // channels
         targets, order = torch.sort(self.targets, stable=True)
         ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
-        output = torch.empty(self.table.shape, dtype=self.table.dtype, device=self.table.device)
+        output = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
         columns, warps = tile(channels, 4, 1)[1:]
         _ordered_sums[(rows,)](
             order, ends, self.parts, grad, weights, output,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._operators import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one
@@ -38,7 +39,7 @@ def _forward(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    _, _, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    _, _, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -48,7 +49,7 @@ def _forward(
             at = row * (LEVELS * POINTS) + (l * POINTS + p)
             pixel, inside = _pixel(locations, at, height, width, start, num_keys)
             weight = tl.load(weights + at).to(tl.float32)
-            total += weight * read(table + pixel.to(tl.int64) * key, inside & channel)
+            total += weight * read(base + pixel.to(tl.int64) * key, inside & channel)
     tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
 
 
@@ -60,11 +61,11 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
     VALUE: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    batch, head, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
-    grad_table = grad_value + first * CHANNELS + c
+    grad_base = grad_value + first * CHANNELS + c
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
@@ -75,19 +76,13 @@ def _backward(
                 record_one(targets, parts, at, first, HEADS, pixel, 1.0, inside & here)
             inside = inside & here & channel
             if WEIGHTS:
-                product = read(table + pixel.to(tl.int64) * key, inside) * tl.where(inside, g, 0.0)
+                product = read(base + pixel.to(tl.int64) * key, inside) * tl.where(inside, g, 0.0)
                 dot = tl.sum(by_lane(product, ROWS, COLUMNS, LANE), 1, keep_dims=True)
                 tl.store(grad_weights + at, dot.to(grad_weights.dtype.element_ty), mask=here)
             if VALUE == ADDED:
                 weight = tl.load(weights + at).to(tl.float32)
-                add(grad_table + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
+                add(grad_base + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
 
 
-_operator = attention.Operator(
-    _forward,
-    _backward,
-    tables=("spatial_shapes", "level_start_index"),
-    corners=1,
-    wanted=("WEIGHTS",),
-)
-forward, backward = _operator.forward_of, _operator.backward_of
+_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward)
+forward, backward = _kernels.forward_of, _kernels.backward_of

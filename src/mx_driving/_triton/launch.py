@@ -1,4 +1,4 @@
-"""What every launch needs: how the table lies in memory, how large a tile is, the device, the optional check of the tables."""
+"""What every launch needs: how value lies in memory, how large a tile is, the device, the optional check of index tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_WARPS = 16  # more than 512 threads leave too few registers each
 
 
 class Layout(NamedTuple):
-    """How a table lies in memory."""
+    """How value lies in memory."""
 
     lane: int  # neighbouring elements that one thread reads at once: 16 bytes where strides allow it
     key: int  # distance of neighbouring rows where it is one of the model's constants, else 0: read from `strides`
@@ -31,7 +31,7 @@ def packed(value: Tensor) -> Tensor:
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
-    """Of a table [bs, num_keys, ..., channels], of which `run` neighbouring channels belong together."""
+    """Of a value [bs, num_keys, ..., channels], of which `run` neighbouring channels belong together."""
     strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
     lane = math.gcd(16 // itemsize, run, *strides)
     row = math.prod(shape[2:])
@@ -95,14 +95,6 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Inside data_checks() the tables are read, which waits for the device, and refused as on a CPU."""
+    """Inside data_checks() the index tables are read, which waits for the device, and refused as on a CPU."""
     if _data_checks.asked():
         _check.levels(shapes_name, starts_name, shapes, starts, num_keys)
-
-
-def gradients(inputs: tuple[Tensor, ...], mask: list[bool]) -> list[Tensor]:
-    """Memory for each gradient that is asked for, an empty tensor for each that is not."""
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
-        for t, wanted in zip(inputs, mask, strict=True)
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .._operators import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
@@ -25,7 +26,7 @@ def _forward(
     HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    _, _, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    _, _, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -36,7 +37,7 @@ def _forward(
             weight = tl.load(weights + at).to(tl.float32)
             valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
-            v00, v01, v10, v11 = corners(table, pixel, width, key, in00, in01, in10, in11)
+            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
             s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
             total += s00 * v00
             total += s01 * v01
@@ -53,11 +54,11 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
     VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    batch, head, here, row, c, table = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    batch, head, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
     channel = c < CHANNELS
     key = KEY if KEY > 0 else key_stride * LANE
     first = batch * num_keys * HEADS + head
-    grad_table = grad_value + first * CHANNELS + c
+    grad_base = grad_value + first * CHANNELS + c
     g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
     for l in range(LEVELS):
         height, width, start = level(shapes, starts, l)
@@ -72,7 +73,7 @@ def _backward(
             weight = tl.where(valid, weight, 0.0)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
             if LOCATIONS or WEIGHTS:
-                v00, v01, v10, v11 = corners(table, pixel, width, key, in00, in01, in10, in11)
+                v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
                 sample, dx, dy = dots(v00, v01, v10, v11, g, right, below, ROWS, COLUMNS, LANE)
                 if WEIGHTS:
                     tl.store(grad_weights + at, tl.where(valid, sample, 0.0).to(grad_weights.dtype.element_ty), mask=here)
@@ -83,14 +84,8 @@ def _backward(
                     tl.store(grad_locations + 2 * at + 1, dy, mask=here)
             if VALUE == ADDED:
                 s00, s01, s10, s11 = shares(right, below, weight)
-                add_corners(grad_table, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
+                add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
 
 
-_operator = attention.Operator(
-    _forward,
-    _backward,
-    tables=("value_spatial_shapes", "value_level_start_index"),
-    corners=4,
-    wanted=("LOCATIONS", "WEIGHTS"),
-)
-forward, backward = _operator.forward_of, _operator.backward_of
+_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward)
+forward, backward = _kernels.forward_of, _kernels.backward_of

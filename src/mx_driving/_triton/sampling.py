@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows are numbered in 32 bits. Tables with more of them go to the reference, and a level that alone has more samples nothing.
+# Rows are numbered in 32 bits. A value of more rows goes to the reference; a level that alone has more samples nothing.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 
-# What becomes of the gradient of the table.
+# What becomes of the gradient of value.
 NOT_WANTED = tl.constexpr(0)
 ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
 RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
@@ -21,7 +21,7 @@ RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
 
 @triton.jit
 def level(shapes, starts, l):
-    """(H, W, first row) in int32; H = W = -1, where no sample is valid, when the table holds what no level can be."""
+    """(H, W, first row) in int32; H = W = -1, where no sample is valid, when the index tables hold what no level can be."""
     height = tl.load(shapes + 2 * l).to(tl.int64)
     width = tl.load(shapes + 2 * l + 1).to(tl.int64)
     start = tl.load(starts + l).to(tl.int64)
@@ -84,11 +84,11 @@ def read(pointers, here):
 
 
 @triton.jit
-def corners(table, row, width, key, in00, in01, in10, in11):
-    """The four corners' rows of a table whose rows are `key` elements apart."""
+def corners(base, row, width, key, in00, in01, in10, in11):
+    """The four corners' rows, which lie `key` elements apart from `base` on."""
     # The right neighbour is a constant away where key is one: it then costs no address arithmetic.
-    top = table + row.to(tl.int64) * key
-    bottom = table + (row + width).to(tl.int64) * key
+    top = base + row.to(tl.int64) * key
+    bottom = base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
 
 
@@ -99,10 +99,10 @@ def add(pointers, what, here):
 
 
 @triton.jit
-def add_corners(table, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, what):
+def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, what):
     """Adds each corner's share of `what` to its row."""
-    top = table + row.to(tl.int64) * key
-    bottom = table + (row + width).to(tl.int64) * key
+    top = base + row.to(tl.int64) * key
+    bottom = base + (row + width).to(tl.int64) * key
     add(top, s00 * what, in00)
     add(top + key, s01 * what, in01)
     add(bottom, s10 * what, in10)
@@ -111,7 +111,7 @@ def add_corners(table, row, width, key, in00, in01, in10, in11, s00, s01, s10, s
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """The rows of the whole table that sample `at` adds to, and its shares, for a later sum in order."""
+    """The rows of the whole value that sample `at` adds to, and its shares, for a later sum in order."""
     s00, s01, s10, s11 = shares(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)

@@ -12,6 +12,7 @@ import typer
 from rich.markup import escape
 from torch import Tensor
 
+from .._operators import OPERATORS
 from . import plain, report
 from .check import DType, check_one
 from .examples import Example
@@ -22,7 +23,7 @@ from .report import OURS, Row
 from .show import open_console, say, show
 from .timing import interleaved
 from .traits import of_the_package, traits
-from .workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
+from .workloads import MULTI_SCALE, WORKLOADS, Workload
 
 Call = Callable[[], Any]
 FLOOR = "gather floor"
@@ -46,12 +47,8 @@ def _rivals(workload: Workload, args: tuple[Tensor, ...], peers: bool) -> dict[s
     return found
 
 
-def _differentiable(workload: Workload) -> tuple[int, ...]:
-    return (0, 4) if workload.operator == GEOMETRIC else (0, 3, 4)
-
-
 def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tensor, ...], grad: Tensor) -> dict[str, Call]:
-    places = _differentiable(workload)
+    places = OPERATORS[workload.operator].differentiable
     leaves = tuple(a.detach().requires_grad_(i in places) for i, a in enumerate(args))
     wanted = [leaves[i] for i in places]
     return {
@@ -62,13 +59,12 @@ def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tens
 
 def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Call:
     operator = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    return lambda: operator(grad, *args, [True] * len(_differentiable(workload)))
+    return lambda: operator(grad, *args, [True] * len(OPERATORS[workload.operator].differentiable))
 
 
 def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
     """One row per direction and implementation; correctness first."""
-    names = ("value", "weights") if workload.operator == GEOMETRIC else ("value", "locations", "weights")
-    example = Example(workload.operator, workload.name, workload.make, _differentiable(workload), names)
+    example = Example(workload.operator, workload.name, workload.make)
     failures = check_one(example, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))

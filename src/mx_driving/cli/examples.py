@@ -8,13 +8,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._operators import OPERATORS, Inputs
+
 
 class Example(NamedTuple):
     operator: str
     name: str
     make: Callable[[torch.Generator], tuple[Tensor, ...]]
-    differentiable: tuple[int, ...]  # which of the five inputs have a gradient
-    gradients: tuple[str, ...]
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        return OPERATORS[self.operator].differentiable
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """What they are of."""
+        return tuple(Inputs._fields[i] for i in self.differentiable)
 
 
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
@@ -51,22 +60,17 @@ def _aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
     return features, torch.tensor([[[32, 88]]]), torch.tensor([[0]]), locations, weight
 
 
-_ATTENTION_GRADIENTS = ("value", "locations", "weights")
 EXAMPLES = (
     Example(
         "multi_scale_deformable_attn",
         "[1, 16, 32, 4, 1, 8]",
         lambda g: _attention(g, 1, 16, 32, 4, 1, 8),
-        (0, 3, 4),
-        _ATTENTION_GRADIENTS,
     ),
     Example(
         "multi_scale_deformable_attn",
         "[6, 9680, 32, 8, 4, 4]",
         lambda g: _attention(g, 6, 9680, 32, 8, 4, 4),
-        (0, 3, 4),
-        _ATTENTION_GRADIENTS,
     ),
-    Example("deformable_aggregation", "1 x 2816 x 256, 10 x 2000", _aggregation, (0, 3, 4), _ATTENTION_GRADIENTS),
-    Example("geometric_kernel_attention", "[6, 9680, 32, 8, 4, 4]", _geometric, (0, 4), ("value", "weights")),
+    Example("deformable_aggregation", "1 x 2816 x 256, 10 x 2000", _aggregation),
+    Example("geometric_kernel_attention", "[6, 9680, 32, 8, 4, 4]", _geometric),
 )

@@ -14,8 +14,9 @@ import torch
 
 import mx_driving
 
+from .._operators import OPERATORS
 from .timing import Call, interleaved
-from .workloads import GEOMETRIC, WORKLOADS, Workload
+from .workloads import WORKLOADS, Workload
 
 PROCESSES = 5  # fresh ones, for the time of an import
 CALLS = 500  # timed together, because one takes microseconds
@@ -42,7 +43,7 @@ def _calls(workload: Workload, dtype: torch.dtype):
     forward = getattr(torch.ops.mx_driving, workload.operator).default
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
     grad = torch.ones_like(forward(*args))
-    mask = [True] * (2 if workload.operator == GEOMETRIC else 3)
+    mask = [True] * len(OPERATORS[workload.operator].differentiable)
     return lambda: forward(*args), lambda: backward(grad, *args, mask)
 
 
@@ -94,10 +95,10 @@ def one_query() -> tuple[float, float]:
     value, locations, weights = torch.rand(1, 16, 1, 8), torch.rand(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1)
     leaf = value.clone().requires_grad_()
 
-    def calls(table: torch.Tensor) -> Call:
+    def calls(value: torch.Tensor) -> Call:
         def run() -> None:
             for _ in range(CALLS):
-                mx_driving.multi_scale_deformable_attn(table, shapes, starts, locations, weights)
+                mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, weights)
 
         return run
 

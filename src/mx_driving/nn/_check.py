@@ -106,10 +106,10 @@ def cameras(projection_mat: Tensor, image_wh: Tensor | None, bs: int, cams: int 
         _shape("image_wh", image_wh, "bs, cam, 2", bs, projection_mat.shape[1], 2)
 
 
-def feature_maps(table: Tensor, shapes: Tensor, starts: Tensor, bs: int, cams: int, scales: int, embed_dims: int) -> None:
+def feature_maps(maps: Tensor, shapes: Tensor, starts: Tensor, bs: int, cams: int, scales: int, embed_dims: int) -> None:
     """What an aggregation module's cameras see."""
-    tensors(("feature_maps", table), ("spatial_shape", shapes), ("scale_start_index", starts))
-    _sizes("feature_maps", table, "bs, num_feat, embed_dims", bs, None, embed_dims)
+    tensors(("feature_maps", maps), ("spatial_shape", shapes), ("scale_start_index", starts))
+    _sizes("feature_maps", maps, "bs, num_feat, embed_dims", bs, None, embed_dims)
     _shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
     _shape("scale_start_index", starts, "cam, scale", cams, scales)
 

@@ -1,4 +1,4 @@
-"""From a backbone's maps to the one table of rows that the operators read."""
+"""From a backbone's maps to the one value that the operators read."""
 
 from __future__ import annotations
 

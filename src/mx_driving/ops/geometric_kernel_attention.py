@@ -9,10 +9,11 @@ from torch import Tensor
 
 from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 from .._elsewhere import as_elsewhere
+from .._operators import OPERATORS
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
-_NAMES = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
+_NAMES = OPERATORS["geometric_kernel_attention"].inputs
 
 
 def geometric_kernel_attention(
@@ -77,7 +78,7 @@ def geometric_kernel_attention(
 class GeometricKernelAttentionFunc(_functions.OperatorFunction):
     """The operator as the vendor's autograd function: `GeometricKernelAttentionFunc.apply(...)`."""
 
-    door = staticmethod(as_elsewhere(geometric_kernel_attention, *_NAMES[1:3]))
+    door = staticmethod(as_elsewhere(geometric_kernel_attention, *OPERATORS["geometric_kernel_attention"].tables))
 
     @staticmethod
     def forward(

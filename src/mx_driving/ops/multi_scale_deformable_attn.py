@@ -10,10 +10,11 @@ from torch import Tensor
 
 from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 from .._elsewhere import as_elsewhere
+from .._operators import OPERATORS
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
-_NAMES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+_NAMES = OPERATORS["multi_scale_deformable_attn"].inputs
 
 
 def multi_scale_deformable_attn(
@@ -70,7 +71,7 @@ def multi_scale_deformable_attn(
     return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
-_as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *_NAMES[1:3])
+_as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *OPERATORS["multi_scale_deformable_attn"].tables)
 
 
 def npu_multi_scale_deformable_attn_function(

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .._operators import OPERATORS
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
+
+_NAMES = OPERATORS["deformable_aggregation"].inputs
 
 
 def deformable_aggregation(
@@ -60,7 +63,7 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    _check.aggregation(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    _check.aggregation(_NAMES, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     if _limits.enforced():
         _limits.deformable_aggregation(feature_maps, spatial_shape, sample_locations, weight)
     op = torch.ops.mx_driving.deformable_aggregation.default

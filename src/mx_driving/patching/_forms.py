@@ -108,7 +108,7 @@ def _layer(
     return multi_scale_deformable_attn(value, value_spatial_shapes, level_start_index, sampling_locations, attention_weights)
 
 
-_TABLES = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+_MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 FORMS = (
     Form(FUNCTION, ("value", "value_spatial_shapes", "sampling_locations", "attention_weights"), _plain),
     Form(
@@ -129,8 +129,8 @@ FORMS = (
         ),
         _layer,
     ),
-    Form(AUTOGRAD, (*_TABLES, "im2col_step"), multi_scale_deformable_attn, called="(?i)(ms|multi_?scale)_?deform"),
-    Form(AUTOGRAD, (*_TABLES, "im2col_step"), geometric_kernel_attention, called="(?i)geometric"),
+    Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, called="(?i)(ms|multi_?scale)_?deform"),
+    Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, called="(?i)geometric"),
     Form(
         AUTOGRAD,
         ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights"),
