@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _native
-from mx_driving.cli import plain
 from mx_driving.cli.app import app
 from mx_driving.cli.check import Row
-from mx_driving.cli.examples import EXAMPLES
-from mx_driving.cli.floor import corner_rows
-from mx_driving.cli.report import slower
-from mx_driving.cli.traits import extra_memory, import_seconds, one_query, traits
-from mx_driving.cli.workloads import AGGREGATION, WORKLOADS
+from mx_driving.measure import plain
+from mx_driving.measure.examples import EXAMPLES
+from mx_driving.measure.floor import corner_rows
+from mx_driving.measure.report import slower
+from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
+from mx_driving.measure.workloads import AGGREGATION, WORKLOADS
 
 SMALL = "RT-DETR*"
 
@@ -159,7 +159,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 def test_what_import_and_a_call_cost(monkeypatch):
     """Times are not judged here: that they are measured is."""
-    monkeypatch.setattr("mx_driving.cli.traits.PROCESSES", 1)
+    monkeypatch.setattr("mx_driving.measure.traits.PROCESSES", 1)
     assert import_seconds() > 0
     plain, recorded = one_query()
     assert plain > 0

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _native
+from mx_driving._programs import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
 from mx_driving.cli import models as models_module
-from mx_driving.cli import problems
 from mx_driving.cli.app import app, main
-from mx_driving.cli.examples import EXAMPLES
-from mx_driving.cli.workloads import WORKLOADS
+from mx_driving.measure.examples import EXAMPLES
+from mx_driving.measure.workloads import WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def test_check_fails_when_a_kernel_is_wrong(name):
         "from mx_driving import _native\n"
         "from mx_driving.cli.app import app\n"
         "from mx_driving.cli import check as module\n"
-        "from mx_driving.cli.examples import EXAMPLES\n"
+        "from mx_driving.measure.examples import EXAMPLES\n"
         "module.EXAMPLES = (EXAMPLES[0], EXAMPLES[2])\n"
         f"right = _native.{name}\n"
         "def off(x):\n"

@@ -12,17 +12,17 @@ import typer
 from rich.markup import escape
 from torch import Tensor
 
-from . import plain, report
+from .._programs.files import writable, writable_picture
+from .._programs.problems import Problem, matching
+from .._programs.show import open_console, say, show
+from ..measure import plain, report
+from ..measure.examples import Example
+from ..measure.floor import gather_floor
+from ..measure.report import OURS, Row
+from ..measure.timing import interleaved
+from ..measure.traits import of_the_package, traits
+from ..measure.workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
 from .check import DType, check_one
-from .examples import Example
-from .files import writable, writable_picture
-from .floor import gather_floor
-from .problems import Problem, matching
-from .report import OURS, Row
-from .show import open_console, say, show
-from .timing import interleaved
-from .traits import of_the_package, traits
-from .workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
 
 Call = Callable[[], Any]
 FLOOR = "gather floor"

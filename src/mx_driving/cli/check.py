@@ -13,10 +13,10 @@ from rich.markup import escape
 from torch import Tensor
 
 from .. import _library, reference
-from . import plain
-from .examples import EXAMPLES, Example
-from .problems import ruled
-from .show import grid, open_console, say, show
+from .._programs.problems import ruled
+from .._programs.show import grid, open_console, say, show
+from ..measure import plain
+from ..measure.examples import EXAMPLES, Example
 
 CHUNK = 605  # queries at a time through the reference, which keeps every sample of a level in memory
 QUICK = 121  # queries with --quick

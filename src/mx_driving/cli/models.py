@@ -17,11 +17,11 @@ from torch import Tensor
 
 import mx_driving
 
-from . import plain
-from .problems import Problem, matching, need
-from .report import machine
-from .show import open_console, show
-from .timing import interleaved
+from .._programs.problems import Problem, matching, need
+from .._programs.show import open_console, show
+from ..measure import plain
+from ..measure.report import machine
+from ..measure.timing import interleaved
 
 # what a detector or segmenter is asked for: these outputs are continuous in the inputs (reading orders, say, are not)
 OUTPUTS = (
