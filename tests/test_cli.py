@@ -20,8 +20,7 @@ from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
 from mx_driving.cli import models as models_module
 from mx_driving.cli.app import app, main
-from mx_driving.measure.examples import EXAMPLES
-from mx_driving.measure.workloads import WORKLOADS
+from mx_driving.measure.workloads import EXAMPLES, WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def test_check_fails_when_a_kernel_is_wrong(name):
         "from mx_driving import _native\n"
         "from mx_driving.cli.app import app\n"
         "from mx_driving.cli import check as module\n"
-        "from mx_driving.measure.examples import EXAMPLES\n"
+        "from mx_driving.measure.workloads import EXAMPLES\n"
         "module.EXAMPLES = (EXAMPLES[0], EXAMPLES[2])\n"
         f"right = _native.{name}\n"
         "def off(x):\n"
@@ -349,6 +348,6 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
     assert max(map(len, lines)) <= 80
 
 
-def fake_check(example, dtype, device, quick, tick):
-    errors = dict.fromkeys(("output", *example.gradients), 1.2e-7)
-    return check_module.Row(example, dtype, "cpu: native C++, avx512, OpenMP threads", errors, errors, 12.34567, 123.4)
+def fake_check(workload, dtype, device, quick, tick):
+    errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
+    return check_module.Checked(workload, dtype, "cpu: native C++, avx512, OpenMP threads", errors, errors, 12.34567, 123.4)

@@ -2,105 +2,22 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.markup import escape
-from torch import Tensor
 
 from .._programs.files import writable, writable_picture
-from .._programs.problems import Problem, matching
+from .._programs.problems import matching
 from .._programs.show import open_console, say, show
-from ..measure import plain, report
-from ..measure.examples import Example
-from ..measure.floor import gather_floor
+from ..measure import report
 from ..measure.report import OURS, Row
-from ..measure.timing import interleaved
+from ..measure.speed import measure
 from ..measure.traits import of_the_package, traits
-from ..measure.workloads import GEOMETRIC, MULTI_SCALE, WORKLOADS, Workload
-from .check import DType, check_one
-
-Call = Callable[[], Any]
-FLOOR = "gather floor"
-
-
-def _rivals(workload: Workload, args: tuple[Tensor, ...], peers: bool) -> dict[str, Callable[..., Tensor]]:
-    """By name, ours first."""
-    form = getattr(plain, workload.operator)
-    found = {OURS: getattr(torch.ops.mx_driving, workload.operator).default, "plain torch": form}
-    if peers:
-        torch.compiler.reset()
-        shapes, starts = args[1], args[2]  # of one model always the same: constants to the compiler, as people write it
-        core = torch.compile(lambda value, locations, weights: form(value, shapes, starts, locations, weights))
-        found["torch.compile"] = lambda value, _shapes, _starts, locations, weights: core(value, locations, weights)
-    if peers and workload.operator == MULTI_SCALE:
-        try:
-            from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
-        except ImportError:
-            return found
-        found["torch-ms-deform-attn"] = ms_deform_attn
-    return found
-
-
-def _differentiable(workload: Workload) -> tuple[int, ...]:
-    return (0, 4) if workload.operator == GEOMETRIC else (0, 3, 4)
-
-
-def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tensor, ...], grad: Tensor) -> dict[str, Call]:
-    places = _differentiable(workload)
-    leaves = tuple(a.detach().requires_grad_(i in places) for i, a in enumerate(args))
-    wanted = [leaves[i] for i in places]
-    return {
-        "forward": lambda: function(*args),
-        "forward + backward": lambda: torch.autograd.grad(function(*leaves), wanted, grad),
-    }
-
-
-def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Call:
-    operator = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    return lambda: operator(grad, *args, [True] * len(_differentiable(workload)))
-
-
-def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
-    """One row per direction and implementation; correctness first."""
-    names = ("value", "weights") if workload.operator == GEOMETRIC else ("value", "locations", "weights")
-    example = Example(workload.operator, workload.name, workload.make, _differentiable(workload), names)
-    failures = check_one(example, dtype, "cpu", quick=True, timed=False).failures
-    if failures:
-        raise Problem("; ".join(failures))
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = tuple(a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args)
-    rivals = _rivals(workload, args, peers)
-    if dtype in ("float16", "bfloat16"):
-        rivals = {OURS: rivals[OURS]}  # no rival computes 16 bits on a CPU
-    output = rivals[OURS](*args)
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
-    calls = {name: _calls(workload, rival, args, grad) for name, rival in rivals.items()}
-    calls[OURS]["backward"] = _backward(workload, args, grad)
-    calls[FLOOR] = {"forward": gather_floor(workload.operator, args, backward=False)}
-    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
-        calls[FLOOR]["backward"] = gather_floor(workload.operator, args, backward=True)
-    rows = []
-    for direction in calls[OURS]:
-        times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)
-        medians = {name: statistics.median(t) for name, t in times.items()}
-        rows += [
-            {
-                "workload": workload.name,
-                "dtype": dtype,
-                "direction": direction,
-                "implementation": name,
-                "milliseconds": round(median * 1e3, 4),
-                "times ours": round(median / medians[OURS], 3),
-                "rounds": len(times[name]),
-            }
-            for name, median in medians.items()
-        ]
-    return rows
+from ..measure.workloads import WORKLOADS
+from .check import DType
 
 
 def bench(
