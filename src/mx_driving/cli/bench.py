@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.markup import escape
 
@@ -17,19 +16,17 @@ from ..measure.report import OURS, Row
 from ..measure.speed import measure
 from ..measure.traits import of_the_package, traits
 from ..measure.workloads import WORKLOADS
-from .check import DType
+from .options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def bench(
-    workload: Annotated[
-        list[str] | None, typer.Option(help="Only rows whose name matches, e.g. 'DETR*'; may be repeated.")
-    ] = None,
-    dtype: Annotated[list[DType] | None, typer.Option(help="Dtype of the inputs; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Threads; 0: as many as torch uses.")] = 0,
+    only: OnlyWorkloads = None,
+    dtype: DTypes = None,
+    threads: Threads = 0,
     peers: Annotated[
         bool, typer.Option("--peers", help="Also plain torch under torch.compile, and torch-ms-deform-attn where installed.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Measure each row and direction about this long.")] = 3.0,
+    seconds: Seconds = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows as bars to this file.")] = None,
     compare: Annotated[
@@ -50,11 +47,11 @@ def bench(
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 
-    Example: `mx-driving bench --workload 'Deformable-DETR*' --peers --csv mine.csv --plot mine.png`
+    Example: `mx-driving bench --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png`
     """
     from rich.progress import track
 
-    wanted = matching("--workload", workload, [w.name for w in WORKLOADS])
+    wanted = matching("--only", only, [w.name for w in WORKLOADS])
     if names:
         print("\n".join(wanted))
         return
@@ -67,8 +64,7 @@ def bench(
         writable("--csv", out)
     if picture:
         writable_picture("--plot", picture, "mx-driving bench --plot")
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     console = open_console(f"mx-driving bench: {report.machine()}")
     rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):

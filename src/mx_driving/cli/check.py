@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.markup import escape
 
-from .._programs.problems import ruled
+from .._programs.problems import matching, ruled
 from .._programs.show import grid, open_console, say, show
 from ..measure.accuracy import QUICK, Checked, check_one
 from ..measure.workloads import EXAMPLES
-
-
-class DType(str, Enum):
-    float32 = "float32"
-    float64 = "float64"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+from .options import DType, DTypes, Only, Threads, use_threads
 
 
 def _table(rows: list[Checked]) -> Any:
@@ -60,7 +53,9 @@ def _usable(name: str) -> str:
 
 def check(
     device: Annotated[str, typer.Option(help="Device to check: cpu, cuda, ...")] = "cpu",
-    dtype: Annotated[list[DType] | None, typer.Option(help="Dtype of the inputs; may be given several times.")] = None,
+    only: Only = None,
+    dtype: DTypes = None,
+    threads: Threads = 0,
     quick: Annotated[bool, typer.Option("--quick", help=f"Only {QUICK} queries of each example.")] = False,
 ) -> None:
     """Run every operator, forward and backward, on the vendor documents' own examples.
@@ -77,9 +72,12 @@ def check(
     from rich.progress import Progress
 
     device = _usable(device)
+    wanted = matching("--only", only, [w.name for w in EXAMPLES])
+    chosen = [w for w in EXAMPLES if w.name in wanted]
+    use_threads(threads)
     console = open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     rows: list[Checked] = []
-    work = [(workload, d.value) for d in dtype or [DType.float32] for workload in EXAMPLES]
+    work = [(workload, d.value) for d in dtype or [DType.float32] for workload in chosen]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("checking", total=None)
         for workload, name in work:

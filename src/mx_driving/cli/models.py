@@ -12,13 +12,15 @@ from .._programs.problems import matching
 from .._programs.show import open_console, show
 from ..measure.models import Subject, build, carriers, compare, need_transformers, output_difference, time_model
 from ..measure.report import machine
+from .options import Only, Seconds, Threads, use_threads
 
 
 def models(
-    only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
+    only: Only = None,
     height: Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")] = 480,
     width: Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")] = 640,
-    seconds: Annotated[float, typer.Option(min=0, help="Measure each model about this long, and its cores as long.")] = 4.0,
+    threads: Threads = 0,
+    seconds: Seconds = 4.0,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
 ) -> None:
     """Every model of the installed transformers that samples deformably, before and after `mx_driving.patch`.
@@ -32,6 +34,7 @@ def models(
     need_transformers("mx-driving models")
     warnings.filterwarnings("ignore", module="transformers")
     names = matching("--only", only, carriers())
+    use_threads(threads)
     console = open_console(f"mx-driving models, {height} x {width}: {machine()}")
     table = _table()
     try:  # what is measured is shown even when a later model fails
