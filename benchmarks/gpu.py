@@ -33,8 +33,8 @@ from torch import Tensor
 import mx_driving
 from mx_driving import _triton, reference
 from mx_driving._operators import OPERATORS
-from mx_driving.cli import plain
-from mx_driving.cli.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
+from mx_driving.measure import plain
+from mx_driving.measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
 
 DRY = "--dry-run" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"

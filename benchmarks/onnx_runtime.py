@@ -18,8 +18,8 @@ import onnxruntime
 import torch
 
 import mx_driving
-from mx_driving.cli.timing import interleaved
-from mx_driving.cli.workloads import GEOMETRIC, WORKLOADS, Workload
+from mx_driving.measure.timing import interleaved
+from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload
 
 DEFAULT = ("Deformable-DETR decoder*", "RT-DETR*", "Sparse4D*", "MapTR nano")
 

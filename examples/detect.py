@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import mx_driving
-from mx_driving.cli import models
-from mx_driving.cli.files import open_picture, writable_picture, writing
-from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, need, ruled
+from mx_driving._programs.files import open_picture, writable_picture, writing
+from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need, ruled
+from mx_driving.measure import models
 
 
 def load_photo(path: Path | None) -> Any:

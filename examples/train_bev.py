@@ -28,10 +28,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import mx_driving
-from mx_driving.cli import scene
-from mx_driving.cli.files import folder_of_pictures, writing
-from mx_driving.cli.problems import Problem, at_least_one, in_a_sentence, ruled
-from mx_driving.cli.rig import Camera, surround
+from mx_driving._programs.files import folder_of_pictures, writing
+from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, ruled
+from mx_driving.demo import scene
+from mx_driving.demo.rig import Camera, surround
 
 SIZE = (72, 128)  # height and width of a camera's image
 REACH = 14.4  # metres of ground to each side of the car

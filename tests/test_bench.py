@@ -11,14 +11,13 @@ from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _native
-from mx_driving.cli import plain
 from mx_driving.cli.app import app
-from mx_driving.cli.check import Row
-from mx_driving.cli.examples import EXAMPLES
-from mx_driving.cli.floor import corner_rows
-from mx_driving.cli.report import slower
-from mx_driving.cli.traits import extra_memory, import_seconds, one_query, traits
-from mx_driving.cli.workloads import AGGREGATION, WORKLOADS
+from mx_driving.measure import plain
+from mx_driving.measure.accuracy import Checked
+from mx_driving.measure.floor import corner_rows
+from mx_driving.measure.report import slower
+from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
+from mx_driving.measure.workloads import AGGREGATION, EXAMPLES, WORKLOADS
 
 SMALL = "RT-DETR*"
 
@@ -150,8 +149,8 @@ def test_memory_of_a_16_bit_gradient_is_one_head_of_float32_for_each_thread():
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    row = Row(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
-    monkeypatch.setattr("mx_driving.cli.bench.check_one", lambda *a, **k: row)
+    row = Checked(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
+    monkeypatch.setattr("mx_driving.measure.speed.check_one", lambda *a, **k: row)
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL])
     assert result.exit_code != 0
     assert "output of multi_scale_deformable_attn is off" in str(result.exception)
@@ -159,7 +158,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 def test_what_import_and_a_call_cost(monkeypatch):
     """Times are not judged here: that they are measured is."""
-    monkeypatch.setattr("mx_driving.cli.traits.PROCESSES", 1)
+    monkeypatch.setattr("mx_driving.measure.traits.PROCESSES", 1)
     assert import_seconds() > 0
     plain, recorded = one_query()
     assert plain > 0

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import mx_driving
 from mx_driving import _native
+from mx_driving._programs import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
 from mx_driving.cli import models as models_module
-from mx_driving.cli import problems
 from mx_driving.cli.app import app, main
-from mx_driving.cli.examples import EXAMPLES
-from mx_driving.cli.workloads import WORKLOADS
+from mx_driving.measure.workloads import EXAMPLES, WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +50,88 @@ def test_help_teaches():
         assert all(word in result.output for word in words)
 
 
+COMMANDS = {
+    "check": {"--device", "--dtype", "--quick", "--only", "--threads"},
+    "demo": {"--out", "--rig"},
+    "bench": {
+        *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
+        *("--tolerance", "--traits", "--list"),
+    },
+    "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
+}
+
+
+def test_every_command_is_listed():
+    assert set(typer.main.get_command(app).commands) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, command, terminal):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run(*filter(None, [command]), "--help")
+    assert result.exit_code == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.output)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<" not in re.sub(r"<[^<>\n]*>", "", shown)  # a kind of value, which typer would break anywhere
+    program = typer.main.get_command(app)
+    found = program.commands[command] if command else program
+    options = {name for p in found.params for name in (*p.opts, *p.secondary_opts)}
+    assert options == (COMMANDS[command] if command else {"--version"})
+    texts = [*options, found.help, *(p.help for p in found.params), *(COMMANDS if command is None else ())]
+    assert all(texts)
+
+    def words(text):
+        return set(re.findall(r"[\w*-]+(?:\.[\w-]+)*", text))
+
+    assert words(" ".join(texts)) <= words(shown)
+
+
+def test_options_of_one_name_read_alike_in_all_commands():
+    seen = {}
+    for command in typer.main.get_command(app).commands.values():
+        for option in command.params:
+            for name in option.opts:
+                alike = option.help, option.multiple
+                assert seen.setdefault(name, alike) == alike, (command.name, name)
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "models"])
+def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
+    """They are set before the title says them."""
+    if command == "models":
+        pytest.importorskip("transformers")
+        monkeypatch.setattr(models_module, "carriers", lambda: [])
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+
+    def stop(title):
+        raise problems.Problem(f"title must be last; got {asked}")
+
+    for module in (check_module, bench_module, models_module):
+        monkeypatch.setattr(module, "open_console", stop)
+    assert mx(command)[2] == "mx-driving: title must be last; got []\n"
+    assert mx(command, "--threads", "3")[2] == "mx-driving: title must be last; got [3]\n"
+
+
+def test_check_takes_the_rows_asked_for(mx, monkeypatch):
+    checked = []
+
+    def check_one(workload, *rest):
+        checked.append(workload.name)
+        return fake_check(workload, *rest)
+
+    monkeypatch.setattr(check_module, "check_one", check_one)
+    assert (mx("check", "--only", "*GEOMETRIC*", "--only", "vendor example small*")[0] or 0) == 0
+    assert checked == [EXAMPLES[0].name, EXAMPLES[3].name]
+    code, _, err = mx("check", "--only", "yolo")
+    assert (code, err.startswith("mx-driving: --only must match one of 'Vendor example small")) == (1, True)
+
+
 def test_python_m():
     done = subprocess.run([sys.executable, "-m", "mx_driving", "check", "--help"], capture_output=True, text=True, check=True)
     assert "Usage: mx-driving check" in done.stdout
@@ -71,7 +153,7 @@ def test_check_fails_when_a_kernel_is_wrong(name):
         "from mx_driving import _native\n"
         "from mx_driving.cli.app import app\n"
         "from mx_driving.cli import check as module\n"
-        "from mx_driving.cli.examples import EXAMPLES\n"
+        "from mx_driving.measure.workloads import EXAMPLES\n"
         "module.EXAMPLES = (EXAMPLES[0], EXAMPLES[2])\n"
         f"right = _native.{name}\n"
         "def off(x):\n"
@@ -271,17 +353,19 @@ def test_a_missing_package_is_named_before_the_work(mx, no_work, monkeypatch, mi
     assert is_a_sentence(*mx(*args), words)
 
 
-@pytest.mark.parametrize("options", [[], ["--list"], ["--workload", "MapTR*"]])
-def test_no_workload_of_that_name(mx, no_work, options):
-    found = mx("bench", "--workload", "yolo*", *options)
-    assert is_a_sentence(*found, "--workload must match one of 'Deformable-DETR encoder', 'Deformable-DETR decoder, 300")
+@pytest.mark.parametrize("name", ["--only", "--workload"])
+@pytest.mark.parametrize("options", [[], ["--list"], ["--only", "MapTR*"], ["--workload", "MapTR*"]])
+def test_no_workload_of_that_name(mx, no_work, name, options):
+    found = mx("bench", name, "yolo*", *options)
+    assert is_a_sentence(*found, "--only must match one of 'Deformable-DETR encoder', 'Deformable-DETR decoder, 300")
     assert found[2].endswith("; got 'yolo*'\n")
 
 
 def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
     name = WORKLOADS[-1].name
-    assert mx("bench", "--list", "--workload", name)[1] == name + "\n"
-    assert mx("bench", "--list", "--workload", "maptr*", "--workload", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
+    for option in ("--only", "--workload"):
+        assert mx("bench", "--list", option, name)[1] == name + "\n"
+        assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
 
 
 def test_no_model_of_that_name(mx, no_work, monkeypatch):
@@ -349,6 +433,6 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
     assert max(map(len, lines)) <= 80
 
 
-def fake_check(example, dtype, device, quick, tick):
-    errors = dict.fromkeys(("output", *example.gradients), 1.2e-7)
-    return check_module.Row(example, dtype, "cpu: native C++, avx512, OpenMP threads", errors, errors, 12.34567, 123.4)
+def fake_check(workload, dtype, device, quick, tick):
+    errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
+    return check_module.Checked(workload, dtype, "cpu: native C++, avx512, OpenMP threads", errors, errors, 12.34567, 123.4)

@@ -12,9 +12,9 @@ pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
 from mx_driving.cli import demo as demos  # noqa: E402
-from mx_driving.cli import lift, scene  # noqa: E402
 from mx_driving.cli.app import main  # noqa: E402
-from mx_driving.cli.rig import Camera, Extent, RigError, load_rig, looking, project, surround  # noqa: E402
+from mx_driving.demo import lift, scene  # noqa: E402
+from mx_driving.demo.rig import Camera, Extent, RigError, load_rig, looking, project, surround  # noqa: E402
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "rig.json"
 INTRINSICS = [[20.0, 0, 15.5], [0, 20.0, 11.5], [0, 0, 1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import pathlib
@@ -37,12 +38,43 @@ def test_import_only_registers():
     found = json.loads(done.stdout)  # nothing was printed beside it
     others = {name.partition(".")[0] for name in found["new"]} - {"mx_driving"}
     assert others <= sys.stdlib_module_names
+    assert not [name for name in found["new"] if name.startswith(PROGRAMS)]
     events = [(event, name) for event, name in found["events"] if event != "open"]
     assert events == []
     folders = (*found["folders"], sysconfig.get_path("stdlib"))
     opened = [name for event, name in found["events"] if event == "open"]
     assert opened  # the watch works
     assert all(name.startswith(folders) for name in opened), opened
+
+
+# rooms of our own programs, and the rooms that each imports
+ROOMS = {"_programs": set(), "demo": {"_programs"}, "measure": {"_programs"}, "cli": {"_programs", "demo", "measure"}}
+PROGRAMS = tuple(f"mx_driving.{room}" for room in ROOMS)
+SOURCES = pathlib.Path(mx_driving.__file__).parent
+
+
+def imports(file):
+    """Names of what is imported anywhere in a file of the package, functions' bodies too."""
+    home = ("mx_driving", *file.relative_to(SOURCES).parent.parts)
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        if isinstance(node, ast.ImportFrom):
+            base = [*home[: len(home) + 1 - node.level]] if node.level else []
+            yield from (".".join([*base, *filter(None, [node.module]), name.name]) for name in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_programs_import_downwards(room):
+    names = [name for file in (SOURCES / room).glob("*.py") for name in imports(file)]
+    assert names
+    assert {name.split(".")[1] for name in names if name.startswith(PROGRAMS)} - {room} == ROOMS[room]
+
+
+def test_no_module_of_the_package_imports_a_program():
+    """But `python -m mx_driving`."""
+    files = [f for f in SOURCES.rglob("*.py") if f.relative_to(SOURCES).parts[0] not in (*ROOMS, "__main__.py")]
+    assert [(f.name, name) for f in files for name in imports(f) if name.startswith(PROGRAMS)] == []
 
 
 def test_backends_names_kernel_and_instruction_set(implementation):

@@ -17,7 +17,7 @@ from PIL import Image
 
 pytest.importorskip("matplotlib")
 
-from mx_driving.cli import rig
+from mx_driving.demo import rig
 
 FILE = pathlib.Path(__file__).parent.parent / "examples" / "train_bev.py"
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 transformers = pytest.importorskip("transformers")
 
 import mx_driving  # noqa: E402
-from mx_driving.cli import models, plain  # noqa: E402
+from mx_driving.measure import models, plain  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
 

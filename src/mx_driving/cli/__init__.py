@@ -1,1 +1,1 @@
-"""The command line; `app.py` holds it together. Nothing here is imported by the package itself."""
+"""The commands; `app.py` holds them together. Nothing here is imported by the package itself."""

@@ -8,11 +8,11 @@ import torch
 import typer
 
 from .. import __version__, _native
+from .._programs.problems import in_a_sentence
 from .bench import bench
 from .check import check
 from .demo import demo
 from .models import models
-from .problems import in_a_sentence
 
 app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 

@@ -2,113 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import torch
 import typer
 from rich.markup import escape
-from torch import Tensor
 
-from .._operators import OPERATORS
-from . import plain, report
-from .check import DType, check_one
-from .examples import Example
-from .files import writable, writable_picture
-from .floor import gather_floor
-from .problems import Problem, matching
-from .report import OURS, Row
-from .show import open_console, say, show
-from .timing import interleaved
-from .traits import of_the_package, traits
-from .workloads import MULTI_SCALE, WORKLOADS, Workload
-
-Call = Callable[[], Any]
-FLOOR = "gather floor"
-
-
-def _rivals(workload: Workload, args: tuple[Tensor, ...], peers: bool) -> dict[str, Callable[..., Tensor]]:
-    """By name, ours first."""
-    form = getattr(plain, workload.operator)
-    found = {OURS: getattr(torch.ops.mx_driving, workload.operator).default, "plain torch": form}
-    if peers:
-        torch.compiler.reset()
-        shapes, starts = args[1], args[2]  # of one model always the same: constants to the compiler, as people write it
-        core = torch.compile(lambda value, locations, weights: form(value, shapes, starts, locations, weights))
-        found["torch.compile"] = lambda value, _shapes, _starts, locations, weights: core(value, locations, weights)
-    if peers and workload.operator == MULTI_SCALE:
-        try:
-            from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
-        except ImportError:
-            return found
-        found["torch-ms-deform-attn"] = ms_deform_attn
-    return found
-
-
-def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tensor, ...], grad: Tensor) -> dict[str, Call]:
-    places = OPERATORS[workload.operator].differentiable
-    leaves = tuple(a.detach().requires_grad_(i in places) for i, a in enumerate(args))
-    wanted = [leaves[i] for i in places]
-    return {
-        "forward": lambda: function(*args),
-        "forward + backward": lambda: torch.autograd.grad(function(*leaves), wanted, grad),
-    }
-
-
-def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Call:
-    operator = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    return lambda: operator(grad, *args, [True] * len(OPERATORS[workload.operator].differentiable))
-
-
-def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
-    """One row per direction and implementation; correctness first."""
-    example = Example(workload.operator, workload.name, workload.make)
-    failures = check_one(example, dtype, "cpu", quick=True, timed=False).failures
-    if failures:
-        raise Problem("; ".join(failures))
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = tuple(a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args)
-    rivals = _rivals(workload, args, peers)
-    if dtype in ("float16", "bfloat16"):
-        rivals = {OURS: rivals[OURS]}  # no rival computes 16 bits on a CPU
-    output = rivals[OURS](*args)
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
-    calls = {name: _calls(workload, rival, args, grad) for name, rival in rivals.items()}
-    calls[OURS]["backward"] = _backward(workload, args, grad)
-    calls[FLOOR] = {"forward": gather_floor(workload.operator, args, backward=False)}
-    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
-        calls[FLOOR]["backward"] = gather_floor(workload.operator, args, backward=True)
-    rows = []
-    for direction in calls[OURS]:
-        times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)
-        medians = {name: statistics.median(t) for name, t in times.items()}
-        rows += [
-            {
-                "workload": workload.name,
-                "dtype": dtype,
-                "direction": direction,
-                "implementation": name,
-                "milliseconds": round(median * 1e3, 4),
-                "times ours": round(median / medians[OURS], 3),
-                "rounds": len(times[name]),
-            }
-            for name, median in medians.items()
-        ]
-    return rows
+from .._programs.files import writable, writable_picture
+from .._programs.problems import matching
+from .._programs.show import open_console, say, show
+from ..measure import report
+from ..measure.report import OURS, Row
+from ..measure.speed import measure
+from ..measure.traits import of_the_package, traits
+from ..measure.workloads import WORKLOADS
+from .options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def bench(
-    workload: Annotated[
-        list[str] | None, typer.Option(help="Only rows whose name matches, e.g. 'DETR*'; may be repeated.")
-    ] = None,
-    dtype: Annotated[list[DType] | None, typer.Option(help="Dtype of the inputs; may be repeated.")] = None,
-    threads: Annotated[int, typer.Option(min=0, help="Threads; 0: as many as torch uses.")] = 0,
+    only: OnlyWorkloads = None,
+    dtype: DTypes = None,
+    threads: Threads = 0,
     peers: Annotated[
         bool, typer.Option("--peers", help="Also plain torch under torch.compile, and torch-ms-deform-attn where installed.")
     ] = False,
-    seconds: Annotated[float, typer.Option(min=0, help="Measure each row and direction about this long.")] = 3.0,
+    seconds: Seconds = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows as bars to this file.")] = None,
     compare: Annotated[
@@ -129,11 +47,11 @@ def bench(
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 
-    Example: `mx-driving bench --workload 'Deformable-DETR*' --peers --csv mine.csv --plot mine.png`
+    Example: `mx-driving bench --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png`
     """
     from rich.progress import track
 
-    wanted = matching("--workload", workload, [w.name for w in WORKLOADS])
+    wanted = matching("--only", only, [w.name for w in WORKLOADS])
     if names:
         print("\n".join(wanted))
         return
@@ -146,8 +64,7 @@ def bench(
         writable("--csv", out)
     if picture:
         writable_picture("--plot", picture, "mx-driving bench --plot")
-    if threads:
-        torch.set_num_threads(threads)
+    use_threads(threads)
     console = open_console(f"mx-driving bench: {report.machine()}")
     rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):

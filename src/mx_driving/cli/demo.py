@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .files import PICTURES, writable_photograph
-from .problems import need
-from .show import grid, open_console, say, show
+from .._programs.files import PICTURES, writable_photograph
+from .._programs.problems import need
+from .._programs.show import grid, open_console, say, show
 
 FLOOR = 26.0  # dB where seen; 29.4 measured, at most 25.5 when the map is moved by half a cell
 FALL = 1000.0  # times the loss must fall; 157 thousand measured on the example rig, 289 thousand on the street
@@ -53,7 +53,7 @@ def run_demo(
     """
     out = Path(out)
     _look_before_work(out)
-    from . import lift, picture
+    from ..demo import lift, picture
 
     tell = tell or (lambda fraction, text: None)
     began = time.perf_counter()
@@ -76,13 +76,13 @@ def run_demo(
 
 def _input(rig: Path | None, width: int, cells: int, tell: Callable[[float, str], None]) -> tuple[Any, Any, Any, Any]:
     """Cameras with images, extent, true map and occlusion test; the last two only for the rendered street."""
-    from . import rig as rigs
+    from ..demo import rig as rigs
 
     if rig is not None:
         tell(0.0, "reading the photographs")
         loaded = rigs.load_rig(rig)
         return loaded.cameras, loaded.extent, None, None
-    from . import scene
+    from ..demo import scene
 
     tell(0.0, "painting the street")
     extent = replace(rigs.Extent(), cells=cells)
@@ -113,7 +113,7 @@ def _look_before_work(out: Path) -> None:
 
 
 def _rig_error(message: str) -> ValueError:
-    from .rig import RigError
+    from ..demo.rig import RigError
 
     return RigError(message)
 

@@ -8,16 +8,36 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .examples import EXAMPLES, off_lattice
+from .._operators import OPERATORS, Inputs
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 Sizes = list[tuple[int, int]]
 
 
 class Workload(NamedTuple):
+    """A call of an operator: make's five tensors, of the generator's numbers."""
+
     name: str
     operator: str
     make: Callable[[torch.Generator], tuple[Tensor, ...]]
+
+    @property
+    def differentiable(self) -> tuple[int, ...]:
+        """Which of the five inputs have a gradient."""
+        return OPERATORS[self.operator].differentiable
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Their names."""
+        return tuple(Inputs._fields[i] for i in self.differentiable)
+
+
+def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
+    """The gradient of a location jumps where a sample crosses a pixel centre: stay 0.01 pixel away from there, or float32
+    and float64 may differ about the side."""
+    pixels = locations.double() * size - 0.5
+    whole = pixels.floor()
+    return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
 
 
 def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
@@ -86,8 +106,40 @@ def _maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], point
     return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
 
 
+def _vendor_attention(
+    generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
+) -> tuple[Tensor, ...]:
+    """As the vendor's documents draw them; every level 60 x 40."""
+    shapes = torch.tensor([[60, 40]] * levels)
+    starts = torch.arange(levels) * 2400
+    value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01
+    locations = torch.rand(bs, queries, heads, levels, points, 2, generator=generator)
+    weights = torch.rand(bs, queries, heads, levels, points, generator=generator) + 1e-5
+    return value, shapes, starts, off_lattice(locations, shapes.flip(-1)[:, None]), weights
+
+
+def _vendor_geometric(generator: torch.Generator) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights = _vendor_attention(generator, 6, 9680, 32, 8, 4, 4)
+    return value, shapes, starts, locations * 40, weights
+
+
+def _vendor_aggregation(generator: torch.Generator) -> tuple[Tensor, ...]:
+    """1 x 2816 x 256, one camera with one 32 x 88 map, 10 anchors x 2000 points, 8 groups."""
+    features = torch.rand(1, 2816, 256, generator=generator)
+    locations = torch.rand(1, 10, 2000, 1, 2, generator=generator)
+    weight = torch.rand(1, 10, 2000, 1, 1, 8, generator=generator)
+    locations = off_lattice(locations, torch.tensor([88, 32]))
+    return features, torch.tensor([[[32, 88]]]), torch.tensor([[0]]), locations, weight
+
+
+# The vendor documents' own example inputs.
+EXAMPLES = (
+    Workload("Vendor example small [1, 16, 32, 4, 1, 8]", MULTI_SCALE, lambda g: _vendor_attention(g, 1, 16, 32, 4, 1, 8)),
+    Workload("Vendor example large [6, 9680, 32, 8, 4, 4]", MULTI_SCALE, lambda g: _vendor_attention(g, 6, 9680, 32, 8, 4, 4)),
+    Workload("Vendor example aggregation 1 x 2816 x 256, 10 x 2000", AGGREGATION, _vendor_aggregation),
+    Workload("Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, _vendor_geometric),
+)
 DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
-EXAMPLE_NAMES = ("example small", "example large", "example aggregation", "example geometric")
 WORKLOADS = (
     Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder(g, DETR)),
     Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 300)),
@@ -100,7 +152,7 @@ WORKLOADS = (
     Workload("SparseDrive map head", AGGREGATION, lambda g: _sparse4d(g, 100, 300)),
     Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
     Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
-    *(Workload(f"Vendor {n} {e.name}", e.operator, e.make) for n, e in zip(EXAMPLE_NAMES, EXAMPLES, strict=True)),
+    *EXAMPLES,
 )
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from .. import _native
-from .files import writing
-from .problems import Problem, ruled
-from .show import grid
+from .._programs.files import writing
+from .._programs.problems import Problem, ruled
+from .._programs.show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"

@@ -1,0 +1,260 @@
+"""The installed transformers' deformable models before and after `mx_driving.patch`: built, compared, timed."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mx_driving
+
+from .._programs.problems import Problem, need
+from . import plain
+from .timing import interleaved
+
+# what a detector or segmenter is asked for: these outputs are continuous in the inputs (reading orders, say, are not)
+OUTPUTS = (
+    "logits", "pred_boxes", "class_queries_logits", "masks_queries_logits", "decoder_class_logits", "decoder_coord_logits",
+)  # fmt: skip
+TASKS = ("ForObjectDetection", "ForUniversalSegmentation")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to build and run a model: what is not the default configuration's, and why."""
+
+    changes: Callable[[type], dict[str, Any]] = lambda config: {}
+    inputs: Callable[[], dict[str, Tensor]] = dict
+    multiple: int = 32  # of pixels that a picture's sides must be
+    smallest: int = 0  # pixels of the shorter side
+    why: str = ""
+
+
+def _swin(*stages: int) -> Any:
+    from transformers import SwinConfig  # pyright: ignore
+
+    return SwinConfig(out_indices=list(stages))  # pyright: ignore
+
+
+def _resnet() -> Any:
+    from transformers import ResNetConfig  # pyright: ignore
+
+    return ResNetConfig(out_features=["stage2", "stage3", "stage4"])  # pyright: ignore
+
+
+def _words(*ids: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.tensor([list(ids)])}
+
+
+def _classes() -> dict[str, Tensor]:
+    """Three class names and a task of CLIP's tokens, 49407 at the end of each."""
+    names, task = (
+        torch.tensor([[49406, 2368, 49407], [49406, 1929, 49407], [49406, 1615, 49407]]),
+        torch.tensor([[49406, 4, 49407]]),
+    )
+    masks = {"classes_attention_mask": torch.ones_like(names), "tasks_attention_mask": torch.ones_like(task)}
+    return {"classes_input_ids": names, "tasks_input_ids": task, "classes_structure": torch.tensor([3]), **masks}
+
+
+_PROMPT = Recipe(inputs=lambda: _words(101, 4937, 1012, 3899, 1012, 102))
+_OWN_BACKBONE = "a backbone of transformers' own instead of timm's"
+RECIPES = {
+    "deformable_detr": Recipe(lambda c: {"backbone_config": _resnet(), "use_timm_backbone": False}, why=_OWN_BACKBONE),
+    "grounding_dino": _PROMPT,
+    "lw_detr": Recipe(
+        lambda c: {"projector_scale_factors": [1.0]},
+        multiple=64,
+        smallest=320,
+        why="one level, as published; by default there is none",
+    ),
+    "mm_grounding_dino": _PROMPT,
+    "omdet_turbo": Recipe(
+        lambda c: {
+            "backbone_config": _swin(2, 3, 4),
+            "use_timm_backbone": False,
+            "apply_layernorm_after_vision_backbone": False,
+        },
+        _classes,
+        smallest=256,
+        why=_OWN_BACKBONE,
+    ),
+    "oneformer": Recipe(inputs=lambda: {"task_inputs": torch.arange(1, 78)[None]}),
+    "pp_doclayout_v2": Recipe(
+        lambda c: {"class_thresholds": [0.5] * c().num_labels, "class_order": list(range(c().num_labels))},
+        why="class thresholds and order, which have no defaults",
+    ),
+    "rf_detr": Recipe(multiple=56, smallest=280),
+}
+
+
+@dataclass
+class Subject:
+    """A model with random weights, its inputs, and how to run it."""
+
+    name: str
+    model: torch.nn.Module
+    inputs: dict[str, Any]
+
+    def forward(self) -> dict[str, Tensor]:
+        found = self.model(**self.inputs)
+        return {name: found[name] for name in OUTPUTS if name in found and found[name] is not None}
+
+    def backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The outputs, and of a fixed mixture of them the gradient of every parameter that has one."""
+        _forget(self.model)
+        outputs = self.forward()
+        mixtures = [_mixture(out) for out in outputs.values()]
+        wanted = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(list(outputs.values()), list(wanted.values()), mixtures, allow_unused=True)
+        return outputs, {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
+
+
+def _forget(model: torch.nn.Module) -> None:
+    """OmDet-Turbo keeps features of texts from call to call, with the graph that made them."""
+    for name in ("language_cache_class", "language_cache_prompt"):
+        if hasattr(model, name):
+            kept: Any = getattr(model, name)
+            kept.cache.clear()
+            kept.current_load = 0
+
+
+def _mixture(out: Tensor) -> Tensor:
+    mixture = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    return torch.where(out.isfinite(), mixture, 0)  # logits of words that are not there are -inf
+
+
+def photograph(height: int, width: int) -> Tensor:
+    """scikit-learn's photograph of a Chinese temple, [1, 3, height, width], normalised."""
+    from sklearn.datasets import load_sample_image  # pyright: ignore
+
+    picture = torch.from_numpy(load_sample_image("china.jpg").copy()).permute(2, 0, 1)[None] / 255
+    return normalised(torch.nn.functional.interpolate(picture, (height, width), mode="bilinear", antialias=True))
+
+
+def normalised(picture: Tensor) -> Tensor:
+    """A picture of 0..1, [..., 3, H, W], as networks trained on ImageNet expect it."""
+    mean, spread = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    return (picture - mean[:, None, None]) / spread[:, None, None]
+
+
+def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Subject:
+    """The model of transformers/models/<name> on a photograph, with random weights of seed 0: the default configuration but
+    for its recipe and the changes given."""
+    recipe = RECIPES.get(name, Recipe())
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    kind = next(getattr(module, n) for n in module.__all__ for task in TASKS if n.endswith(task))
+    sides = (max(n, recipe.smallest) for n in (height, width))
+    sides = (-(-n // recipe.multiple) * recipe.multiple for n in sides)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**{**recipe.changes(kind.config_class), **changes})).eval()
+    subject = Subject(name, model.to(dtype), {"pixel_values": photograph(*sides).to(dtype), **recipe.inputs()})
+    _enliven(subject)
+    return subject
+
+
+def _enliven(subject: Subject) -> None:
+    """Random weights that a difference would show in: offsets that depend on the query (at first all points lie on centres
+    of pixels, where the gradient of a location jumps and one rounding error decides it), and normalisations that normalise
+    this picture (with their first statistics some models damp their features to 1e-10)."""
+    hooks = []
+    for name, p in subject.model.named_parameters():
+        if "sampling_offsets" in name or "attention_weights" in name:
+            torch.nn.init.normal_(p, std=0.3 if name.endswith("bias") else 0.05)
+    for part in subject.model.modules():
+        if hasattr(part, "running_var"):
+            hooks.append(part.register_forward_pre_hook(_take_statistics))
+    with torch.no_grad():
+        subject.model(**subject.inputs)
+    for hook in hooks:
+        hook.remove()
+
+
+def _take_statistics(norm: Any, inputs: tuple[Tensor, ...]) -> None:
+    axes = [axis for axis in range(inputs[0].dim()) if axis != 1]
+    norm.running_mean.copy_(inputs[0].mean(axes))
+    norm.running_var.copy_(inputs[0].var(axes).clamp_min(1e-6))
+
+
+def carriers() -> list[str]:
+    """Names of the installed transformers' models that have a core."""
+    try:
+        with mx_driving.patched("transformers") as done:
+            return sorted({name.split(".")[2] for name in done.replaced})
+    except ValueError:
+        rule = "have models that sample deformably (version 5 has)"
+        raise Problem(f"the installed transformers must {rule}; got no core to patch") from None
+
+
+def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest difference, as a share of the largest magnitude in its tensor; or of a thousandth of the largest of all,
+    because a gradient that is zero but for rounding has no magnitude of its own."""
+    assert ours.keys() == theirs.keys()
+    scales = {name: float(t[t.isfinite()].abs().max()) for name, t in theirs.items()}
+    floor = max(scales.values()) * 1e-3
+    return max(_difference(ours[name], theirs[name]) / max(scale, floor) for name, scale in scales.items())
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Infinity where only one of them is finite, or another infinity."""
+    return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(torch.inf).max())
+
+
+def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
+    """Which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank their queries by a score:
+    where two nearly tie, one rounding error decides which comes first, and both get another place's embedding."""
+    off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
+    for name, out in theirs.items():
+        scale = float(out[out.isfinite()].abs().max())
+        off |= ((ours[name] - out)[0].flatten(1) / scale).nan_to_num().abs().amax(1) > 1e-3
+    return off
+
+
+def compare(subject: Subject) -> tuple[float, float]:
+    """Largest differences of outputs and of gradients that patching makes."""
+    theirs = subject.backward()
+    with mx_driving.patched(subject.model):
+        ours = subject.backward()
+    return largest(ours[0], theirs[0]), largest(ours[1], theirs[1])
+
+
+@torch.no_grad()
+def time_model(subject: Subject, seconds: float) -> list[float]:
+    """Median milliseconds, interleaved: whole model before and after, cores alone before and after."""
+    whole = interleaved(
+        {"before": subject.forward, "after": subject.forward},
+        seconds,
+        lambda name: mx_driving.patched(subject.model) if name == "after" else nullcontext(),
+    )
+    with mx_driving.patched(subject.model), mx_driving.viz.recording() as looks:
+        subject.forward()
+    cores = {
+        name: lambda where=where: [
+            getattr(where, k.operator)(k.table, k.shapes, k.starts, k.locations, k.weights) for k in looks
+        ]
+        for name, where in (("before", plain), ("after", mx_driving))
+    }
+    alone = interleaved(cores, seconds)
+    return [1e3 * statistics.median(times[name]) for times in (whole, alone) for name in ("before", "after")]
+
+
+def need_transformers(what: str) -> None:
+    """And scikit-learn, whose photograph the models see."""
+    need(what, "transformers>=5", "transformers")
+    need(what, "mx-driving-portable[examples]", "sklearn")
+
+
+@torch.no_grad()
+def output_difference(subject: Subject) -> tuple[float, int]:
+    """Of the queries that are not off, and how many are."""
+    theirs = subject.forward()
+    with mx_driving.patched(subject.model):
+        ours = subject.forward()
+    off = queries_off(ours, theirs)
+    kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
+    return (largest(*kept) if not off.all() else float("inf")), int(off.sum())

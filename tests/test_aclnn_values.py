@@ -1,0 +1,149 @@
+"""mx_driving.aclnn computes: the operator's own bits, any layout, empty input."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from aclnn_calls import (
+    DTYPES,
+    MARK,
+    OK,
+    nine,
+    phase_one,
+    phase_two,
+    run,
+    same_bits,
+    with_outputs,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mx_driving import aclnn
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_forwards_output_may_lie_apart(dtype):
+    inputs = cases.cast(WITHIN_LIMITS[0].make(), dtype)
+    want = cases.forward_of("native", cases.MULTI_SCALE)(*inputs)
+    wide = want.new_full((*want.shape[:-1], 2 * want.shape[-1]), 7)
+    aclnn.multi_scale_deformable_attn_function_out(*inputs, wide[..., ::2])
+    same_bits([wide[..., ::2], wide[..., 1::2]], [want, torch.full_like(want, 7)])
+
+
+WITHIN_LIMITS = [
+    case
+    for case in cases.CASES + cases.LATTICE
+    if case.operator == cases.MULTI_SCALE
+    and case.make()[0].shape[3] % 8 == 0
+    and max(case.make()[0].shape[2], *case.make()[4].shape[3:]) <= 16
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", WITHIN_LIMITS, ids=cases.case_id)
+def test_the_operators_bits(case, dtype):
+    inputs = cases.cast(case.make(), dtype)
+    grad = cases.grad_for(case.operator, inputs).to(dtype)
+    want = cases.gradients_of("native", case.operator, grad, inputs)
+    for rows in (grad, grad.view(*grad.shape[:2], *inputs[0].shape[2:])):
+        same_bits(run(with_outputs(inputs, rows)), want)
+    same_bits(aclnn.multi_scale_deformable_attention_grad_out(*inputs, grad), want)
+    forward = aclnn.multi_scale_deformable_attn_function_out(*inputs)
+    same_bits([forward], [cases.forward_of("native", case.operator)(*inputs)])
+
+
+def test_at_least_ten_cases_are_within_the_limits():
+    assert len(WITHIN_LIMITS) >= 10
+
+
+def test_known_answer_of_the_vendors_sample():
+    one = torch.ones
+    inputs = (one(1, 1, 1, 8), one(1, 2).int(), torch.zeros(1).int(), torch.zeros(1, 32, 1, 1, 1, 2), one(1, 32, 1, 1, 1))
+    value, location, weight = run(with_outputs(inputs, one(1, 32, 8)))
+    assert (value == 8).all()
+    assert (location == 4).all()
+    assert (weight == 2).all()
+
+
+EMPTY = [{"bs": 0}, {"queries": 0}, {"points": 0}, {"channels": 0}, {"heads": 0}]
+
+
+@pytest.mark.parametrize("sizes", EMPTY, ids=lambda sizes: next(iter(sizes)))
+def test_empty_input_leaves_the_outputs_alone(sizes):
+    tensors = nine(**sizes)
+    status, size, executor = phase_one(*tensors)
+    assert (status, size) == (OK, 0)
+    assert phase_two(None, 0, executor) == OK
+    assert aclnn.synchronize() == OK
+    for output in tensors[6:]:
+        assert (output == MARK).all()
+
+
+def test_no_levels_is_empty_too():
+    tensors = nine()
+    tensors[1], tensors[2] = tensors[1][:0], tensors[2][:0]
+    for index in (3, 4, 7, 8):
+        tensors[index] = tensors[index][:, :, :, :0].contiguous()
+    status, size, executor = phase_one(*tensors)
+    assert (status, size) == (OK, 0)
+    assert phase_two(None, 0, executor) == OK
+    assert (tensors[6] == MARK).all()
+
+
+def test_outputs_are_rounded_once_from_float32():
+    """Every floating dtype in every place, against the call that writes float32."""
+    inputs = cases.cast(cases.multi_scale(2, 9, 24, 3, [(5, 4), (3, 3)], 3), torch.float32)
+    grad = cases.grad_for(cases.MULTI_SCALE, inputs).float()
+    for turn in range(3):
+        kinds = [DTYPES[(turn + place) % 3] for place in range(7)]
+        mixed = [inputs[0].to(kinds[0]), *inputs[1:3], inputs[3].to(kinds[1]), inputs[4].to(kinds[2]), grad.to(kinds[3])]
+        wide = [torch.empty(mixed[i].shape) for i in (0, 3, 4)]
+        narrow = [torch.empty_like(t, dtype=kind) for t, kind in zip(wide, kinds[4:], strict=True)]
+        want = [t.to(kind) for t, kind in zip(run([*mixed, *wide]), kinds[4:], strict=True)]
+        same_bits(run([*mixed, *narrow]), want)
+
+
+def laid_out(draw, t, output):
+    """The numbers of t in a view of another layout: axes in another order, steps, an offset, neighbours; or expanded."""
+    if not output and t.dim() > 2 and t.shape[0] > 1 and draw(st.booleans()):
+        t[:] = t[:1].clone()
+        row = t[:1].clone()
+        return row, row.expand(t.shape)
+    order = draw(st.permutations(range(t.dim())))
+    step = draw(st.sampled_from([1, 1, 2, 3]))
+    before, after = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    moved = t.permute(order)
+    base = torch.full((before + moved.numel() * step + after,), -5, dtype=t.dtype)
+    strides = [step * stride for stride in moved.contiguous().stride()]
+    view = base.as_strided(moved.shape, strides, before).permute([order.index(axis) for axis in range(t.dim())])
+    view.copy_(t)
+    return base, view
+
+
+@st.composite
+def layouts(draw):
+    bs, queries, points = draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    sizes = draw(st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=3))
+    channels, heads = draw(st.sampled_from([8, 16, 24, 72])), draw(st.integers(1, 3))
+    dtype = draw(st.sampled_from(DTYPES))
+    tensors = nine(bs, queries, channels, heads, sizes, points, dtype, draw(st.integers(0, 999)))
+    if draw(st.booleans()):
+        tensors[5] = tensors[5].view(bs, queries, heads, channels)
+    if draw(st.booleans()):
+        tensors[1], tensors[2] = tensors[1].int(), tensors[2].int()
+    return tensors, [laid_out(draw, t, index > 5) for index, t in enumerate(tensors)]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(layouts())
+def test_any_strides(both):
+    packed, laid = both
+    bases = [base.clone() for base, _ in laid]
+    got = run([view for _, view in laid])
+    same_bits(got, run(packed))
+    same_bits([base for base, _ in laid[:6]], bases[:6])
+    for (base, view), before in zip(laid[6:], bases[6:], strict=True):
+        view.fill_(0)  # what is left are the neighbours
+        neighbours = base != 0
+        assert torch.equal(base[neighbours], before[neighbours])
