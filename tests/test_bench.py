@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 
 import pytest
 import torch
@@ -135,7 +136,10 @@ def test_corner_rows_are_the_operators_own():
 
 
 def test_memory_beside_inputs_and_outputs_is_within_five_percent():
-    forward, backward = extra_memory(next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder"), "float32")
+    """The median of three, because Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value."""
+    encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
+    runs = [extra_memory(encoder, "float32") for _ in range(3)]
+    forward, backward = (statistics.median(shares) for shares in zip(*runs, strict=True))
     assert 0.01 < forward < 0.05  # a copy of the small levels of one head
     assert 0.01 < backward < 0.05
 
