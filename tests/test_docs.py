@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import io
 import pathlib
 import re
 import socket
 import subprocess
 import sys
+import tokenize
 
 import pytest
 import torch
@@ -218,3 +220,24 @@ def test_the_site_builds_without_a_warning(tmp_path):
     html = "".join(file.read_text(encoding="utf-8") for file in (tmp_path / "html").glob("*.html"))
     assert not re.findall(r'(?:src="|<link[^>]*href=")https?://[^"]*', html), "a page fetches nothing from elsewhere"
     assert "<math" in html
+
+
+def _said_in_code(file: pathlib.Path, word: str) -> bool:
+    """Whether a file names it outside of comments and docstrings."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix != ".py":
+        return word in re.sub(r"//[^\n]*|/\*[\s\S]*?\*/", "", text)
+    words = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type != tokenize.COMMENT]
+    return any(word in token.string and not token.string.startswith('"""') for token in words)
+
+
+def test_the_list_of_an_operators_files_is_complete():
+    """CONTRIBUTING says what a new operator touches: here is what one of the old ones does."""
+    section = re.search(r"## Adding an operator\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert section
+    listed = set(re.findall(r"`([^`]+)`", section[1]))
+    name = "geometric_kernel_attention"
+    files = [f for folder in ("src", "native") for f in sorted((ROOT / folder).rglob("*")) if f.suffix in (".py", ".h", ".cpp")]
+    touched = [file for file in files if name in file.stem or _said_in_code(file, name)]
+    assert len(touched) > 15
+    assert [f for f in touched if not any(f.as_posix().endswith("/" + one.replace("<operator>", name)) for one in listed)] == []
