@@ -26,7 +26,8 @@ enum mxd_status {
     MXD_BAD_SHAPE = 1, /* shapes do not agree, a size is negative, num_keys >= 2^31 - 1, or a tensor of 2^48 elements */
     MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
     MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
-    MXD_OUT_OF_MEMORY = 4
+    MXD_OUT_OF_MEMORY = 4,
+    MXD_BAD_NAME = 5 /* mxd_describe_plan: no function has this name */
 };
 
 typedef struct mxd_tensor {
@@ -77,13 +78,11 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
                                                     const mxd_tensor *grad_attention_weights, int num_threads);
 
-/* For measurements: output[b, q, h] = sum of the rows of value[b, :, h] listed in rows[b, h, q], what the operators
- * would cost if nothing had to be worked out; with grad_value output is read and added to the same rows of it. rows:
- * int32 [bs, num_heads, num_queries, count], packed, count a multiple of 4; num_keys is a row of zeros, -1 in place of
- * four rows ends a list. Rows are trusted. Value, output and grad_value as above, of one dtype and with packed
- * channels. */
-MXD_API int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
-                             const mxd_tensor *grad_value, int num_threads);
+/* How a function would do its work, as text: a line "name: what" for each decision, at most size - 1 characters. Nothing is
+ * computed, and no data is read but the index tables. name: the function's, without "mxd_"; arguments: its tensors, in
+ * order. A status as the function would return it, or MXD_BAD_NAME. */
+MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text,
+                              int64_t size);
 
 /* The version of the package that the library was built for, "0.1.0". */
 MXD_API const char *mxd_version(void);

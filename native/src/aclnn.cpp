@@ -4,7 +4,7 @@
 #include "acl_stream.h"
 #include "aclnn_check.h"
 #include "interface.h"
-#include "layout.h"
+#include "prepare.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
@@ -77,11 +77,12 @@ mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
 
 void run(aclOpExecutor plan, void *workspace) {
     mxd::Level *levels = read_levels(plan, workspace);
-    if (mxd::needs_packing(plan.call.value, VALUE_AXES))
-        mxd::pack_into(plan.call.value, VALUE_AXES, static_cast<char *>(workspace) + bytes_of_levels(plan.shapes));
+    if (mxd::channels_lie_apart(plan.call.value, VALUE_AXES))
+        mxd::make_contiguous(plan.call.value, VALUE_AXES, static_cast<char *>(workspace) + bytes_of_levels(plan.shapes));
     const int64_t count = plan.shapes.shape[0];
-    const int status = mxd::attention(false, plan.backward, plan.call, column(&levels->height, count, 2),
-                                      column(&levels->start, count, 0));
+    plan.call.shapes = column(&levels->height, count, 2);
+    plan.call.starts = column(&levels->start, count, 0);
+    const int status = mxd::run(plan.call);
     if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
     if (status != MXD_OK)
         throw Refusal(ACL_ERROR_INTERNAL_ERROR, "executor", "hold what the kernels take",
@@ -141,10 +142,12 @@ aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
     if (plan.nothing_to_do) return plan; // strides and offsets of empty tensors mean nothing and were not checked
     plan.shapes = native(a[1].tensor);
     plan.starts = native(a[2].tensor);
+    plan.call.op = mxd::MULTI_SCALE;
+    plan.call.backward = plan.backward;
     plan.call.value = native(a[0].tensor);
     plan.call.locations = native(a[3].tensor);
     plan.call.weights = native(a[4].tensor);
-    plan.call.output = with_heads(a[5].tensor, n);
+    (plan.backward ? plan.call.grad_output : plan.call.output) = with_heads(a[5].tensor, n);
     plan.call.num_threads = threads_of_caller();
     if (plan.backward) {
         plan.call.grad_value = native(a[6].tensor);
@@ -152,8 +155,8 @@ aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
         plan.call.grad_weights = native(a[8].tensor);
     }
     plan.workspace_bytes = uint64_t(bytes_of_levels(plan.shapes));
-    if (mxd::needs_packing(plan.call.value, VALUE_AXES))
-        plan.workspace_bytes += uint64_t(mxd::packed_bytes(plan.call.value, VALUE_AXES));
+    if (mxd::channels_lie_apart(plan.call.value, VALUE_AXES))
+        plan.workspace_bytes += uint64_t(mxd::contiguous_bytes(plan.call.value, VALUE_AXES));
     return plan;
 }
 

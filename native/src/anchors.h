@@ -1,11 +1,11 @@
-// How deformable_aggregation goes through its anchors: which pairs (point, camera) count, and batches of samples with
-// the rows they lead to.
+// How deformable_aggregation reads its anchors: which pairs (point, camera) are seen, and bundles of their samples.
 //
-// Samples that count are collected in batches: all of an anchor, or as many as there is room for. While the rows of one
-// batch are added up, the first rows of the next are asked for.
+// A bundle holds all samples of an anchor that are seen, or as many as there is room for. While the rows of one bundle
+// are used, the first rows of the next are prefetched.
 #pragma once
 
 #include "grouped_rows.h"
+#include "kernels.h"
 #include "sampling.h"
 
 namespace mxd {
@@ -20,7 +20,7 @@ struct Sizes {
           anchors(call.locations.shape[1]), points(call.locations.shape[2]), cameras(call.locations.shape[3]),
           scales(call.weights.shape[4]), groups(call.weights.shape[5]),
           group_channels(groups > 0 ? channels / groups : 0) {}
-    // Samples of a batch: all scales of a pair (point, camera) stay together.
+    // Samples of a bundle: all scales of a pair (point, camera) stay together.
     int64_t room() const { return round_up(scales > 64 ? scales : 64, LANES); }
 };
 
@@ -48,7 +48,8 @@ constexpr int64_t WEIGHTS_AHEAD = 16;
 
 template <class T> inline T pixel_of(T normalised, int64_t size) { return normalised * T(size) - T(0.5); }
 
-// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) count.
+// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) are seen: strictly
+// inside the image.
 template <class T> class AnchorReader {
   public:
     int64_t *seen, num_seen = 0; // pairs as point * cameras + camera
@@ -58,16 +59,16 @@ template <class T> class AnchorReader {
     }
     AnchorReader(const Call &c, const Sizes &n, Arena &arena)
         : seen(arena.take<int64_t>(n.points * n.cameras)), call(c), points(n.points), cameras(n.cameras),
-          block(c.locations, 2), in_place(block.packed && c.locations.dtype == OWN<T>),
+          axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
           copy(arena.take<T>(n.points * n.cameras * 2)) {}
     void read(int64_t b, int64_t anchor) {
         const int64_t offset = offset2(call.locations, b, anchor);
         xy = in_place ? reinterpret_cast<const T *>(at(call.locations, offset)) : copy;
-        if (!in_place) block.read(offset, copy);
+        if (!in_place) axes.read(offset, copy);
     }
     const T *location(int64_t pair) const { return xy + pair * 2; }
 
-    // All of them, point by point; skip(pair) for what does not count.
+    // Finds all of them, point by point; skip(pair) for those that are not seen.
     template <class Skip> void find_seen(Skip &&skip) {
         num_seen = 0;
         for (int64_t pair = 0; pair < points * cameras; ++pair)
@@ -76,18 +77,18 @@ template <class T> class AnchorReader {
             else
                 skip(pair);
     }
-    // Those of one camera that reach into a band of its map `map`.
-    void find_seen(int64_t camera, int64_t map, const BandRows<T> &band) {
+    // Finds those of one camera that may read rows of a band on its map `map`.
+    void find_seen(int64_t camera, int64_t map, const BandReach<T> &band) {
         num_seen = 0;
         for (int64_t pair = camera; pair < points * cameras; pair += cameras)
             if (inside(pair) && band.holds_one(pixel_of(xy[2 * pair + 1], call.levels[map].height), map))
                 seen[num_seen++] = pair;
     }
-    // Where the weights of pair seen[index] begin.
+    // The first weight of pair seen[index].
     int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
         return weight_offset(call.weights, b, anchor, seen[index] / cameras, seen[index] % cameras);
     }
-    // They lie apart from each other: `count` of each are asked for WEIGHTS_AHEAD pairs before their use.
+    // The weights of pairs lie apart, so `count` of each pair are prefetched, WEIGHTS_AHEAD pairs before their use.
     MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index, int64_t skipped, int64_t count) const {
         if (index < num_seen) prefetch(call.weights, weights_of(b, anchor, index) + skipped, count);
     }
@@ -95,8 +96,8 @@ template <class T> class AnchorReader {
   private:
     const Call &call;
     int64_t points, cameras;
-    Block<3> block;
-    bool in_place; // locations are read where they are
+    TrailingAxes<3> axes;
+    bool in_place; // locations are read where they lie
     const T *xy = nullptr;
     T *copy;
 
@@ -118,19 +119,20 @@ template <class T> class Samples {
         : call(c), n(sizes), pair_weights(c.weights, 4), maps_(arena, n.room()), x(arena.take<T>(n.room())),
           y(arena.take<T>(n.room())), weights(arena.take<T>(n.room() * n.groups)) {}
 
-    // The samples of a pair (point, camera) at normalised (u, v) on every scale; its weights lie at element `offset`.
+    // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. The pair's weights begin at
+    // element `offset`.
     void add_pair(T u, T v, int64_t camera, int64_t offset) {
         pair_weights.read(offset, weights + count * n.groups);
         for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
     }
-    // One of them.
+    // Adds the sample on one scale.
     void add(T u, T v, int64_t camera, int64_t scale, int64_t offset) {
         const mxd_tensor &w = call.weights;
         read_elements(at(w, offset + scale * w.strides[4]), w.dtype, w.strides[5], n.groups,
                       weights + count * n.groups);
         place(u, v, call.levels[camera * n.scales + scale]);
     }
-    // Fills up to a multiple of LANES with samples that are not valid; returns how many there are then.
+    // Adds invalid samples up to a multiple of LANES; returns how many samples there are with them.
     int64_t pad() {
         const int64_t padded = round_up(count, LANES);
         for (int64_t i = count; i < padded; ++i) {
@@ -149,7 +151,7 @@ template <class T> class Samples {
   private:
     const Call &call;
     const Sizes n;
-    Block<2> pair_weights;
+    TrailingAxes<2> pair_weights;
     Maps<T> maps_;
     T *x, *y, *weights;
 
@@ -161,23 +163,23 @@ template <class T> class Samples {
     }
 };
 
-// Samples with the rows they lead to, in the order of lists of rows.
-template <class T> struct Batch {
+// Samples of one anchor and their rows, in the order of lists of rows.
+template <class T> struct Bundle {
     Samples<T> samples;
     int64_t anchor = -1;
-    bool first = true, last = true; // of its anchor
+    bool first = true, last = true; // bundle of its anchor
     int64_t *pairs, num_pairs = 0;  // (point, camera) of each `scales` samples
     int64_t *address;
-    T *corner_share;  // of each row, without weights
+    T *corner_share;  // of each row, not yet times a weight
     Int<T> *inside;   // whether it is on the map
-    T *right, *below; // fractions of each sample
+    T *right, *below; // of each sample, as in Corners
 
     static int64_t bytes(const Sizes &n) {
         return Samples<T>::bytes(n) + Arena::bytes<int64_t>(n.room()) +
                Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room()) +
                Arena::bytes<Int<T>>(4 * n.room()) + 2 * Arena::bytes<T>(n.room());
     }
-    Batch(const Call &call, const Sizes &n, Arena &arena)
+    Bundle(const Call &call, const Sizes &n, Arena &arena)
         : samples(call, n, arena), pairs(arena.take<int64_t>(n.room())),
           address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), corner_share(arena.take<T>(4 * n.room())),
           inside(arena.take<Int<T>>(4 * n.room())), right(arena.take<T>(n.room())), below(arena.take<T>(n.room())) {}
@@ -199,21 +201,21 @@ template <class T> struct Batch {
     }
 };
 
-// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for what does not count, serve(batch) for
-// batches in order, at least one for each anchor.
+// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, serve(bundle)
+// for bundles in order, at least one for each anchor.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
     AnchorBlocks blocks;
     AnchorReader<T> locations;
-    Batch<T> batches[2];
+    Bundle<T> bundles[2];
     V *zeros; // the row that is not on the map
     T *row;
     RowAddresses rows;
 
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + 2 * Batch<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+        return AnchorReader<T>::bytes(n) + 2 * Bundle<T>::bytes(n) + Arena::bytes<V>(n.channels) +
                Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
     static int64_t items(const Call &call) {
@@ -221,7 +223,7 @@ template <class V, class T> struct AnchorWorker {
         return n.batch * AnchorBlocks(call, n).blocks;
     }
     AnchorWorker(const Call &c, Arena &arena)
-        : call(c), n(c), blocks(c, n), locations(c, n, arena), batches{{c, n, arena}, {c, n, arena}},
+        : call(c), n(c), blocks(c, n), locations(c, n, arena), bundles{{c, n, arena}, {c, n, arena}},
           zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
@@ -252,7 +254,7 @@ template <class V, class T> struct AnchorWorker {
     }
 
   private:
-    Batch<T> *filling = nullptr, *ready = nullptr;
+    Bundle<T> *filling = nullptr, *ready = nullptr;
 
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
@@ -260,7 +262,7 @@ template <class V, class T> struct AnchorWorker {
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) locations.ask_for_weights(b, anchor, i, 0, n.scales * n.groups);
     }
     void open(int64_t anchor, bool first) {
-        filling = ready == &batches[0] ? &batches[1] : &batches[0];
+        filling = ready == &bundles[0] ? &bundles[1] : &bundles[0];
         filling->anchor = anchor;
         filling->first = first;
         filling->samples.count = filling->num_pairs = 0;

@@ -1,9 +1,10 @@
-// The gradient of value, by bands: one worker at a time owns a range of rows of one (batch, head), adds up what falls
-// there in the order of the queries, and leaves finished rows behind. Float and double are added up in place; for other
-// storage types, and views whose channels are not adjacent, in a buffer of one band that is rounded and written once.
+// A band: a range of rows of value. The worker that owns it adds up, in the order of the queries, what falls there, and
+// leaves finished rows behind. Rows are added up in place, or, for other dtypes and channels that are not contiguous, in
+// a buffer that is converted once.
 #pragma once
 
 #include "parallel.h"
+#include "plan.h"
 #include "tensor.h"
 
 namespace mxd {
@@ -15,18 +16,18 @@ template <class T> class Band {
     int64_t begin = 0, end = 0;    // rows of value
     int64_t address = 0, step = 0; // of row `begin`, and bytes from row to row
 
-    static int64_t bytes(const Call &call, int64_t channels) {
-        return call.grad_value_in_place ? 0 : Arena::bytes<T>(widest(call) * channels);
+    static int64_t bytes(const Plan &plan, int64_t channels) {
+        return plan.band_is_buffered ? Arena::bytes<T>(most_rows(plan) * channels) : 0;
     }
-    Band(const Call &c, int64_t num_channels, Arena &arena)
-        : call(c), channels(num_channels),
-          sums(c.grad_value_in_place ? nullptr : arena.take<T>(widest(c) * num_channels)) {}
+    Band(const Call &c, const Plan &p, int64_t num_channels, Arena &arena)
+        : call(c), plan(p), channels(num_channels),
+          sums(p.band_is_buffered ? arena.take<T>(most_rows(p) * num_channels) : nullptr) {}
 
     // `offset`: of row 0 of this (batch, head) in grad_value; `rows`: elements from row to row; channels are `unit`
     // apart.
     void open(int64_t index, int64_t offset, int64_t rows, int64_t unit) {
-        begin = call.band_starts[index];
-        end = call.band_starts[index + 1];
+        begin = plan.band_starts[index];
+        end = plan.band_starts[index + 1];
         first = offset + begin * rows;
         row_stride = rows;
         channel_stride = unit;
@@ -44,7 +45,7 @@ template <class T> class Band {
     bool touches(const Level &level) const {
         return level.start < end && level.start + level.height * level.width > begin;
     }
-    // The smallest range of levels, from..to-1, with all that reach into it; an empty one where none does.
+    // The smallest range of levels from..to-1 that holds every level which reaches into the band; empty if none does.
     void levels_touched(int64_t &from, int64_t &to) const {
         from = call.num_levels, to = 0;
         for (int64_t l = 0; l < call.num_levels; ++l)
@@ -56,14 +57,15 @@ template <class T> class Band {
 
   private:
     const Call &call;
+    const Plan &plan;
     int64_t channels;
     T *sums;
     int64_t first = 0, row_stride = 0, channel_stride = 0;
 
-    static int64_t widest(const Call &call) {
+    static int64_t most_rows(const Plan &plan) {
         int64_t most = 0;
-        for (int64_t i = 0; i < call.num_bands; ++i) {
-            const int64_t rows = call.band_starts[i + 1] - call.band_starts[i];
+        for (int64_t i = 0; i < plan.num_bands; ++i) {
+            const int64_t rows = plan.band_starts[i + 1] - plan.band_starts[i];
             most = rows > most ? rows : most;
         }
         return most;

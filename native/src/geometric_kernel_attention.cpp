@@ -5,7 +5,7 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// The largest Int<T> that T holds a bound of: 2^31 for float, 2^63 for double. What is not below it is no Int<T>.
+// 2^31 for float, 2^63 for double: a number that is not below it is no Int<T>.
 template <class T> constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63);
 template <class T> constexpr Int<T> LARGEST = sizeof(T) == 4 ? Int<T>(INT32_MAX) : Int<T>(INT64_MAX);
 
@@ -14,7 +14,8 @@ template <class T> MXD_INLINE IntLanes<T> clamped(IntLanes<T> x, IntLanes<T> las
     return x < last ? x : last;
 }
 
-// Truncated first and clamped as whole numbers: T does not hold every width. A NaN goes to 0: it is not greater than 0.
+// Truncated first, then clamped as an integer, because T does not hold every width. A NaN goes to 0: it is not greater
+// than 0.
 template <class T> MXD_INLINE IntLanes<T> nearest(RealLanes<T> x, IntLanes<T> last) {
     x = x > 0 ? x : RealLanes<T>{};
     const IntLanes<T> whole = x < TOO_LARGE<T> ? convert<Int<T>, LANES>(x) : IntLanes<T>{} + LARGEST<T>;
@@ -31,42 +32,42 @@ template <class T> MXD_INLINE IntLanes<T> nearest(AddressLanes x, IntLanes<T> la
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
-    // Column and row of samples i..i+LANES-1.
-    static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &column, IntLanes<T> &row) {
+    // The pixels of samples i..i+LANES-1.
+    static MXD_INLINE void pixels(const Query<T> &query, int64_t i, IntLanes<T> &x, IntLanes<T> &y) {
         const Maps<T> &maps = query.maps();
-        const IntLanes<T> last_column = raw_load<Int<T>, LANES>(maps.columns + i) - 1;
-        const IntLanes<T> last_row = raw_load<Int<T>, LANES>(maps.rows + i) - 1;
+        const IntLanes<T> last_x = raw_load<Int<T>, LANES>(maps.int_width + i) - 1;
+        const IntLanes<T> last_y = raw_load<Int<T>, LANES>(maps.int_height + i) - 1;
         if (query.in_whole_numbers()) {
-            AddressLanes x, y;
-            query.whole_location(i, x, y);
-            column = nearest<T>(x, last_column);
-            row = nearest<T>(y, last_row);
+            AddressLanes location_x, location_y;
+            query.whole_location(i, location_x, location_y);
+            x = nearest<T>(location_x, last_x);
+            y = nearest<T>(location_y, last_y);
         } else {
-            RealLanes<T> x, y;
-            query.location(i, x, y);
-            column = nearest<T>(x, last_column);
-            row = nearest<T>(y, last_row);
+            RealLanes<T> location_x, location_y;
+            query.location(i, location_x, location_y);
+            x = nearest<T>(location_x, last_x);
+            y = nearest<T>(location_y, last_y);
         }
     }
 
-    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandRows<T> &band) {
-        IntLanes<T> column, row;
-        pixels(query, i, column, row);
-        return band.holds(convert<T, LANES>(row), i);
+    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandReach<T> &band) {
+        IntLanes<T> x, y;
+        pixels(query, i, x, y);
+        return band.holds(convert<T, LANES>(y), i);
     }
 
     static MXD_INLINE SampledRows<T, 1> rows(const Query<T> &query, int64_t i) {
         const Maps<T> &maps = query.maps();
-        const IntLanes<T> columns = raw_load<Int<T>, LANES>(maps.columns + i);
-        IntLanes<T> column, row;
-        pixels(query, i, column, row);
-        const IntLanes<T> sampled = columns > 0; // not padding, whose weights are another head's
+        const IntLanes<T> width = raw_load<Int<T>, LANES>(maps.int_width + i);
+        IntLanes<T> x, y;
+        pixels(query, i, x, y);
+        const IntLanes<T> sampled = width > 0; // padding has an empty map, and weights that are another head's
         return {{sampled},
-                {raw_load<Int<T>, LANES>(maps.start + i) + row * columns + column},
+                {raw_load<Int<T>, LANES>(maps.start + i) + y * width + x},
                 {sampled ? query.weight(i) : RealLanes<T>{}}};
     }
 
-    // One product a sample.
+    // The product with a sample's one row is its weight's gradient.
     static MXD_INLINE void gradients(const Query<T> &, const T *dot, int64_t i, T *, T *grad_weight) {
         store<T, LANES>(grad_weight + i, get_entries<1>(dot, i, 0));
     }
@@ -74,8 +75,10 @@ template <class T> struct Nearest {
 
 } // namespace
 
-bool geometric_kernel_attention(const Call &call) { return attention<Nearest>(call); }
-bool geometric_kernel_attention_backward(const Call &call) { return attention_backward<Nearest>(call); }
+bool geometric_kernel_attention(const Call &call, const Plan &plan) { return attention<Nearest>(call, plan); }
+bool geometric_kernel_attention_backward(const Call &call, const Plan &plan) {
+    return attention_backward<Nearest>(call, plan);
+}
 
 } // namespace MXD_ISA
 } // namespace mxd

@@ -1,11 +1,10 @@
-// What is done to rows whose channels come in groups, each group with a share of its own: share[i * groups + g] belongs
-// to group g of row i.
+// All arithmetic on rows whose channels come in groups: share[i * groups + g] is the share of group g of row i.
 //
 //   grouped_sum    out    += sum over i of  share[i][group] * row[i]
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
 //   grouped_add    row[i] += share[i][group] * g
 //
-// Rows are lists of addresses as in rows.h. Lists hold ROWS_AHEAD addresses more than rows: what will be wanted next.
+// Lists of rows are as in rows.h, with ROWS_AHEAD addresses more, which are prefetched.
 #pragma once
 
 #include "rows.h"
@@ -14,10 +13,10 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// A row may be a kilobyte: a few rows ahead are enough.
+// A row may be a kilobyte, so a few rows ahead are enough.
 constexpr int ROWS_AHEAD = 8;
 
-// How many full vectors one pass over the rows may hold in registers.
+// The vectors that one pass over the rows holds in registers, at most.
 constexpr int PASS_VECTORS = VECTOR_BYTES == 64 ? 16 : 8;
 
 template <class T, int K, class Op> inline void for_groups_together(int64_t groups, Op &&op) {
@@ -37,7 +36,7 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
         for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
 }
 
-// Rows are added up by SUM_ROWS at a time, so that errors of rounding do not pile up over thousands of them.
+// Rows are summed SUM_ROWS at a time, so that rounding errors do not pile up over thousands of them.
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>
@@ -47,8 +46,8 @@ inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t gr
         const int64_t end = first + SUM_ROWS < n ? first + SUM_ROWS : n;
         Vec<T, N> sums[G][K] = {};
         for (int64_t i = first; i < end; ++i) {
-            const V *row = row_at<V>(address[i], channel);
-            ask_for<G * K * N *int(sizeof(V))>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
+            const V *row = row_at<const V>(address[i], channel);
+            ask_for<G * PIECE_BYTES<V, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
             for (int g = 0; g < G; ++g)
                 add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
@@ -86,8 +85,8 @@ inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n
         Vec<T, N> products[R * G];
         MXD_UNROLL
         for (int r = 0; r < R; ++r) {
-            const V *row = row_at<V>(address[i + r], channel);
-            ask_for<G * K * N *int(sizeof(V))>(address[i + r + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
+            const V *row = row_at<const V>(address[i + r], channel);
+            ask_for<G * PIECE_BYTES<V, N, K>>(address[i + r + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
             for (int group = 0; group < G; ++group)
                 products[r * G + group] = multiply_row<V, T, N, K>(row + group * K * N, factor[group]);
@@ -122,8 +121,8 @@ inline void grouped_add_piece(const int64_t *address, const T *share, int64_t gr
     MXD_UNROLL
     for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
     for (int64_t i = 0; i < n; ++i) {
-        T *row = const_cast<T *>(row_at<T>(address[i], channel));
-        ask_for<G * K * N *int(sizeof(T))>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(T)));
+        T *row = row_at<T>(address[i], channel);
+        ask_for<G * PIECE_BYTES<T, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(T)));
         MXD_UNROLL
         for (int group = 0; group < G; ++group) {
             const Vec<T, N> s = broadcast<T, N>(share[i * groups + group]);

@@ -1,54 +1,37 @@
-// The C interface: checks everything memory safety needs and hands the call to the kernels of the best instruction set
-// this machine has.
+// The C interface: a call is checked, prepared and planned, and goes to the kernels of the best instruction set that this
+// machine has.
 #include "interface.h"
 
-#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <exception>
-#include <initializer_list>
+#include <string>
 
 #ifdef MXD_HAVE_AVX2
 #include <cpuid.h>
 #endif
 
-#include "layout.h"
+#include "axes.h"
+#include "check.h"
+#define MXD_ISA baseline
+#include "kernels.h"
+#include "prepare.h"
 
 namespace mxd {
 
-#define MXD_DECLARE(isa)                                                                                               \
-    namespace isa {                                                                                                    \
-    bool multi_scale_deformable_attn(const Call &);                                                                    \
-    bool multi_scale_deformable_attn_backward(const Call &);                                                           \
-    bool deformable_aggregation(const Call &);                                                                         \
-    bool deformable_aggregation_backward(const Call &);                                                                \
-    bool geometric_kernel_attention(const Call &);                                                                     \
-    bool geometric_kernel_attention_backward(const Call &);                                                            \
-    bool gather_floor(const Call &);                                                                                   \
-    }
-#define MXD_KERNELS(isa)                                                                                               \
-    {isa::multi_scale_deformable_attn,                                                                                 \
-     isa::deformable_aggregation,                                                                                      \
-     isa::geometric_kernel_attention,                                                                                  \
-     isa::multi_scale_deformable_attn_backward,                                                                        \
-     isa::deformable_aggregation_backward,                                                                             \
-     isa::geometric_kernel_attention_backward,                                                                         \
-     isa::gather_floor}
-
-MXD_DECLARE(baseline)
-#ifdef MXD_HAVE_AVX2
-MXD_DECLARE(avx2)
-#endif
-#ifdef MXD_HAVE_AVX512
-MXD_DECLARE(avx512)
-#endif
+namespace avx2 {
+extern const Kernels kernels[];
+}
+namespace avx512 {
+extern const Kernels kernels[];
+}
 
 namespace {
 
 struct Isa {
     const char *name;
     bool (*supported)();
-    bool (*kernels[7])(const Call &); // forward by Operator, then backward, then the gather floor
+    const Kernels *kernels; // by Operator
 };
 
 #ifdef MXD_HAVE_AVX2
@@ -61,14 +44,14 @@ bool has_f16c() {
 
 // Best last.
 const Isa ISAS[] = {
-    {"baseline", [] { return true; }, MXD_KERNELS(baseline)},
+    {"baseline", [] { return true; }, baseline::kernels},
 #ifdef MXD_HAVE_AVX2
     {"avx2",
      [] {
          __builtin_cpu_init();
          return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
      },
-     MXD_KERNELS(avx2)},
+     avx2::kernels},
 #endif
 #ifdef MXD_HAVE_AVX512
     {"avx512",
@@ -78,7 +61,7 @@ const Isa ISAS[] = {
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                 __builtin_cpu_supports("fma") && has_f16c();
      },
-     MXD_KERNELS(avx512)},
+     avx512::kernels},
 #endif
 };
 
@@ -94,160 +77,128 @@ std::atomic<const Isa *> &chosen_isa() {
     return isa;
 }
 
-bool empty(const mxd_tensor &t, int axes) { return std::count(t.shape, t.shape + axes, 0) > 0; }
-
-// How many axes value, locations and weights have; which axis of the latter two are points, and where a query's begin.
-struct Axes {
-    int value, locations, weights, points, query;
-};
-
-// Whether nothing is to be written. Inputs without memory of their own may go on for more queries than anyone can wait
-// for, so no kernel may go through them for nothing.
-bool nothing_to_do(bool backward, const Call &call, const Axes &axes) {
-    if (!backward) return empty(call.output, axes.value);
-    const auto nothing = [](const mxd_tensor &t, int n) { return !t.data || empty(t, n); };
+// Whether nothing is to be written. Inputs without memory of their own may have more queries than anyone can wait for,
+// so no kernel may go through them for nothing.
+bool nothing_to_do(const Call &call) {
+    const Axes axes = axes_of(call.op);
+    if (!call.backward) return is_empty(call.output, axes.value);
+    const auto nothing = [](const mxd_tensor &t, int n) { return !t.data || is_empty(t, n); };
     return nothing(call.grad_value, axes.value) && nothing(call.grad_locations, axes.locations) &&
            nothing(call.grad_weights, axes.weights);
 }
 
-// Backward without samples: value's gradient is zero whatever the number of queries, so that there need be none.
-void forget_queries(Call &call, const Axes &axes) {
-    call.output.shape[1] = 0;
+// Backward without samples: value's gradient is zero whatever the number of queries, so the kernel is given none.
+void forget_queries_without_samples(Call &call) {
+    const Axes axes = axes_of(call.op);
+    if (!call.backward || !is_empty(call.weights, axes.weights)) return;
+    if (call.grad_locations.data && !is_empty(call.grad_locations, axes.locations)) return;
+    call.grad_output.shape[1] = 0;
     for (mxd_tensor *t : {&call.locations, &call.weights}) t->shape[1] = t->shape[axes.points] = 0;
 }
 
-// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
-constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
-
-bool query_is_too_large(const mxd_tensor &t, int axes, int first) {
-    if (empty(t, axes)) return false;
-    int64_t samples = 1;
-    for (int a = first; a < axes; ++a) samples *= t.shape[a];
-    return samples > MOST_SAMPLES;
+// Checks a call and reads its levels.
+int open(Call &call, Prepared &prepared) {
+    const int status = check(call);
+    if (status != MXD_OK) return status;
+    forget_queries_without_samples(call);
+    return query_is_too_large(call) ? MXD_OUT_OF_MEMORY : prepare_levels(call, prepared);
 }
 
-int checked_run(Operator op, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
-    const Axes axes = op == AGGREGATION ? Axes{3, 5, 6, 2, 2} : Axes{4, 6, 5, 4, 3};
-    if (backward && empty(call.weights, axes.weights) &&
-        (!call.grad_locations.data || empty(call.grad_locations, axes.locations)))
-        forget_queries(call, axes);
-    if (query_is_too_large(call.locations, axes.locations, axes.query) ||
-        query_is_too_large(call.weights, axes.weights, axes.query))
-        return MXD_OUT_OF_MEMORY;
-    Layout layout;
-    const int status = layout.prepare(call, op, backward, shapes, starts);
-    if (status != MXD_OK || nothing_to_do(backward, call, axes)) return status;
-    return chosen_isa().load()->kernels[op + 3 * backward](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
+int checked_run(Call &call) {
+    Prepared prepared;
+    PlanLists lists;
+    int status = open(call, prepared);
+    if (status == MXD_OK) status = prepare_value(call, prepared);
+    if (status != MXD_OK || nothing_to_do(call)) return status;
+    prefer_huge_pages(call);
+    const Kernels &kernels = chosen_isa().load()->kernels[call.op];
+    const Plan plan = make_plan(call, lists);
+    return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 
-int run(Operator op, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
+int checked_description(Call &call, std::string &text) {
+    Prepared prepared;
+    PlanLists lists;
+    const int status = open(call, prepared);
+    if (status != MXD_OK) return status;
+    call.value = readable_value(call);
+    text = describe(call, make_plan(call, lists));
+    return MXD_OK;
+}
+
+template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
     try {
-        return checked_run(op, backward, call, shapes, starts);
+        return fn();
     } catch (const std::exception &) { // a list of levels that is too long
         return MXD_OUT_OF_MEMORY;
     }
 }
 
-bool floating(const mxd_tensor &t) {
-    return t.dtype == MXD_FLOAT32 || t.dtype == MXD_FLOAT64 || t.dtype == MXD_FLOAT16 || t.dtype == MXD_BFLOAT16;
-}
-bool integer(const mxd_tensor &t) { return t.dtype == MXD_INT32 || t.dtype == MXD_INT64; }
-
-// The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
-bool output_dtype(bool backward, const Call &call) {
-    return backward ? floating(call.output) : call.output.dtype == call.value.dtype;
-}
-
-// More elements than any memory has, with room to spare for bytes and for sums of offsets.
-constexpr int64_t TOO_MANY = int64_t(1) << 48;
-
-bool has_shape(const mxd_tensor &t, std::initializer_list<int64_t> shape) {
-    int axis = 0;
-    for (int64_t size : shape)
-        if (t.shape[axis++] != size || size < 0) return false;
-    if (empty(t, axis)) return true;
-    int64_t elements = 1;
-    for (int64_t size : shape)
-        if (__builtin_mul_overflow(elements, size, &elements) || elements >= TOO_MANY) return false;
-    return true;
-}
-
-// A gradient that is not wanted, or one of this shape.
-bool fits(const mxd_tensor &gradient, std::initializer_list<int64_t> shape) {
-    return !gradient.data || has_shape(gradient, shape);
-}
-bool gradients_floating(const Call &call) {
-    const auto fine = [](const mxd_tensor &gradient) { return !gradient.data || floating(gradient); };
-    return fine(call.grad_value) && fine(call.grad_locations) && fine(call.grad_weights);
-}
-
-} // namespace
-
-int attention(bool geometric, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
-    const int64_t *v = call.value.shape, *l = call.locations.shape;
-    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1], levels = starts.shape[0],
-                  points = l[4];
-    if (!has_shape(call.value, {bs, keys, heads, channels}) || keys >= INT32_MAX || !has_shape(shapes, {levels, 2}) ||
-        !has_shape(starts, {levels}) || !has_shape(call.locations, {bs, queries, heads, levels, points, 2}) ||
-        !has_shape(call.weights, {bs, queries, heads, levels, points}) ||
-        !has_shape(call.output, {bs, queries, heads, channels}) ||
-        !fits(call.grad_value, {bs, keys, heads, channels}) ||
-        !fits(call.grad_locations, {bs, queries, heads, levels, points, 2}) ||
-        !fits(call.grad_weights, {bs, queries, heads, levels, points}))
-        return MXD_BAD_SHAPE;
-    if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
-        !integer(starts) || !(floating(call.locations) || (geometric && integer(call.locations))) ||
-        !gradients_floating(call))
-        return MXD_BAD_DTYPE;
-    return run(geometric ? GEOMETRIC : MULTI_SCALE, backward, call, shapes, starts);
-}
-
-int aggregation(bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts) {
-    const int64_t *v = call.value.shape, *l = call.locations.shape;
-    const int64_t bs = v[0], rows = v[1], channels = v[2], anchors = l[1], points = l[2], cams = l[3],
-                  scales = starts.shape[1], groups = call.weights.shape[5];
-    if (!has_shape(call.value, {bs, rows, channels}) || rows >= INT32_MAX || groups < 0 ||
-        (groups == 0 ? channels != 0 : channels % groups != 0) || !has_shape(shapes, {cams, scales, 2}) ||
-        !has_shape(starts, {cams, scales}) || !has_shape(call.locations, {bs, anchors, points, cams, 2}) ||
-        !has_shape(call.weights, {bs, anchors, points, cams, scales, groups}) ||
-        !has_shape(call.output, {bs, anchors, channels}) || !fits(call.grad_value, {bs, rows, channels}) ||
-        !fits(call.grad_locations, {bs, anchors, points, cams, 2}) ||
-        !fits(call.grad_weights, {bs, anchors, points, cams, scales, groups}))
-        return MXD_BAD_SHAPE;
-    if (!floating(call.value) || !floating(call.weights) || !output_dtype(backward, call) || !integer(shapes) ||
-        !integer(starts) || !floating(call.locations) || !gradients_floating(call))
-        return MXD_BAD_DTYPE;
-    return run(AGGREGATION, backward, call, shapes, starts);
-}
-
-} // namespace mxd
-
-namespace {
-
-mxd::Call call_of(const mxd_tensor *value, const mxd_tensor *locations, const mxd_tensor *weights,
-                  const mxd_tensor *output, int num_threads) {
-    mxd::Call call{};
+Call call_of(Operator op, const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
+             const mxd_tensor *locations, const mxd_tensor *weights, int num_threads) {
+    Call call{};
+    call.op = op;
     call.value = *value;
+    call.shapes = *shapes;
+    call.starts = *starts;
     call.locations = *locations;
     call.weights = *weights;
-    call.output = *output;
     call.num_threads = num_threads;
     return call;
 }
 
-void want(mxd_tensor &slot, const mxd_tensor *tensor) {
-    if (tensor) slot = *tensor;
+void set_gradients(Call &call, const mxd_tensor *grad_output, const mxd_tensor *grad_value,
+                   const mxd_tensor *grad_locations, const mxd_tensor *grad_weights) {
+    call.backward = true;
+    call.grad_output = *grad_output;
+    if (grad_value) call.grad_value = *grad_value;
+    if (grad_locations) call.grad_locations = *grad_locations;
+    if (grad_weights) call.grad_weights = *grad_weights;
+}
+
+// The operator and the direction of a function, by its name without "mxd_".
+bool find_function(const char *name, Operator &op, bool &backward) {
+    static const char *const NAMES[] = {"multi_scale_deformable_attn", "deformable_aggregation",
+                                        "geometric_kernel_attention"};
+    for (Operator candidate : {MULTI_SCALE, AGGREGATION, GEOMETRIC}) {
+        const size_t length = std::strlen(NAMES[candidate]);
+        if (std::strncmp(name, NAMES[candidate], length) != 0) continue;
+        op = candidate;
+        backward = name[length] != 0;
+        return !backward || std::strcmp(name + length, "_backward") == 0;
+    }
+    return false;
+}
+
+// arguments: those of the function, in order.
+Call call_of_function(Operator op, bool backward, const mxd_tensor *const *arguments, int num_threads) {
+    const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + 5;
+    Call call = call_of(op, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], num_threads);
+    if (!backward)
+        call.output = *results[0];
+    else if (op == GEOMETRIC)
+        set_gradients(call, arguments[0], results[0], nullptr, results[1]);
+    else
+        set_gradients(call, arguments[0], results[0], results[1], results[2]);
+    return call;
 }
 
 } // namespace
+
+int run(Call &call) {
+    return out_of_memory_if_thrown([&] { return checked_run(call); });
+}
+
+} // namespace mxd
 
 extern "C" {
 
 int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
                                     const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
                                     int num_threads) {
-    mxd::Call call = call_of(value, locations, weights, output, num_threads);
-    return mxd::attention(false, false, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::MULTI_SCALE, value, shapes, starts, locations, weights, num_threads);
+    call.output = *output;
+    return mxd::run(call);
 }
 
 int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
@@ -255,18 +206,18 @@ int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, cons
                                              const mxd_tensor *locations, const mxd_tensor *weights,
                                              const mxd_tensor *grad_value, const mxd_tensor *grad_locations,
                                              const mxd_tensor *grad_weights, int num_threads) {
-    mxd::Call call = call_of(value, locations, weights, grad_output, num_threads);
-    want(call.grad_value, grad_value);
-    want(call.grad_locations, grad_locations);
-    want(call.grad_weights, grad_weights);
-    return mxd::attention(false, true, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::MULTI_SCALE, value, shapes, starts, locations, weights, num_threads);
+    mxd::set_gradients(call, grad_output,
+                        grad_value, grad_locations, grad_weights);
+    return mxd::run(call);
 }
 
 int mxd_deformable_aggregation(const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
                                const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
                                int num_threads) {
-    mxd::Call call = call_of(features, locations, weights, output, num_threads);
-    return mxd::aggregation(false, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::AGGREGATION, features, shapes, starts, locations, weights, num_threads);
+    call.output = *output;
+    return mxd::run(call);
 }
 
 int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd_tensor *features,
@@ -274,18 +225,18 @@ int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd
                                         const mxd_tensor *weights, const mxd_tensor *grad_features,
                                         const mxd_tensor *grad_locations, const mxd_tensor *grad_weights,
                                         int num_threads) {
-    mxd::Call call = call_of(features, locations, weights, grad_output, num_threads);
-    want(call.grad_value, grad_features);
-    want(call.grad_locations, grad_locations);
-    want(call.grad_weights, grad_weights);
-    return mxd::aggregation(true, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::AGGREGATION, features, shapes, starts, locations, weights, num_threads);
+    mxd::set_gradients(call, grad_output,
+                        grad_features, grad_locations, grad_weights);
+    return mxd::run(call);
 }
 
 int mxd_geometric_kernel_attention(const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
                                    const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
                                    int num_threads) {
-    mxd::Call call = call_of(value, locations, weights, output, num_threads);
-    return mxd::attention(true, false, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::GEOMETRIC, value, shapes, starts, locations, weights, num_threads);
+    call.output = *output;
+    return mxd::run(call);
 }
 
 int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
@@ -293,18 +244,24 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
                                             const mxd_tensor *locations, const mxd_tensor *weights,
                                             const mxd_tensor *grad_value, const mxd_tensor *grad_weights,
                                             int num_threads) {
-    mxd::Call call = call_of(value, locations, weights, grad_output, num_threads);
-    want(call.grad_value, grad_value);
-    want(call.grad_weights, grad_weights);
-    return mxd::attention(true, true, call, *shapes, *starts);
+    mxd::Call call = mxd::call_of(mxd::GEOMETRIC, value, shapes, starts, locations, weights, num_threads);
+    mxd::set_gradients(call, grad_output,
+                        grad_value, nullptr, grad_weights);
+    return mxd::run(call);
 }
 
-int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
-                     const mxd_tensor *grad_value, int num_threads) {
-    mxd::Call call = call_of(value, rows, value, output, num_threads);
-    want(call.grad_value, grad_value);
-    if (rows->dtype != MXD_INT32 || rows->shape[3] % 4 != 0) return MXD_BAD_SHAPE;
-    return mxd::chosen_isa().load()->kernels[6](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
+int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text,
+                      int64_t size) {
+    mxd::Operator op;
+    bool backward;
+    if (!mxd::find_function(name, op, backward)) return MXD_BAD_NAME;
+    mxd::Call call = mxd::call_of_function(op, backward, arguments, num_threads);
+    return mxd::out_of_memory_if_thrown([&] {
+        std::string plan;
+        const int status = mxd::checked_description(call, plan);
+        if (status == MXD_OK && size > 0) text[plan.copy(text, size_t(size - 1))] = 0;
+        return status;
+    });
 }
 
 const char *mxd_version(void) { return MXD_VERSION; }

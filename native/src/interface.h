@@ -5,9 +5,8 @@
 
 namespace mxd {
 
-// value, locations, weights and output (backward: its gradient) are set, and the wanted gradients; the rest is filled
-// in here.
-int attention(bool geometric, bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts);
-int aggregation(bool backward, Call &call, const mxd_tensor &shapes, const mxd_tensor &starts);
+// Checks a call, prepares and plans it, and runs the kernel of the instruction set in use. Returns a status; the call is
+// used up.
+int run(Call &call);
 
 } // namespace mxd

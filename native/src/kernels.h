@@ -1,21 +1,34 @@
 // The kernels, once per instruction set.
 #pragma once
 
+#include "plan.h"
 #include "tensor.h"
 
 namespace mxd {
+
+// What a kernel is given. False: no memory for scratch.
+typedef bool Kernel(const Call &call, const Plan &plan);
+
+struct Kernels {
+    Kernel *forward, *backward;
+};
+
 namespace MXD_ISA {
 
-// False: no memory for scratch.
-bool multi_scale_deformable_attn(const Call &call);
-bool multi_scale_deformable_attn_backward(const Call &call);
-bool deformable_aggregation(const Call &call);
-bool deformable_aggregation_backward(const Call &call);
-bool geometric_kernel_attention(const Call &call);
-bool geometric_kernel_attention_backward(const Call &call);
-bool gather_floor(const Call &call);
+Kernel multi_scale_deformable_attn, multi_scale_deformable_attn_backward;
+Kernel deformable_aggregation, deformable_aggregation_backward;
+Kernel geometric_kernel_attention, geometric_kernel_attention_backward;
+
+extern const Kernels kernels[]; // by Operator
 
 namespace {
+
+// What a worker is given.
+struct Job {
+    const Call &call;
+    const Plan &plan;
+    const char *packed_value; // plan.packed_value of the head that is worked on; null where nothing is packed
+};
 
 // fn(V*, T*) for the storage type of value and the type computed in.
 template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {

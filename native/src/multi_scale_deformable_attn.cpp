@@ -1,4 +1,4 @@
-// multi_scale_deformable_attn on the CPU. Locations are normalised, samples bilinear, what lies outside is zero.
+// multi_scale_deformable_attn on the CPU. Locations are normalised, samples bilinear, corners off the map zero.
 #include "attention.h"
 
 namespace mxd {
@@ -20,7 +20,7 @@ template <class T> struct Bilinear {
         return corners_at<T>(x, y, query.maps(), i);
     }
 
-    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandRows<T> &band) {
+    static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandReach<T> &band) {
         RealLanes<T> x, y;
         pixels(query, i, x, y);
         return band.holds(y, i);
@@ -40,7 +40,7 @@ template <class T> struct Bilinear {
 
     static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy, T *grad_weight) {
         const Corners<T> c = corners(query, i);
-        const CornerSlopes<T> slope(c, dot, i);
+        const auto slope = slopes_at<T>(c, dot, i);
         const RealLanes<T> weight = query.weight(i);
         const RealLanes<T> gx = raw_load<T, LANES>(query.maps().width + i) * weight * slope.dx;
         const RealLanes<T> gy = raw_load<T, LANES>(query.maps().height + i) * weight * slope.dy;
@@ -51,8 +51,10 @@ template <class T> struct Bilinear {
 
 } // namespace
 
-bool multi_scale_deformable_attn(const Call &call) { return attention<Bilinear>(call); }
-bool multi_scale_deformable_attn_backward(const Call &call) { return attention_backward<Bilinear>(call); }
+bool multi_scale_deformable_attn(const Call &call, const Plan &plan) { return attention<Bilinear>(call, plan); }
+bool multi_scale_deformable_attn_backward(const Call &call, const Plan &plan) {
+    return attention_backward<Bilinear>(call, plan);
+}
 
 } // namespace MXD_ISA
 } // namespace mxd

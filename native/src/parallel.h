@@ -29,8 +29,8 @@ class Arena {
 
 // Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
 //
-// The items come in `stages` equal parts, one after the other. Before each part the threads share out begin(stage,
-// chunk), chunk 0..STAGE_CHUNKS-1, and wait for each other.
+// The items come in equal stages, one after the other. Before each stage the threads share out begin(stage, chunk) for
+// chunks 0..STAGE_CHUNKS-1, and wait for each other.
 constexpr int64_t STAGE_CHUNKS = 64;
 
 template <class Worker, class Args, class Begin>

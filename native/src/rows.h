@@ -1,17 +1,17 @@
-// What is done to rows of channels. A row is a pointer to adjacent channels in one of the storage types; arithmetic is
-// in T, and what comes out of weighted_sum is stored as rows are.
+// All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is in
+// T, and weighted_sum stores its result as V.
 //
-//   weighted_sum   out    = sum over i of  share[i] * row[i]
-//   dots           dot[i] = sum over channels of  g * row[i]
-//   scatter_add    row[i] += share[i] * g
+//   weighted_sum           out     = sum over i of  share[i] * row[i]
+//   dots                   dot[i]  = sum over channels of  g * row[i]
+//   scatter_add            row[i] += share[i] * g
 //   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
 //
-// Rows are lists of addresses, with a share each; their number is a multiple of ROWS, padded with rows that do no harm.
-// `next`: as many rows that will be wanted soon, asked for meanwhile; any address will do where they are not known.
+// A list of rows is addresses and shares. Its length is a multiple of ROWS; the padding has share 0 or is a row of zeros.
+// `next` is a list of as many addresses to prefetch; any address is harmless.
 //
-// Every channel count is cut into pieces of 8, 4, 2, 1 full vectors, then a half, a quarter ... of one, down to one
-// channel; each piece is a pass over all rows with its accumulators in registers. No masks, no reading past a row's
-// end, and each channel meets the same operations in the same order whatever the number of threads.
+// Channels are cut into pieces of 8, 4, 2, 1 vectors, then a half, a quarter ... of a vector, down to one channel. Each
+// piece is a pass over all rows with its accumulators in registers. So there are no masks, nothing is read past a row's
+// end, and each channel meets the same operations in the same order for any number of threads.
 #pragma once
 
 #include "simd.h"
@@ -20,7 +20,7 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Lists of rows are read this many rows a turn.
+// Rows of a list that are read together.
 constexpr int ROWS = 4;
 
 template <int N> struct Count {
@@ -29,7 +29,7 @@ template <int N> struct Count {
 
 // op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
 template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
-    // one piece, and known to the compiler to begin at 0, for the channels of a head in nearly every model
+    // nearly every model has 32 channels a head: one piece, which the compiler knows to begin at 0
     if constexpr (sizeof(T) == 4)
         if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
     int64_t c = 0;
@@ -48,23 +48,27 @@ template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
     if (rest & 1) op(Count<1>(), Count<1>(), c);
 }
 
-template <class V> MXD_INLINE const V *row_at(int64_t address, int64_t channel) {
-    return reinterpret_cast<const V *>(address + channel * int64_t(sizeof(V)));
+// const V for rows that are read.
+template <class V> MXD_INLINE V *row_at(int64_t address, int64_t channel) {
+    return reinterpret_cast<V *>(address + channel * int64_t(sizeof(V)));
 }
 
-// Asks for the cache lines of BYTES bytes of a row, ahead of their use. The address may be none of a row: 0.
+template <class V, int N, int K> constexpr int PIECE_BYTES = K * N * int(sizeof(V));
+
+// Prefetches the cache lines of BYTES bytes from an address on. Any address is harmless.
 template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
     MXD_UNROLL
     for (int line = 0; line < (BYTES + 63) / 64; ++line)
         __builtin_prefetch(reinterpret_cast<const void *>(address + 64 * line));
 }
 
-// Two vectors of bfloat16 are read as one of words: the upper halves are every second float as they stand, the lower
-// ones need a shift. Cheaper than widening one after the other; what they meet is put in the same order once.
+// Two vectors of bfloat16 are read as one vector of words. A word's upper half is a float as it stands, its lower half
+// needs a shift. That is cheaper than widening one vector after the other. It separates even and odd channels, so
+// sums and factors are put in the same order, once.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
-// op(vector k, k) for K vectors of a row, k in 0..K-1; in words the lanes of k and k + 1 are each other's neighbours.
+// op(vector k, k) for K vectors of a row. In words, vector k holds the even channels of two vectors, and k + 1 the odd.
 template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
     if constexpr (IN_WORDS<V, T, N, K>) {
         MXD_UNROLL
@@ -84,10 +88,12 @@ MXD_INLINE void add_row(const V *row, Vec<T, N> factor, Vec<T, N> (&sums)[K]) {
     each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) { sums[k] += factor * v; });
 }
 template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N> (&sums)[K]) {
-    if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
-    for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
+    }
 }
-// K vectors as each_vector has those of a row, into a row.
+// Stores K vectors in each_vector's order as a row.
 template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, const Vec<T, N> (&vectors)[K]) {
     if constexpr (IN_WORDS<V, T, N, K>) {
         MXD_UNROLL
@@ -104,32 +110,37 @@ template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, cons
 
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow.
-template <class V, class T, int N, int K, bool ASK>
+template <class V, class T, int N, int K, bool PREFETCH>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
                                V *out) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
-    for (int64_t i = 0; i < n; i += ROWS) MXD_UNROLL
-    for (int r = 0; r < ROWS; ++r) {
-        if constexpr (ASK) ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
-        add_row<V, T, N, K>(row_at<V>(address[i + r], channel), broadcast<T, N>(share[i + r]), sums[r % SETS]);
+    for (int64_t i = 0; i < n; i += ROWS) {
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            if constexpr (PREFETCH) ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+            const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
+            add_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor, sums[r % SETS]);
+        }
     }
     MXD_UNROLL
-    for (int s = 1; s < SETS; ++s) MXD_UNROLL
-    for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
+    for (int s = 1; s < SETS; ++s) {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
+    }
     store_row<V, T, N, K>(out, sums[0]);
 }
 
-// ASK: whether rows are far enough for `next` to be asked for.
-template <class V, class T, bool ASK = true>
+// PREFETCH: whether rows are far enough for a prefetch of `next` to pay.
+template <class V, class T, bool PREFETCH = true>
 inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
                          V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value, ASK>(address, share, next, n, c, out + c);
+        weighted_sum_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, share, next, n, c, out + c);
     });
 }
 
-// The sums of four vectors, side by side. The vectors are folded together, not each by itself: half the steps.
+// The sums of four vectors, side by side. Folding them together takes half the steps of folding each by itself.
 template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
     return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
 }
@@ -167,12 +178,14 @@ template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 16>(const Vec<float, 16
     return raw_load<float, 4>(&four);
 }
 
-// K vectors of g as each_vector has those of a row.
+// K vectors of g in each_vector's order.
 template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
-    if constexpr (IN_WORDS<V, T, N, K>) MXD_UNROLL
-    for (int k = 0; k < K; k += 2) separate<T, N>(factor[k], factor[k + 1], factor[k], factor[k + 1]);
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) separate<T, N>(factor[k], factor[k + 1], factor[k], factor[k + 1]);
+    }
 }
 // A vector whose sum is that of factor * row.
 template <class V, class T, int N, int K>
@@ -194,8 +207,8 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, i
         Vec<T, N> products[ROWS];
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
-            ask_for<K * N *int(sizeof(V))>(next[i + r] + channel * int64_t(sizeof(V)));
-            products[r] = multiply_row<V, T, N, K>(row_at<V>(address[i + r], channel), factor);
+            ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+            products[r] = multiply_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor);
         }
         const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
         store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
@@ -210,8 +223,7 @@ inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t
 }
 
 // row += share * factor
-template <class T, int N, int K> MXD_INLINE void add_to_row(const T *at, T share, const Vec<T, N> (&factor)[K]) {
-    T *row = const_cast<T *>(at);
+template <class T, int N, int K> MXD_INLINE void add_to_row(T *row, T share, const Vec<T, N> (&factor)[K]) {
     const Vec<T, N> s = broadcast<T, N>(share);
     MXD_UNROLL
     for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
@@ -223,7 +235,7 @@ inline void scatter_add_piece(const int64_t *address, const T *share, const int6
     Vec<T, N> factor[K];
     read_factors<T, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; ++i) {
-        ask_for<K * N *int(sizeof(T))>(next[i] + channel * int64_t(sizeof(T)));
+        ask_for<PIECE_BYTES<T, N, K>>(next[i] + channel * int64_t(sizeof(T)));
         add_to_row<T, N, K>(row_at<T>(address[i], channel), share[i], factor);
     }
 }
@@ -237,15 +249,15 @@ inline void scatter_add(const int64_t *address, const T *share, const int64_t *n
     });
 }
 
-// The same distance from a row to the one that is added to, except for `nowhere`, which is both.
+// From a row that is read to the row that is added to: always the same distance, but `nowhere` stays nowhere.
 struct OtherRows {
     int64_t distance, nowhere;
 
     MXD_INLINE int64_t of(int64_t address) const { return address == nowhere ? nowhere : address + distance; }
 };
 
-// One piece of both, ROWS rows at a time. A group's rows are all read before one is added to: a load has to wait for
-// stores before it whose addresses end like its own, as those of the same row in two tensors may.
+// One piece of both, ROWS rows at a time. ROWS rows are read before one is added to: a load waits for an earlier store
+// whose address ends like its own, and those of the same row in two tensors may.
 template <class T, int N, int K>
 inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
                                        int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
@@ -256,9 +268,9 @@ inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, c
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
             const int64_t soon = next[i + r] + channel * int64_t(sizeof(T));
-            ask_for<K * N *int(sizeof(T))>(soon);
-            ask_for<K * N *int(sizeof(T))>(soon + others.distance);
-            products[r] = multiply_row<T, T, N, K>(row_at<T>(address[i + r], channel), factor);
+            ask_for<PIECE_BYTES<T, N, K>>(soon);
+            ask_for<PIECE_BYTES<T, N, K>>(soon + others.distance);
+            products[r] = multiply_row<T, T, N, K>(row_at<const T>(address[i + r], channel), factor);
         }
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r)
@@ -277,7 +289,7 @@ inline void dots_and_scatter_add(const int64_t *address, const T *share, const i
     });
 }
 
-// n elements from one storage type to another by way of T; one of the two strides is 1.
+// Converts n elements by way of T; one of the two strides is 1.
 template <class T, class From, class To>
 inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t n) {
     int64_t i = 0;

@@ -1,4 +1,4 @@
-// The one bilinear sample: which four corners it has, which of them lie on the map, and what share each has.
+// The one bilinear sample: its four corners, which of them lie on the map, and the share of each.
 #pragma once
 
 #include "parallel.h"
@@ -19,21 +19,21 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // For each sample of one query (level by level, point by point), the map it is taken from.
 template <class T> struct Maps {
     T *width, *height;
-    Int<T> *columns, *rows, *start;
+    Int<T> *int_width, *int_height, *start;
 
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples) + 3 * Arena::bytes<Int<T>>(samples); }
     Maps(Arena &arena, int64_t samples)
-        : width(arena.take<T>(samples)), height(arena.take<T>(samples)), columns(arena.take<Int<T>>(samples)),
-          rows(arena.take<Int<T>>(samples)), start(arena.take<Int<T>>(samples)) {}
+        : width(arena.take<T>(samples)), height(arena.take<T>(samples)), int_width(arena.take<Int<T>>(samples)),
+          int_height(arena.take<Int<T>>(samples)), start(arena.take<Int<T>>(samples)) {}
 
     void set(int64_t sample, const Level &level) {
         width[sample] = T(level.width);
         height[sample] = T(level.height);
-        columns[sample] = Int<T>(level.width);
-        rows[sample] = Int<T>(level.height);
+        int_width[sample] = Int<T>(level.width);
+        int_height[sample] = Int<T>(level.height);
         start[sample] = Int<T>(level.start);
     }
-    // `points` samples on each of the levels first..last-1, and up to `padded` an empty map.
+    // `points` samples on each of the levels first..last-1; an empty map for the padding.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
         int64_t sample = 0;
         for (int64_t l = first; l < last; ++l)
@@ -42,14 +42,14 @@ template <class T> struct Maps {
     }
 };
 
-// For each sample of one query, the rows of its map that reach into a band, and a few more on either side: a sample
-// reads the row below its own, too, and rounding may differ from that of its corners.
-template <class T> class BandRows {
+// For each sample of one query, between which y on its map it may read rows of a band. Two pixels more on either side: a
+// sample reads the pixels below its own, too, and its y may be rounded another way than its corners'.
+template <class T> class BandReach {
   public:
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
-    BandRows(Arena &arena, int64_t samples) : first(arena.take<T>(samples)), last(arena.take<T>(samples)) {}
+    BandReach(Arena &arena, int64_t samples) : first_y(arena.take<T>(samples)), last_y(arena.take<T>(samples)) {}
 
-    // As Maps::set_levels.
+    // For samples in the order of Maps::set_levels.
     template <class B>
     void set_levels(const Level *levels, int64_t first_level, int64_t last_level, int64_t points, int64_t padded,
                     const B &band) {
@@ -58,27 +58,33 @@ template <class T> class BandRows {
             for (int64_t p = 0; p < points; ++p, ++sample) {
                 const Level &level = levels[l];
                 const bool reached = band.touches(level);
-                first[sample] = reached ? T((band.begin - level.start) / level.width - 2) : T(1);
-                last[sample] = reached ? T((band.end - 1 - level.start) / level.width + 2) : T(0);
+                first_y[sample] = reached ? T((band.begin - level.start) / level.width - 2) : T(1);
+                last_y[sample] = reached ? T((band.end - 1 - level.start) / level.width + 2) : T(0);
             }
-        for (; sample < padded; ++sample) first[sample] = 1, last[sample] = 0;
+        for (; sample < padded; ++sample) first_y[sample] = 1, last_y[sample] = 0;
     }
-    bool holds_one(T y, int64_t sample) const { return y >= first[sample] && y <= last[sample]; }
+    bool holds_one(T y, int64_t sample) const { return y >= first_y[sample] && y <= last_y[sample]; }
     MXD_INLINE IntLanes<T> holds(RealLanes<T> y, int64_t sample) const {
-        return (y >= raw_load<T, LANES>(first + sample)) & (y <= raw_load<T, LANES>(last + sample));
+        return (y >= raw_load<T, LANES>(first_y + sample)) & (y <= raw_load<T, LANES>(last_y + sample));
     }
 
   private:
-    T *first, *last;
+    T *first_y, *last_y;
 };
 
-// LANES samples: corner k is right when k & 1, below when k & 2.
+// The share of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
+// distances from corner 0, lw and lh.
+template <class Real> MXD_INLINE Real corner_share(int k, Real right, Real below) {
+    return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
+}
+
+// Of LANES samples.
 template <class T> struct Corners {
     IntLanes<T> valid, inside[4]; // all ones or all zeros
     IntLanes<T> pixel[4];         // row of value; meaningful where inside
-    RealLanes<T> right, below;    // the fractions lw, lh; 0 where not valid
+    RealLanes<T> right, below;    // 0 where not valid
 
-    RealLanes<T> share(int k) const { return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below); }
+    RealLanes<T> share(int k) const { return corner_share(k, right, below); }
 };
 
 template <class T> MXD_INLINE RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> &whole) {
@@ -91,24 +97,24 @@ template <class T> MXD_INLINE RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> 
 template <class T>
 MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
     const auto width = raw_load<T, LANES>(maps.width + sample), height = raw_load<T, LANES>(maps.height + sample);
-    const auto columns = raw_load<Int<T>, LANES>(maps.columns + sample);
-    const auto rows = raw_load<Int<T>, LANES>(maps.rows + sample);
+    const auto int_width = raw_load<Int<T>, LANES>(maps.int_width + sample);
+    const auto int_height = raw_load<Int<T>, LANES>(maps.int_height + sample);
     Corners<T> c;
     c.valid = (x > -1) & (y > -1) & (x < width) & (y < height);
     x = c.valid ? x : RealLanes<T>{};
     y = c.valid ? y : RealLanes<T>{};
-    IntLanes<T> column, row;
-    c.right = x - floor_of<T>(x, column);
-    c.below = y - floor_of<T>(y, row);
-    const IntLanes<T> left_in = c.valid & (column >= 0), right_in = c.valid & (column < columns - 1);
-    const IntLanes<T> top_in = row >= 0, bottom_in = row < rows - 1;
+    IntLanes<T> left, top;
+    c.right = x - floor_of<T>(x, left);
+    c.below = y - floor_of<T>(y, top);
+    const IntLanes<T> left_in = c.valid & (left >= 0), right_in = c.valid & (left < int_width - 1);
+    const IntLanes<T> top_in = top >= 0, bottom_in = top < int_height - 1;
     c.inside[0] = top_in & left_in;
     c.inside[1] = top_in & right_in;
     c.inside[2] = bottom_in & left_in;
     c.inside[3] = bottom_in & right_in;
-    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start + sample) + row * columns + column;
+    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start + sample) + top * int_width + left;
     c.pixel[1] = c.pixel[0] + 1;
-    c.pixel[2] = c.pixel[0] + columns;
+    c.pixel[2] = c.pixel[0] + int_width;
     c.pixel[3] = c.pixel[2] + 1;
     return c;
 }
@@ -124,14 +130,14 @@ template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<
     memcpy(xy + LANES, &b, sizeof b);
 }
 
-// What LANES samples read: pixels, which of them count, and with what share of the output.
+// The rows that LANES samples read: which of them are on the map, and the share of each in the output.
 template <class T, int CORNERS> struct SampledRows {
     IntLanes<T> inside[CORNERS], pixel[CORNERS];
     RealLanes<T> share[CORNERS]; // 0 where not inside
 };
 
-// Lists of rows hold four samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Whoever
-// adds up in the order of a list does so in the same order however the samples are cut.
+// Lists of rows hold four samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
+// in list order gives the same order, and so the same bits, wherever the samples are cut.
 template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
@@ -147,8 +153,9 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
         memcpy(to + CORNERS * ROWS, &high, sizeof high);
     }
 }
-// Rows of a tensor as addresses: pixel i of sample s lies at base[s] + i * stride[s] bytes; a corner that is not on the
-// map is `nowhere`.
+
+// The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map lies
+// at `nowhere`, a row of zeros.
 struct RowAddresses {
     int64_t *base, *stride, nowhere;
 
@@ -163,14 +170,14 @@ struct RowAddresses {
             stride[i] = bytes;
         }
     }
-    // Those of samples i..i+LANES-1, into a list. What is right of a pixel is the next one.
+    // Puts the rows of samples i..i+LANES-1 into a list. The corner to the right is the next pixel.
     template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
         const auto b = raw_load<int64_t, LANES>(base + i), s = raw_load<int64_t, LANES>(stride + i);
         AddressLanes address = {};
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
             address = k & 1 ? address + s : convert<int64_t, LANES>(sampled.pixel[k]) * s + b;
-            if constexpr (CORNERS == 1) // always on the map, or padding, which lies nowhere
+            if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is nowhere for padding
                 put_entries<CORNERS>(list, i, k, address);
             else
                 put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, AddressLanes{} + nowhere));
@@ -186,45 +193,58 @@ template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *li
         return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
 }
 
-// From the dot products of g with the four corner rows to those with the sample and with its slopes in x and y.
-template <class T> struct CornerSlopes {
-    RealLanes<T> sample, dx, dy;
+// From the dot products d of g with the four corner rows, 0 for a corner off the map, to the products of g with the
+// sample and with its slopes in x and y.
+template <class Real> struct CornerSlopes {
+    Real sample, dx, dy;
 
-    // dot: a list of products; of samples i..i+LANES-1. What lies outside the map counts as zero.
-    MXD_INLINE CornerSlopes(const Corners<T> &c, const T *dot, int64_t i) : sample{} {
-        RealLanes<T> d[4];
-        for (int k = 0; k < 4; ++k) {
-            d[k] = get_entries<4>(dot, i, k);
-            d[k] = c.inside[k] ? d[k] : RealLanes<T>{};
-            sample += c.share(k) * d[k];
-        }
-        dx = (1 - c.below) * (d[1] - d[0]) + c.below * (d[3] - d[2]);
-        dy = (1 - c.right) * (d[2] - d[0]) + c.right * (d[3] - d[1]);
+    MXD_INLINE CornerSlopes(const Real (&d)[4], Real right, Real below) : sample{} {
+        MXD_UNROLL
+        for (int k = 0; k < 4; ++k) sample += corner_share(k, right, below) * d[k];
+        dx = (1 - below) * (d[1] - d[0]) + below * (d[3] - d[2]);
+        dy = (1 - right) * (d[2] - d[0]) + right * (d[3] - d[1]);
     }
 };
 
-// Samples -> gradient rows of one band: only rows that the band holds, closed up to one list.
+// The same for samples i..i+LANES-1 of a list of products.
+template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners<T> &c, const T *dot, int64_t i) {
+    RealLanes<T> d[4];
+    MXD_UNROLL
+    for (int k = 0; k < 4; ++k) {
+        d[k] = get_entries<4>(dot, i, k);
+        d[k] = c.inside[k] ? d[k] : RealLanes<T>{};
+    }
+    return {d, c.right, c.below};
+}
+
+// Which corners k of LANES samples are rows of a band.
+template <class T, class Sampled, class B>
+MXD_INLINE IntLanes<T> in_band(const Sampled &sampled, int k, const B &band) {
+    return sampled.inside[k] & (sampled.pixel[k] >= Int<T>(band.begin)) & (sampled.pixel[k] < Int<T>(band.end));
+}
+
+// The rows of one query that a band holds, in one list without gaps.
 template <class T> struct ScatterList {
     int64_t *address;
     T *share;
     int64_t count = 0;
 
-    // LANES more than can be kept: add() writes before it knows whether an entry stays.
+    // Room for LANES entries more: add() writes an entry before it knows whether it stays.
     static int64_t bytes(int64_t samples) {
         return Arena::bytes<int64_t>(4 * samples + LANES) + Arena::bytes<T>(4 * samples + LANES);
     }
     ScatterList(Arena &arena, int64_t n)
         : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {
-        memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // asked for ahead before there are any
+        memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // prefetched before the first is written
     }
 
-    // In the order of lists of rows, whose groups of ROWS samples must be the same for all bands: so the order does not
-    // depend on how value is cut.
+    // Entries keep the order of lists of rows. Their groups of ROWS samples must be the same for all bands: then the
+    // order does not depend on where bands are cut.
     template <int CORNERS, class B> MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
         IntLanes<T> mine[CORNERS], here = {};
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            mine[k] = rows.inside[k] & (rows.pixel[k] >= Int<T>(band.begin)) & (rows.pixel[k] < Int<T>(band.end));
+            mine[k] = in_band<T>(rows, k, band);
             here |= mine[k];
         }
         if (!any(here)) return;

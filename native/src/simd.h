@@ -211,8 +211,7 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
     return all != 0;
 }
 
-// Of four addresses and shares those where the mask is set, side by side, and any number behind them; four are written.
-// Returns how many count.
+// Compress-store: kept lanes first. Always writes four; returns how many are kept.
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
 #if defined(__AVX512F__)

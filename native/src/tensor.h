@@ -1,4 +1,4 @@
-// How kernels read and write tensors: runs of elements, whatever their dtype and strides.
+// How kernels read and write tensors: runs of elements of any dtype and stride.
 #pragma once
 
 #include "call.h"
@@ -21,7 +21,7 @@ inline int64_t element_size(int64_t dtype) {
     }
 }
 
-// The dtype of T itself: such elements need no copy.
+// The dtype of T itself.
 template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
 
 inline char *at(const mxd_tensor &t, int64_t offset) {
@@ -58,25 +58,25 @@ template <class T> inline void write_elements(const T *from, char *to, int64_t d
     }
 }
 
-// The trailing axes of a tensor, as one run when they are packed and element by element when not.
-template <int AXES> struct Block {
+// The trailing axes of a tensor: one run when they are contiguous, else element by element.
+template <int AXES> struct TrailingAxes {
     const mxd_tensor &tensor;
     int64_t shape[AXES], strides[AXES];
-    bool packed;
+    bool contiguous;
 
-    explicit Block(const mxd_tensor &t, int first_axis) : tensor(t), packed(true) {
+    TrailingAxes(const mxd_tensor &t, int first_axis) : tensor(t), contiguous(true) {
         int64_t expected = 1;
         for (int a = AXES - 1; a >= 0; --a) {
             shape[a] = t.shape[first_axis + a];
             strides[a] = t.strides[first_axis + a];
-            packed = packed && (shape[a] == 1 || strides[a] == expected);
+            contiguous = contiguous && (shape[a] == 1 || strides[a] == expected);
             expected *= shape[a];
         }
     }
 
-    // fn(element offset of a run, its stride, its length, where it lies in the packed order)
+    // fn(element offset of a run, its stride, its length, its place in a contiguous copy)
     template <class Fn> void runs(int64_t offset, Fn &&fn) const {
-        if (packed) {
+        if (contiguous) {
             int64_t count = 1;
             for (int a = 0; a < AXES; ++a) count *= shape[a];
             fn(offset, 1, count, 0);
@@ -113,15 +113,15 @@ template <int AXES> struct Block {
     }
 };
 
-// Asks for `count` elements from `offset` on, ahead of their use. Always inlined: GCC takes a function that does
-// nothing but prefetch for one without effect and drops the calls.
+// Prefetches `count` elements from `offset` on. Always inlined: GCC takes a function that does nothing but prefetch for
+// one without effect, and drops the calls.
 MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
 }
 
-// A row of channels as T: the tensor's own memory when it already is one, else a copy in `scratch`.
+// A row of channels as T: in the tensor's own memory where dtype and stride allow it, else copied to `scratch`.
 template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
     if (dtype == OWN<T> && stride == 1) return reinterpret_cast<const T *>(from);
     read_elements(from, dtype, stride, n, scratch);

@@ -1,0 +1,92 @@
+// The gradients of sample_locations and weights.
+#pragma once
+
+#include "anchors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: AnchorBlocks.
+template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
+    typedef AnchorWorker<V, T> Base;
+
+  public:
+    using Base::items;
+    static int64_t scratch_bytes(const Call &call) {
+        const Sizes n(call);
+        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(block(n));
+    }
+    SampleGradients(const Call &c, Arena arena)
+        : Base(c, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)), pair(arena.take<T>(block(this->n))),
+          weights_out(c.grad_weights, 4) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = this->blocks.batch(item);
+        this->each(
+            b, this->blocks.begin(item), this->blocks.end(item),
+            [&](int64_t a, int64_t unseen) {
+                memset(pair, 0, size_t(block(this->n)) * sizeof(T));
+                write(b, a, unseen, pair, pair);
+            },
+            [&](const Bundle<T> &bundle) { serve(b, bundle); });
+    }
+
+  private:
+    T *dot;  // [row, groups]
+    T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
+    TrailingAxes<2> weights_out;
+
+    static int64_t block(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
+
+    void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
+        const mxd_tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
+        const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
+        if (l.data)
+            write_elements(location, at(l, offset2(l, b, a) + p * l.strides[2] + cam * l.strides[3]), l.dtype,
+                           l.strides[4], 2);
+        if (w.data) weights_out.write(weight_offset(w, b, a, p, cam), weight);
+    }
+
+    void serve(int64_t b, const Bundle<T> &bundle) {
+        if (bundle.num_pairs == 0) return;
+        const Sizes &n = this->n;
+        const mxd_tensor &grad = this->call.grad_output;
+        const T *g =
+            row_as(at(grad, offset2(grad, b, bundle.anchor)), grad.dtype, grad.strides[2], n.channels, this->row);
+        grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
+        for (int64_t i = 0; i < bundle.num_pairs; ++i) {
+            T location[2] = {0, 0};
+            for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, pair + s * n.groups);
+            write(b, bundle.anchor, bundle.pairs[i], location, pair);
+        }
+    }
+
+    // Adds to location[0], location[1]; writes weight[groups].
+    void sample(const Bundle<T> &bundle, int64_t i, T *location, T *weight) {
+        T slope_x = 0, slope_y = 0;
+        for_pieces<T>(this->n.groups, [&](auto lanes, auto vectors, int64_t c) {
+            constexpr int N = lanes.value;
+            const auto right = broadcast<T, N>(bundle.right[i]), below = broadcast<T, N>(bundle.below[i]);
+            for (int v = 0; v < vectors.value; ++v, c += N) {
+                Vec<T, N> d[4];
+                MXD_UNROLL
+                for (int k = 0; k < 4; ++k) {
+                    const int64_t entry = entry_of<4>(i, k);
+                    d[k] = bundle.inside[entry] ? load<T, N>(dot + entry * this->n.groups + c) : Vec<T, N>{};
+                }
+                const CornerSlopes<Vec<T, N>> slope(d, right, below);
+                store<T, N>(weight + c, slope.sample);
+                const Vec<T, N> w = load<T, N>(bundle.samples.weight(i) + c);
+                slope_x += sum<T, N>(w * slope.dx);
+                slope_y += sum<T, N>(w * slope.dy);
+            }
+        });
+        location[0] += bundle.samples.maps().width[i] * slope_x;
+        location[1] += bundle.samples.maps().height[i] * slope_y;
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

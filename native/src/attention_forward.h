@@ -1,0 +1,57 @@
+// The forward direction: each query's rows, summed.
+#pragma once
+
+#include "attention_worker.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: QueryBlocks. PREFETCH_ROWS: the opposite of Plan::rows_are_near.
+template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> class Forward : QueryWorker<V, T, Rule> {
+    typedef QueryWorker<V, T, Rule> Base;
+
+  public:
+    static int64_t scratch_bytes(const Job &job) {
+        return Base::scratch_bytes(job) + Arena::bytes<V>(Sizes(job.call).channels);
+    }
+    Forward(const Job &j, Arena arena)
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), sum(arena.take<V>(this->n.channels)) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const mxd_tensor &output = this->call.output;
+        // value may have been widened to double, while the output keeps its dtype
+        const bool in_place = output.dtype == this->call.value.dtype && output.strides[3] == 1;
+        const QueryRows outputs(output, b, h, this->n.channels);
+        this->find_value(job, b, h);
+        this->reader.open(b, h);
+        this->queries(
+            blocks.begin(item), blocks.end(item),
+            [](Slot<T> &slot, int64_t i, const auto &sampled) { Base::put_shares(slot, i, sampled); },
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                char *out = outputs.template at_in_turn<true>(q);
+                weighted_sum<V, T, PREFETCH_ROWS>(slot.address, slot.share, next.address, this->num_rows,
+                                                  this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
+                if (!in_place) write_sum(out);
+            });
+    }
+
+  private:
+    const Job job;
+    QueryBlocks blocks;
+    V *sum; // of a query whose output is of another dtype or stride
+
+    void write_sum(char *out) const {
+        const mxd_tensor &output = this->call.output;
+        if constexpr (same_type<V, T>)
+            write_elements(sum, out, output.dtype, output.strides[3], this->n.channels);
+        else // of the same dtype: only the stride is another
+            for (int64_t c = 0; c < this->n.channels; ++c)
+                memcpy(out + c * output.strides[3] * int64_t(sizeof(V)), sum + c, sizeof(V));
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

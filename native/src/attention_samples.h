@@ -1,0 +1,107 @@
+// The gradients of samples, which are those of their locations and weights.
+#pragma once
+
+#include "attention_worker.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// A gradient of OF_EACH numbers a sample, query by query. Whole vectors are written where they belong as they are
+// worked out, if dtype and strides allow it; what is left of a vector, and all else, goes through scratch memory.
+template <class T, int AXES, int OF_EACH> class SampleOutput {
+  public:
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
+    SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
+        : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
+          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
+
+    void open(int64_t b, int64_t h) {
+        if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
+    }
+    MXD_INLINE T *begin(int64_t q) const {
+        char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
+        return direct ? reinterpret_cast<T *>(to) : scratch;
+    }
+    // Where the vector of samples i..i+LANES-1 of a query is written, from what begin() gave.
+    MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    MXD_INLINE void end(int64_t q, T *begun) const {
+        if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
+        if (direct && in_vectors < samples)
+            memcpy(begun + in_vectors * OF_EACH, scratch + in_vectors * OF_EACH,
+                   size_t((samples - in_vectors) * OF_EACH) * sizeof(T));
+    }
+
+  private:
+    const mxd_tensor &tensor;
+    TrailingAxes<AXES> axes;
+    int64_t samples, in_vectors;
+    bool direct;
+    T *scratch;
+    QueryRows queries;
+};
+
+// From the dot products of a query's rows with grad_output to the gradients of its samples.
+template <class T, template <class> class Rule> class SampleOutputs {
+  public:
+    T *dot; // of each row
+
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<T>(4 * n.room()) + SampleOutput<T, 3, 2>::bytes(n) + SampleOutput<T, 2, 1>::bytes(n);
+    }
+    SampleOutputs(const Call &call, const Sizes &n, Arena &arena)
+        : dot(arena.take<T>(4 * n.room())), xy(call.grad_locations, n, arena), weights(call.grad_weights, n, arena) {
+        memset(dot, 0, size_t(4 * n.room()) * sizeof(T));
+    }
+    void open(int64_t b, int64_t h) {
+        xy.open(b, h);
+        weights.open(b, h);
+    }
+    MXD_INLINE void write(int64_t q, const Query<T> &query, int64_t padded) const {
+        T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
+        for (int64_t i = 0; i < padded; i += LANES)
+            Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+        xy.end(q, grad_xy);
+        weights.end(q, grad_weight);
+    }
+
+  private:
+    SampleOutput<T, 3, 2> xy;
+    SampleOutput<T, 2, 1> weights;
+};
+
+// The gradients of samples alone. Items: QueryBlocks.
+template <class V, class T, template <class> class Rule> class SampleGradients : QueryWorker<V, T, Rule> {
+    typedef QueryWorker<V, T, Rule> Base;
+
+  public:
+    static int64_t scratch_bytes(const Job &job) {
+        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
+    }
+    SampleGradients(const Job &j, Arena arena)
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j.call, this->n, arena) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const OutputGradient<T> grad_output(this->call, b, h, this->row);
+        this->find_value(job, b, h);
+        this->reader.open(b, h);
+        samples.open(b, h);
+        this->queries(
+            blocks.begin(item), blocks.end(item), [](Slot<T> &, int64_t, const auto &) {},
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                const T *g = grad_output.of(q);
+                dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
+                samples.write(q, slot.query, this->reader.padded);
+            });
+    }
+
+  private:
+    const Job job;
+    QueryBlocks blocks;
+    SampleOutputs<T, Rule> samples;
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

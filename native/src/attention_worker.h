@@ -1,0 +1,92 @@
+// What the workers that go query by query have in common: one (batch, head) is open, and each query is prepared some
+// queries before it is finished, so that its rows can be prefetched.
+#pragma once
+
+#include "packing.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// A query between prepare and finish: its inputs, the addresses of its rows, and the share of each.
+template <class T> struct Slot {
+    Query<T> query;
+    int64_t *address;
+    T *share;
+
+    static int64_t bytes(const Sizes &n) {
+        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room());
+    }
+    Slot(const Sizes &n, const Maps<T> &maps, Arena &arena)
+        : query(n, maps, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())) {
+        memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // prefetched before the first query is prepared
+    }
+};
+
+// V: the type of the rows, of value or of its gradient.
+template <class V, class T, template <class> class Rule> struct QueryWorker {
+    static constexpr int CORNERS = Rule<T>::CORNERS;
+    const Call &call;
+    Sizes n; // its levels are those that are worked on
+    QueryReader<T> reader;
+    Slot<T> slots[SLOTS];
+    V *nowhere; // the row that is not on the map
+    T *row;     // memory for a row of another dtype
+    RowAddresses rows;
+    int64_t num_rows; // of a query, padded
+
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return QueryReader<T>::bytes(n) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+    }
+    QueryWorker(const Job &job, Arena &arena)
+        : call(job.call), n(job.call), reader(job.call, n, arena), slots{{n, reader.maps(), arena},
+                                                                         {n, reader.maps(), arena},
+                                                                         {n, reader.maps(), arena},
+                                                                         {n, reader.maps(), arena}},
+          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), nowhere),
+          num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
+        memset(nowhere, 0, size_t(n.channels) * sizeof(V));
+    }
+
+    // Restricts this worker to levels first..last-1.
+    void use_levels(int64_t first, int64_t last) {
+        n.levels = last - first;
+        num_rows = round_up(n.levels * n.points, ROWS) * CORNERS;
+        reader.use_levels(first, last);
+    }
+
+    void find_value(const Job &job, int64_t b, int64_t h) {
+        const mxd_tensor &from = call.value;
+        find_levels(call, n, 0, at(from, offset3(from, b, 0, h)), from.strides[1] * int64_t(sizeof(V)),
+                    job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)), rows);
+    }
+
+    // For each query of an open (batch, head): prepare(slot, first of LANES samples, their rows), and AHEAD queries
+    // later finish(query, slot, slot prepared last).
+    template <class Prepare, class Finish>
+    MXD_INLINE void queries(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+        ahead(
+            begin, end,
+            [&](int64_t q, int number) {
+                Slot<T> &slot = slots[number];
+                reader.read(q, slot.query);
+                for (int64_t i = 0; i < reader.padded; i += LANES) {
+                    const auto sampled = Rule<T>::rows(slot.query, i);
+                    rows.put<CORNERS>(slot.address, i, sampled);
+                    prepare(slot, i, sampled);
+                }
+            },
+            [&](int64_t q, int number, int next) { finish(q, slots[number], slots[next]); });
+    }
+
+    template <class Sampled> static MXD_INLINE void put_shares(Slot<T> &slot, int64_t i, const Sampled &sampled) {
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, sampled.share[k]);
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

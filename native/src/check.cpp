@@ -1,0 +1,96 @@
+#include "check.h"
+
+#include <initializer_list>
+
+#include "axes.h"
+
+namespace mxd {
+namespace {
+
+// More elements than any memory has, with room to spare for bytes and for sums of offsets.
+constexpr int64_t TOO_MANY = int64_t(1) << 48;
+
+bool has_shape(const mxd_tensor &t, std::initializer_list<int64_t> shape) {
+    int axis = 0;
+    for (int64_t size : shape)
+        if (t.shape[axis++] != size || size < 0) return false;
+    if (is_empty(t, axis)) return true;
+    int64_t elements = 1;
+    for (int64_t size : shape)
+        if (__builtin_mul_overflow(elements, size, &elements) || elements >= TOO_MANY) return false;
+    return true;
+}
+
+bool is_floating(const mxd_tensor &t) {
+    return t.dtype == MXD_FLOAT32 || t.dtype == MXD_FLOAT64 || t.dtype == MXD_FLOAT16 || t.dtype == MXD_BFLOAT16;
+}
+bool is_integer(const mxd_tensor &t) { return t.dtype == MXD_INT32 || t.dtype == MXD_INT64; }
+
+bool attention_shapes_agree(const Call &call) {
+    const int64_t *v = call.value.shape, *l = call.locations.shape;
+    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1],
+                  levels = call.starts.shape[0], points = l[4];
+    return has_shape(call.value, {bs, keys, heads, channels}) && has_shape(call.shapes, {levels, 2}) &&
+           has_shape(call.starts, {levels}) &&
+           has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
+           has_shape(call.weights, {bs, queries, heads, levels, points}) &&
+           has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels});
+}
+
+bool aggregation_shapes_agree(const Call &call) {
+    const int64_t *v = call.value.shape, *l = call.locations.shape;
+    const int64_t bs = v[0], rows = v[1], channels = v[2], anchors = l[1], points = l[2], cams = l[3],
+                  scales = call.starts.shape[1], groups = call.weights.shape[5];
+    const bool groups_fit = groups > 0 ? channels % groups == 0 : groups == 0 && channels == 0;
+    return has_shape(call.value, {bs, rows, channels}) && groups_fit && has_shape(call.shapes, {cams, scales, 2}) &&
+           has_shape(call.starts, {cams, scales}) && has_shape(call.locations, {bs, anchors, points, cams, 2}) &&
+           has_shape(call.weights, {bs, anchors, points, cams, scales, groups}) &&
+           has_shape(call.backward ? call.grad_output : call.output, {bs, anchors, channels});
+}
+
+// A gradient that is wanted has the shape of its input.
+bool gradient_fits(const mxd_tensor &gradient, const mxd_tensor &input, int axes) {
+    return !gradient.data || std::equal(input.shape, input.shape + axes, gradient.shape);
+}
+bool gradients_fit(const Call &call) {
+    const Axes axes = axes_of(call.op);
+    return gradient_fits(call.grad_value, call.value, axes.value) &&
+           gradient_fits(call.grad_locations, call.locations, axes.locations) &&
+           gradient_fits(call.grad_weights, call.weights, axes.weights);
+}
+
+bool dtypes_fit(const Call &call) {
+    for (const mxd_tensor *t : {&call.grad_value, &call.grad_locations, &call.grad_weights})
+        if (t->data && !is_floating(*t)) return false;
+    // The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
+    if (call.backward ? !is_floating(call.grad_output) : call.output.dtype != call.value.dtype) return false;
+    return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) &&
+           is_integer(call.starts) &&
+           (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
+}
+
+// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
+constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
+
+bool too_many_samples(const mxd_tensor &t, int axes, int first) {
+    if (is_empty(t, axes)) return false;
+    int64_t samples = 1;
+    for (int a = first; a < axes; ++a) samples *= t.shape[a];
+    return samples > MOST_SAMPLES;
+}
+
+} // namespace
+
+int check(const Call &call) {
+    const bool agree = call.op == AGGREGATION ? aggregation_shapes_agree(call) : attention_shapes_agree(call);
+    if (!agree || call.value.shape[1] >= INT32_MAX || !gradients_fit(call)) return MXD_BAD_SHAPE;
+    return dtypes_fit(call) ? MXD_OK : MXD_BAD_DTYPE;
+}
+
+bool query_is_too_large(const Call &call) {
+    const Axes axes = axes_of(call.op);
+    return too_many_samples(call.locations, axes.locations, axes.per_query) ||
+           too_many_samples(call.weights, axes.weights, axes.per_query);
+}
+
+} // namespace mxd

@@ -1,0 +1,14 @@
+// The one list of kernels.
+#include "kernels.h"
+
+namespace mxd {
+namespace MXD_ISA {
+
+const Kernels kernels[] = {
+    {multi_scale_deformable_attn, multi_scale_deformable_attn_backward},
+    {deformable_aggregation, deformable_aggregation_backward},
+    {geometric_kernel_attention, geometric_kernel_attention_backward},
+};
+
+} // namespace MXD_ISA
+} // namespace mxd

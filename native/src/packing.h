@@ -1,0 +1,60 @@
+// Levels of one head in memory of their own: where they lie, and how rows get there and back.
+#pragma once
+
+#include "kernels.h"
+#include "queries.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in `packed`
+// memory, where a level is packed.
+inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, const char *head, int64_t step,
+                        const PackedLevels &levels, const char *packed, int64_t row_bytes, RowAddresses &rows) {
+    for (int64_t l = 0; l < n.levels; ++l) {
+        const int64_t level = first_level + l, first = l * n.points, last = first + n.points;
+        if (packed && levels.offset[level] >= 0)
+            rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes);
+        else
+            rows.set(first, last, head, step);
+    }
+    rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
+}
+
+// fn(row of value, its place in packed memory) for the rows of packed levels: share `chunk` of `chunks`.
+template <class Byte, class Fn>
+inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t row_bytes, int64_t chunk,
+                        int64_t chunks, Fn &&fn) {
+    if (levels.bytes == 0) return;
+    for (int64_t l = 0; l < call.num_levels; ++l) {
+        if (levels.offset[l] < 0) continue;
+        const int64_t rows = call.levels[l].height * call.levels[l].width;
+        for (int64_t r = rows * chunk / chunks; r < rows * (chunk + 1) / chunks; ++r)
+            fn(call.levels[l].start + r, packed + levels.offset[l] + r * row_bytes);
+    }
+}
+
+// Worker over QueryBlocks. Where levels are packed all threads pack those of a head, then work on that head.
+template <class Worker> inline bool over_queries(const Call &call, const Plan &plan) {
+    const Sizes n(call);
+    const PackedLevels &levels = plan.packed_value;
+    char *memory = levels.bytes > 0 ? static_cast<char *>(malloc(size_t(levels.bytes) + 64)) : nullptr;
+    char *packed = memory ? memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) : nullptr;
+    const Job job{call, plan, packed};
+    const int64_t items = QueryBlocks(call, packed != nullptr).count();
+    if (!packed) return parallel<Worker>(call.num_threads, items, job);
+    const int64_t bytes = n.channels * element_size(call.value.dtype);
+    const bool done =
+        parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
+            packed_rows(call, levels, packed, bytes, chunk, STAGE_CHUNKS, [&](int64_t row, char *to) {
+                memcpy(to, at(call.value, offset3(call.value, head / n.heads, row, head % n.heads)), size_t(bytes));
+            });
+        });
+    free(memory);
+    return done;
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

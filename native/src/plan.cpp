@@ -1,0 +1,264 @@
+#include "plan.h"
+
+#include "axes.h"
+
+#define MXD_ISA plain
+#include "rows.h"
+
+namespace mxd {
+namespace {
+
+int64_t num_rows(const Level &level) { return level.height * level.width; }
+
+// A value that kernels compute with in double is double already.
+int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
+
+bool samples_wanted(const Call &call) { return call.grad_locations.data || call.grad_weights.data; }
+
+int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
+
+bool levels_overlap(const Call &call) {
+    std::vector<Level> levels(call.levels, call.levels + call.num_levels);
+    std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
+    for (size_t l = 1; l < levels.size(); ++l)
+        if (levels[l - 1].start + num_rows(levels[l - 1]) > levels[l].start) return true;
+    return false;
+}
+
+// ---- which levels are packed
+
+constexpr PackedLevels NONE{nullptr, 0};
+
+// A level is worth packing where each of its rows is read at least PACK_READS times. The smallest levels come first,
+// while `copies` of them take at most PACK_SHARE of value's memory.
+constexpr double PACK_SHARE = 0.049; // 5 % with all other scratch memory
+constexpr int64_t PACK_READS = 8;
+
+PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
+    const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
+    const int64_t reads = call.locations.shape[1] * call.locations.shape[4] * corners;
+    const double allowed =
+        PACK_SHARE * double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+    std::vector<int64_t> order;
+    for (int64_t l = 0; l < call.num_levels; ++l) order.push_back(l);
+    const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows(a) < rows(b); });
+    offset.assign(size_t(call.num_levels), -1);
+    int64_t total = 0;
+    for (int64_t l : order) {
+        const int64_t bytes = (rows(l) * row_bytes + 63) / 64 * 64;
+        if (double(total + bytes) * double(copies) > allowed || reads < PACK_READS * rows(l)) break;
+        offset[size_t(l)] = total;
+        total += bytes;
+    }
+    return {offset.data(), total};
+}
+
+// All threads work on one head at a time where its levels are packed, so there must be enough queries for all.
+constexpr int64_t QUERIES_OF_A_THREAD = 512;
+
+PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
+    const int64_t size = floating_size(call.value.dtype), row_bytes = call.value.shape[3] * size;
+    if (call.value.strides[1] * size <= row_bytes) return NONE; // rows lie side by side already
+    if (call.locations.shape[1] < QUERIES_OF_A_THREAD * num_threads(call)) return NONE;
+    return choose_levels(call, row_bytes, 1, offset);
+}
+
+// Whether all that a head reads of value is a copy that stays in the nearest caches. Where a sample is one row, a
+// prefetch then costs more than it saves: MapTR tiny's forward 23.1 -> 21.1 ms, nano's 2.5 -> 2.1 (2026-11-22, Zen 5).
+constexpr int64_t NEAR_BYTES = 64 * 1024;
+
+bool rows_are_near(const Call &call, const PackedLevels &packed) {
+    return call.op == GEOMETRIC && packed.bytes > 0 && packed.bytes <= NEAR_BYTES &&
+           std::count(packed.offset, packed.offset + call.num_levels, -1) == 0;
+}
+
+// A row that belongs to two levels would be summed in two places, and its bits depend on which levels are packed: then
+// nothing is.
+PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
+    const int64_t size = computed_size(call), row_bytes = call.value.shape[3] * size;
+    if (call.grad_value.strides[1] * size <= row_bytes || levels_overlap(call)) return NONE;
+    const int64_t heads = call.value.shape[0] * call.value.shape[2];
+    return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
+}
+
+// ---- into how many bands or parts a head is cut, so that all threads have work
+
+struct Cut {
+    int64_t bands, parts;
+};
+
+// Rounds of items until all threads are done.
+int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
+
+bool heads_keep_threads_busy(int64_t heads, int64_t threads) {
+    return 4 * heads >= 3 * threads * rounds(heads, threads);
+}
+
+// How long a cut takes until all threads are done, in times of a whole head, as measured. Each band goes through all
+// queries: that is the 0.15.
+double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
+    if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
+    return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
+}
+
+// Lists of rows go ROWS samples at a time, and a part must begin where such a group does. A row of two levels would
+// belong to two parts.
+bool levels_can_be_parts(const Call &call) {
+    return call.op != AGGREGATION && call.locations.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
+}
+
+// The cut that is done first.
+Cut choose_cut(const Call &call, bool in_place) {
+    const int64_t threads = num_threads(call), num_levels = call.num_levels;
+    const int64_t heads = std::max<int64_t>(1, call.value.shape[0] * (call.op == AGGREGATION ? 1 : call.value.shape[2]));
+    Cut best{1, 1};
+    if (heads_keep_threads_busy(heads, threads) || num_levels == 0) return best;
+    double best_time = time_of(best, heads, threads, num_levels);
+    const auto consider = [&](const Cut &cut) {
+        const double time = time_of(cut, heads, threads, num_levels);
+        if (time < best_time) best = cut, best_time = time;
+    };
+    consider({num_levels, 1}); // each level is cut into the same number of bands
+    for (int64_t bands = 2 * num_levels; heads * bands <= 2 * threads; bands += num_levels) consider({bands, 1});
+    if (in_place && levels_can_be_parts(call))
+        for (int64_t parts = 2; parts <= num_levels; ++parts) consider({1, parts});
+    return best;
+}
+
+// ---- bands
+
+// Where bands of rows begin. Every level's rows are cut into the same number of bands because every level is sampled
+// equally often; no band has more than `most_rows`.
+void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<int64_t> &cuts) {
+    const int64_t num_keys = call.value.shape[1];
+    cuts = {0, num_keys};
+    if (wanted > 1 || most_rows < num_keys) {
+        const int64_t per_level = call.num_levels == 0 ? 1 : (wanted + call.num_levels - 1) / call.num_levels;
+        for (int64_t l = 0; l < call.num_levels; ++l)
+            for (int64_t i = 0; i <= per_level; ++i)
+                cuts.push_back(call.levels[l].start + num_rows(call.levels[l]) * i / per_level);
+        std::sort(cuts.begin(), cuts.end());
+        const size_t known = cuts.size();
+        for (size_t i = 0; i + 1 < known; ++i) {
+            const int64_t rows = cuts[i + 1] - cuts[i], pieces = (rows + most_rows - 1) / most_rows;
+            for (int64_t p = 1; p < pieces; ++p) cuts.push_back(cuts[i] + rows * p / pieces);
+        }
+        std::sort(cuts.begin(), cuts.end());
+    }
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+}
+
+// Sums beside a 16-bit gradient, for each thread: a whole head in nearly every model. With less a head is cut into
+// several bands, and each goes through all queries.
+constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
+// Rows of all channels, added up in place: those of one band should stay in the last cache.
+constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
+
+int64_t most_rows_of_a_band(const Call &call, bool buffered) {
+    const int64_t channels = call.value.shape[axes_of(call.op).value - 1];
+    const int64_t row_bytes = std::max<int64_t>(1, channels * computed_size(call));
+    if (buffered) return std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+    return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.value.shape[1];
+}
+
+// ---- the way to the gradient of value
+
+// grad_value has the type computed in and contiguous channels.
+bool can_be_added_to(const Call &call) {
+    const int last = axes_of(call.op).value - 1;
+    const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
+    return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
+}
+
+// Two passes read the inputs and work out the rows twice; one pass has two sets of rows in the caches, those of value
+// and of its gradient. One pays where value would not be packed, because few queries or large levels leave nothing to
+// gain, and where a sample is one row. Value and its gradient must be laid out alike.
+bool one_pass_pays(const Call &call, bool value_would_be_packed) {
+    return samples_wanted(call) && call.value.dtype == call.grad_value.dtype &&
+           call.value.strides[1] == call.grad_value.strides[1] && (call.op == GEOMETRIC || !value_would_be_packed);
+}
+
+// Best first. Whole heads leave nothing to repeat; a part goes through the samples of its own levels alone; each band
+// goes through all queries. `cut`: what keeps the threads busy.
+ValueGradient choose_way(const Call &call, const Cut &cut, bool buffered, bool value_would_be_packed) {
+    const bool whole_heads = call.op != AGGREGATION && !buffered && cut.bands == 1 && cut.parts == 1;
+    if (!call.grad_value.data) return ValueGradient::NOT_WANTED;
+    if (whole_heads && one_pass_pays(call, value_would_be_packed)) return ValueGradient::WITH_SAMPLES;
+    if (whole_heads) return ValueGradient::BY_HEADS;
+    if (cut.parts > 1) return ValueGradient::BY_PARTS;
+    return ValueGradient::BY_BANDS;
+}
+
+void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &plan, PlanLists &lists) {
+    const bool buffered = call.grad_value.data && !can_be_added_to(call);
+    const Cut cut = call.grad_value.data ? choose_cut(call, !buffered) : Cut{1, 1};
+    plan.value_gradient = choose_way(call, cut, buffered, packed_value.bytes > 0);
+    plan.sample_gradients = samples_wanted(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
+    if (plan.sample_gradients) plan.packed_value = packed_value;
+    switch (plan.value_gradient) {
+    case ValueGradient::NOT_WANTED:
+    case ValueGradient::WITH_SAMPLES:
+        break;
+    case ValueGradient::BY_HEADS:
+        plan.packed_gradient = choose_packed_gradient(call, lists.packed_gradient);
+        break;
+    case ValueGradient::BY_PARTS:
+        plan.parts = cut.parts;
+        break;
+    case ValueGradient::BY_BANDS:
+        cut_bands(call, cut.bands, most_rows_of_a_band(call, buffered), lists.bands);
+        plan.band_starts = lists.bands.data();
+        plan.num_bands = int64_t(lists.bands.size()) - 1;
+        plan.band_is_buffered = buffered;
+    }
+}
+
+std::string packed_text(const Call &call, const PackedLevels &packed) {
+    int64_t levels = 0;
+    if (packed.bytes > 0) levels = call.num_levels - std::count(packed.offset, packed.offset + call.num_levels, -1);
+    return std::to_string(levels) + " of " + std::to_string(call.num_levels) + " levels, " +
+           std::to_string(packed.bytes) + " bytes";
+}
+
+std::string value_gradient_text(const Plan &plan) {
+    switch (plan.value_gradient) {
+    case ValueGradient::NOT_WANTED:
+        return "NOT_WANTED";
+    case ValueGradient::WITH_SAMPLES:
+        return "WITH_SAMPLES";
+    case ValueGradient::BY_HEADS:
+        return "BY_HEADS";
+    case ValueGradient::BY_PARTS:
+        return "BY_PARTS, " + std::to_string(plan.parts) + " a head";
+    case ValueGradient::BY_BANDS:
+        return "BY_BANDS, " + std::to_string(plan.num_bands) + (plan.band_is_buffered ? ", buffered" : "");
+    }
+    return "";
+}
+
+} // namespace
+
+Plan make_plan(const Call &call, PlanLists &lists) {
+    Plan plan{};
+    const PackedLevels packed_value = call.op == AGGREGATION ? NONE : choose_packed_value(call, lists.packed_value);
+    if (call.backward) {
+        plan_gradients(call, packed_value, plan, lists);
+    } else {
+        plan.packed_value = packed_value;
+        plan.rows_are_near = rows_are_near(call, packed_value);
+    }
+    return plan;
+}
+
+std::string describe(const Call &call, const Plan &plan) {
+    std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
+    text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
+    if (!call.backward) return text + "prefetch: " + (plan.rows_are_near ? "inputs" : "inputs and rows") + "\n";
+    text += "sample_gradients: ";
+    text += plan.sample_gradients ? "IN_A_PASS" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";
+    text += "\nvalue_gradient: " + value_gradient_text(plan) + "\n";
+    return text + "packed_gradient: " + packed_text(call, plan.packed_gradient) + "\n";
+}
+
+} // namespace mxd
