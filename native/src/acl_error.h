@@ -1,4 +1,5 @@
-// How the CANN-style interface fails: a status and a sentence, thrown inside, returned at the border.
+// Errors of the CANN-style interface. The code inside throws a status with a sentence; a C function returns the status
+// and keeps the sentence for aclGetRecentErrMsg.
 #pragma once
 
 #include "acl/acl.h"
@@ -14,16 +15,16 @@ struct Outcome {
     std::string sentence;
 };
 
-// Thrown by checks: *name* must *rule*; got *fact*.
+// What checks throw: *name* must *rule*; got *fact*.
 struct Refusal : Outcome {
     Refusal(aclError why, const std::string &name, const std::string &rule, const std::string &fact)
         : Outcome{why, name + " must " + rule + "; got " + fact} {}
 };
 
-// Leaves the sentence for aclGetRecentErrMsg on this thread and returns the status.
+// Keeps the sentence for this thread's aclGetRecentErrMsg and returns the status.
 aclError report(const Outcome &outcome) noexcept;
 
-// What fn() ended with; no exception leaves it.
+// Runs fn and returns how it ended: an exception becomes an outcome.
 template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     try {
         fn();
@@ -31,13 +32,13 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     } catch (const Refusal &refusal) {
         return refusal;
     } catch (const std::bad_alloc &) {
-        return {ACL_ERROR_BAD_ALLOC, {}}; // report() words it: a sentence would need memory
+        return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence: it may need memory, and report() has one
     } catch (const std::system_error &error) {
         return {ACL_ERROR_INTERNAL_ERROR, error.what()};
     }
 }
 
-// The body of every function of the interface.
+// Runs the body of a C function: what the body throws becomes the status that the function returns.
 template <class Fn> aclError guarded(Fn &&fn) noexcept { return report(outcome_of(fn)); }
 
 } // namespace acl

@@ -1,5 +1,5 @@
-// The objects behind the interface's pointers. Every pointer that comes in is looked up, so that one that was destroyed
-// is an error with a sentence and not a crash.
+// The live objects behind the interface's pointers. Every function looks up the pointers that it gets: a pointer to a
+// destroyed object is an error with a sentence, not a crash.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,8 @@ template <class T> class Handles {
         known.insert(key(object.get()));
         return object.release();
     }
-    // A copy, taken under the lock: another thread may destroy the object meanwhile. False: not a live object.
+    // Copies the object under the lock, because another thread may destroy it at any time. False: the object is not
+    // live.
     bool copy(const void *handle, T &to) {
         const std::lock_guard<std::mutex> lock(mutex);
         if (!known.count(key(handle))) return false;
@@ -38,8 +39,8 @@ template <class T> class Handles {
     std::mutex mutex;
     std::unordered_set<uintptr_t> known;
 
-    // Complemented, so that a leak checker does not take this table for an owner: what a program forgets to destroy
-    // shows up as its leak.
+    // The complement of the address. A leak checker would take plain addresses in this set for owners, and would not
+    // report an object that a program forgot to destroy.
     static uintptr_t key(const void *handle) { return ~reinterpret_cast<uintptr_t>(handle); }
 };
 

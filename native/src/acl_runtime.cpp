@@ -1,4 +1,4 @@
-// Devices and memory of the CANN-style interface: here both are the host's.
+// Devices and memory of the CANN-style interface. Every device is the host, and all memory is the host's.
 #include "acl_stream.h"
 
 #include <atomic>

@@ -10,7 +10,7 @@ namespace acl {
 
 int64_t Stream::this_process() {
 #ifdef _WIN32
-    return 0; // no fork
+    return 0; // Windows has no fork
 #else
     return getpid();
 #endif
@@ -52,7 +52,7 @@ void Stream::work() {
         tasks.pop_front();
         lock.unlock();
         Outcome outcome = outcome_of(task);
-        task = nullptr; // what the task holds is gone before anybody learns that it is done
+        task = nullptr; // free what the task holds before synchronize() can return
         lock.lock();
         if (failure.status == ACL_SUCCESS) failure = std::move(outcome);
         ++done;
@@ -69,7 +69,7 @@ Handles<Shared> &streams() {
     return handles;
 }
 
-// What a forked child inherits stays in memory: to destroy it would be to wait for a thread that is not there.
+// Leaks a stream that a forked child inherited. Its destructor would wait for a thread that the child does not have.
 void forget(Shared &stream) { new Shared(std::move(stream)); }
 
 struct Default {

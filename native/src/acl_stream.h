@@ -1,4 +1,4 @@
-// A stream: a queue of tasks and the thread that runs them in order.
+// A stream is a queue of tasks and the thread that runs them in order.
 #pragma once
 
 #include "acl_error.h"
@@ -16,10 +16,10 @@ class Stream {
   public:
     Stream() : process(this_process()), worker([this] { work(); }) {}
     ~Stream();
-    // Not in a forked child: the thread is the parent's. Such a stream can neither be used nor be destroyed.
+    // False in a forked child, which does not have the stream's thread: it can neither use nor destroy the stream.
     bool works_here() const { return process == this_process(); }
     void push(std::function<void()> task);
-    // Waits for what was pushed before; the first failure since the last call, which it forgets.
+    // Waits for every task pushed so far. Returns the first failure since the last call, and forgets it.
     Outcome synchronize();
 
   private:
@@ -30,15 +30,15 @@ class Stream {
     uint64_t pushed = 0, done = 0;
     bool closing = false;
     Outcome failure;
-    std::thread worker; // last: it uses all of the above
+    std::thread worker; // last: it starts at once and uses all of the above
 
     void work();
     static int64_t this_process();
 };
 
-// The stream behind a handle; null: the default stream, which is made when it is first asked for.
+// The stream behind a handle. Null stands for the default stream, which the first call makes.
 std::shared_ptr<Stream> stream_of(aclrtStream handle);
-// Waits for the default stream where there is one.
+// Synchronizes the default stream, if there is one.
 Outcome finish_default_stream();
 
 } // namespace acl

@@ -10,7 +10,7 @@
 namespace acl {
 namespace {
 
-// What an address and a count of bytes can hold, with room to spare for sums.
+// More elements than any memory holds, yet few enough that sums of such numbers, in bytes, do not overflow.
 constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47;
 
 Handles<aclTensor> &tensors() {
@@ -26,7 +26,7 @@ void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t
     std::copy_n(numbers, count, to);
 }
 
-void packed_strides(aclTensor &t) {
+void contiguous_strides(aclTensor &t) {
     int64_t stride = 1;
     for (int a = t.axes - 1; a >= 0; --a) {
         t.strides[a] = stride;
@@ -34,7 +34,7 @@ void packed_strides(aclTensor &t) {
     }
 }
 
-// Elements of a storage, at most MOST_ELEMENTS; 0 when a size is negative.
+// Elements of a storage, and at most MOST_ELEMENTS; 0 when a size is 0 or negative.
 int64_t storage_elements(const int64_t *shape, int axes) {
     int64_t count = 1;
     for (int a = 0; a < axes; ++a) {
@@ -96,7 +96,7 @@ bool extent(const aclTensor &t, int64_t &first, int64_t &last) {
 }
 
 bool distinct_elements(const aclTensor &t) {
-    std::vector<std::pair<int64_t, int64_t>> steps; // stride, size of each axis that moves
+    std::vector<std::pair<int64_t, int64_t>> steps; // stride and size of each axis with two elements or more
     for (int a = 0; a < t.axes; ++a)
         if (t.shape[a] > 1) steps.emplace_back(t.strides[a] < 0 ? -t.strides[a] : t.strides[a], t.shape[a]);
     std::sort(steps.begin(), steps.end());
@@ -120,7 +120,7 @@ aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDat
         auto tensor = std::make_unique<aclTensor>();
         acl::read_axes("viewDimsNum", viewDims, viewDimsNum, tensor->shape);
         tensor->axes = int(viewDimsNum);
-        acl::packed_strides(*tensor);
+        acl::contiguous_strides(*tensor);
         if (stride) std::copy_n(stride, viewDimsNum, tensor->strides);
         tensor->storage = acl::UNKNOWN_STORAGE;
         if (storageDims && storageDimsNum) {

@@ -1,4 +1,4 @@
-// aclTensor: what a program told about a view, and what can be asked of it.
+// aclTensor is a program's description of a view. The functions below answer questions about it.
 #pragma once
 
 #include "acl/acl.h"
@@ -15,7 +15,7 @@ struct aclTensor {
     int64_t offset;
     aclDataType dtype;
     aclFormat format;
-    int64_t storage; // elements behind data; UNKNOWN_STORAGE
+    int64_t storage; // elements in memory from data on, or UNKNOWN_STORAGE
     void *data;
 };
 
@@ -23,20 +23,20 @@ namespace acl {
 
 constexpr int64_t UNKNOWN_STORAGE = -1;
 
-// A copy of a live tensor; false when it is none.
+// Copies a live tensor. False: the handle is no live tensor.
 bool copy_tensor(const aclTensor *handle, aclTensor &to);
 
-// Bytes; 0 for a dtype that no tensor of the operators can have.
+// Bytes of an element; 0 for a dtype that the operators do not take.
 int64_t element_size(aclDataType dtype);
 std::string dtype_name(aclDataType dtype);
 // "(1, 2, 3)"
 std::string list(const int64_t *numbers, int count);
 
 bool empty(const aclTensor &t);
-// First and last element of a view with elements, counted from data. False: beyond what can be addressed.
+// First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
 bool extent(const aclTensor &t, int64_t &first, int64_t &last);
-// Whether the strides by themselves show that no two elements share memory: each axis, from the tightest on, steps over
-// all that the ones before it cover. True of every slice and permutation of a packed tensor.
+// Whether the strides alone prove that no two elements share memory: from the smallest stride to the largest, each axis
+// must step over everything that the axes before it cover. True for every slice and permutation of a contiguous tensor.
 bool distinct_elements(const aclTensor &t);
 
 } // namespace acl

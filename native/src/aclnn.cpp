@@ -9,13 +9,15 @@
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
 
+#include <algorithm>
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 struct aclOpExecutor {
     bool backward;
-    bool nothing_to_do; // an empty input
+    bool nothing_to_do; // an argument has no elements
     bool repeatable;
     uint64_t workspace_bytes;
     mxd::Call call;
@@ -33,7 +35,8 @@ Handles<aclOpExecutor> &executors() {
     return handles;
 }
 
-// The caller's number: a stream's own thread would only know the machine's.
+// Threads that the caller may use. Phase one asks, on the caller's thread: omp_set_num_threads holds for that thread
+// alone, and a stream runs its tasks on another.
 int threads_of_caller() {
 #ifdef _OPENMP
     return omp_get_max_threads();
@@ -42,8 +45,8 @@ int threads_of_caller() {
 #endif
 }
 
-// The workspace holds the levels as they were when the task began, so that what was checked is what is used, and a
-// packed copy of value where its channels are not adjacent.
+// The workspace starts with a copy of the levels. A task makes, checks and uses the copy, so a program that writes to
+// its index tables meanwhile does no harm. The packed copy of value follows, where value's channels are not adjacent.
 int64_t bytes_of_levels(const mxd_tensor &shapes) { return shapes.shape[0] * int64_t(sizeof(mxd::Level)); }
 
 void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
@@ -70,7 +73,7 @@ mxd::Level *read_levels(const aclOpExecutor &plan, void *workspace) {
     return levels;
 }
 
-// A field of every level as an index tensor.
+// Views numbers of the levels as an index table: row l has `fields` of them, from level l; 0 makes a table of one axis.
 mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
     return {first, MXD_INT64, {levels, fields}, {sizeof(mxd::Level) / sizeof(int64_t), 1}};
 }
@@ -89,7 +92,18 @@ void run(aclOpExecutor plan, void *workspace) {
                       "mxd_status " + std::to_string(status));
 }
 
-// gradOutput or output: [bs, num_queries, num_heads * channels], seen as four axes.
+// A checked argument with elements, as the kernels want it. An axis of one element may have any stride, even one that
+// overflows when it is added up, so it gets stride 0.
+mxd_tensor native(const aclTensor &t) {
+    mxd_tensor to{};
+    to.dtype = t.dtype; // mxd_dtype and aclDataType number their dtypes alike
+    to.data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
+    std::copy_n(t.shape, t.axes, to.shape);
+    for (int a = 0; a < t.axes; ++a) to.strides[a] = t.shape[a] > 1 ? t.strides[a] : 0;
+    return to;
+}
+
+// output or gradOutput as [bs, num_queries, num_heads, channels]: three axes become four.
 mxd_tensor with_heads(const aclTensor &t, const AttentionSizes &n) {
     mxd_tensor to = native(t);
     if (t.axes == 4) return to;
@@ -100,59 +114,26 @@ mxd_tensor with_heads(const aclTensor &t, const AttentionSizes &n) {
     return to;
 }
 
-void check_row_output(const Argument &argument, const AttentionSizes &n) {
-    check_shape(argument,
-                {{"bs", n.batch}, {"num_queries", n.queries}, {"num_heads * channels", n.heads * n.channels}});
-}
-
-void check_gradients(const Argument *a, const AttentionSizes &n) {
-    const Argument &grad_output = a[5], &grad_value = a[6], &grad_location = a[7], &grad_weight = a[8];
-    for (int i = 5; i < 9; ++i) check_floating(a[i]);
-    if (grad_output.tensor.axes == 3)
-        check_row_output(grad_output, n);
-    else
-        check_shape(grad_output,
-                    {{"bs", n.batch}, {"num_queries", n.queries}, {"num_heads", n.heads}, {"channels", n.channels}});
-    check_shape(grad_value, {{"bs", n.batch}, {"num_keys", n.keys}, {"num_heads", n.heads}, {"channels", n.channels}});
-    check_shape(grad_location, {{"bs", n.batch},
-                                {"num_queries", n.queries},
-                                {"num_heads", n.heads},
-                                {"num_levels", n.levels},
-                                {"num_points", n.points},
-                                {nullptr, 2}});
-    check_shape(grad_weight, {{"bs", n.batch},
-                              {"num_queries", n.queries},
-                              {"num_heads", n.heads},
-                              {"num_levels", n.levels},
-                              {"num_points", n.points}});
-}
-
-void check_output(const Argument &value, const Argument &output, const AttentionSizes &n) {
-    check_floating(output);
-    if (output.tensor.dtype != value.tensor.dtype)
-        throw Refusal(ACLNN_ERR_PARAM_INVALID, output.name, "have value's dtype " + dtype_name(value.tensor.dtype),
-                      dtype_name(output.tensor.dtype));
-    check_row_output(output, n);
-}
-
-aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
+aclOpExecutor plan_of(Arguments &a, const AttentionSizes &n) {
     aclOpExecutor plan{};
-    plan.backward = count == 9;
-    for (int i = 0; i < count; ++i) plan.nothing_to_do = plan.nothing_to_do || empty(a[i].tensor);
-    if (plan.nothing_to_do) return plan; // strides and offsets of empty tensors mean nothing and were not checked
-    plan.shapes = native(a[1].tensor);
-    plan.starts = native(a[2].tensor);
+    plan.backward = a.backward;
+    a.for_each([&](const Argument &each) { plan.nothing_to_do = plan.nothing_to_do || empty(each.tensor); });
+    if (plan.nothing_to_do) return plan; // no check looked at the strides and offset of an empty tensor
+    plan.shapes = native(a.spatial_shape.tensor);
+    plan.starts = native(a.level_start_index.tensor);
     plan.call.op = mxd::MULTI_SCALE;
-    plan.call.backward = plan.backward;
-    plan.call.value = native(a[0].tensor);
-    plan.call.locations = native(a[3].tensor);
-    plan.call.weights = native(a[4].tensor);
-    (plan.backward ? plan.call.grad_output : plan.call.output) = with_heads(a[5].tensor, n);
+    plan.call.backward = a.backward;
+    plan.call.value = native(a.value.tensor);
+    plan.call.locations = native(a.location.tensor);
+    plan.call.weights = native(a.attn_weight.tensor);
     plan.call.num_threads = threads_of_caller();
     if (plan.backward) {
-        plan.call.grad_value = native(a[6].tensor);
-        plan.call.grad_locations = native(a[7].tensor);
-        plan.call.grad_weights = native(a[8].tensor);
+        plan.call.grad_output = with_heads(a.grad_output.tensor, n);
+        plan.call.grad_value = native(a.grad_value.tensor);
+        plan.call.grad_locations = native(a.grad_location.tensor);
+        plan.call.grad_weights = native(a.grad_attn_weight.tensor);
+    } else {
+        plan.call.output = with_heads(a.output.tensor, n);
     }
     plan.workspace_bytes = uint64_t(bytes_of_levels(plan.shapes));
     if (mxd::channels_lie_apart(plan.call.value, VALUE_AXES))
@@ -160,18 +141,10 @@ aclOpExecutor plan_of(const Argument *a, int count, const AttentionSizes &n) {
     return plan;
 }
 
-aclnnStatus phase_one(Argument *arguments, int count, uint64_t *workspace_size, aclOpExecutor **executor) {
+aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
     return guarded([&] {
-        check_handles(arguments, count);
-        if (!workspace_size) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspaceSize", "point to a number", "NULL");
-        if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "point to an executor", "NULL");
-        const AttentionSizes n = check_attention(arguments);
-        if (count == 9)
-            check_gradients(arguments, n);
-        else
-            check_output(arguments[0], arguments[5], n);
-        for (int i = 0; i < count; ++i) check_memory(arguments[i]);
-        auto plan = std::make_unique<aclOpExecutor>(plan_of(arguments, count, n));
+        const AttentionSizes n = check_phase_one(arguments, workspace_size, executor);
+        auto plan = std::make_unique<aclOpExecutor>(plan_of(arguments, n));
         *workspace_size = plan->workspace_bytes;
         *executor = executors().add(std::move(plan));
     });
@@ -202,7 +175,8 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
             throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspace", "be aligned to 8 bytes", "an address that is not");
         queue->push([plan, workspace] { run(plan, workspace); });
     });
-    return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status; // a stream that is none
+    // stream_of refuses with a status of the runtime; operators have their own for a bad argument.
+    return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
 }
 
 } // namespace
@@ -214,16 +188,12 @@ aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
     const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
     const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
     aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor) {
-    acl::Argument arguments[] = {{"value", value, {}, false},
-                                 {"spatialShape", spatialShape, {}, false},
-                                 {"levelStartIndex", levelStartIndex, {}, false},
-                                 {"location", location, {}, false},
-                                 {"attnWeight", attnWeight, {}, false},
-                                 {"gradOutput", gradOutput, {}, false},
-                                 {"gradValue", gradValue, {}, true},
-                                 {"gradLocation", gradLocation, {}, true},
-                                 {"gradAttnWeight", gradAttnWeight, {}, true}};
-    return acl::phase_one(arguments, 9, workspaceSize, executor);
+    acl::Arguments arguments(true, value, spatialShape, levelStartIndex, location, attnWeight);
+    arguments.grad_output.handle = gradOutput;
+    arguments.grad_value.handle = gradValue;
+    arguments.grad_location.handle = gradLocation;
+    arguments.grad_attn_weight.handle = gradAttnWeight;
+    return acl::phase_one(arguments, workspaceSize, executor);
 }
 
 aclnnStatus aclnnMultiScaleDeformableAttentionGrad(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor,
@@ -236,13 +206,9 @@ aclnnStatus aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(const aclTenso
                                                                   const aclTensor *location,
                                                                   const aclTensor *attnWeight, aclTensor *output,
                                                                   uint64_t *workspaceSize, aclOpExecutor **executor) {
-    acl::Argument arguments[] = {{"value", value, {}, false},
-                                 {"spatialShape", spatialShape, {}, false},
-                                 {"levelStartIndex", levelStartIndex, {}, false},
-                                 {"location", location, {}, false},
-                                 {"attnWeight", attnWeight, {}, false},
-                                 {"output", output, {}, true}};
-    return acl::phase_one(arguments, 6, workspaceSize, executor);
+    acl::Arguments arguments(false, value, spatialShape, levelStartIndex, location, attnWeight);
+    arguments.output.handle = output;
+    return acl::phase_one(arguments, workspaceSize, executor);
 }
 
 aclnnStatus aclnnMultiScaleDeformableAttnFunction(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor,
