@@ -1,5 +1,5 @@
 // aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
-// plans, phase two queues the plan on a stream.
+// makes a task, phase two queues it on a stream.
 #include "acl_handles.h"
 #include "acl_stream.h"
 #include "aclnn_check.h"
@@ -20,8 +20,7 @@ struct aclOpExecutor {
     bool nothing_to_do; // an argument has no elements
     bool repeatable;
     uint64_t workspace_bytes;
-    mxd::Call call;
-    mxd_tensor shapes, starts;
+    mxd::Call call; // its index tables are the caller's until the task has copied them
 };
 
 namespace acl {
@@ -46,7 +45,8 @@ int threads_of_caller() {
 }
 
 // The workspace starts with a copy of the levels. A task makes, checks and uses the copy, so a program that writes to
-// its index tables meanwhile does no harm. The packed copy of value follows, where value's channels are not adjacent.
+// its index tables meanwhile does no harm. A contiguous copy of value follows, where value's channels are not
+// contiguous.
 int64_t bytes_of_levels(const mxd_tensor &shapes) { return shapes.shape[0] * int64_t(sizeof(mxd::Level)); }
 
 void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
@@ -62,13 +62,14 @@ void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
                       std::to_string(level.start));
 }
 
-mxd::Level *read_levels(const aclOpExecutor &plan, void *workspace) {
+mxd::Level *read_levels(const aclOpExecutor &task, void *workspace) {
     mxd::Level *levels = static_cast<mxd::Level *>(workspace);
-    const int64_t *stride = plan.shapes.strides;
-    for (int64_t l = 0; l < plan.shapes.shape[0]; ++l) {
-        levels[l] = {mxd::element(plan.shapes, l * stride[0]), mxd::element(plan.shapes, l * stride[0] + stride[1]),
-                     mxd::element(plan.starts, l * plan.starts.strides[0])};
-        check_level(levels[l], l, plan.call.value.shape[1]);
+    const int64_t *stride = task.call.shapes.strides;
+    for (int64_t l = 0; l < task.call.shapes.shape[0]; ++l) {
+        levels[l] = {mxd::element(task.call.shapes, l * stride[0]),
+                     mxd::element(task.call.shapes, l * stride[0] + stride[1]),
+                     mxd::element(task.call.starts, l * task.call.starts.strides[0])};
+        check_level(levels[l], l, task.call.value.shape[1]);
     }
     return levels;
 }
@@ -78,14 +79,15 @@ mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
     return {first, MXD_INT64, {levels, fields}, {sizeof(mxd::Level) / sizeof(int64_t), 1}};
 }
 
-void run(aclOpExecutor plan, void *workspace) {
-    mxd::Level *levels = read_levels(plan, workspace);
-    if (mxd::channels_lie_apart(plan.call.value, VALUE_AXES))
-        mxd::make_contiguous(plan.call.value, VALUE_AXES, static_cast<char *>(workspace) + bytes_of_levels(plan.shapes));
-    const int64_t count = plan.shapes.shape[0];
-    plan.call.shapes = column(&levels->height, count, 2);
-    plan.call.starts = column(&levels->start, count, 0);
-    const int status = mxd::run(plan.call);
+void run(aclOpExecutor task, void *workspace) {
+    mxd::Level *levels = read_levels(task, workspace);
+    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
+        mxd::make_contiguous(task.call.value, VALUE_AXES,
+                             static_cast<char *>(workspace) + bytes_of_levels(task.call.shapes));
+    const int64_t count = task.call.shapes.shape[0];
+    task.call.shapes = column(&levels->height, count, 2);
+    task.call.starts = column(&levels->start, count, 0);
+    const int status = mxd::run(task.call);
     if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
     if (status != MXD_OK)
         throw Refusal(ACL_ERROR_INTERNAL_ERROR, "executor", "hold what the kernels take",
@@ -114,66 +116,66 @@ mxd_tensor with_heads(const aclTensor &t, const AttentionSizes &n) {
     return to;
 }
 
-aclOpExecutor plan_of(Arguments &a, const AttentionSizes &n) {
-    aclOpExecutor plan{};
-    plan.backward = a.backward;
-    a.for_each([&](const Argument &each) { plan.nothing_to_do = plan.nothing_to_do || empty(each.tensor); });
-    if (plan.nothing_to_do) return plan; // no check looked at the strides and offset of an empty tensor
-    plan.shapes = native(a.spatial_shape.tensor);
-    plan.starts = native(a.level_start_index.tensor);
-    plan.call.op = mxd::MULTI_SCALE;
-    plan.call.backward = a.backward;
-    plan.call.value = native(a.value.tensor);
-    plan.call.locations = native(a.location.tensor);
-    plan.call.weights = native(a.attn_weight.tensor);
-    plan.call.num_threads = threads_of_caller();
-    if (plan.backward) {
-        plan.call.grad_output = with_heads(a.grad_output.tensor, n);
-        plan.call.grad_value = native(a.grad_value.tensor);
-        plan.call.grad_locations = native(a.grad_location.tensor);
-        plan.call.grad_weights = native(a.grad_attn_weight.tensor);
+aclOpExecutor executor_of(Arguments &a, const AttentionSizes &n) {
+    aclOpExecutor task{};
+    task.backward = a.backward;
+    a.for_each([&](const Argument &each) { task.nothing_to_do = task.nothing_to_do || empty(each.tensor); });
+    if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
+    task.call.shapes = native(a.spatial_shape.tensor);
+    task.call.starts = native(a.level_start_index.tensor);
+    task.call.op = mxd::MULTI_SCALE;
+    task.call.backward = a.backward;
+    task.call.value = native(a.value.tensor);
+    task.call.locations = native(a.location.tensor);
+    task.call.weights = native(a.attn_weight.tensor);
+    task.call.num_threads = threads_of_caller();
+    if (task.backward) {
+        task.call.grad_output = with_heads(a.grad_output.tensor, n);
+        task.call.grad_value = native(a.grad_value.tensor);
+        task.call.grad_locations = native(a.grad_location.tensor);
+        task.call.grad_weights = native(a.grad_attn_weight.tensor);
     } else {
-        plan.call.output = with_heads(a.output.tensor, n);
+        task.call.output = with_heads(a.output.tensor, n);
     }
-    plan.workspace_bytes = uint64_t(bytes_of_levels(plan.shapes));
-    if (mxd::channels_lie_apart(plan.call.value, VALUE_AXES))
-        plan.workspace_bytes += uint64_t(mxd::contiguous_bytes(plan.call.value, VALUE_AXES));
-    return plan;
+    task.workspace_bytes = uint64_t(bytes_of_levels(task.call.shapes));
+    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
+        task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value, VALUE_AXES));
+    return task;
 }
 
 aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
     return guarded([&] {
         const AttentionSizes n = check_phase_one(arguments, workspace_size, executor);
-        auto plan = std::make_unique<aclOpExecutor>(plan_of(arguments, n));
-        *workspace_size = plan->workspace_bytes;
-        *executor = executors().add(std::move(plan));
+        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments, n));
+        *workspace_size = task->workspace_bytes;
+        *executor = executors().add(std::move(task));
     });
 }
 
 aclOpExecutor take(aclOpExecutor *executor) {
     if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
-    aclOpExecutor plan;
-    if (!executors().copy(executor, plan) || (!plan.repeatable && !executors().remove(executor)))
+    aclOpExecutor task;
+    if (!executors().copy(executor, task) || (!task.repeatable && !executors().remove(executor)))
         throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from phase one and be run once",
                       "a pointer that is no executor");
-    return plan;
+    return task;
 }
 
 aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream stream) {
     const aclnnStatus status = guarded([&] {
-        const aclOpExecutor plan = take(executor);
-        if (plan.backward != backward)
+        const aclOpExecutor task = take(executor);
+        if (task.backward != backward)
             throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from this operator's phase one",
                           "another operator's");
         const std::shared_ptr<Stream> queue = stream_of(stream);
-        if (plan.nothing_to_do) return;
+        if (task.nothing_to_do) return;
         if (!workspace) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspace", "be memory", "NULL");
-        if (size < plan.workspace_bytes)
+        if (size < task.workspace_bytes)
             throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspaceSize",
-                          "be at least " + std::to_string(plan.workspace_bytes), std::to_string(size));
+                          "be at least " + std::to_string(task.workspace_bytes), std::to_string(size));
         if (reinterpret_cast<uintptr_t>(workspace) % WORKSPACE_ALIGNMENT)
             throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspace", "be aligned to 8 bytes", "an address that is not");
-        queue->push([plan, workspace] { run(plan, workspace); });
+        queue->push([task, workspace] { run(task, workspace); });
     });
     // stream_of refuses with a status of the runtime; operators have their own for a bad argument.
     return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
@@ -227,7 +229,7 @@ aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
     return acl::guarded([&] {
         if (!executor) throw acl::Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
-        if (!acl::executors().change(executor, [](aclOpExecutor &plan) { plan.repeatable = true; }))
+        if (!acl::executors().change(executor, [](aclOpExecutor &task) { task.repeatable = true; }))
             throw acl::Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "be alive", "a pointer that is no executor");
     });
 }

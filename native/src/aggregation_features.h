@@ -19,9 +19,10 @@ template <class T> class FeatureGradient {
                Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(job.call.num_levels);
     }
     FeatureGradient(const Job &job, Arena arena)
-        : call(job.call), plan(job.plan), n(call), locations(call, n, arena), samples(call, n, arena), row(arena.take<T>(n.channels)),
-          sink(arena.take<T>(n.channels)), address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)),
-          shares(arena.take<T>(4 * n.room() * n.groups)), band(call, plan, n.channels, arena), reach(arena, call.num_levels) {}
+        : call(job.call), plan(job.plan), n(call), locations(call, n, arena), samples(call, n, arena),
+          row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
+          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), shares(arena.take<T>(4 * n.room() * n.groups)),
+          band(call, plan, n.channels, arena), reach(arena, call.num_levels) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / plan.num_bands;

@@ -8,8 +8,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: (batch, head). Value and its gradient are laid out alike, and nothing is packed. All of grad_value has been set
-// to zero.
+// Items: (batch, head). Value and its gradient are laid out alike, and nothing is packed. All of grad_value has been
+// set to zero.
 template <class T, template <class> class Rule> class AllGradients : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 

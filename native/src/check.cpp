@@ -28,11 +28,10 @@ bool is_integer(const mxd_tensor &t) { return t.dtype == MXD_INT32 || t.dtype ==
 
 bool attention_shapes_agree(const Call &call) {
     const int64_t *v = call.value.shape, *l = call.locations.shape;
-    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1],
-                  levels = call.starts.shape[0], points = l[4];
+    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1], levels = call.starts.shape[0],
+                  points = l[4];
     return has_shape(call.value, {bs, keys, heads, channels}) && has_shape(call.shapes, {levels, 2}) &&
-           has_shape(call.starts, {levels}) &&
-           has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
+           has_shape(call.starts, {levels}) && has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
            has_shape(call.weights, {bs, queries, heads, levels, points}) &&
            has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels});
 }
@@ -64,8 +63,7 @@ bool dtypes_fit(const Call &call) {
         if (t->data && !is_floating(*t)) return false;
     // The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
     if (call.backward ? !is_floating(call.grad_output) : call.output.dtype != call.value.dtype) return false;
-    return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) &&
-           is_integer(call.starts) &&
+    return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) && is_integer(call.starts) &&
            (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
 }
 

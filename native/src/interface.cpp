@@ -1,5 +1,5 @@
-// The C interface: a call is checked, prepared and planned, and goes to the kernels of the best instruction set that this
-// machine has.
+// The C interface: a call is checked, prepared and planned, and goes to the kernels of the best instruction set that
+// this machine has.
 #include "interface.h"
 
 #include <atomic>
@@ -207,8 +207,7 @@ int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, cons
                                              const mxd_tensor *grad_value, const mxd_tensor *grad_locations,
                                              const mxd_tensor *grad_weights, int num_threads) {
     mxd::Call call = mxd::call_of(mxd::MULTI_SCALE, value, shapes, starts, locations, weights, num_threads);
-    mxd::set_gradients(call, grad_output,
-                        grad_value, grad_locations, grad_weights);
+    mxd::set_gradients(call, grad_output, grad_value, grad_locations, grad_weights);
     return mxd::run(call);
 }
 
@@ -226,8 +225,7 @@ int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd
                                         const mxd_tensor *grad_locations, const mxd_tensor *grad_weights,
                                         int num_threads) {
     mxd::Call call = mxd::call_of(mxd::AGGREGATION, features, shapes, starts, locations, weights, num_threads);
-    mxd::set_gradients(call, grad_output,
-                        grad_features, grad_locations, grad_weights);
+    mxd::set_gradients(call, grad_output, grad_features, grad_locations, grad_weights);
     return mxd::run(call);
 }
 
@@ -245,13 +243,11 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
                                             const mxd_tensor *grad_value, const mxd_tensor *grad_weights,
                                             int num_threads) {
     mxd::Call call = mxd::call_of(mxd::GEOMETRIC, value, shapes, starts, locations, weights, num_threads);
-    mxd::set_gradients(call, grad_output,
-                        grad_value, nullptr, grad_weights);
+    mxd::set_gradients(call, grad_output, grad_value, nullptr, grad_weights);
     return mxd::run(call);
 }
 
-int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text,
-                      int64_t size) {
+int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {
     mxd::Operator op;
     bool backward;
     if (!mxd::find_function(name, op, backward)) return MXD_BAD_NAME;

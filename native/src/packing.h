@@ -8,8 +8,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in `packed`
-// memory, where a level is packed.
+// Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in
+// `packed` memory, where a level is packed.
 inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, const char *head, int64_t step,
                         const PackedLevels &levels, const char *packed, int64_t row_bytes, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {

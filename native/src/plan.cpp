@@ -111,7 +111,8 @@ bool levels_can_be_parts(const Call &call) {
 // The cut that is done first.
 Cut choose_cut(const Call &call, bool in_place) {
     const int64_t threads = num_threads(call), num_levels = call.num_levels;
-    const int64_t heads = std::max<int64_t>(1, call.value.shape[0] * (call.op == AGGREGATION ? 1 : call.value.shape[2]));
+    const int64_t heads =
+        std::max<int64_t>(1, call.value.shape[0] * (call.op == AGGREGATION ? 1 : call.value.shape[2]));
     Cut best{1, 1};
     if (heads_keep_threads_busy(heads, threads) || num_levels == 0) return best;
     double best_time = time_of(best, heads, threads, num_levels);
@@ -215,10 +216,10 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
 }
 
 std::string packed_text(const Call &call, const PackedLevels &packed) {
-    int64_t levels = 0;
-    if (packed.bytes > 0) levels = call.num_levels - std::count(packed.offset, packed.offset + call.num_levels, -1);
-    return std::to_string(levels) + " of " + std::to_string(call.num_levels) + " levels, " +
-           std::to_string(packed.bytes) + " bytes";
+    if (packed.bytes == 0) return "none";
+    const int64_t left = std::count(packed.offset, packed.offset + call.num_levels, -1);
+    return std::to_string(call.num_levels - left) + " of " + std::to_string(call.num_levels) + " levels, " +
+           std::to_string(packed.bytes / 1024) + " KB";
 }
 
 std::string value_gradient_text(const Plan &plan) {
@@ -254,9 +255,9 @@ Plan make_plan(const Call &call, PlanLists &lists) {
 std::string describe(const Call &call, const Plan &plan) {
     std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
     text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
-    if (!call.backward) return text + "prefetch: " + (plan.rows_are_near ? "inputs" : "inputs and rows") + "\n";
+    if (!call.backward) return text + "prefetched_rows: " + (plan.rows_are_near ? "none" : "all") + "\n";
     text += "sample_gradients: ";
-    text += plan.sample_gradients ? "IN_A_PASS" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";
+    text += plan.sample_gradients ? "ALONE" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";
     text += "\nvalue_gradient: " + value_gradient_text(plan) + "\n";
     return text + "packed_gradient: " + packed_text(call, plan.packed_gradient) + "\n";
 }

@@ -23,8 +23,8 @@ inline int64_t offset3(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
     return i * t.strides[0] + j * t.strides[1] + k * t.strides[2];
 }
 
-// How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte apart,
-// which hardware does not foresee.
+// How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
+// apart, which hardware does not foresee.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
 // A query's rows are found AHEAD queries before they are used, so that they can be prefetched while earlier rows are
@@ -43,7 +43,8 @@ inline void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish
 }
 
 // Items (batch, head, block of queries): consecutive items share a head's rows of value in the cache. Long blocks
-// prefetch best, but every thread shall have several items of a stage, which is all heads, or one where levels are packed.
+// prefetch best, but every thread shall have several items of a stage, which is all heads, or one where levels are
+// packed.
 struct QueryBlocks {
     Sizes n;
     int64_t size, per_head;
@@ -64,8 +65,8 @@ struct QueryBlocks {
     static constexpr int64_t SHORTEST = 32, LONGEST = 1024;
 };
 
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers, not pointers: we prefetch past
-// the last query.
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers, not pointers: we prefetch
+// past the last query.
 class QueryRows {
   public:
     QueryRows() {}
@@ -154,8 +155,9 @@ template <class T> class QueryReader {
         // the padding is prefetched, too, or a query waits for it
         location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, padded, weight_skip);
-        locations_until =
-            locations.contiguous ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
+        locations_until = locations.contiguous
+                              ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
+                              : -1;
         weights_until = weights.contiguous ? last_in_vectors(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
         const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
@@ -234,11 +236,11 @@ template <class T> class QueryReader {
         for (int64_t i = 2 * samples; i < 2 * padded; ++i) memory[i] = 0;
     }
 
-    // The last query of a (batch, head) that can be read in whole vectors: its `padded` elements, `count` and what follows
-    // them in memory, belong to the tensor. With a copy of each query instead, RT-DETR's decoder (12 samples a query)
-    // takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
+    // The last query of a (batch, head) that can be read in whole vectors: its `padded` elements, `count` and what
+    // follows them in memory, belong to the tensor. With a copy of each query instead, RT-DETR's decoder (12 samples a
+    // query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
     static int64_t last_in_vectors(const mxd_tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
-                               int64_t padded, int axes) {
+                                   int64_t padded, int axes) {
         if (count == padded) return INT64_MAX;
         int64_t last = 0, elements = 1;
         bool forwards = t.strides[1] > 0;

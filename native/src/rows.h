@@ -1,13 +1,13 @@
-// All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is in
-// T, and weighted_sum stores its result as V.
+// All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is
+// in T, and weighted_sum stores its result as V.
 //
 //   weighted_sum           out     = sum over i of  share[i] * row[i]
 //   dots                   dot[i]  = sum over channels of  g * row[i]
 //   scatter_add            row[i] += share[i] * g
 //   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
 //
-// A list of rows is addresses and shares. Its length is a multiple of ROWS; the padding has share 0 or is a row of zeros.
-// `next` is a list of as many addresses to prefetch; any address is harmless.
+// A list of rows is addresses and shares. Its length is a multiple of ROWS; the padding has share 0 or is a row of
+// zeros. `next` is a list of as many addresses to prefetch; any address is harmless.
 //
 // Channels are cut into pieces of 8, 4, 2, 1 vectors, then a half, a quarter ... of a vector, down to one channel. Each
 // piece is a pass over all rows with its accumulators in registers. So there are no masks, nothing is read past a row's

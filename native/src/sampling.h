@@ -42,8 +42,8 @@ template <class T> struct Maps {
     }
 };
 
-// For each sample of one query, between which y on its map it may read rows of a band. Two pixels more on either side: a
-// sample reads the pixels below its own, too, and its y may be rounded another way than its corners'.
+// For each sample of one query, between which y on its map it may read rows of a band. Two pixels more on either side:
+// a sample reads the pixels below its own, too, and its y may be rounded another way than its corners'.
 template <class T> class BandReach {
   public:
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
@@ -154,8 +154,8 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
     }
 }
 
-// The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map lies
-// at `nowhere`, a row of zeros.
+// The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
+// lies at `nowhere`, a row of zeros.
 struct RowAddresses {
     int64_t *base, *stride, nowhere;
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 import pathlib
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 
 _FUNCTIONS = (
     "mxd_version",
-    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_gather_floor"),
+    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_describe_plan"),
     *(f"mxd_{operator}{direction}" for operator in OPERATORS for direction in ("", "_backward")),
 )
 
@@ -158,12 +159,14 @@ def _pack(t: Tensor) -> bytes:
     return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
 
 
-def _pack_heads(t: Tensor, heads: int, channels: int) -> bytes:
-    """[bs, num_queries, num_heads * embed_dims] as [bs, num_queries, num_heads, embed_dims], without a view."""
-    shape, (batch, query, channel) = t.shape, t.stride()
-    return _PACK[4](
-        t.data_ptr(), _DTYPE[t.dtype], shape[0], shape[1], heads, channels, batch, query, channels * channel, channel
-    )
+def _pack_output(t: Tensor, value: Tensor) -> bytes:
+    """An output, or its gradient. That of attention, [bs, num_queries, num_heads * embed_dims], is seen with the axes of value,
+    [bs, num_queries, num_heads, embed_dims]; no view of the tensor is made.
+    """
+    if value.dim() == t.dim():
+        return _pack(t)
+    (bs, queries, _), (batch, query, channel), (_, _, heads, channels) = t.shape, t.stride(), value.shape
+    return _PACK[4](t.data_ptr(), _DTYPE[t.dtype], bs, queries, heads, channels, batch, query, channels * channel, channel)
 
 
 # Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each thread it
@@ -176,6 +179,15 @@ def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
 
 
+def _elements_read(operator: str, value: Tensor, weights: Tensor) -> int:
+    """Elements of rows that a forward reads. In deformable_aggregation each point is taken to be seen by one camera."""
+    rows = OPERATORS[operator].rows
+    if value.dim() == 4:
+        return weights.numel() * rows * value.shape[3]
+    bs, anchors, points, _, scales, _ = weights.shape
+    return bs * anchors * points * scales * rows * value.shape[2]
+
+
 def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     if status == _BAD_LEVEL:
         _check.levels(*OPERATORS[operator].tables, shapes, starts, num_keys)
@@ -183,51 +195,76 @@ def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys
         raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
 
 
-def _pointers(found: list[Tensor], mask: list[bool]) -> list[bytes | None]:
-    return [_pack(t) if wanted else None for t, wanted in zip(found, mask, strict=True)]
+# The arguments of the C functions, and the number of threads; of the backward the gradients, too.
 
 
-def _attention(operator: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    value, shapes, starts, locations, weights = tensors
-    bs, num_keys, heads, channels = value.shape
-    output = torch.empty((bs, locations.shape[1], heads * channels), dtype=value.dtype)
-    status = getattr(_library(), "mxd_" + operator)(
-        _pack(value),
-        _pack(shapes),
-        _pack(starts),
-        _pack(locations),
-        _pack(weights),
-        _pack_heads(output, heads, channels),
-        _threads(weights.numel() * OPERATORS[operator].rows * channels),
-    )
+def _forward_arguments(operator: str, tensors: Sequence[Tensor], output: Tensor) -> tuple[list[bytes], int]:
+    value = tensors[0]
+    return [*map(_pack, tensors), _pack_output(output, value)], _threads(_elements_read(operator, value, tensors[4]))
+
+
+def _backward_arguments(
+    operator: str, grad: Tensor, tensors: Sequence[Tensor], mask: list[bool]
+) -> tuple[list[Tensor], list[bytes | None], int]:
+    value = tensors[0]
+    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
+    wanted = [_pack(t) if is_wanted else None for t, is_wanted in zip(found, mask, strict=True)]
+    threads = _threads(_elements_read(operator, value, tensors[4]) + found[0].numel())
+    return found, [_pack_output(grad, value), *map(_pack, tensors), *wanted], threads
+
+
+def _output(value: Tensor, locations: Tensor) -> Tensor:
+    return torch.empty((value.shape[0], locations.shape[1], math.prod(value.shape[2:])), dtype=value.dtype)
+
+
+def _forward(operator: str, tensors: tuple[Tensor, ...]) -> Tensor:
+    value, shapes, starts, locations, _ = tensors
+    output = _output(value, locations)
+    arguments, threads = _forward_arguments(operator, tensors, output)
+    status = getattr(_library(), "mxd_" + operator)(*arguments, threads)
     if status:
-        _finish(status, operator, shapes, starts, num_keys)
+        _finish(status, operator, shapes, starts, value.shape[1])
     return output
 
 
-def _attention_backward(operator: str, grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]) -> tuple[Tensor, ...]:
-    value, shapes, starts, _, weights = tensors
-    row = OPERATORS[operator]
-    found = gradients([tensors[i] for i in row.differentiable], mask)
-    status = getattr(_library(), f"mxd_{operator}_backward")(
-        _pack_heads(grad, value.shape[2], value.shape[3]),
-        *map(_pack, tensors),
-        *_pointers(found, mask),
-        _threads(weights.numel() * row.rows * value.shape[3] + found[0].numel()),
-    )
+def _backward(operator: str, grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]) -> tuple[Tensor, ...]:
+    value, shapes, starts, _, _ = tensors
+    found, arguments, threads = _backward_arguments(operator, grad, tensors, mask)
+    status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, threads)
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return tuple(found)
 
 
+def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | None = None) -> dict[str, str]:
+    """How a call would be done: each decision by its name, as mxd_describe_plan tells it.
+
+    Args:
+        tensors: the operator's inputs.
+        mask: which gradients are wanted; None for the forward direction.
+    """
+    output = _output(tensors[0], tensors[3])
+    if mask is None:
+        name = operator
+        arguments, threads = _forward_arguments(operator, tensors, output)
+    else:
+        name = operator + "_backward"
+        _, arguments, threads = _backward_arguments(operator, output, tensors, mask)
+    text = ctypes.create_string_buffer(1024)
+    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+    status = _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
+    _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
+    return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
+
+
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _attention("multi_scale_deformable_attn", (value, shapes, starts, locations, weights))
+    return _forward("multi_scale_deformable_attn", (value, shapes, starts, locations, weights))
 
 
 def multi_scale_deformable_attn_backward(
     grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
-    return _attention_backward("multi_scale_deformable_attn", grad, (value, shapes, starts, locations, weights), mask)
+    return _backward("multi_scale_deformable_attn", grad, (value, shapes, starts, locations, weights), mask)
 
 
 def _native_locations(locations: Tensor) -> Tensor:
@@ -236,30 +273,18 @@ def _native_locations(locations: Tensor) -> Tensor:
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _attention("geometric_kernel_attention", (value, shapes, starts, _native_locations(locations), weights))
+    return _forward("geometric_kernel_attention", (value, shapes, starts, _native_locations(locations), weights))
 
 
 def geometric_kernel_attention_backward(
     grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
 ) -> tuple[Tensor, ...]:
     tensors = (value, shapes, starts, _native_locations(locations), weights)
-    return _attention_backward("geometric_kernel_attention", grad, tensors, mask)
-
-
-def _sampled(feature_maps: Tensor, weight: Tensor) -> int:
-    """Elements of rows read where each point is seen by one camera, on all scales."""
-    bs, anchors, points, _, scales, _ = weight.shape
-    return bs * anchors * points * scales * OPERATORS["deformable_aggregation"].rows * feature_maps.shape[2]
+    return _backward("geometric_kernel_attention", grad, tensors, mask)
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
-    output = torch.empty((feature_maps.shape[0], locations.shape[1], feature_maps.shape[2]), dtype=feature_maps.dtype)
-    status = _library().mxd_deformable_aggregation(
-        *map(_pack, (feature_maps, shapes, starts, locations, weight, output)), _threads(_sampled(feature_maps, weight))
-    )
-    if status:
-        _finish(status, "deformable_aggregation", shapes, starts, feature_maps.shape[1])
-    return output
+    return _forward("deformable_aggregation", (feature_maps, shapes, starts, locations, weight))
 
 
 def deformable_aggregation_backward(
@@ -271,21 +296,4 @@ def deformable_aggregation_backward(
     weight: Tensor,
     mask: list[bool],
 ) -> tuple[Tensor, ...]:
-    found = gradients((feature_maps, locations, weight), mask)
-    status = _library().mxd_deformable_aggregation_backward(
-        *map(_pack, (grad, feature_maps, shapes, starts, locations, weight)),
-        *_pointers(found, mask),
-        _threads(_sampled(feature_maps, weight) + found[0].numel()),
-    )
-    if status:
-        _finish(status, "deformable_aggregation", shapes, starts, feature_maps.shape[1])
-    return tuple(found)
-
-
-def gather_floor(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:
-    """For measurements: see mxd_gather_floor. `rows` are trusted."""
-    status = _library().mxd_gather_floor(
-        *map(_pack, (value, rows, output)), None if grad_value is None else _pack(grad_value), torch.get_num_threads()
-    )
-    if status:
-        raise RuntimeError(f"the gather floor was given {_STATUS.get(status, f'status {status}')}")
+    return _backward("deformable_aggregation", grad, (feature_maps, shapes, starts, locations, weight), mask)
