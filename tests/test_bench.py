@@ -99,6 +99,18 @@ def test_compare_cancels_a_slow_day():
         slower(rows(1, 1), [], 0.25)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_the_gather_floor_writes_rows_of_the_dtype_of_value(dtype):
+    """And nothing behind the last one."""
+    value = torch.randn(1, 7, 2, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.tensor([[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2], dtype=torch.int32)  # 7: a row of zeros
+    memory = torch.full((3, 2, 20), 5.0, dtype=dtype)
+    _native.gather_floor(value, rows, memory[None, :2])
+    expected = torch.stack([value[0, :4].double().sum(0), value[0, 4:].double().sum(0)])
+    torch.testing.assert_close(memory[:2], expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert (memory[2] == 5).all()
+
+
 @pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano"])
 def test_the_gather_floor_reads_and_adds_the_rows(name):
     """Against plain indexing, forward and backward."""

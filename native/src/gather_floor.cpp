@@ -42,11 +42,15 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
         T *grad = BACKWARD ? row<T>(call.grad_value, batch, 0, head) + first : nullptr;
         const QueryRows outputs(call.output, batch, head, width, first);
         for (int64_t q = begin; q < end; ++q, list += count) {
-            T *out = reinterpret_cast<T *>(BACKWARD ? outputs.at_in_turn(q) : outputs.at(q));
+            char *out = BACKWARD ? outputs.at_in_turn(q) : outputs.at(q);
             const int32_t *next = q + 2 < end ? list + 2 * count : nullptr;
             for_pieces<T>(width, [&](auto lanes, auto vectors, int64_t c) {
-                piece<lanes.value, vectors.value>(list, next, count, value + c, grad + c, BACKWARD ? sums : out + c,
-                                                  out + c);
+                if constexpr (BACKWARD)
+                    piece<lanes.value, vectors.value>(list, next, count, value + c, grad + c, sums,
+                                                      reinterpret_cast<const T *>(out) + c);
+                else
+                    piece<lanes.value, vectors.value>(list, next, count, value + c, grad,
+                                                      reinterpret_cast<V *>(out) + c, nullptr);
             });
         }
     }
@@ -61,8 +65,8 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
         return reinterpret_cast<E *>(t.data) + batch * t.strides[0] + key * t.strides[1] + head * t.strides[2];
     }
 
-    template <int N, int K>
-    void piece(const int32_t *list, const int32_t *next, int64_t count, const V *value, T *grad, T *out, const T *g) {
+    template <int N, int K, class Out>
+    void piece(const int32_t *list, const int32_t *next, int64_t count, const V *value, T *grad, Out *out, const T *g) {
         constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
         const int64_t keys = call.value.shape[1], pitch = call.value.strides[1];
         Vec<T, N> total[SETS][K] = {}, factor[K] = {};
