@@ -77,14 +77,6 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
                                                     const mxd_tensor *grad_attention_weights, int num_threads);
 
-/* For measurements: output[b, q, h] = sum of the rows of value[b, :, h] listed in rows[b, h, q], what the operators
- * would cost if nothing had to be worked out; with grad_value output is read and added to the same rows of it. rows:
- * int32 [bs, num_heads, num_queries, count], packed, count a multiple of 4; num_keys is a row of zeros, -1 in place of
- * four rows ends a list. Rows are trusted. Value, output and grad_value as above, of one dtype and with packed
- * channels. */
-MXD_API int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
-                             const mxd_tensor *grad_value, int num_threads);
-
 /* The version of the package that the library was built for, "0.1.0". */
 MXD_API const char *mxd_version(void);
 /* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first

@@ -24,16 +24,11 @@ namespace mxd {
     bool deformable_aggregation_backward(const Call &);                                                                \
     bool geometric_kernel_attention(const Call &);                                                                     \
     bool geometric_kernel_attention_backward(const Call &);                                                            \
-    bool gather_floor(const Call &);                                                                                   \
     }
 #define MXD_KERNELS(isa)                                                                                               \
-    {isa::multi_scale_deformable_attn,                                                                                 \
-     isa::deformable_aggregation,                                                                                      \
-     isa::geometric_kernel_attention,                                                                                  \
-     isa::multi_scale_deformable_attn_backward,                                                                        \
-     isa::deformable_aggregation_backward,                                                                             \
-     isa::geometric_kernel_attention_backward,                                                                         \
-     isa::gather_floor}
+    {isa::multi_scale_deformable_attn,     isa::deformable_aggregation,                                                \
+     isa::geometric_kernel_attention,      isa::multi_scale_deformable_attn_backward,                                  \
+     isa::deformable_aggregation_backward, isa::geometric_kernel_attention_backward}
 
 MXD_DECLARE(baseline)
 #ifdef MXD_HAVE_AVX2
@@ -48,7 +43,7 @@ namespace {
 struct Isa {
     const char *name;
     bool (*supported)();
-    bool (*kernels[7])(const Call &); // forward by Operator, then backward, then the gather floor
+    bool (*kernels[6])(const Call &); // forward by Operator, then backward
 };
 
 #ifdef MXD_HAVE_AVX2
@@ -297,14 +292,6 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
     want(call.grad_value, grad_value);
     want(call.grad_weights, grad_weights);
     return mxd::attention(true, true, call, *shapes, *starts);
-}
-
-int mxd_gather_floor(const mxd_tensor *value, const mxd_tensor *rows, const mxd_tensor *output,
-                     const mxd_tensor *grad_value, int num_threads) {
-    mxd::Call call = call_of(value, rows, value, output, num_threads);
-    want(call.grad_value, grad_value);
-    if (rows->dtype != MXD_INT32 || rows->shape[3] % 4 != 0) return MXD_BAD_SHAPE;
-    return mxd::chosen_isa().load()->kernels[6](call) ? MXD_OK : MXD_OUT_OF_MEMORY;
 }
 
 const char *mxd_version(void) { return MXD_VERSION; }

@@ -13,7 +13,6 @@ bool deformable_aggregation(const Call &call);
 bool deformable_aggregation_backward(const Call &call);
 bool geometric_kernel_attention(const Call &call);
 bool geometric_kernel_attention_backward(const Call &call);
-bool gather_floor(const Call &call);
 
 namespace {
 

@@ -85,7 +85,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 
 _FUNCTIONS = (
     "mxd_version",
-    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_gather_floor"),
+    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp"),
     *(f"mxd_{operator}{direction}" for operator in OPERATORS for direction in ("", "_backward")),
 )
 
@@ -280,12 +280,3 @@ def deformable_aggregation_backward(
     if status:
         _finish(status, "deformable_aggregation", shapes, starts, feature_maps.shape[1])
     return tuple(found)
-
-
-def gather_floor(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:
-    """For measurements: see mxd_gather_floor. `rows` are trusted."""
-    status = _library().mxd_gather_floor(
-        *map(_pack, (value, rows, output)), None if grad_value is None else _pack(grad_value), torch.get_num_threads()
-    )
-    if status:
-        raise RuntimeError(f"the gather floor was given {_STATUS.get(status, f'status {status}')}")
