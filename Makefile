@@ -11,7 +11,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
-NATIVE := CMakeLists.txt $(wildcard native/src/*) $(shell find native/include -name "*.h")
+NATIVE := CMakeLists.txt native/exports.map $(shell find native -name "*.cpp" -o -name "*.h")
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 # Editable, so that a change in src/ needs no reinstall; a change in native/ or pyproject.toml does. The build folder is kept:
 # only what changed is compiled again.

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import csv
+import pathlib
+import shutil
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,16 +15,16 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import mx_driving
-from mx_driving import _native
 from mx_driving.cli.app import app
-from mx_driving.measure import plain
+from mx_driving.measure import floor, plain
 from mx_driving.measure.accuracy import Checked
-from mx_driving.measure.floor import corner_rows
+from mx_driving.measure.floor import add_rows, corner_rows
 from mx_driving.measure.report import slower
 from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
 from mx_driving.measure.workloads import AGGREGATION, EXAMPLES, WORKLOADS
 
 SMALL = "RT-DETR*"
+needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
 
 
 def test_names_are_unique_and_every_operator_is_there():
@@ -51,16 +55,20 @@ def run_bench(*options: str):
     return CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.1", *options])
 
 
-def test_rows_csv_and_bars(tmp_path, monkeypatch):
+@pytest.mark.parametrize("with_floor", [pytest.param(True, marks=needs_the_floor), False])
+def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     monkeypatch.setenv("COLUMNS", "200")
+    if not with_floor:
+        monkeypatch.setattr(floor, "_library_path", lambda: tmp_path / "libmx_driving_floor.so")
     out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
-    result = run_bench("--csv", str(out), "--plot", str(bars))
+    result = run_bench("--workload", "Vendor example small*", "--csv", str(out), "--plot", str(bars))
     assert result.exit_code == 0, result.output
+    assert result.output.count("The gather floor is left out") == (0 if with_floor else 1)
     rows = list(csv.DictReader(out.open()))
     assert {(r["direction"], r["implementation"]) for r in rows} == {
         *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
         ("backward", "mx_driving"),
-        *((d, "gather floor") for d in ("forward", "backward")),
+        *((d, "gather floor") for d in ("forward", "backward") if with_floor),
     }
     assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)
     assert "torch " + torch.__version__ in rows[0]["machine"]
@@ -99,6 +107,38 @@ def test_compare_cancels_a_slow_day():
         slower(rows(1, 1), [], 0.25)
 
 
+def test_a_wheel_does_not_hold_the_gather_floor(tmp_path):
+    """CMake installs it only where the option is given, and only editable installations give it."""
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    cmake = cmake if cmake.exists() else shutil.which("cmake") or pytest.skip("cmake")
+    root = pathlib.Path(__file__).parent.parent
+
+    def installed(*options: str) -> bool:
+        subprocess.run([cmake, "-S", root, "-B", tmp_path, *options], check=True, capture_output=True)
+        return "mx_driving_floor" in (tmp_path / "cmake_install.cmake").read_text()
+
+    assert not installed()
+    assert installed("-DMXD_GATHER_FLOOR=ON")
+    settings = pytest.importorskip("tomllib").loads((root / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    switches = [o for o in settings.pop("overrides") if "MXD_GATHER_FLOOR" in str(o)]
+    assert [o["if"] for o in switches] == [{"state": "editable"}]
+    assert "MXD_GATHER_FLOOR" not in str(settings)
+
+
+@needs_the_floor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_the_gather_floor_writes_rows_of_the_dtype_of_value(dtype):
+    """And nothing behind the last one."""
+    value = torch.randn(1, 7, 2, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.tensor([[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2], dtype=torch.int32)  # 7: a row of zeros
+    memory = torch.full((3, 2, 20), 5.0, dtype=dtype)
+    add_rows(value, rows, memory[None, :2])
+    expected = torch.stack([value[0, :4].double().sum(0), value[0, 4:].double().sum(0)])
+    torch.testing.assert_close(memory[:2], expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert (memory[2] == 5).all()
+
+
+@needs_the_floor
 @pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano"])
 def test_the_gather_floor_reads_and_adds_the_rows(name):
     """Against plain indexing, forward and backward."""
@@ -112,10 +152,10 @@ def test_the_gather_floor_reads_and_adds_the_rows(name):
     found = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
     expected = found.view(bs, heads, queries, -1).transpose(1, 2)
     output = torch.empty(expected.shape)
-    _native.gather_floor(value, rows, output)
+    add_rows(value, rows, output)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
     grad_value, one = torch.zeros_like(value), torch.ones_like(output)
-    _native.gather_floor(value, rows, one, grad_value)
+    add_rows(value, rows, one, grad_value)
     keys = value.shape[1]
     real = torch.where(rows < 0, keys, rows)
     counts = torch.stack([real[b, h].flatten().bincount(minlength=keys + 1) for b in range(bs) for h in range(heads)])

@@ -30,13 +30,13 @@ def why_not() -> str | None:
 
 
 def serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
-    """float64 goes to the reference, and so does a value of more rows than the kernels can number."""
+    """Whether these kernels take such a call. float64, and a value of more rows than they can number, go to the reference."""
     wide = torch.float64 in (value.dtype, locations.dtype, weights.dtype)
     return not wide and value.shape[1] <= _MOST_ROWS
 
 
 @functools.cache
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
-    """The operator's function; importing it imports Triton."""
+    """The operator's forward or backward function. The first call imports Triton."""
     module = importlib.import_module(f"{__name__}.{operator}")
     return module.backward if backward else module.forward

@@ -16,13 +16,14 @@ from torch import Tensor
 from .._operators import LOCATIONS, WEIGHTS, Operator, gradients
 from . import deterministic, launch
 
-# Four warps to a program, where nothing is exchanged between them.
+# Four warps to a program: the forward exchanges nothing between them.
 _FORWARD_WARPS = 4
-# One warp: its sums over channels are shuffles, and its stores need no exchange through shared memory.
+# One warp to a program: sums over channels are shuffles, and stores need no exchange through shared memory.
 _BACKWARD_WARPS = 1
 
 
-VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]  # what no kernel is compiled for
+# A kernel is not compiled anew for other values of these.
+VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]
 
 
 @triton.jit
@@ -30,10 +31,10 @@ def tile_of(
     value, queries, batch_stride, head_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Batch, head, for each row of the tile: does it exist, and its number among [bs, queries, heads]; the channels, and where
-    they are in value's first row.
+    """What this program owns: the batch, the head, which rows of the tile exist, their numbers among [bs, queries, heads], the
+    channels, and pointers to these channels of value's first row.
 
-    Programs go head by head, so that those that run together read the same part of value.
+    Programs are numbered head by head, so that those that run together read the same part of value.
     """
     blocks = tl.cdiv(queries, ROWS)
     program = tl.program_id(0)
@@ -42,13 +43,13 @@ def tile_of(
     first = (program % blocks) * ROWS
     local = tl.arange(0, ROWS)[:, None]
     here = first + local < queries
-    # rows that do not exist repeat the first: reads need no mask
+    # rows that do not exist repeat the first one, so that reads need no mask
     row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
     c = tl.arange(0, COLUMNS)[None, :]
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
 
 
-# Flags of a backward kernel: which gradients besides value's.
+# Flags of a backward kernel: which gradients are wanted besides value's.
 _FLAGS = {LOCATIONS: "LOCATIONS", WEIGHTS: "WEIGHTS"}
 
 
@@ -104,7 +105,7 @@ class Kernels(NamedTuple):
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], backward: bool
 ) -> launch.Plan:
-    """Of a value of this layout, sampled at `samples` = (levels, points)."""
+    """How to launch for a value of this layout, sampled at `samples` = (levels, points)."""
     heads, channels = shape[2:]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:

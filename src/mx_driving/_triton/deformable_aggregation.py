@@ -1,7 +1,6 @@
 """deformable_aggregation on a GPU: a program owns an anchor (backward: one of its points) and a tile [groups, channels].
 
-Where it looks is the same for the whole program, so a camera that does not see the point is skipped by a branch that nobody
-else waits for.
+A program looks at one location at a time. If a camera does not see the point, all threads of the program skip it together.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
 
 _OPERATOR = OPERATORS["deformable_aggregation"]
-_VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]  # what no kernel is compiled for
+# A kernel is not compiled anew for other values of these.
+_VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _seen(locations, at):
 
 @triton.jit
 def _sample(x, y, shapes, starts, map, num_keys):
-    """The point on one map: its size, and the bilinear sample as tensors [1, 1]."""
+    """The size of one map, and the bilinear sample of the point on it, as tensors [1, 1]."""
     x += tl.zeros((1, 1), tl.float32)
     y += tl.zeros((1, 1), tl.float32)
     height, width, start = level(shapes, starts, map)
@@ -84,7 +84,7 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of what no camera sees are zero already."""
+    """Writes nothing for a camera that does not see the point: the caller has set all gradients to zero."""
     point = tl.program_id(0).to(tl.int64)
     anchor = point // POINTS
     batch = anchor // anchors
@@ -132,7 +132,7 @@ def _backward(
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], backward: bool
 ) -> launch.Plan:
-    """Of feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
+    """How to launch for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)

@@ -1,9 +1,11 @@
 """The gradient of value: by atomics, or in an order fixed by the inputs.
 
-Deterministic mode (torch.use_deterministic_algorithms) writes down, for every corner of every sample, the row it adds to
-and its share; a stable sort by row brings together what one row receives, in the order of the samples, and one program
-per row adds it up. Cost: 28 bytes of memory per corner and the sort's own buffers, and the sort's time; a row
-that receives very many samples is summed by one program alone.
+In deterministic mode (torch.use_deterministic_algorithms) the operator's kernel records every corner of every sample: the row
+it adds to, and its share. A stable sort by row brings the corners of a row together, in the order of the samples. One program
+for each row then adds them up.
+
+It costs 28 bytes of memory per corner, the sort's own buffers, and the sort's time. A row that receives very many samples is
+summed by one program alone.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ def _ordered_sums(
     PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Row `program` of value: the sum of share * weight * grad over its corners, one after the other.
+    """A program has one row of value. It adds up share * weight * grad over the row's corners, one after the other.
 
-    A corner belongs to sample corner // PER_SAMPLE, and that to row sample // PER_ROW of grad.
+    Corner c belongs to sample c // PER_SAMPLE. Sample s belongs to row s // PER_ROW of grad.
     """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)
@@ -44,7 +46,7 @@ def _ordered_sums(
 
 
 class Sums:
-    """The gradient of `value` while it is being made: `how`, and the memory that the operator's kernel writes."""
+    """How the gradient of `value` is made, and the memory that the operator's kernel writes for it."""
 
     def __init__(self, value: Tensor, wanted: bool, corners: int) -> None:
         self.value, device = value, value.device
@@ -52,11 +54,11 @@ class Sums:
         self.how = (RECORDED if ordered else ADDED if wanted else NOT_WANTED).value
         # 16-bit gradients are summed in float32 and rounded once
         self.buffer = torch.zeros(value.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
-        self.targets = torch.full((corners if ordered else 0,), -1, dtype=torch.int64, device=device)  # -1: nowhere
+        self.targets = torch.full((corners if ordered else 0,), -1, dtype=torch.int64, device=device)  # -1: adds to no row
         self.parts = torch.empty(corners if ordered else 0, dtype=torch.float32, device=device)
 
     def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
-        """The gradient in value's dtype; an empty tensor when it is not wanted. grad and weights are contiguous."""
+        """The gradient in value's dtype; an empty tensor when it is not wanted. `grad` and `weights` must be contiguous."""
         if self.how == ADDED.value:
             return self.buffer.to(self.value.dtype)
         if self.how == NOT_WANTED.value:

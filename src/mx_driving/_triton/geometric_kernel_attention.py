@@ -13,10 +13,13 @@ from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, 
 
 @triton.jit
 def _nearest(location, size):
-    """trunc(location), clamped to 0..size - 1 before the conversion; a NaN goes to 0. Integers as they are."""
+    """The location, truncated and clamped to 0..size - 1; a NaN becomes 0.
+
+    It is clamped before it is converted, because int32 does not hold every location.
+    """
     location = tl.where(location > 0, location, 0)
     if location.dtype.is_floating():
-        # float32 holds the bound of all sizes, but not every size
+        # clamped to the bound of all sizes first: float32 holds that one, but not every size
         location = tl.minimum(location.to(tl.float32), _MOST_ROWS)
     else:
         location = tl.minimum(location.to(tl.int64), size)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import _check, _data_checks
 
-# Channels that a thread holds in a backward kernel: with eight (16 bytes of a 16-bit dtype), the four corners' rows, their
-# products and the gradient pass 64 registers, and with that half of the occupancy.
+# A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
+# four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
 MOST_HELD = 4
 _MOST_WARPS = 16  # more than 512 threads leave too few registers each
 
@@ -21,17 +21,20 @@ class Layout(NamedTuple):
     """How value lies in memory."""
 
     lane: int  # neighbouring elements that one thread reads at once: 16 bytes where strides allow it
-    key: int  # distance of neighbouring rows where it is one of the model's constants, else 0: read from `strides`
-    strides: tuple[int, ...]  # of every axis but channels, in lanes: the compiler sees that rows stay aligned
+    key: int  # distance of neighbouring rows if the model's sizes fix it; else 0, and kernels read `strides`
+    strides: tuple[int, ...]  # of every axis but channels, counted in lanes: the compiler sees that rows are aligned
 
 
 def packed(value: Tensor) -> Tensor:
-    """Any strides are read in place, except channels that are not neighbours: those would cost a read each, four times over."""
+    """`value` with channels side by side. It is copied where they are not, or each channel would cost a read at each corner.
+
+    Other strides are read in place.
+    """
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
-    """Of a value [bs, num_keys, ..., channels], of which `run` neighbouring channels belong together."""
+    """The layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
     strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
     lane = math.gcd(16 // itemsize, run, *strides)
     row = math.prod(shape[2:])
@@ -40,7 +43,7 @@ def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: 
 
 
 class Plan(NamedTuple):
-    """What a launch depends on besides its tensors. Worked out once for each layout: it would be a third of a small call."""
+    """What a launch depends on besides its tensors. Kept for each layout, because working it out is a third of a small call."""
 
     rows: int  # of a tile
     strides: tuple[int, ...]
@@ -48,7 +51,7 @@ class Plan(NamedTuple):
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -59,14 +62,14 @@ class Tile(NamedTuple):
 
 
 def tile(channels: int, held: int, warps: int) -> Tile:
-    """A tile of `warps` warps, more where one row asks for it; a thread holds `held` channels of a row."""
+    """A tile for `warps` warps, or for more where one row needs them. A thread holds `held` channels of a row."""
     columns = _power_of_two(channels)
     rows = max(1, min(16 * warps, 32 * warps * held // columns))
     return Tile(rows, columns, max(warps, _warps(columns, held)))
 
 
 def grouped_tile(groups: int, width: int, held: int) -> Tile:
-    """All the groups of a row at once, in as many warps as that takes."""
+    """A tile of all groups of a row, in as many warps as it takes."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
     return Tile(rows, columns, max(1, _warps(rows * columns, held)))
 
@@ -76,25 +79,28 @@ def _warps(elements: int, held: int) -> int:
 
 
 def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
-    """`sizes` are the operator's own constants. capped: at most 64 registers, for kernels that on one target or another ask
-    for 65 or 66; as a rule it is harmful, because the compiler then takes 64 where it needs 40, and has spilled on the way."""
+    """`sizes` are the operator's own constants. `capped` allows 64 registers at most.
+
+    The cap is for kernels that ask for 65 or 66 on some target. Elsewhere it does harm: the compiler takes 64 registers where
+    40 are enough, and it has spilled.
+    """
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
     return Plan(tile.rows, layout.strides, {**sizes, **shape, "num_warps": tile.warps, "maxnreg": 64 if capped else None})
 
 
 def unroll(points: int) -> int:
-    """Up to four points at a time: that many reads are in flight; all of them at once spill."""
+    """How many points a loop takes at a time: up to four, so that their reads are in flight together. More would spill."""
     return max(n for n in (1, 2, 3, 4) if points % n == 0)
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device, and on its current stream."""
+    """Makes `device` the current one: Triton launches on the current device and its current stream."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Inside data_checks() the index tables are read, which waits for the device, and refused as on a CPU."""
+    """Inside data_checks(), reads the index tables, which waits for the device, and refuses what a CPU refuses."""
     if _data_checks.asked():
         _check.levels(shapes_name, starts_name, shapes, starts, num_keys)

@@ -1,7 +1,10 @@
 """What the GPU kernels share: a level of the pyramid, the one bilinear sample, and its gradient.
 
-Coordinates, rows and shares may be scalars (one sample per program) or tensors [rows, 1] (one sample per row of a tile);
-whatever has channels broadcasts against them. Index tables are never trusted: every access is masked by `exists`.
+Coordinates, rows and shares are tensors [rows, 1] (one sample for each row of a tile) or [1, 1] (one sample for the program).
+They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
+
+The four corners are 00, 01 (one to the right), 10 (one below) and 11. They are passed one by one, because torch 2.6 brings
+Triton 3.2, whose functions take no tuple. Triton 3.6 makes the same machine code of a NamedTuple.
 """
 
 from __future__ import annotations
@@ -9,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows are numbered in 32 bits. A value of more rows goes to the reference; a level that alone has more samples nothing.
+# Rows are numbered in 32 bits. A value of more rows goes to the reference. On a level of more rows no sample is valid.
 MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 
-# What becomes of the gradient of value.
+# What a backward kernel does with the gradient of value.
 NOT_WANTED = tl.constexpr(0)
 ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
 RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
@@ -21,7 +24,7 @@ RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
 
 @triton.jit
 def level(shapes, starts, l):
-    """(H, W, first row) in int32; H = W = -1, where no sample is valid, when the index tables hold what no level can be."""
+    """(H, W, first row) in int32. H = W = -1, so that no sample is valid, if the index tables hold what no level can be."""
     height = tl.load(shapes + 2 * l).to(tl.int64)
     width = tl.load(shapes + 2 * l + 1).to(tl.int64)
     start = tl.load(starts + l).to(tl.int64)
@@ -41,7 +44,8 @@ def exists(row, num_keys):
 
 @triton.jit
 def bilinear(x, y, height, width, start, num_keys):
-    """The sample at pixel (x, y): is it valid, the row of its corner 00, its fractions, and which corners may be read."""
+    """The sample at pixel (x, y): whether it is valid, the row of corner 00, how far the sample lies to the right of it and
+    below it, and for each corner whether it may be read."""
     valid = (x > -1) & (y > -1) & (x < width) & (y < height)
     x = tl.where(valid, x, 0.0)
     y = tl.where(valid, y, 0.0)
@@ -61,7 +65,7 @@ def bilinear(x, y, height, width, start, num_keys):
 
 @triton.jit
 def shares(right, below, weight):
-    """What each corner counts in a sample of this weight."""
+    """The share of each corner in a sample of this weight."""
     bottom = weight * below
     top = weight - bottom
     return top - top * right, top * right, bottom - bottom * right, bottom * right
@@ -69,7 +73,7 @@ def shares(right, below, weight):
 
 @triton.jit
 def slopes(v00, v01, v10, v11, right, below):
-    """The sample of four corners, and its slopes in x and in y."""
+    """The sample between four corners, and its slopes in x and in y."""
     along_top = v01 - v00
     along_bottom = v11 - v10
     top = v00 + right * along_top
@@ -79,14 +83,14 @@ def slopes(v00, v01, v10, v11, right, below):
 
 @triton.jit
 def read(pointers, here):
-    """Rows in float32, zero where not here."""
+    """Rows in float32; zeros where `here` is false."""
     return tl.load(pointers, mask=here, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def corners(base, row, width, key, in00, in01, in10, in11):
-    """The four corners' rows, which lie `key` elements apart from `base` on."""
-    # The right neighbour is a constant away where key is one: it then costs no address arithmetic.
+    """The rows of the four corners. The first row of value is at `base`, and each lies `key` elements after the one before."""
+    # The right neighbour is at `top + key`: where `key` is a constant, that costs no address arithmetic.
     top = base + row.to(tl.int64) * key
     bottom = base + (row + width).to(tl.int64) * key
     return read(top, in00), read(top + key, in01), read(bottom, in10), read(bottom + key, in11)
@@ -111,7 +115,7 @@ def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s1
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """The rows of the whole value that sample `at` adds to, and its shares, for a later sum in order."""
+    """Records for sample `at` the four rows it adds to, numbered in the whole of value, and their shares."""
     s00, s01, s10, s11 = shares(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
@@ -127,7 +131,7 @@ def record_one(targets, parts, at, first, step, row, share, inside):
 
 @triton.jit
 def by_lane(t, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr):
-    """[ROWS, COLUMNS] -> [ROWS, COLUMNS / LANE]: the sums within each lane, before anything crosses lanes."""
+    """[ROWS, COLUMNS] -> [ROWS, COLUMNS / LANE]: the sums within each lane, which cross no lanes."""
     return tl.sum(tl.reshape(t, (ROWS, COLUMNS // LANE, LANE)), 2)
 
 

@@ -11,7 +11,7 @@ from rich.markup import escape
 from .._programs.files import writable, writable_picture
 from .._programs.problems import matching
 from .._programs.show import open_console, say, show
-from ..measure import report
+from ..measure import floor, report
 from ..measure.report import OURS, Row
 from ..measure.speed import measure
 from ..measure.traits import of_the_package, traits
@@ -43,7 +43,8 @@ def bench(
 
     Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
     figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
-    floor" is a native loop that knows the rows beforehand and only reads and adds them: what memory allows.
+    floor" is a native loop that knows the rows beforehand and only reads and adds them: what memory allows. A
+    wheel does not hold it; `make native` in the source tree builds it.
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 
@@ -66,6 +67,8 @@ def bench(
         writable_picture("--plot", picture, "mx-driving bench --plot")
     use_threads(threads)
     console = open_console(f"mx-driving bench: {report.machine()}")
+    if missing := floor.why_not():
+        say(console, missing)
     rows: list[Row] = []
     for one, name in track(work, description="measuring", console=console, transient=True):
         rows += measure(one, name, peers, seconds)

@@ -1,14 +1,47 @@
-"""The gather floor of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds."""
+"""The gather floor of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
+
+The loop (native/floor) is a library of its own, which wheels do not hold.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import pathlib
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import _native
+from .. import _native, config
 from .workloads import AGGREGATION, GEOMETRIC
+
+
+def _library_path() -> pathlib.Path:
+    path = config.library_path()
+    return path.with_stem(path.stem + "_floor")
+
+
+def why_not() -> str | None:
+    """Why there is no gather floor, or None when there is one."""
+    if _library_path().exists():
+        return None
+    return "The gather floor is left out: a wheel does not hold its library. `make native` in the source tree builds it."
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_library_path()))
+
+
+def add_rows(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:
+    """output[b, q, h] = the sum of the rows of value[b, :, h] that rows[b, h, q] lists. With grad_value, output[b, q, h] is
+    added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. `rows` are trusted: see native/floor/floor.h.
+    """
+    tensors = [None if t is None else _native._pack(t) for t in (value, rows, output, grad_value)]
+    status = _library().mxd_gather_floor(_native.isa().encode(), *tensors, torch.get_num_threads())
+    if status:
+        raise RuntimeError(f"the gather floor was given {_native._STATUS.get(status, f'status {status}')}")
 
 
 def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:
@@ -58,4 +91,4 @@ def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool) -> Cal
     bs, heads, queries, _ = rows.shape
     output = torch.zeros(bs, queries, heads, value.shape[-1], dtype=value.dtype)
     grad_value = torch.zeros_like(value) if backward else None
-    return lambda: _native.gather_floor(value, rows, output, grad_value)
+    return lambda: add_rows(value, rows, output, grad_value)

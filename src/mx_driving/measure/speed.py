@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .._programs.problems import Problem
+from . import floor
 from .accuracy import check_one
-from .floor import gather_floor
 from .report import OURS, Row
 from .rivals import rivals
 from .timing import Call, interleaved
@@ -34,6 +34,13 @@ def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Cal
     return lambda: operator(grad, *args, [True] * len(workload.differentiable))
 
 
+def _floor(workload: Workload, args: tuple[Tensor, ...], dtype: str) -> dict[str, Call]:
+    found = {"forward": floor.gather_floor(workload.operator, args, backward=False)}
+    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
+        found["backward"] = floor.gather_floor(workload.operator, args, backward=True)
+    return found
+
+
 def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
     """One row per direction and implementation; correctness first."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
@@ -48,9 +55,8 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
     calls = {name: _calls(workload, rival, args, grad) for name, rival in found.items()}
     calls[OURS]["backward"] = _backward(workload, args, grad)
-    calls[FLOOR] = {"forward": gather_floor(workload.operator, args, backward=False)}
-    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
-        calls[FLOOR]["backward"] = gather_floor(workload.operator, args, backward=True)
+    if floor.why_not() is None:
+        calls[FLOOR] = _floor(workload, args, dtype)
     rows = []
     for direction in calls[OURS]:
         times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)

@@ -1,0 +1,19 @@
+// What the gather floor is given. The floor is a library of its own, for measurements alone.
+#pragma once
+
+#include "mx_driving.h"
+
+namespace mxd {
+
+// output[b, q, h] = sum of the rows of value[b, :, h] listed in rows[b, h, q]. With grad_value, output[b, q, h] is read
+// and added to the same rows of grad_value[b, :, h].
+//
+// value and grad_value [bs, num_keys, num_heads, channels], output [bs, num_queries, num_heads, channels], of one dtype
+// and with adjacent channels. rows: int32 [bs, num_heads, num_queries, count], packed, count a multiple of 4; num_keys
+// is a row of zeros, -1 in place of four rows ends a list. Rows are trusted.
+struct Floor {
+    mxd_tensor value, rows, output, grad_value; // grad_value.data == nullptr: forward
+    int num_threads;
+};
+
+} // namespace mxd
