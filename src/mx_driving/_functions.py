@@ -57,3 +57,26 @@ def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return door(value, shapes, starts, locations, weights)
 
     return function
+
+
+def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The backward as an extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
+
+    Callers pass more, mmcv's im2col_step or the vendor's zeros for an aggregation; that is not used.
+    """
+    backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(OPERATORS[operator].differentiable)
+
+    def function(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        *unused: Any,
+        im2col_step: int = 64,
+    ) -> Any:
+        return gather(backward_op(grad_output, value, shapes, starts, locations, weights, mask))
+
+    return function

@@ -19,11 +19,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import _functions
-from ._operators import OPERATORS
+from ._functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
@@ -35,7 +33,7 @@ Function = Callable[..., Any]
 
 def _forward(door: Function) -> Function:
     """The operator by mmcv's names, called with a step of im2col that it has no use for."""
-    compiled = _functions.as_compiled(door)
+    compiled = as_compiled(door)
 
     def forward(
         value: Tensor,
@@ -50,27 +48,8 @@ def _forward(door: Function) -> Function:
     return forward
 
 
-def _backward(operator: str) -> Function:
-    """Gradients as a list, of value, (locations,) and weights."""
-    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
-    mask = [True] * len(OPERATORS[operator].differentiable)
-
-    def gradients(
-        value: Tensor,
-        shapes: Tensor,
-        starts: Tensor,
-        locations: Tensor,
-        weights: Tensor,
-        grad_output: Tensor,
-        im2col_step: int = 64,
-    ) -> list[Tensor]:
-        return list(backward(grad_output, value, shapes, starts, locations, weights, mask))
-
-    return gradients
-
-
-_multi_scale_backward = _backward("multi_scale_deformable_attn")
-_gradients_of_aggregation = _backward("deformable_aggregation")
+_multi_scale_backward = backward_as_compiled("multi_scale_deformable_attn", list)
+_gradients_of_aggregation = backward_as_compiled("deformable_aggregation", list)
 
 
 def _aggregation_backward(*arguments: Tensor) -> None:
@@ -93,12 +72,12 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
         "ms_deform_attn_backward": _multi_scale_backward,
     },
     "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": _functions.as_compiled(deformable_aggregation),
+        "deformable_aggregation_forward": as_compiled(deformable_aggregation),
         "deformable_aggregation_backward": _aggregation_backward,
     },
     "GeometricKernelAttention": {
         "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
+        "geometric_kernel_attn_cuda_backward": backward_as_compiled("geometric_kernel_attention", list),
     },
 }
 _MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}
