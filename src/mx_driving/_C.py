@@ -1,6 +1,6 @@
-"""The functions of the vendor's compiled extension around the three operators, in its present and its older names.
+"""The functions of the vendor's compiled extension for the three operators, under their present and older names.
 
-They know neither autograd nor autocast, as its own do not; the gradients are functions of their own.
+Like the vendor's, they know neither autograd nor autocast; gradients are separate functions.
 """
 
 from __future__ import annotations

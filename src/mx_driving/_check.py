@@ -1,7 +1,7 @@
-"""Errors of the operators, and the one form of all errors: *name* must *rule*; got *fact*. nn/_check.py has the modules'.
+"""Checks of the operators' inputs; nn/_check.py has the modules'. All errors have one form: *name* must *rule*; got *fact*.
 
-Plain `if ...: raise`, because that compiles with static and dynamic shapes. The good path is a handful of comparisons;
-sentences are made only when one of them fails.
+A check is a plain `if ...: raise`, because torch.compile takes that with static and dynamic shapes. The good path is a
+handful of comparisons; a sentence is made only when one of them fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
 
 
 def tensors(*named: Named) -> None:
-    """Each is a torch.Tensor."""
+    """Every argument is a torch.Tensor."""
     for name, t in named:
         if not isinstance(t, Tensor):
             numbers = isinstance(t, (list, tuple)) and not any(isinstance(e, Tensor) for e in t)
@@ -53,7 +53,7 @@ def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str)
 
 
 def need_axes(name: str, t: Tensor, axes: str) -> None:
-    """As many axes as `axes` has names."""
+    """t has as many axes as `axes` has names."""
     if t.dim() != axes.count(",") + 1:
         fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
 
@@ -64,7 +64,7 @@ def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
 
 
 def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
-    """The same where some sizes, those that are None, are the caller's to choose."""
+    """As `need_shape`, but a size may be anything where None is given."""
     if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
         fail_shape(name, t, axes, sizes)
 
@@ -84,7 +84,7 @@ def attention(
     weights: Tensor,
     integer_locations: bool = False,
 ) -> None:
-    """The inputs of the attention operators, which share their shapes."""
+    """Check the inputs of an attention operator; both attention operators take the same shapes."""
     if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
@@ -113,7 +113,7 @@ def attention(
 
 
 def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> None:
-    """Locations and weights agree with each other and not with value: then it is value that is named."""
+    """Name value if locations and weights agree with each other but not with value."""
     if weights.shape == locations.shape[:-1]:
         bs, _, heads = locations.shape[:3]
         axes, sizes = "bs, num_keys, num_heads, embed_dims", (bs, None, heads, None)
@@ -124,7 +124,7 @@ def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> 
 def _attention_agrees(
     value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, of_locations: frozenset[torch.dtype]
 ) -> bool:
-    """Whether `attention` has nothing to say. Every call comes by here, from a door twice."""
+    """Whether all rules of `attention` hold. Every call runs this, and a call through a door runs it twice."""
     if not (_are_tensors(value, shapes, starts, locations, weights) and value.dim() == 4 and weights.dim() == 5):
         return False
     bs, _, heads, _ = value.shape
@@ -154,7 +154,7 @@ def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
 
 
 def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    """The inputs of an operator whose groups of channels have weights of their own."""
+    """Check the inputs of an operator whose groups of channels have weights of their own."""
     if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
         return
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
@@ -179,7 +179,7 @@ def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Ten
 
 
 def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:
-    """Whether `aggregation` has nothing to say."""
+    """Whether all rules of `aggregation` hold."""
     if not (_are_tensors(feature_maps, shapes, starts, locations, weight) and feature_maps.dim() == 3 and weight.dim() == 6):
         return False
     bs, _, channels = feature_maps.shape
@@ -206,7 +206,7 @@ def _inputs_of(operator: Operator) -> Callable[..., None]:
     return functools.partial(attention, operator.inputs, integer_locations=operator.integer_locations)
 
 
-# The five inputs of an operator, for who calls it by its name; a door does not come first then.
+# Operator -> the check of its five inputs. Kernels run it too, because torch.ops can be called without a door.
 INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values()}
 
 
@@ -220,7 +220,7 @@ def backward(
     weights: Tensor,
     mask: list[bool],
 ) -> None:
-    """What an operator's backward is given: grad_output, the five inputs, and output_mask."""
+    """Check the arguments of an operator's backward: grad_output, the five inputs, output_mask."""
     INPUTS[operator](value, shapes, starts, locations, weights)
     wanted = len(OPERATORS[operator].differentiable)
     if len(mask) != wanted:
@@ -236,7 +236,7 @@ def backward(
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Every map lies inside num_keys rows. Reads the index tables, so only where that costs nothing: on a CPU."""
+    """Every map lies inside num_keys rows. This reads the index tables, which costs nothing only on a CPU."""
     axes = starts.dim()
     for flat, ((height, width), start) in enumerate(
         zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)
@@ -252,26 +252,26 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
 
 
 def host_memory(name: str, t: Any) -> None:
-    """Memory that a C function may be pointed at."""
+    """t is in memory that a C function can read and write."""
     tensors((name, t))
     if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
         fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
 
 
 def workspace(t: Tensor, size: int) -> None:
-    """Memory of at least `size` bytes for phase two."""
+    """t has at least `size` contiguous bytes, for phase two."""
     host_memory("workspace", t)
     if not t.is_contiguous() or t.nbytes < size:
         fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
 
 
 def limit(name: str, rule: str, fact: object) -> NoReturn:
-    """A documented limit of Atlas A2 is passed."""
+    """Refuse what passes a documented limit of Atlas A2."""
     fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
 
 
 def flag(name: str, word: str) -> NoReturn:
-    """A switch in the environment that is neither on nor off."""
+    """Refuse a switch in the environment that is neither on nor off."""
     fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
 
 
@@ -285,13 +285,13 @@ def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """What stopped an import, and what helps where it is an extension that nobody has built."""
+    """Why an import failed, with advice if an extension is missing that compat stands in for."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)
 
 
 def same_samples(locations: Tensor, weights: Tensor) -> None:
-    """Locations to draw, and a weight for each."""
+    """Every location to draw has a weight."""
     if locations.dim() < 3 or locations.shape[-1] != 2:
         fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
     if weights.shape != locations.shape[:-1]:

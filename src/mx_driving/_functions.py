@@ -28,7 +28,7 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def forward(ctx: Any, door: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The output, without a graph even outside of `apply`: who brings a ctx differentiates by backward."""
+    """The output, without a graph even outside of `apply`: a caller with a ctx of its own calls backward itself."""
     ctx.save_for_backward(*inputs)
     with torch.no_grad():
         return door(*inputs)
