@@ -1,4 +1,4 @@
-"""What the modules refuse, in the words of `mx_driving._check`. Only sizes are looked at, so that graphs stay whole."""
+"""Checks of the modules' inputs, in the form of `mx_driving._check`. They read no data, so that graphs stay whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def share(name: str, part: float) -> None:
 
 
 def fix_scale(t: Tensor, num_learnable_pts: int) -> None:
-    """Key points of an anchor, of which there may be none where the instance's feature places some."""
+    """Fixed key points of an anchor. There may be none if the instance's feature places some."""
     if t.numel():
         need_some_sizes("fix_scale", t, "points, 3", None, 3)
     elif num_learnable_pts < 1:
@@ -45,7 +45,7 @@ def fix_scale(t: Tensor, num_learnable_pts: int) -> None:
 
 
 def maps(given: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """The levels of a pyramid: alike but for their height and width, the last two of `axes`."""
+    """The levels of a pyramid. They may differ only in height and width, the last two of `axes`."""
     if isinstance(given, Tensor):
         fail(TypeError, "maps", "be a list of tensors, one for each level", type(given).__name__)
     levels = list(given)
@@ -63,7 +63,7 @@ def maps(given: Iterable[Tensor], axes: str) -> list[Tensor]:
 def queries(
     query: Tensor, points: Tensor, shapes: Tensor, embed_dims: int, levels: int, axis: str, count: int, numbers: tuple[int, ...]
 ) -> None:
-    """What an attention module looks with: each query has `count` reference points, one per `axis`, of so many numbers."""
+    """An attention module's queries. Each has `count` reference points, one per `axis`; a point has one of these `numbers`."""
     tensors(("query", query), ("reference_points", points), ("spatial_shapes", shapes))
     need_some_sizes("query", query, "bs, num_queries, embed_dims", None, None, embed_dims)
     reference_points(points, numbers)
@@ -73,7 +73,7 @@ def queries(
 
 
 def pyramid(value: Tensor, starts: Tensor, padding_mask: Tensor | None, bs: int, embed_dims: int, levels: int) -> None:
-    """What an attention module looks at."""
+    """The pyramid that an attention module reads."""
     tensors(("value", value), ("level_start_index", starts))
     need_some_sizes("value", value, "bs, num_keys, embed_dims", bs, None, embed_dims)
     need_shape("level_start_index", starts, "num_levels", levels)
@@ -84,7 +84,7 @@ def pyramid(value: Tensor, starts: Tensor, padding_mask: Tensor | None, bs: int,
 
 
 def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embed_dims: int) -> None:
-    """What an aggregation module looks with."""
+    """An aggregation module's anchors."""
     tensors(("instance_feature", instance_feature), ("anchor", anchor), ("anchor_embed", anchor_embed))
     need_some_sizes("instance_feature", instance_feature, "bs, anchor, embed_dims", None, None, embed_dims)
     bs, count, _ = instance_feature.shape
@@ -95,7 +95,7 @@ def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embe
 
 
 def cameras(projection_mat: Tensor, image_wh: Tensor | None, bs: int, cams: int | None) -> None:
-    """Where an aggregation module's cameras are; cams is None where any number will do."""
+    """An aggregation module's cameras. If cams is None, there may be any number of them."""
     tensors(("projection_mat", projection_mat))
     axes = "bs, cam, 3 or 4, 4"
     need_some_sizes("projection_mat", projection_mat, axes, bs, cams, None, 4)
@@ -107,7 +107,7 @@ def cameras(projection_mat: Tensor, image_wh: Tensor | None, bs: int, cams: int 
 
 
 def feature_maps(maps: Tensor, shapes: Tensor, starts: Tensor, bs: int, cams: int, scales: int, embed_dims: int) -> None:
-    """What an aggregation module's cameras see."""
+    """The maps that an aggregation module reads."""
     tensors(("feature_maps", maps), ("spatial_shape", shapes), ("scale_start_index", starts))
     need_some_sizes("feature_maps", maps, "bs, num_feat, embed_dims", bs, None, embed_dims)
     need_shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
@@ -115,7 +115,7 @@ def feature_maps(maps: Tensor, shapes: Tensor, starts: Tensor, bs: int, cams: in
 
 
 def reference_points(t: Tensor, numbers: tuple[int, ...]) -> None:
-    """The modules' reference points end with one of these counts of numbers."""
+    """The last axis of reference points has one of these sizes."""
     if t.dim() != 4 or t.shape[-1] not in numbers:
         rule = "have 4 axes, the last of " + " or ".join(map(str, numbers)) + " numbers"
         fail(ValueError, "reference_points", rule, tuple(t.shape))
