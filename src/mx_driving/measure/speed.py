@@ -35,7 +35,7 @@ def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Cal
 
 
 def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
-    """One row per direction and implementation; correctness first."""
+    """One row per direction and implementation; errors are checked first."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))
