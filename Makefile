@@ -4,7 +4,6 @@
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
-# make docs    these operators' pages, docs/_build/html/index.html
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -13,8 +12,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 NATIVE := CMakeLists.txt native/exports.map $(shell find native -name "*.cpp" -o -name "*.h")
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
-# Editable, so that a change in src/ needs no reinstall; a change in native/ or pyproject.toml does. The build folder is kept:
-# only what changed is compiled again.
+# Editable, so that a change in src/ needs no reinstall; a change in native/ or pyproject.toml does. The build folder stays, so
+# that only what changed is compiled again.
 EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=build/editable --editable
 
 NO_COMPILER := Building needs a C++ compiler and there is none: apt install g++, dnf install gcc-c++ or xcode-select --install
@@ -66,8 +65,8 @@ lint: $(STAMP)
 
 native: $(STAMP)
 
-# libgomp is not instrumented, so that ThreadSanitizer would see races that are none: OpenMP is off there, and the threads
-# are those of streams and callers. Its kernels are the same source for every instruction set: one is enough.
+# ThreadSanitizer would report false races, because libgomp is not instrumented. So OpenMP is off there, and the threads are
+# those of streams and callers. One instruction set is enough there, because all are compiled from one source.
 SANITIZERS := build/asan build/tsan
 build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
 build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_OPENMP=OFF -DMXD_BASELINE_ONLY=ON
@@ -80,7 +79,7 @@ $(SANITIZERS): $(VENV)/made
 	$(BIN)/cmake --build $@ --parallel 2
 	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
 
-# For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Says that it is right, not how fast.
+# For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Shows that results are right, not how fast they come.
 AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
 aarch64: $(VENV)/made
 	$(BIN)/cmake -S . -B build/aarch64 $(AARCH64) -DMXD_NATIVE_TESTS=ON

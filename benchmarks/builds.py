@@ -1,8 +1,8 @@
 """Native libraries side by side in one process, each loaded several times. Run: python benchmarks/builds.py OLD.so NEW.so
 
-A library is loaded more than once because where it lies can decide its time: hardware that predicts by an instruction's
-address helps or does not. Each cell is the best time of the best copy and of the worst, in milliseconds; where they differ
-by more than noise, something is left to chance. Without arguments, the installed library alone.
+A library is loaded more than once because its address can decide its time: hardware that predicts by an instruction's
+address helps or does not. Each cell is the best time of the best copy and of the worst, in milliseconds; if they differ by
+more than noise, something is left to chance. Without arguments, it measures the installed library alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
 @contextlib.contextmanager
 def using(library: ctypes.CDLL) -> Iterator[None]:
     before = _native._library
-    _native._library = lambda: library  # no mock: calling one would be measured, too
+    _native._library = lambda: library  # not a mock, whose own calls would be measured, too
     try:
         yield
     finally:

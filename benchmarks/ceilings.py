@@ -1,4 +1,4 @@
-"""What this GPU can do at most, of the three things the operators live on: copying, reading from L2, adding to memory."""
+"""The most that this GPU can do of what bounds the operators: copying, reading from L2, adding to memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 
 _PIECE = 4096  # elements of a program's piece
 _PIECES = 8  # pieces that a program reads or adds to
-_CACHED = 16 << 20  # bytes of a table that stays in L2
+_CACHED = 16 << 20  # bytes that stay in L2
 
 
 class Ceilings(NamedTuple):
@@ -22,20 +22,20 @@ class Ceilings(NamedTuple):
 
 
 @triton.jit
-def _read(table, sums, pieces, PIECE: tl.constexpr, COUNT: tl.constexpr):
+def _read(memory, sums, pieces, PIECE: tl.constexpr, COUNT: tl.constexpr):
     total = tl.zeros((PIECE,), tl.float32)
     for i in range(COUNT):
         piece = (tl.program_id(0) * 7919 + i * 104729) % pieces
-        total += tl.load(table + piece * PIECE + tl.arange(0, PIECE))
+        total += tl.load(memory + piece * PIECE + tl.arange(0, PIECE))
     tl.store(sums + tl.program_id(0), tl.sum(total, 0))
 
 
 @triton.jit
-def _add(table, pieces, PIECE: tl.constexpr, COUNT: tl.constexpr):
+def _add(memory, pieces, PIECE: tl.constexpr, COUNT: tl.constexpr):
     one = tl.full((PIECE,), 1.0, tl.float32)
     for i in range(COUNT):
         piece = (tl.program_id(0) * 7919 + i * 104729) % pieces
-        tl.atomic_add(table + piece * PIECE + tl.arange(0, PIECE), one, sem="relaxed")
+        tl.atomic_add(memory + piece * PIECE + tl.arange(0, PIECE), one, sem="relaxed")
 
 
 def measure(seconds, device: str, small: bool) -> Ceilings:
@@ -44,10 +44,10 @@ def measure(seconds, device: str, small: bool) -> Ceilings:
     source = torch.zeros(elements, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.nbytes / seconds(lambda: target.copy_(source))
-    table = torch.zeros((1 << 16 if small else _CACHED) // 4, device=device)
-    pieces, programs = table.numel() // _PIECE, 2 if small else 8192
+    memory = torch.zeros((1 << 16 if small else _CACHED) // 4, device=device)
+    pieces, programs = memory.numel() // _PIECE, 2 if small else 8192
     sums = torch.empty(programs, device=device)
     moved = programs * _PIECES * _PIECE * 4
-    read = moved / seconds(lambda: _read[(programs,)](table, sums, pieces, PIECE=_PIECE, COUNT=_PIECES))
-    added = moved / seconds(lambda: _add[(programs,)](table, pieces, PIECE=_PIECE, COUNT=_PIECES))
+    read = moved / seconds(lambda: _read[(programs,)](memory, sums, pieces, PIECE=_PIECE, COUNT=_PIECES))
+    added = moved / seconds(lambda: _add[(programs,)](memory, pieces, PIECE=_PIECE, COUNT=_PIECES))
     return Ceilings(copy, read, added)

@@ -1,11 +1,11 @@
-"""The operators on a GPU, beside their rivals and beside what the GPU can do at most.
+"""The operators on a GPU, beside their rivals and the GPU's ceilings.
 
     python benchmarks/gpu.py                 on the current CUDA device; writes benchmarks/results/<gpu>.csv
     python benchmarks/gpu.py --dry-run       tiny sizes in Triton's interpreter: checks this script, measures nothing
 
-Medians of CUDA event times. Each call takes the next of several copies of its inputs, together three times the L2 cache, so
-that nothing is left of the last time it was used. `kernel` is a CUDA graph of such calls, without Python; `call` is the same
-from Python, one after the other.
+Times are medians of CUDA events. Each call takes the next of several copies of its inputs, which are three times the L2 cache
+together, so that nothing of a copy's last use is left there. `kernel` is a CUDA graph of such calls, without Python; `call`
+is the same from Python, one after the other.
 """
 
 from __future__ import annotations
@@ -68,9 +68,6 @@ TARGETS = {
 }
 
 
-# Timing
-
-
 def events(run: Callable[[], Any], calls: int) -> float:
     """Seconds of one of the `calls` calls that run makes: the median over rounds."""
     if not DRY:
@@ -107,9 +104,6 @@ def captured(calls: list[Callable[[], Any]]) -> Callable[[], Any]:
     return graph.replay
 
 
-# What is run
-
-
 def copies(args: Args) -> list[Args]:
     """As many copies of the inputs as three times the L2 cache holds, at least 4."""
     size = sum(a.nbytes for a in args)
@@ -119,7 +113,7 @@ def copies(args: Args) -> list[Args]:
 
 @functools.cache
 def installed() -> dict[str, Function]:
-    """Other packages' multi-scale attention; what is not installed is left out, and said to be."""
+    """Other packages' multi-scale attention; one that is not installed is left out, with a line that says so."""
     found: dict[str, Function] = {}
     try:
         from deformops.registry import Backend, msda  # pyright: ignore[reportMissingImports]
@@ -141,7 +135,7 @@ def rivals(workload: Workload) -> dict[str, Function]:
     usual = getattr(plain, workload.operator)
     found: dict[str, Function] = {"plain torch": usual}
     if not DRY:
-        torch._dynamo.reset()  # or else the ninth workload exceeds the limit of recompilations, and runs uncompiled
+        torch._dynamo.reset()  # without this the ninth workload would exceed the limit of recompilations, and run uncompiled
         found["plain torch, compiled"] = torch.compile(usual)
     return found | (installed() if workload.operator == MULTI_SCALE else {})
 
@@ -172,7 +166,7 @@ def for_rival(name: str, args: Args) -> Args:
 
 
 def check(workload: Workload, args: Args) -> None:
-    """No measurement of a wrong result: the first queries against the reference in float64."""
+    """Refuse to measure a wrong result: compare the first queries with the reference in float64."""
     some = (*args[:3], args[3][:, :60], args[4][:, :60])
     got = ours(workload, False, args[0])(*some).double()
     wide = tuple(a.double() if a.is_floating_point() else a for a in some)
@@ -194,9 +188,6 @@ def moved(workload: Workload, args: Args, backward: bool) -> tuple[int, int]:
     corners = OPERATORS[workload.operator].rows
     rows = int(samples * corners * channels)
     return rows * args[0].element_size(), rows * 4 * backward
-
-
-# The table
 
 
 def measure(workload: Workload, dtype: torch.dtype, peaks: ceilings.Ceilings) -> list[dict[str, Any]]:
@@ -248,7 +239,7 @@ def _row(workload, dtype, direction, name, seconds, times, least) -> dict[str, A
     mine = times["mx_driving, kernel"]
     row = {"workload": workload.name, "dtype": kind, "direction": direction, "implementation": name}
     row |= {"milliseconds": round(seconds * 1e3, 5), "times ours": round(seconds / mine, 2)}
-    # how much of the time the slowest of the ceilings accounts for; over 1 where first-level caches serve reads
+    # the share of the time that the slowest ceiling explains; above 1 if first-level caches serve reads
     row["of the ceiling"] = round(least / seconds, 2) if name == "mx_driving, kernel" else ""
     target = TARGETS.get((workload.name, kind, direction, name.removeprefix("mx_driving, ")))
     row |= {"gate": target.gate if target else "", "aim": target.aim if target else ""}

@@ -2,7 +2,7 @@
 
     python benchmarks/onnx_runtime.py ['Deformable-DETR decoder*' ...] [--seconds 2] [--opset 20] [--threads 1]
 
-One thread unless asked otherwise: the idle threads of one library slow the other down on a small machine.
+The default is one thread, because on a small machine the idle threads of one library slow the other down.
 "difference" is the largest one from our kernel, over the largest absolute output.
 """
 
@@ -29,8 +29,8 @@ class Calls(torch.nn.Module):
         super().__init__()
         self.operator = operator
 
-    def forward(self, table, shapes, starts, locations, weights):
-        return getattr(mx_driving, self.operator)(table, shapes, starts, locations, weights)
+    def forward(self, value, shapes, starts, locations, weights):
+        return getattr(mx_driving, self.operator)(value, shapes, starts, locations, weights)
 
 
 def session(workload: Workload, args: tuple[torch.Tensor, ...], form: str, opset: int):

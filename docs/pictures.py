@@ -28,7 +28,7 @@ def panels(count: int, titles: list[str], aspect: float) -> tuple[Figure, Any]:
 
 
 def shade(ax: Any, share: Tensor, largest: float) -> None:
-    """A map's pixels, the darker the more they count, and a pixel of nothing around the map."""
+    """Draw a map's pixels with a margin of one pixel. The more a pixel counts, the darker it is."""
     height, width = share.shape
     ax.imshow(share.numpy(), cmap="Greys", vmin=0, vmax=largest * 1.6)
     lines = {"color": "#d0d0d0", "linewidth": 0.5}
@@ -40,7 +40,7 @@ def shade(ax: Any, share: Tensor, largest: float) -> None:
 
 
 def dots(ax: Any, places: Tensor, size: Any, colour: str, **more: Any) -> None:
-    """Places in pixels of the map."""
+    """Draw places, which are in pixels of the map."""
     ax.scatter(*places.unbind(-1), s=size, color=colour, edgecolors="black", linewidths=0.6, zorder=3, **more)
 
 

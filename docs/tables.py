@@ -47,7 +47,7 @@ RIVALS = ("plain torch", "torch.compile", "torch-ms-deform-attn")
 
 
 def speed_ups(direction: str) -> str:
-    """Ours in milliseconds, and the speed-up over each rival."""
+    """Our time in milliseconds, and the speed-up over each rival."""
     rows = [
         [name, milliseconds(by["mx_driving"]), *(speed_up(by[rival]) if rival in by else "" for rival in RIVALS)]
         for name, by in by_implementation(direction).items()
@@ -56,7 +56,7 @@ def speed_ups(direction: str) -> str:
 
 
 def floors() -> str:
-    """Ours and the gather floor in milliseconds, and ours as a share of the floor."""
+    """Our time and the gather floor in milliseconds, and ours as a share of the floor."""
     forward, backward = by_implementation("forward"), by_implementation("backward")
     rows = []
     for name in forward:
@@ -96,7 +96,7 @@ def onnxruntime() -> str:
 
 
 def plain(file: str, last: str = "machine") -> str:
-    """A file as it is; its last column is the same in every row and stands below."""
+    """A file's rows. The column `last` is the same in every row, and stands once below the table."""
     rows = read(file)
     columns = [name for name in rows[0] if name != last]
     return markdown(columns, [[row[name] for name in columns] for row in rows]) + f"\n{made(rows, last)}\n"

@@ -3,8 +3,8 @@
     python examples/detect.py --checkpoint path/to/a/saved/detector --photo street.jpg --out detected.png
     python examples/detect.py --model rt_detr_v2                    # random weights: boxes mean nothing, times and looks do
 
-A checkpoint is a folder that `save_pretrained` wrote or that was downloaded before; nothing is fetched. Without --photo it
-is scikit-learn's picture of a temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5"`.
+A checkpoint is a folder that `save_pretrained` wrote or that was downloaded before; nothing is fetched. Without --photo
+the picture is scikit-learn's, of a temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5"`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def median_ms(run: Any, rounds: int) -> float:
 
 
 def last_look(looks: list[mx_driving.viz.Look], queries: int) -> mx_driving.viz.Look:
-    """The last decoder layer's: as many queries as there are boxes."""
+    """The look of the last decoder layer, which has a query for each box."""
     fitting = [look for look in looks if look.locations.shape[1] == queries]
     if not fitting:
         raise Problem(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
@@ -124,7 +124,7 @@ def read_options() -> argparse.Namespace:
 
 
 def look_before_work(options: argparse.Namespace) -> None:
-    """A Problem where something is missing that would be missed only after the work."""
+    """Raise a Problem now if something is missing that the program needs only after its work."""
     writable_picture("--out", options.out, "detect.py")
     if options.checkpoint is None:
         models.need_transformers("detect.py")

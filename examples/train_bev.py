@@ -4,8 +4,8 @@
     python examples/train_bev.py --transform multi_scale --out runs/multi_scale --resume
     torchrun --nproc-per-node 2 examples/train_bev.py --transform geometric --out runs/geometric
 
-Scenes are rendered: the demo's street from a random place and heading, with random vehicles. The scenes of a step depend on
-the step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
+Scenes are rendered: the demo's street from a random place and heading, with random vehicles. A step's scenes depend on the
+step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
 checkpoint.pt, losses.csv, prediction.png and looks.png, and beside it scenes-*.pt.
 
 Needs `pip install "mx-driving-portable[demo]"`.
@@ -156,7 +156,7 @@ class Aggregation(nn.Module):
 
 
 class PerCamera(nn.Module):
-    """BEVFormer's and MapTR's: each camera is asked by all cells, and a cell takes the mean of those that see it."""
+    """BEVFormer's and MapTR's: all cells query every camera, and a cell takes the mean of those that see it."""
 
     def __init__(self, channels: int, cells: int, geometric: bool) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class PerCamera(nn.Module):
     def forward(self, query: Tensor, maps: list[Tensor]) -> Tensor:
         bs = len(query)
         tables = mx_driving.nn.flatten_levels(maps)
-        # a multi-scale query has one reference point, which it reads near on every level: the pillar's middle
+        # a multi-scale query reads near one reference point on every level: the pillar's middle
         reference = self.place if self.geometric else self.place.mean(2, keepdim=True).expand(-1, -1, 2, -1)
         asked = query.repeat_interleave(6, 0)
         found = self.attend(asked, reference.repeat(bs, 1, 1, 1), *tables).unflatten(0, (bs, 6))
@@ -216,7 +216,7 @@ def loss_of(logits: Tensor, truth: Tensor) -> Tensor:
 
 @torch.no_grad()
 def intersection_over_union(model: nn.Module, scenes: Scenes, batch: int = 8) -> dict[str, float]:
-    """Of each class over all scenes."""
+    """Intersection over union of each class over all scenes."""
     hits, either = torch.zeros(len(CLASSES)), torch.zeros(len(CLASSES))
     for start in range(0, len(scenes), batch):
         guess = model(scenes.images[start : start + batch] / 255) > 0
@@ -364,7 +364,7 @@ def report(model: Network, held_out: Scenes, losses: list[float], seconds: float
 
 
 def _mean(loss: Tensor) -> float:
-    """Over the processes, whose shares of a batch are equal."""
+    """The mean over the processes, whose shares of a batch are equal."""
     value = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(value)
@@ -390,7 +390,7 @@ def main() -> None:
             dist.init_process_group("gloo")
         train(options)
         if dist.is_initialized():
-            dist.barrier()  # the first process still draws pictures: nobody leaves before everybody is done
+            dist.barrier()  # no process ends before all are done: the first one still draws pictures
             dist.destroy_process_group()
 
 

@@ -28,7 +28,7 @@ MARK = -77.0
 
 
 def nine(bs=1, queries=5, channels=8, heads=2, sizes=((3, 4), (2, 2)), points=3, dtype=torch.float32, seed=0):
-    """Nine tensors of a sound call; the outputs hold MARK."""
+    """The nine tensors of a legal call; the outputs hold MARK."""
     inputs = cases.cast(cases.multi_scale(bs, queries, channels, heads, list(sizes), points, seed), dtype)
     return with_outputs(inputs, cases.grad_for(cases.MULTI_SCALE, inputs, seed + 1).to(dtype))
 
@@ -45,7 +45,7 @@ def replaced(index, tensor):
 
 
 def run(tensors, stream=None):
-    """Both phases in a workspace of exactly the announced size between canaries; the outputs."""
+    """Run both phases in a workspace of exactly the announced size between canaries -> the outputs."""
     status, size, executor = phase_one(*tensors)
     assert status == OK, aclnn.recent_error()
     memory = torch.full((64 + size + 64,), 0x5A, dtype=torch.uint8)
@@ -62,5 +62,5 @@ def same_bits(got, want):
         torch.testing.assert_close(g, w, rtol=0, atol=0, equal_nan=True)
 
 
-# torch's first comparison takes half a second, in which a stream that a test looks at would go on
+# torch's first comparison takes half a second. Do it now: a stream that a test looks at would go on meanwhile.
 same_bits([torch.zeros(1)], [torch.zeros(1)])

@@ -1,4 +1,4 @@
-"""The tables: inputs by name, and implementations by name. Every property is tested on their product, or says why not."""
+"""Inputs by name, and implementations by name. Every property is tested on their product, or says why not."""
 
 from __future__ import annotations
 
@@ -86,11 +86,11 @@ def aggregation(
 
 
 def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
-    """Every location one of xs in x and in y, in turn."""
-    table = torch.tensor(xs, dtype=torch.float64)
+    """Locations whose x and y run through all pairs of xs."""
+    numbers = torch.tensor(xs, dtype=torch.float64)
     count = args[3].numel() // 2
     index = torch.arange(count)
-    pairs = torch.stack([table[index % len(xs)], table[index // len(xs) % len(xs)]], -1)
+    pairs = torch.stack([numbers[index % len(xs)], numbers[index // len(xs) % len(xs)]], -1)
     return (*args[:3], pairs.view(args[3].shape), args[4])
 
 
@@ -135,7 +135,7 @@ CASES = [
     Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
     *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
 ]
-# On the pixel centres and on the border: the output is continuous there, location gradients are not and are compared apart.
+# On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [
     Case(
         MULTI_SCALE,

@@ -1,6 +1,6 @@
-"""Which implementations run: MX_DRIVING_TEST_BACKENDS, or else all that this machine has. A named one that is missing fails.
+"""MX_DRIVING_TEST_BACKENDS names the implementations to test; without it all here run. A named one that is missing fails.
 
-Without a GPU the Triton kernels run in Triton's interpreter, on the small table of test_triton.py alone.
+Without a GPU the Triton kernels run in Triton's interpreter, on the small cases of test_triton.py alone.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if not torch.cuda.is_available():
 import cases
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-    # The cache outlives the tests and does not know which vectors its loops are for: with another instruction set they skip
-    # half of the numbers.
+    # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
+    # numbers.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
@@ -61,7 +61,7 @@ def _one_thread_per_worker():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What the tests that were skipped need, so that nobody takes them for passed."""
+    """Say what skipped tests need, so that nobody takes them for passed."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped tests, and what they need")

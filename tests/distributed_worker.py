@@ -1,4 +1,4 @@
-"""What each of several processes does for test_distributed.py; the first one writes down what all of them saw."""
+"""Each process of test_distributed.py runs this; the first one writes down the results of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mx_driving
 
-# Which dimension of table, locations, weights and output is cut; None: every process has all of it (of the output: a summand)
+# The sharded dimension of value, locations, weights and output. None: every process has the whole (of the output: a summand)
 SHARDED = {
     MULTI_SCALE: {
         "batch": (0, 0, 0, 0),
@@ -107,8 +107,8 @@ class Layer(torch.nn.Module):
 
     def forward(self, inputs):
         found = []
-        for operator, (table, *rest) in inputs.items():
-            sampled = getattr(mx_driving, operator)(self.before[operator](table), *rest)
+        for operator, (value, *rest) in inputs.items():
+            sampled = getattr(mx_driving, operator)(self.before[operator](value), *rest)
             found.append(self.after[operator](sampled).square().mean())
         return sum(found)
 
@@ -147,7 +147,7 @@ def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
 
 
 def compiled(operator: str, mesh: Any) -> float:
-    """A compiled caller of DTensors."""
+    """Compile a function that calls the operator with DTensors -> its largest error."""
     args = list(INPUTS[operator]())
     layout = SHARDED[operator]["batch"]
     expected = getattr(mx_driving, operator)(*args)

@@ -11,7 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
 
 
 def round_to_nearest() -> None:
-    """The interpreter of Triton 3.6 cuts float32 off to bfloat16, where every GPU rounds to nearest."""
+    """Make the interpreter round float32 to bfloat16, as every GPU does. That of Triton 3.6 truncates."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter

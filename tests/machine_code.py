@@ -40,7 +40,7 @@ _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -81,7 +81,7 @@ def call(operator: str, args: tuple[torch.Tensor, ...], backward: bool, mask: li
 
 
 class Code(NamedTuple):
-    """What the machine code of one kernel says."""
+    """Facts from the machine code of one kernel."""
 
     registers: int
     stack: int
@@ -95,15 +95,15 @@ class Code(NamedTuple):
 
     @property
     def occupancy(self) -> float:
-        """Of a multiprocessor's 64 warps, as far as registers and the 32 programs it can hold allow."""
+        """The share of a multiprocessor's 64 warps that registers, and its limit of 32 programs, allow."""
         per_warp = 32 * (-(-self.registers // 8) * 8)
         programs = min(32, 65536 // (per_warp * self.warps))
         return min(1.0, programs * self.warps / 64)
 
     def executed(self, reads: int) -> int:
-        """Instructions that a warp executes, when its only loop comes round often enough for `reads` reads of value rows.
+        """Instructions that a warp executes if its only loop makes `reads` reads of value rows.
 
-        Straight code counts in full, also what a branch may skip.
+        Code outside the loop counts in full, even if a branch may skip it.
         """
         ((first, last),) = self.loops
         body = self.instructions[first : last + 1]
@@ -200,7 +200,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def odd_rows() -> Iterator[dict[str, Any]]:
-    """Other channel counts, where only stack and spills are at stake."""
+    """Other channel counts; of these only stack and spills matter."""
     for channels in (5, 37, 64, 128, 256):
         makes = {
             MULTI_SCALE: lambda c=channels: cases.multi_scale(1, 40, c, 2, [(4, 4)] * 2, 3),
@@ -214,7 +214,7 @@ def odd_rows() -> Iterator[dict[str, Any]]:
 
 
 def _variants() -> Iterator[tuple[str, tuple[torch.Tensor, ...], list[bool] | None, bool]]:
-    """Name, inputs, wanted gradients (None: forward), deterministic: what compiles differently from the models' sizes."""
+    """Calls that compile differently from the models' sizes: name, inputs, wanted gradients (None: forward), deterministic."""
     small = {
         MULTI_SCALE: cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3),
         AGGREGATION: cases.aggregation(2, 3, 2, 12, 3, [[(3, 4), (2, 2)]]),

@@ -16,10 +16,10 @@ def _linear(state: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
     return x @ state[name + ".weight"].T + state[name + ".bias"]
 
 
-def _maps(table: Tensor, shapes: Tensor, starts: Tensor) -> list[Tensor]:
+def _maps(rows: Tensor, shapes: Tensor, starts: Tensor) -> list[Tensor]:
     """The rows [n, c] as maps [c, H, W]."""
     return [
-        table[s : s + h * w].T.reshape(-1, h, w)
+        rows[s : s + h * w].T.reshape(-1, h, w)
         for (h, w), s in zip(shapes.view(-1, 2).tolist(), starts.flatten().tolist(), strict=True)
     ]
 
@@ -43,9 +43,9 @@ def multi_scale(state, sizes, query, reference, value, shapes, starts, padding=N
     batches = []
     for b in range(bs):
         by_head = []
-        for h, table in enumerate(rows[b].chunk(heads, -1)):
+        for h, rows_of_head in enumerate(rows[b].chunk(heads, -1)):
             total = 0
-            for l, plane in enumerate(_maps(table, shapes, starts)):
+            for l, plane in enumerate(_maps(rows_of_head, shapes, starts)):
                 for p in range(points):
                     step, point = offsets[b, :, h, l, p], reference[b, :, l]
                     if point.shape[-1] == 2:
@@ -71,9 +71,9 @@ def geometric(state, sizes, query, reference, value, shapes, starts, padding=Non
     batches = []
     for b in range(bs):
         by_head = []
-        for h, table in enumerate(rows[b].chunk(heads, -1)):
+        for h, rows_of_head in enumerate(rows[b].chunk(heads, -1)):
             total = 0
-            for l, plane in enumerate(_maps(table, shapes, starts)):
+            for l, plane in enumerate(_maps(rows_of_head, shapes, starts)):
                 height, width = plane.shape[1:]
                 for k, (dx, dy) in enumerate(window):
                     x = (reference[b, :, h, 0] * width + dx).round().long().clamp(0, width - 1)

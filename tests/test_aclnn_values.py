@@ -138,10 +138,10 @@ def layouts(draw):
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(layouts())
 def test_any_strides(both):
-    packed, laid = both
+    plain, laid = both
     bases = [base.clone() for base, _ in laid]
     got = run([view for _, view in laid])
-    same_bits(got, run(packed))
+    same_bits(got, run(plain))
     same_bits([base for base, _ in laid[:6]], bases[:6])
     for (base, view), before in zip(laid[6:], bases[6:], strict=True):
         view.fill_(0)  # what is left are the neighbours

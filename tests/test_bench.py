@@ -34,7 +34,7 @@ def test_names_are_unique_and_every_operator_is_there():
 
 @pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]"])
 def test_plain_forms_compute_the_same(name):
-    """Some queries of a workload: a rival that computes something else would be no rival."""
+    """Each rival computes what we do, on some queries of a workload."""
     workload = next(w for w in WORKLOADS if w.name == name)
     args = workload.make(torch.Generator().manual_seed(0))
     args = (*args[:3], args[3][:, :40], args[4][:, :40])
@@ -79,7 +79,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
 
 @pytest.mark.parametrize(("factor", "code"), [(1000.0, 0), (0.001, 1)])
 def test_compare_with_an_earlier_file(tmp_path, factor, code):
-    """The earlier run took `factor` times as long: only the other way round is it a failure."""
+    """The earlier run took `factor` times as long. It is a failure only if that run was faster."""
     out = tmp_path / "rows.csv"
     assert run_bench("--csv", str(out)).exit_code == 0
     rows = list(csv.DictReader(out.open()))
@@ -201,7 +201,7 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 
 def test_what_import_and_a_call_cost(monkeypatch):
-    """Times are not judged here: that they are measured is."""
+    """Times are measured; how long they are is not judged here."""
     monkeypatch.setattr("mx_driving.measure.traits.PROCESSES", 1)
     assert import_seconds() > 0
     plain, recorded = one_query()
@@ -210,7 +210,7 @@ def test_what_import_and_a_call_cost(monkeypatch):
 
 
 def test_traits_come_in_pairs():
-    """Of a vendor's small example: (forward, backward) of each."""
+    """Each figure of the vendor's small example is (forward, backward)."""
     found = traits(next(w for w in WORKLOADS if w.name.startswith("Vendor example small")), 0.01)
     assert set(found) == {
         *("bfloat16 / float32, time", "float16 / float32, time", "1 thread / 2 threads, time"),

@@ -124,7 +124,7 @@ def test_config_does_not_import_torch(start, tmp_path):
 
 
 def test_config_runs_where_the_package_is_imported():
-    """As coverage and others run a module; no warning that it was found imported."""
+    """Coverage and others run a module that is imported already. Python must not warn of that."""
     code = "import runpy, sys, mx_driving; sys.argv[1:] = ['--cflags']; runpy.run_module('mx_driving.config', None, '__main__')"
     assert run(sys.executable, "-W", "error::RuntimeWarning", "-c", code) == config.cflags() + "\n"
 

@@ -1,4 +1,4 @@
-"""`mx-driving`: teaches, checks, and exits 0 only when all is well; says in a sentence what is wrong, before the work."""
+"""`mx-driving` teaches, checks, and exits 0 only when all is well. It says what is wrong in a sentence, before the work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _wide_terminal(monkeypatch):
 
 @pytest.fixture
 def small_examples(monkeypatch):
-    """The two small ones of the four."""
+    """Only the two small ones of the four examples."""
     monkeypatch.setattr(check_module, "EXAMPLES", (EXAMPLES[0], EXAMPLES[2]))
 
 
@@ -102,7 +102,7 @@ def test_options_of_one_name_read_alike_in_all_commands():
 
 @pytest.mark.parametrize("command", ["check", "bench", "models"])
 def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
-    """They are set before the title says them."""
+    """A command sets the threads before its title names them."""
     if command == "models":
         pytest.importorskip("transformers")
         monkeypatch.setattr(models_module, "carriers", lambda: [])
@@ -192,7 +192,7 @@ def mx(monkeypatch, capsys):
 
 @pytest.fixture
 def no_work(monkeypatch):
-    """Whoever starts to work fails."""
+    """A test fails if a command starts its work."""
 
     def work(*args, **kwargs):
         raise AssertionError("the work was begun")
@@ -322,7 +322,7 @@ def test_a_closed_output(mx, no_work, monkeypatch):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_python_says_no_more_when_it_exits():
-    """What is left in the buffer would fail once more."""
+    """At exit Python would write the rest of the buffer, and fail once more."""
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "mx_driving", "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert is_a_sentence(done.returncode, "", done.stderr, "standard output must take what is printed")
@@ -409,7 +409,7 @@ TABLES = [
 @pytest.mark.parametrize(("columns", "terminal"), [(80, False), (80, True), (40, False)])
 @pytest.mark.parametrize(("args", "words"), TABLES, ids=[args[0] for args, _ in TABLES])
 def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, columns, terminal):
-    """And where there are fewer: they are as wide as in 80."""
+    """With fewer columns, tables are as wide as in 80."""
     monkeypatch.setenv("COLUMNS", str(columns))
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")

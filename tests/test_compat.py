@@ -127,7 +127,7 @@ def results(function, operator, *more, dtypes=None):
     return [out, *torch.autograd.grad(out, [inputs[k] for k in places], direction)]
 
 
-# Sparse4D's text casts the float64 of these cases; gradients come back in the inputs' own dtype
+# Sparse4D's code casts the float64 of these cases; gradients come back in the inputs' own dtype
 COMPUTED = {cases.MULTI_SCALE: None, cases.AGGREGATION: (torch.float32,) * 2, cases.GEOMETRIC: None}
 
 
@@ -147,7 +147,7 @@ def test_original_code_runs(repository, operator):
 
 
 def test_autograd_functions_are_patched_by_name(repository, monkeypatch):
-    """Where the extension cannot run, as a GPU one on a CPU; and it is back afterwards."""
+    """The extension cannot run, like a GPU one on a CPU. The original is back afterwards."""
     for extension in (repository.MSDA, repository.GKA, repository.DAF):
         for name in [n for n in vars(extension) if n.endswith("ward")]:
             monkeypatch.setattr(extension, name, None)
@@ -171,7 +171,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("name", "operator"), NAMES)
 def test_patched_functions_keep_the_originals_dtypes(repository, name, operator, autocast):
-    """The original's own text over the stand-in, which is given dtypes as an extension is, beside the replacement."""
+    """The replacement gives what the original's own code gives over the stand-in, for every mixture of dtypes."""
     function = getattr(repository, name)
     more = () if operator == cases.AGGREGATION else (64,)
     for dtypes in itertools.product(DTYPES, DTYPES):
@@ -185,7 +185,7 @@ def test_patched_functions_keep_the_originals_dtypes(repository, name, operator,
 
 @pytest.mark.parametrize(("name", "operator"), NAMES)
 def test_patched_functions_compile(repository, monkeypatch, name, operator):
-    """torch.compile reads forward and backward and passes apply by; the extension is not there."""
+    """torch.compile reads forward and backward, and ignores apply. The extension is not there."""
     function = getattr(repository, name)
     more = () if operator == cases.AGGREGATION else (64,)
     expected = results(function.apply, operator, *more)

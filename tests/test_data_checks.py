@@ -1,4 +1,4 @@
-"""data_checks(): what is legal and looks wrong is said once, what is right is not, and nothing else changes."""
+"""data_checks() warns once of legal inputs that look wrong, not of others, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ SIZES = [(12, 20), (6, 10)]
 
 
 def smooth(args):
-    """The table of the arguments as pictures have it: neighbours differ little, but for where a row ends."""
-    table, shapes, starts = args[0].clone(), args[1].view(-1, 2).tolist(), args[2].flatten().tolist()
-    rest = table.shape[2:].numel()
+    """The arguments with a value like a picture's: neighbours differ little, except where a row ends."""
+    value, shapes, starts = args[0].clone(), args[1].view(-1, 2).tolist(), args[2].flatten().tolist()
+    rest = value.shape[2:].numel()
     for (h, w), start in zip(shapes, starts, strict=True):
-        coarse = torch.randn(len(table), rest, 1 + h // 4, 1 + w // 4, generator=torch.Generator().manual_seed(0))
+        coarse = torch.randn(len(value), rest, 1 + h // 4, 1 + w // 4, generator=torch.Generator().manual_seed(0))
         picture = torch.nn.functional.interpolate(coarse, size=(h, w), mode="bilinear")
-        table[:, start : start + h * w] = picture.flatten(2).transpose(1, 2).unflatten(2, table.shape[2:])
-    return (table, *args[1:])
+        value[:, start : start + h * w] = picture.flatten(2).transpose(1, 2).unflatten(2, value.shape[2:])
+    return (value, *args[1:])
 
 
 def on_map(args):
@@ -65,12 +65,12 @@ def one_nan(t):
 
 
 def tall_samples():
-    """Pixels that fill maps as high as these are wide, and the reverse."""
+    """Pixels that fit the maps only when these are turned."""
     args = (torch.zeros_like(GOOD[GEOMETRIC][0]), *GOOD[GEOMETRIC][1:])
     return GEOMETRIC, [*args[:3], args[3].flip(-1), args[4]]
 
 
-# what is given, and the sentence
+# (operator and arguments), the sentence
 ROWS = [
     (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
     (lambda: of(AGGREGATION, 3, one_nan), "sample_locations should have no NaN; got 25 %"),
@@ -147,7 +147,7 @@ def test_what_is_right_is_not_warned_of(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_noise_has_no_rows(operator):
-    """A table without pictures in it says nothing about its shapes."""
+    """Noise in value says nothing about its shapes."""
     generator = torch.Generator().manual_seed(0)
     _, args = of(operator, 0, lambda t: torch.randn(t.shape, generator=generator))
     args[1] = turned(args[1])
@@ -275,7 +275,7 @@ def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "XPU"])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_every_device(operator, key):
-    """The kernels of devices that are not here, given tensors of the CPU: Triton's in its interpreter, and the reference."""
+    """CPU tensors go to the kernels of devices that are not here: Triton's in its interpreter, and the reference."""
     small = cases.cast(test_triton.SMALL[operator](), torch.float32)
     args = (*small[:4], one_nan(small[4]))
     device = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
@@ -285,7 +285,7 @@ def test_every_device(operator, key):
 
 
 class Elsewhere(torch.Tensor):
-    """A tensor that says it is on a device that is not here."""
+    """A tensor that claims to be on a device that is not here."""
 
     device = property(lambda _: torch.device("xpu"))  # pyright: ignore
 
@@ -297,7 +297,7 @@ def test_tables_are_refused_on_every_device(operator):
     run = _library._reference(operator, False)
     with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
         run(*args)
-    assert run(*args).isfinite().all()  # nobody asked
+    assert run(*args).isfinite().all()  # without data checks
 
 
 def test_environment_variable():

@@ -161,7 +161,7 @@ def test_a_failure_is_a_sentence_and_an_exit_status(mx, tmp_path):
 
 @pytest.mark.parametrize(("ending", "kind"), [("jpg", "JPEG"), ("webp", "WEBP"), ("TIF", "TIFF")])
 def test_the_ending_says_the_format(folder, ending, kind):
-    """With a name that matplotlib would take for a wrong formula, and after the descent."""
+    """This holds with a camera's name that matplotlib would take for a wrong formula."""
     rig = write(folder, {"cameras": [camera(name=r"$\wrong$")], "bev": {"x": [0, 10], "y": [-5, 5], "cells": 16}})
     demos.run_demo(folder / f"x.{ending}", rig, steps=2)
     with Image.open(folder / f"x.{ending}") as picture:

@@ -64,7 +64,7 @@ def run(*options: str) -> str:
 def test_checkpoint_and_photo_of_ones_own(tmp_path):
     from PIL import Image
 
-    # of one stage: where a ranking chooses the queries, a rounding error may choose others on some processor
+    # one stage, because in two a ranking chooses the queries, and a rounding error may choose others on some processor
     stages = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
     backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **stages)
     layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
@@ -172,7 +172,7 @@ def test_a_model_of_another_kind_is_refused(refused, detect, monkeypatch, photo,
 
 
 def test_an_encoder_alone_is_refused(detect):
-    """No layer looks once for each box."""
+    """No layer has a query for each box."""
     look = types.SimpleNamespace(locations=torch.zeros(1, 20, 8, 4, 4, 2))
     assert detect.last_look([look], 20) is look
     with pytest.raises(ValueError, match="must sample deformably for its 30 boxes; got 1 other layers"):

@@ -12,9 +12,9 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, Case
 
 from mx_driving import _native
 
-# Small levels and many queries, so that some are copied. With 3 points levels begin inside a group of samples, and the
-# gradient of value goes by bands where threads are many; with 4, by levels and by halves of 64 channels, and by bands where
-# there is one level.
+# Small levels and many queries, so that some levels are copied. With many threads the gradient of value is cut. With 3 points
+# a level begins inside a group of samples, and the cut is into bands. With 4 it is by levels and by halves of 64 channels, or
+# into bands if there is one level.
 PYRAMID = [(20, 30), (10, 15), (5, 8)]
 LARGE = [
     Case(MULTI_SCALE, "3 points", lambda: cases.multi_scale(1, 700, 40, 3, PYRAMID, 3)),
@@ -36,7 +36,7 @@ def every_thread(monkeypatch):
 @pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
 def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, dtype):
     if implementation == "reference":
-        dtype = torch.float64  # plain torch: its own scatter is deterministic on a CPU; one dtype says so
+        dtype = torch.float64  # plain torch, whose scatter is deterministic on a CPU: one dtype will do
     args = cases.cast(case.make(), dtype)
     grad = cases.grad_for(case.operator, args).to(dtype)
     results = []
@@ -51,7 +51,7 @@ def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, d
 
 @pytest.mark.parametrize("points", [3, 4])
 def test_overlapping_levels_bitwise(implementation, every_thread, points):
-    """A row of two levels has one owner at a time, and its sum is put together in one order."""
+    """A row that two levels share has one owner at a time, and is summed in one order."""
     args = cases.overlapping(points)
     args = cases.cast(args, torch.float32)
     grad = cases.grad_for(MULTI_SCALE, args).float()
@@ -63,7 +63,7 @@ def test_overlapping_levels_bitwise(implementation, every_thread, points):
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
 
 
-# More than a band holds: 6 MB of sums beside a 16-bit gradient, 16 MB of an aggregation's in place.
+# Larger than a band, which holds 6 MB of sums for a 16-bit gradient, or 16 MB of an aggregation's gradient in place.
 LONG = [
     Case(MULTI_SCALE, "9 MB a head", lambda: cases.multi_scale(1, 40, 256, 1, [(96, 96)], 4)),
     Case(AGGREGATION, "17 MB", lambda: cases.aggregation(1, 9, 7, 256, 8, [[(130, 130)]])),
@@ -73,7 +73,7 @@ LONG = [
 
 @pytest.mark.parametrize("case", LONG, ids=cases.case_id)
 def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, case):
-    """However many bands each of the two is cut into."""
+    """The two gradients may be cut into different numbers of bands."""
     args = cases.cast(case.make(), torch.bfloat16)
     grad = cases.grad_for(case.operator, args).bfloat16()
     narrow = cases.gradients_of(implementation, case.operator, grad, args)[0]
@@ -85,7 +85,7 @@ def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, c
 
 @pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
 def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case):
-    """One pass through the queries may give them all, or each has one of its own: the same bits."""
+    """One pass through the queries may give all gradients, or each may take a pass: the bits are the same."""
     args = cases.cast(case.make(), torch.float32)
     grad = cases.grad_for(case.operator, args).float()
     places = range(len(cases.DIFFERENTIABLE[case.operator]))

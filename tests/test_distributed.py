@@ -54,7 +54,7 @@ def test_sharded_without_communication(found, operator, axis):
 
 @pytest.mark.parametrize(("operator", "axis"), [a for a in AXES if a[1] not in SUMMED])
 def test_uneven_shards(found, operator, axis):
-    """Batch and queries may be uneven; heads and groups are gathered then, since the output's shards would not fit."""
+    """Batch and queries may have uneven shards. Uneven heads and groups are gathered, since the output's would not fit."""
     result = found[operator, axis, "uneven"]
     assert_same_numbers(result)
     if axis in BLOCKS:
@@ -65,7 +65,7 @@ def test_uneven_shards(found, operator, axis):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_other_gradients_wanted(found, operator):
-    """What is wanted is part of what a sharding is remembered by."""
+    """A cached sharding serves only calls that want the same gradients."""
     result = found[operator, "weights only"]
     assert_same_numbers(result)
     assert_silent(result)

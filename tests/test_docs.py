@@ -59,7 +59,7 @@ SNIPPETS = [
 
 
 def test_every_python_block_runs():
-    """No block says python in another way, which would keep it from running."""
+    """No block names its language in another way: the tests would not run it."""
     for page, text in TEXTS.items():
         assert len(re.findall(r"^ *[`~]{3,} *(?:\{\S+ *)?py", text, flags=re.MULTILINE)) == len(fences(text, "python")), page
     assert len(fences(TEXTS["README.md"], "python")) >= 4
@@ -143,7 +143,7 @@ def test_no_paragraph_stands_twice():
 
 
 def anchors(text: str) -> set[str]:
-    """GitHub's, and MyST's, of the headings."""
+    """The anchors that GitHub and MyST give the headings."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -232,7 +232,7 @@ def _said_in_code(file: pathlib.Path, word: str) -> bool:
 
 
 def test_the_list_of_an_operators_files_is_complete():
-    """CONTRIBUTING says what a new operator touches: here is what one of the old ones does."""
+    """CONTRIBUTING lists the files of a new operator. All files of an old one must be on the list."""
     section = re.search(r"## Adding an operator\n(.*?)\n## ", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
     assert section
     listed = set(re.findall(r"`([^`]+)`", section[1]))

@@ -1,4 +1,4 @@
-"""The aliases, called as mmcv and transformers call what they stand in for."""
+"""The aliases take the calls that mmcv and transformers make."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ value, shapes, starts, locations, weights = GOOD[MULTI_SCALE]()
 PAIRS = [tuple(pair) for pair in shapes.tolist()]
 KEYWORDS = {"value": value, "sampling_locations": locations, "attention_weights": weights}
 
-# of MultiScaleDeformableAttnFunction.apply: by position, by name
+# arguments of MultiScaleDeformableAttnFunction.apply: by position, by name
 CALLS = {
     "mmcv": ((value, shapes, starts, locations, weights, 64), {}),
     "mmcv by name": ((value, shapes, starts, locations, weights), {"im2col_step": 64}),
@@ -46,7 +46,7 @@ def test_autograd_function(name):
 
 
 def test_autograd_function_compiles():
-    """By position alone: torch.compile reads autograd functions in its own way, which knows no names."""
+    """By position only: torch.compile does not take names for an autograd function's arguments."""
     torch._dynamo.reset()
     run = torch.compile(lambda *a: mx_driving.MultiScaleDeformableAttnFunction.apply(*a), fullgraph=True, backend="eager")
     expected = mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, weights)
@@ -54,7 +54,7 @@ def test_autograd_function_compiles():
 
 
 def test_maptr():
-    """The way its modules call the function of this name."""
+    """The call that MapTR's modules make."""
     args = GOOD[GEOMETRIC]()
     function = mx_driving.ops.geometric_kernel_attention.GeometricKernelAttentionFunc
     assert torch.equal(function.apply(*args, 64), mx_driving.geometric_kernel_attention(*args))
@@ -70,7 +70,7 @@ def test_older_function():
 
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
 def test_stand_ins_know_mmcvs_names(operator):
-    """As its compiled functions do."""
+    """Stand-ins take the names that mmcv's compiled functions take."""
     args = GOOD[operator]()
     forward = compat._forward(getattr(mx_driving, operator))
     found = forward(**dict(zip(NAMES, args, strict=True)), im2col_step=64)

@@ -178,7 +178,7 @@ def test_sentence(operator, place, change, error, sentence):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_levels_are_checked_below_the_door_too(implementation, operator, backward):
-    """torch.ops called directly: the kernel itself refuses, and so does the reference behind the same door."""
+    """Called through torch.ops, the kernel itself refuses, and so does the reference."""
     args = list(GOOD[operator]())
     args[2] = args[2] + 1
     op = getattr(torch.ops.mx_driving, operator + ("_backward" if backward else "")).default
@@ -189,7 +189,7 @@ def test_levels_are_checked_below_the_door_too(implementation, operator, backwar
 
 
 def backward_of(operator):
-    """torch.ops' backward and sound arguments for it."""
+    """torch.ops' backward, and legal arguments for it."""
     args = GOOD[operator]()
     mask = [True] * len(cases.DIFFERENTIABLE[operator])
     op = getattr(torch.ops.mx_driving, operator + "_backward").default
@@ -218,8 +218,8 @@ def refused_on(place, op, args):
 
 
 PLACES = ["cpu", "cuda", "reference", "meta", "fake"]
-# what a row of ROWS says when the operator is called without its door: not of what is no tensor (the dispatcher does), nor of
-# tables, which are read on a CPU alone
+# The rows of ROWS that hold everywhere without a door. Left out are arguments that are no tensors, which the dispatcher
+# refuses, and the contents of index tables, which are read on a CPU alone.
 BELOW = [row for row in ROWS if "torch.Tensor" not in row[4] and "[" not in row[4] and "device" not in row[4]]
 
 
@@ -266,7 +266,7 @@ def test_devices_are_checked_below_the_door(operator):
         args = list(good)
         args[at] = args[at].to("meta")
         sentence = f"{name} must be on {names[1]}'s device (cpu); got meta"
-        if at == 1:  # then it is the others that are elsewhere
+        if at == 1:  # value itself is elsewhere, so the sentence names the next tensor
             sentence = f"{names[2]} must be on {names[1]}'s device (meta); got cpu"
         assert refused_on("cpu", op, args) == (ValueError, sentence)
         if at:
@@ -285,14 +285,14 @@ def test_tensors_without_axes_or_elements_are_refused_in_words(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_a_small_gradient_of_a_large_output_reads_nothing_else(operator):
-    """2^26 channels of one gradient that is not there: once a segmentation fault."""
+    """grad_output has one channel of the 2^26 that value has. The kernel must not read the others."""
     op, _ = backward_of(operator)
-    table = torch.zeros(1).expand(1, 1, 1, 2**26) if operator != AGGREGATION else torch.zeros(1).expand(1, 1, 2**26)
+    value = torch.zeros(1).expand(1, 1, 1, 2**26) if operator != AGGREGATION else torch.zeros(1).expand(1, 1, 2**26)
     levels = (t([[1, 1]]), t([0])) if operator != AGGREGATION else (t([[[1, 1]]]), t([[0]]))
     locations = torch.zeros(1, 1, 1, 1, 1, 2) if operator != AGGREGATION else torch.zeros(1, 1, 1, 1, 2)
     weights = torch.zeros(1, 1, 1, 1, 1) if operator != AGGREGATION else torch.zeros(1, 1, 1, 1, 1, 1)
     mask = [False] * (len(cases.DIFFERENTIABLE[operator]) - 1) + [True]
-    kind, said = refused_on("cpu", op, [torch.ones(1, 1, 1), table, *levels, locations, weights, mask])
+    kind, said = refused_on("cpu", op, [torch.ones(1, 1, 1), value, *levels, locations, weights, mask])
     assert kind is ValueError
     assert said.startswith("grad_output must have shape")
 
@@ -306,7 +306,7 @@ def test_compiled_calls_are_refused_too(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_more_keys_than_the_native_kernels_number_are_served(operator):
-    """By the reference. The table is one element in all its places, so it takes no memory."""
+    """The reference serves them. Value is one expanded element, so it takes no memory."""
     keys = 2**31 + 8
     one = torch.full((1,), 3.0)
     if operator == AGGREGATION:

@@ -88,7 +88,7 @@ def test_exported_module_trains(program):
 
 
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
-    """Also where CI is set, as inductor is stricter there."""
+    """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
     package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     found = in_a_fresh_process("aoti", package, tmp_path)
@@ -135,7 +135,7 @@ def test_automatic_dynamic_shapes(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_dynamic_shapes_do_not_go_through_the_decomposition(operator, monkeypatch):
-    """It is for exporters; what a compiler wants of a fake tensor is its shape."""
+    """The decomposition is for exporters. A compiler needs only the shape of a fake tensor."""
     torch._dynamo.reset()
     op = getattr(torch.ops.mx_driving, operator).default
     monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("decomposed"))

@@ -118,7 +118,7 @@ def test_more_than_65535_of_everything(operator):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_tables_beyond_32_bits(operator):
+def test_value_beyond_32_bits(operator):
     """The last of value's rows lies more than 2**31 elements (and 2**32 bytes) after the first."""
     rows = (1 << 31) // 256 + 1024
     if torch.cuda.mem_get_info()[0] < 3 * rows * 256 * 4:

@@ -31,8 +31,8 @@ print(json.dumps({"events": done, "new": new, "folders": list(mx_driving.__path_
 
 
 def test_import_only_registers():
-    """torch is there already. What comes with the package is the package: no other module but Python's own, no file but
-    theirs, no library, no process. How long it takes is a row of `mx-driving bench --traits`."""
+    """After torch, the import loads only the package and Python's own modules. It opens no other file, loads no library and
+    starts no process. `mx-driving bench --traits` measures its time."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", WATCH], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     found = json.loads(done.stdout)  # nothing was printed beside it
@@ -72,7 +72,7 @@ def test_rooms_of_programs_import_downwards(room):
 
 
 def test_no_module_of_the_package_imports_a_program():
-    """But `python -m mx_driving`."""
+    """`python -m mx_driving` is the exception."""
     files = [f for f in SOURCES.rglob("*.py") if f.relative_to(SOURCES).parts[0] not in (*ROOMS, "__main__.py")]
     assert [(f.name, name) for f in files for name in imports(f) if name.startswith(PROGRAMS)] == []
 
@@ -129,7 +129,7 @@ def served_beside(library):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
 def test_a_library_that_is_cut_off_is_damaged(tmp_path):
-    """Anywhere: what it maps of the file is not there, or the loader refuses it by itself."""
+    """Wherever the cut is: bytes that the loader would map are missing, or the loader itself refuses the file."""
     whole = LIBRARY.read_bytes()
     cut = tmp_path / LIBRARY.name
     for size in (0, 40, 64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4):
@@ -180,7 +180,7 @@ def test_unknown_isa_is_refused():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbols")
 def test_only_the_c_interface_is_exported():
-    """Nothing of C++ leaks: no other library in the process can take the place of a function of this one."""
+    """No C++ symbol leaks, so no other library in the process can replace a function of this one."""
     library = _native._library_path()
     names = subprocess.run(["nm", "-C", "--defined-only", "-D", str(library)], capture_output=True, text=True, check=True)
     exported = [line.split(maxsplit=2)[2] for line in names.stdout.splitlines()]

@@ -19,9 +19,9 @@ PLACES = [float("inf"), 1e38, 2.0**31, SIZE, SIZE - 1, SIZE - 2, SIZE - 3, 2**24
 @pytest.fixture(scope="module")
 def value():
     """One map of SIZE pixels, each of which can be told from its neighbours, and a row behind it that no one may read."""
-    table = torch.full((1, SIZE + 1, 1, 1), GUARD)
-    table[0, :-1, 0, 0] = torch.arange(SIZE) % 4096
-    return table[:, :-1]
+    padded = torch.full((1, SIZE + 1, 1, 1), GUARD)
+    padded[0, :-1, 0, 0] = torch.arange(SIZE) % 4096
+    return padded[:, :-1]
 
 
 def locations_of(dtype, axis, points):
@@ -35,7 +35,7 @@ def locations_of(dtype, axis, points):
 
 
 def pixels_of(locations, axis):
-    """In Python's numbers, which have no bounds."""
+    """The expected pixels, in Python's integers, which have no bounds."""
     numbers = locations[0, :, 0, 0, 0, axis].tolist()
     return [int(min(max(x, 0), SIZE - 1)) if x == x else 0 for x in numbers]
 
@@ -47,7 +47,7 @@ def tables_of(axis):
 @pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_pixel_is_found(implementation, value, dtype, axis):
-    """For counts of points that fill vectors and that do not, packed and not."""
+    """Numbers of points fill vectors or not; value is packed or not."""
     forward = cases.forward_of(implementation, cases.GEOMETRIC)
     for points, apart in [(1, False), (3, False), (3, True), (4, False), (5, False), (8, False), (8, True), (9, False)]:
         locations = locations_of(dtype, axis, points)
@@ -59,11 +59,11 @@ def test_every_pixel_is_found(implementation, value, dtype, axis):
 
 def last_pixels(size):
     """A map of one row whose last four pixels are told apart, looked at from its end and from beyond."""
-    table = torch.zeros(1, size, 1, 1, dtype=torch.float16)
-    table[0, -4:] = torch.arange(1, 5).half().view(4, 1, 1)
+    value = torch.zeros(1, size, 1, 1, dtype=torch.float16)
+    value[0, -4:] = torch.arange(1, 5).half().view(4, 1, 1)
     locations = torch.zeros(1, 4, 1, 1, 1, 2)
     locations[..., 0] = torch.tensor([float("inf"), 2.0**30, size + 100, size]).view(1, 4, 1, 1, 1)
-    return table, torch.tensor([[1, size]]), torch.tensor([0]), locations, torch.ones(1, 4, 1, 1, 1)
+    return value, torch.tensor([[1, size]]), torch.tensor([0]), locations, torch.ones(1, 4, 1, 1, 1)
 
 
 @pytest.mark.parametrize("size", [2**26 + 3, 2**26 + 5], ids=["rounds down", "rounds up"])
@@ -90,7 +90,7 @@ def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
 @pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
 @pytest.mark.parametrize("threads", [1, 64])
 def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads):
-    """By heads and by bands; torch would give the gradient memory of its own."""
+    """Cut by heads and by bands. Through torch the gradient would have memory of its own, so the test calls C."""
     locations = locations_of(torch.float32, axis, 3)
     weights = torch.ones(locations.shape[:-1])
     room = torch.full((1, SIZE + 2, 1, 1), GUARD)
@@ -105,14 +105,14 @@ def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads)
 def test_bilinear_corners_stay_on_the_map(implementation, axis):
     """No location brings in the NaN that lies behind a map of ones."""
     size = (1 << 24) + 3  # rounds up in float32
-    table = torch.full((1, size + 1, 1, 1), float("nan"))
-    table[:, :-1] = 1
+    padded = torch.full((1, size + 1, 1, 1), float("nan"))
+    padded[:, :-1] = 1
     shapes = torch.tensor([[1, size] if axis == 0 else [size, 1]])
     locations = torch.full((1, 9, 1, 1, 3, 2), 0.5)
     edges = [1.0, 1 - 2**-24, 1 - 2**-23, 1 + 2**-23, 0.0, 2**-25, -(2**-25), 0.5, float("inf")]
     locations[..., axis] = torch.tensor(edges).view(1, -1, 1, 1, 1)
     weights = torch.ones(locations.shape[:-1])
-    args = (table[:, :-1], shapes, torch.tensor([0]), locations, weights)
+    args = (padded[:, :-1], shapes, torch.tensor([0]), locations, weights)
     out = cases.forward_of(implementation, cases.MULTI_SCALE)(*args)
     assert (out >= 0).all()
     assert (out <= 3).all()

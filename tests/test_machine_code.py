@@ -27,7 +27,7 @@ def _run(option: str) -> Any:
 
 @pytest.fixture(scope="session")
 def found(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
-    """Compiled once, also where pytest-xdist has several workers: the first to come does it, the others wait."""
+    """The first worker of pytest-xdist compiles; the others wait for its figures."""
     here = tmp_path_factory.getbasetemp()
     shared = here.parent if hasattr(request.config, "workerinput") else here
     result = shared / "machine_code.json"
@@ -89,6 +89,6 @@ def test_nothing_is_compiled_again_for_other_sizes():
 
 
 def test_every_variant_compiles():
-    """Every combination of wanted gradients, deterministic mode, dtypes of locations and layouts: what the interpreter, which
-    does not compile, would let pass."""
+    """Compile every combination of wanted gradients, deterministic mode, dtypes of locations and layouts. The interpreter does
+    not compile, so it would let faults pass."""
     assert _run("--variants") >= 50

@@ -103,36 +103,36 @@ def _endless(operator, sizes):
     one, n = torch.ones(1), {"bs": 1, "groups": 2, "channels": 4, "maps": 1, "points": 2, **sizes}
     shapes, starts = torch.tensor([[2, 2]])[: n["maps"]], torch.tensor([0])[: n["maps"]]
     if operator == cases.AGGREGATION:
-        table = torch.ones(n["bs"], 4, n["channels"])
+        value = torch.ones(n["bs"], 4, n["channels"])
         shapes, starts = shapes[:, None], starts[:, None]
         lead = (n["bs"], ENDLESS, n["points"], n["maps"])
-        return table, shapes, starts, one.expand(*lead, 2), one.expand(*lead, 1, 2), one.expand(n["bs"], ENDLESS, n["channels"])
-    table = torch.ones(n["bs"], 4, n["groups"], n["channels"])
+        return value, shapes, starts, one.expand(*lead, 2), one.expand(*lead, 1, 2), one.expand(n["bs"], ENDLESS, n["channels"])
+    value = torch.ones(n["bs"], 4, n["groups"], n["channels"])
     lead = (n["bs"], ENDLESS, n["groups"], n["maps"], n["points"])
     grad = one.expand(n["bs"], ENDLESS, n["groups"] * n["channels"])
-    return table, shapes, starts, one.expand(*lead, 2), one.expand(lead), grad
+    return value, shapes, starts, one.expand(*lead, 2), one.expand(lead), grad
 
 
 NOTHING = [
     (operator, size)
     for operator in cases.OPERATORS
     for size in ("bs", "groups", "channels", "maps", "points")
-    if (operator, size) != (cases.AGGREGATION, "groups")  # which it refuses
+    if (operator, size) != (cases.AGGREGATION, "groups")  # aggregation refuses that
 ]
 
 
 @pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
 @pytest.mark.parametrize(("operator", "nothing"), NOTHING)
 def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
-    """It would go on for hours. The gradient of value is zero all the same, where there is one."""
+    """A loop over the queries would take hours. The gradient of value is still zero, if it has elements."""
     *args, grad = _endless(operator, {nothing: 0})
     if nothing in ("bs", "groups", "channels"):
         assert getattr(torch.ops.mx_driving, operator)(*args).numel() == 0
     samples = nothing != "channels"  # their gradients would be 10^12 elements
     mask = [True] + [samples] * (len(cases.DIFFERENTIABLE[operator]) - 1)
-    of_table, *others = getattr(torch.ops.mx_driving, operator + "_backward")(grad, *args, mask)
-    assert of_table.shape == args[0].shape
-    assert not of_table.any()
+    of_value, *others = getattr(torch.ops.mx_driving, operator + "_backward")(grad, *args, mask)
+    assert of_value.shape == args[0].shape
+    assert not of_value.any()
     assert all(g.numel() == 0 for g in others)
 
 
@@ -153,7 +153,7 @@ BAD_SHAPE, BAD_DTYPE, OUT_OF_MEMORY = 1, 2, 4
 @pytest.mark.skipif(_native.why_not() is not None, reason=str(_native.why_not()))
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
-    """As the header promises; nothing is written."""
+    """The sentence is the one that the header promises, and nothing is written."""
     args = GOOD[operator]()
     grad = cases.grad_for(operator, args).float()
     grad = grad if operator == cases.AGGREGATION else grad.unflatten(2, args[0].shape[2:])
@@ -177,7 +177,7 @@ def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 @pytest.mark.parametrize(("places", "expected"), [(2**34, OUT_OF_MEMORY), (2**56, BAD_SHAPE)])
 def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):
-    """So many points of one query, all of them one element: their scratch memory is none that a size in bytes can hold."""
+    """One query has so many points (one expanded element) that no memory, or no size in bytes, holds the scratch for them."""
     args = GOOD[operator]()
     axis = 2 if operator == cases.AGGREGATION else 4
     args = [t[:1, :1] if i > 2 else t[:1] if i == 0 else t for i, t in enumerate(args)]

@@ -104,7 +104,7 @@ PLACES = ("multi_scale_deformable_attn", "npu_deformable_aggregation", "geometri
 
 @pytest.mark.parametrize("place", PLACES)
 def test_vendor_places_hold_the_vendors_names(place):
-    """A module for imports from it and reload; where the vendor has an attribute of the module, the function has it."""
+    """The path is a module for imports and reload. The function of that name has the module's attributes."""
     module = importlib.import_module(f"mx_driving.ops.{place}")
     assert isinstance(module, types.ModuleType)
     assert module.__name__ == f"mx_driving.ops.{place}"
@@ -114,7 +114,7 @@ def test_vendor_places_hold_the_vendors_names(place):
 
 @pytest.mark.parametrize("place", [*PLACES, "deformable_aggregation"])
 def test_places_are_called_as_functions(place):
-    """torchvision's and mmcv's habit; help, pickle and torch.compile see the function."""
+    """Torchvision's and mmcv's ops are called so. Help, pickle and torch.compile see the function."""
     function = getattr(mx_driving.ops, place)
     assert inspect.signature(function) == inspect.signature(getattr(mx_driving, place))
     assert inspect.getdoc(function) == inspect.getdoc(getattr(mx_driving, place))
@@ -141,7 +141,7 @@ class Derived(MultiScaleDeformableAttnFunction):
 
 
 def results(function, inputs):
-    """Output and gradients; a None in the place of an input without."""
+    """Output and gradients; None for an input without a gradient."""
     out = function(*inputs)
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
     found = iter(torch.autograd.grad(out, [i for i in inputs if i.requires_grad], direction))
@@ -202,7 +202,7 @@ def test_autograd_functions_differentiate_twice_and_compile(function):
 
 @pytest.mark.parametrize("function", [*FUNCTIONS.values(), Derived])
 def test_autograd_functions_under_autocast(function):
-    """Computed in float32, gradients in the inputs' dtype, with torch's machinery as without."""
+    """Autocast computes in float32, and gradients have the inputs' dtype, for our classes and a derived one."""
     operator = next(o for o, base in FUNCTIONS.items() if issubclass(function, base))
     inputs = tuple(i.detach().requires_grad_(i.is_floating_point()) for i in cases.cast(inputs_of(operator), torch.float16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -214,7 +214,7 @@ def test_autograd_functions_under_autocast(function):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_extension_functions(operator):
-    """mx_driving._C in all its names: no graph, no autocast, gradients by functions of their own."""
+    """The functions of mx_driving._C under all names: no graph, no autocast, separate functions for gradients."""
     inputs = cases.cast(inputs_of(operator), torch.float16)
     forwards = [n for n in _C.__all__ if operator in n and not n.endswith(("_backward", "_grad", "_forward"))]
     backwards = [n for n in _C.__all__ if operator in n and n.endswith(("_backward", "_grad"))]

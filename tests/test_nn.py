@@ -1,4 +1,4 @@
-"""The modules: numbers and gradients of published.py's writings, checkpoint names, initialisation, errors, compilation."""
+"""The modules: numbers and gradients against published.py, checkpoint names, initialisation, errors, compilation."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_aggregation_gradients():
     randomise(module)
     projection, wh = cameras(1, 2)
     maps = [torch.randn(1, 2, 4, 4, 5, generator=torch.Generator().manual_seed(8), dtype=torch.float64)]
-    table, shape, start = nn.flatten_cameras(maps)
+    value, shape, start = nn.flatten_cameras(maps)
     anchor = torch.tensor([[[3.0, 1.0, 0.3, 0.1, 0.2, 0.0, 0.6, 0.8]]], dtype=torch.float64)
-    leaves = [rand(1, 1, 4), anchor, rand(1, 1, 4, seed=1), table, projection]
+    leaves = [rand(1, 1, 4), anchor, rand(1, 1, 4, seed=1), value, projection]
     for leaf in leaves:
         leaf.requires_grad_()
     assert torch.autograd.gradcheck(lambda f, a, e, m, p: module(f, a, e, m, shape, start, p, wh), leaves)

@@ -1,4 +1,4 @@
-"""One row per sentence of mx_driving.nn: what cannot be meant is refused before any work, compiled or not."""
+"""One row per sentence of mx_driving.nn: a wrong input is refused before any work, compiled or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mx_driving import nn
 MAPS = [torch.rand(2, 16, 4, 6), torch.rand(2, 16, 2, 3)]
 CAMERAS = [torch.rand(2, 3, 16, 4, 6), torch.rand(2, 3, 16, 2, 3)]
 VALUE, SHAPES, STARTS = nn.flatten_levels(MAPS)
-TABLE, SHAPE, START = nn.flatten_cameras(CAMERAS)
+FEATURES, SHAPE, START = nn.flatten_cameras(CAMERAS)
 QUERY = torch.rand(2, 5, 16)
 PADDING = torch.zeros(2, 30, dtype=torch.bool)
 
@@ -29,7 +29,7 @@ GOOD = {
         "instance_feature": QUERY,
         "anchor": torch.rand(2, 5, 11),
         "anchor_embed": QUERY,
-        "feature_maps": TABLE,
+        "feature_maps": FEATURES,
         "spatial_shape": SHAPE,
         "scale_start_index": START,
         "projection_mat": torch.rand(2, 3, 4, 4),
@@ -39,7 +39,7 @@ GOOD = {
 GOOD[BY_CAMERA] = GOOD[AGGREGATION]
 TENSOR = "must be a torch.Tensor; got"
 
-# of a function of maps: what it is given, the error, the sentence
+# function, its maps, the error, the sentence
 FLATTEN = [
     (nn.flatten_levels, MAPS[0], TypeError, "maps must be a list of tensors, one for each level; got Tensor"),
     (nn.flatten_levels, [], ValueError, "maps must hold at least one level; got none"),
@@ -207,14 +207,14 @@ ROWS = [
     (
         AGGREGATION,
         "feature_maps",
-        TABLE[..., :8],
+        FEATURES[..., :8],
         ValueError,
         "feature_maps must have shape (bs=2, num_feat, embed_dims=16); got (2, 90, 8)",
     ),
     (
         AGGREGATION,
         "feature_maps",
-        TABLE[:1],
+        FEATURES[:1],
         ValueError,
         "feature_maps must have shape (bs=2, num_feat, embed_dims=16); got (1, 90, 16)",
     ),
@@ -327,11 +327,11 @@ def test_making(module, arguments, sentence):
     refused(lambda: module(**arguments), ValueError, sentence)
 
 
-def test_what_is_meant_is_taken():
+def test_legal_inputs_are_taken():
     """Views of a dictionary, projections without their last row, boxes, no mask."""
     value, *_ = nn.flatten_levels(dict(enumerate(MAPS)).values())
     assert torch.equal(value, VALUE)
-    assert torch.equal(nn.flatten_cameras(iter(CAMERAS))[0], TABLE)
+    assert torch.equal(nn.flatten_cameras(iter(CAMERAS))[0], FEATURES)
     MULTI_SCALE(**{**GOOD[MULTI_SCALE], "reference_points": torch.rand(2, 5, 2, 4), "padding_mask": None})
     AGGREGATION.eval()
     whole = AGGREGATION(**GOOD[AGGREGATION])

@@ -26,12 +26,12 @@ class Calls(torch.nn.Module):
         super().__init__()
         self.operator = operator
 
-    def forward(self, table, shapes, starts, locations, weights):
-        return getattr(mx_driving, self.operator)(table, shapes, starts, locations, weights)
+    def forward(self, value, shapes, starts, locations, weights):
+        return getattr(mx_driving, self.operator)(value, shapes, starts, locations, weights)
 
 
 class Attention(torch.nn.Module):
-    """What stands around the operator in a model: projections, offsets, softmax; batch and queries from its input."""
+    """A model's layers around the operator: projections, offsets, softmax. Batch and queries come from its input."""
 
     def __init__(self, shapes):
         super().__init__()
@@ -150,7 +150,7 @@ def test_sixteen_bit_values_with_float32_locations(form):
 
 
 def test_inside_a_module():
-    """No table is passed: the default is the gather form."""
+    """Without a translation table the export has the gather form."""
     torch.manual_seed(0)
     model = Attention(torch.tensor([[6, 7], [3, 4]])).eval()
 

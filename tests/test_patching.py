@@ -1,4 +1,4 @@
-"""patch: what it takes, what it leaves alone and why, and that the originals come back. Libraries have files of their own."""
+"""patch: what it replaces, what it leaves alone and why, and that the originals come back. Libraries have their own tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def plain_core(value, value_spatial_shapes, sampling_locations, attention_weight
 
 
 def module_of(source: str, name: str = "a_library") -> types.ModuleType:
-    """A Python module made of text, with `plain_core` in its reach."""
+    """A Python module made of text, which can call `plain_core`."""
     module = types.ModuleType(name)
     vars(module)["plain_core"] = types.FunctionType(plain_core.__code__, globals(), "plain_core")
     module.plain_core.__module__ = "elsewhere"
@@ -87,7 +87,7 @@ def test_an_exception_gives_the_original_back():
 
 
 def test_a_model_is_searched_by_its_classes_files():
-    """Through a class of another file, and a core imported into it."""
+    """The class's file imports its core from another file."""
     module = module_of(GOOD)
     layer = type("Layer", (torch.nn.Module,), {"__module__": "a_library_of_layers"})
     sys.modules["a_library_of_layers"] = module

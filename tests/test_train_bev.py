@@ -38,7 +38,7 @@ TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where all tests find the scenes, rendered once."""
+    """The folder of all tests: scenes are rendered there once."""
     return tmp_path_factory.mktemp("runs")
 
 
@@ -79,7 +79,7 @@ def test_two_processes_follow_the_curve_of_one(folder):
 
 @pytest.fixture
 def refused(monkeypatch, capsys, tmp_path):
-    """What the example says on standard error: a sentence, with status 1; rendered and made is nothing."""
+    """What the example says on standard error: a sentence, with status 1. It renders and makes nothing."""
 
     def run(*options, out: str = "runs/bev") -> str:
         def render(*args):
@@ -147,7 +147,7 @@ def test_a_step_takes_the_same_scenes_on_any_number_of_processes():
 
 
 def test_maps_agree_with_pictures(monkeypatch):
-    """Where the map says vehicle, a vehicle changes the front camera's picture; elsewhere only what one hides changes."""
+    """Vehicles change the front camera's picture where the map has them; elsewhere they change only what they hide."""
     scenes = train_bev.render(3, 5, 48)
     assert scenes.images.shape == (3, 6, 3, *train_bev.SIZE)
     monkeypatch.setattr(train_bev, "random_traffic", lambda pose, generator: [])

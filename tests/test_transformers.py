@@ -46,7 +46,7 @@ CARRIERS = _carriers()
 
 
 def _shrunk(name: str) -> dict[str, object]:
-    """For the time of the test: 100 queries of 300 or 900, and fewer layers of the two that take more than 10 s."""
+    """Smaller models save time: 100 queries of 300 or 900, and fewer layers of the two that take more than 10 s."""
     if name in ("grounding_dino", "mm_grounding_dino"):
         text = transformers.BertConfig(num_hidden_layers=2)
         return {"encoder_layers": 2, "decoder_layers": 2, "num_queries": 100, "text_config": text}
@@ -79,7 +79,7 @@ def test_outputs_and_gradients_in_float64(name):
 
 
 class _Calls(TorchDispatchMode):
-    """Inside, what every core was given and gave is kept, forward and backward."""
+    """Keeps the inputs and results of every core, forward and backward."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ def _in_float64(func, args):
 
 
 def _in_plain_torch(func, args):
-    """What all the originals compute: the test before says so."""
+    """The results of every original core: test_outputs_and_gradients_in_float64 shows that they are."""
     form = getattr(plain, func._opname.removesuffix("_backward"))
     if not func._opname.endswith("_backward"):
         return _several(form(*args))
@@ -112,7 +112,7 @@ def _in_plain_torch(func, args):
 
 
 def _clear_of_centres(shapes, locations):
-    """A location within rounding of a pixel's centre may take the slope of either side: 0 for those, 1 for all others."""
+    """0 for locations within rounding of a pixel's centre, which may take the slope of either side; 1 for all others."""
     size = shapes.flip(-1)[:, None]
     pixel = locations.double() * size - 0.5
     clear = ((pixel - pixel.round()).abs() > 1e-5 * size).all(-1, keepdim=True)
@@ -123,9 +123,9 @@ def _clear_of_centres(shapes, locations):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CARRIERS)
 def test_outputs_and_gradients_in_float32(name):
-    """Each core on what the float32 model gives it: ours may be four times as far from float64 as plain torch is, because two
-    draws of the same rounding errors differ. The end of the model would say less: there a ranking, or the threshold of a
-    mask, makes another picture of a rounding error, on some processor."""
+    """Each core gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
+    draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
+    of a mask, turns a rounding error into another picture."""
     subject = models.build(name, 96, 128, **_shrunk(name))
     with mx_driving.patched(subject.model), _Calls() as calls:
         outputs, _ = subject.backward()
@@ -139,7 +139,7 @@ def test_outputs_and_gradients_in_float32(name):
 
 
 def test_model_built_before_or_after_or_copied():
-    """D-FINE's layers hold the core in an attribute: models from before see the change, models from within are given back."""
+    """D-FINE's layers hold the core in an attribute. Models built before see the change; models built inside are given back."""
     import transformers.models.d_fine.modeling_d_fine as d_fine
 
     config = d_fine.DFineConfig(decoder_n_points=[3, 6, 3])

@@ -177,7 +177,7 @@ def test_vmap(operator, in_dims):
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_gradients_per_sample(operator, in_dims):
     args = stacked(operator, in_dims)
-    for argnums in (cases.DIFFERENTIABLE[operator], (4,)):  # without the table's gradient vmap goes another way
+    for argnums in (cases.DIFFERENTIABLE[operator], (4,)):  # vmap takes another way without value's gradient
         gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
         found = torch.vmap(gradient, in_dims=in_dims)(*args)
         expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
@@ -240,7 +240,7 @@ def test_selective_checkpointing_keeps_the_operator(operator, kernel_calls):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_saved_tensor_hooks(operator):
-    """What is kept for the way back is the five inputs, and it may be kept elsewhere."""
+    """The graph keeps the five inputs and nothing else, and hooks may keep them elsewhere."""
     args = inputs_of(operator)
     packed = []
 

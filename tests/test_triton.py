@@ -1,4 +1,4 @@
-"""The GPU kernels on a small but wicked table: on a GPU where there is one, else in Triton's interpreter.
+"""The GPU kernels on small but hard cases: on a GPU if there is one, in Triton's interpreter otherwise.
 
 The interpreter takes about 0.2 ms for each operation of each program, so everything here is tiny.
 """
@@ -198,7 +198,7 @@ TABLES = [
 @pytest.mark.parametrize(("shapes", "starts"), TABLES)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_garbage_tables(operator, shapes, starts):
-    """What they push outside counts as zero, and nothing beside value is read: its surroundings are NaN."""
+    """Rows that the tables push outside count as zero. Nothing beside value is read: its surroundings are NaN."""
     args = list(cases.cast(SMALL[operator](), torch.float32))
     double = 2 if operator == AGGREGATION else 1  # cameras
     args[1] = torch.tensor(shapes * double).view(args[1].shape)

@@ -70,7 +70,7 @@ def drawn(png: bytes) -> torch.Tensor:
 
 
 def test_a_notebook_shows_axes_and_figures():
-    """What IPython asks the last expression of a cell for: bytes of a PNG, with what was drawn later in it."""
+    """IPython asks a cell's last expression for the bytes of a PNG, which also show what was drawn later."""
     ax = viz.bev(torch.rand(4, 6))
     before = drawn(ax._repr_png_())
     ax.set_title("later")

@@ -1,7 +1,7 @@
 """How far from float64 truth a result may be, and why.
 
-Errors are measured against the sum of the absolute values of the terms (truth.py's scales), which is what rounding in a
-sum is proportional to, whatever cancels. The inputs are rounded to the dtype before truth is computed from them, so only
+Errors are measured against the sum of the absolute values of the terms (truth.py's scales), because rounding in a sum is
+proportional to that, whatever cancels. The inputs are rounded to the dtype before truth is computed from them, so only
 arithmetic is judged:
 - arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
   are products of at most five factors; 16 ulps + 2 sqrt(n) covers it;

@@ -34,11 +34,11 @@ def _bilinear(height, width, x, y):
     return valid, corners
 
 
-def _sample(table, start, corners, which):
+def _sample(value, start, corners, which):
     """Rows [..., c] weighted by the share (2) or one of its slopes (3, 4), and the same with absolute values."""
     total = scale = 0.0
     for corner in corners:
-        rows = np.where(corner[0][..., None], table[start + corner[1]], 0.0)
+        rows = np.where(corner[0][..., None], value[start + corner[1]], 0.0)
         total = total + corner[which][..., None] * rows
         scale = scale + np.abs(corner[which][..., None] * rows)
     return total, scale
@@ -58,18 +58,17 @@ def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad)
         valid, corners = _bilinear(height, width, x, y)
         w = np.where(valid, weights[b, :, h, l], 0.0)
         gq = np.where(valid[..., None], g[b, :, h][:, None], 0.0)
-        table = value[b, :, h]
-        bil, bil_scale = _sample(table, start, corners, 2)
+        bil, bil_scale = _sample(value[b, :, h], start, corners, 2)
         out[b, :, h] += (w[..., None] * bil).sum(1)
         scales[0][b, :, h] += np.abs(w[..., None] * bil_scale).sum(1)
         for on_map, row, share, _, _ in corners:
-            what = np.where(on_map[..., None], (share * w)[..., None] * gq, 0.0)
-            np.add.at(gv[b, :, h], start + row, what)
-            np.add.at(scales[1][b, :, h], start + row, np.abs(what))
+            terms = np.where(on_map[..., None], (share * w)[..., None] * gq, 0.0)
+            np.add.at(gv[b, :, h], start + row, terms)
+            np.add.at(scales[1][b, :, h], start + row, np.abs(terms))
         gw[b, :, h, l] = (gq * bil).sum(-1)
         scales[3][b, :, h, l] = np.abs(gq * bil_scale).sum(-1)
         for axis, size in ((0, width), (1, height)):
-            slope, slope_scale = _sample(table, start, corners, 3 + axis)
+            slope, slope_scale = _sample(value[b, :, h], start, corners, 3 + axis)
             gl[b, :, h, l, :, axis] = size * w * (gq * slope).sum(-1)
             scales[2][b, :, h, l, :, axis] = np.abs(size * w) * np.abs(gq * slope_scale).sum(-1)
     flat = (bs, queries, heads * channels)
@@ -96,9 +95,9 @@ def deformable_aggregation(features, shapes, starts, locations, weight, grad) ->
         out[b] += (wide * bil).sum(1)
         scales[0][b] += np.abs(wide * bil_scale).sum(1)
         for on_map, row, share, _, _ in corners:
-            what = np.where(on_map[..., None], share[..., None] * wide * gq, 0.0)
-            np.add.at(gf[b], start + row, what)
-            np.add.at(scales[1][b], start + row, np.abs(what))
+            terms = np.where(on_map[..., None], share[..., None] * wide * gq, 0.0)
+            np.add.at(gf[b], start + row, terms)
+            np.add.at(scales[1][b], start + row, np.abs(terms))
         by_group = (*gq.shape[:2], groups, size)
         gw[b, :, :, cam, s] = (gq * bil).reshape(by_group).sum(-1)
         scales[3][b, :, :, cam, s] = np.abs(gq * bil_scale).reshape(by_group).sum(-1)

@@ -1,17 +1,14 @@
-"""The functions of the vendor's compiled extension around the three operators, in its present and its older names.
+"""The functions of the vendor's compiled extension for the three operators, under their present and older names.
 
-They know neither autograd nor autocast, as its own do not; the gradients are functions of their own.
+Like the vendor's, they know neither autograd nor autocast; gradients are separate functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from ._functions import as_compiled
-from ._operators import OPERATORS
+from ._functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
 from .ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
@@ -32,26 +29,12 @@ __all__ = [
 ]
 
 
-def _backward(operator: str) -> Callable[..., tuple[Tensor, ...]]:
-    """The five inputs, grad_output, and for aggregation three tensors of zeros, which are not used -> a tuple of gradients."""
-    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
-    mask = [True] * len(OPERATORS[operator].differentiable)
-
-    @torch.no_grad()
-    def gradients(
-        value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, grad_output: Tensor, *zeros: Tensor
-    ) -> tuple[Tensor, ...]:
-        return tuple(backward(grad_output, value, shapes, starts, locations, weights, mask))
-
-    return gradients
-
-
 multi_scale_deformable_attn = torch.no_grad()(as_compiled(_multi_scale))
-multi_scale_deformable_attn_backward = _backward("multi_scale_deformable_attn")
+multi_scale_deformable_attn_backward = torch.no_grad()(backward_as_compiled("multi_scale_deformable_attn", tuple))
 npu_deformable_aggregation = torch.no_grad()(as_compiled(_aggregation))
-npu_deformable_aggregation_backward = _backward("deformable_aggregation")
+npu_deformable_aggregation_backward = torch.no_grad()(backward_as_compiled("deformable_aggregation", tuple))
 geometric_kernel_attention = torch.no_grad()(as_compiled(_geometric))
-geometric_kernel_attention_backward = _backward("geometric_kernel_attention")
+geometric_kernel_attention_backward = torch.no_grad()(backward_as_compiled("geometric_kernel_attention", tuple))
 
 
 def geometric_kernel_attention_forward(

@@ -3,7 +3,7 @@
 import sys
 
 if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
-    # `python -m mx_driving.config` imports this file first: it prints a path, which must not take torch's seconds
+    # `python -m mx_driving.config` imports this file first. It only prints a path, so it must not wait seconds for torch.
     from .config import main
 
     raise SystemExit(main())

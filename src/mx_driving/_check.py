@@ -1,7 +1,7 @@
-"""Errors of the operators, and the one form of all errors: *name* must *rule*; got *fact*. nn/_check.py has the modules'.
+"""Checks of the operators' inputs; nn/_check.py has the modules'. All errors have one form: *name* must *rule*; got *fact*.
 
-Plain `if ...: raise`, because that compiles with static and dynamic shapes. The good path is a handful of comparisons;
-sentences are made only when one of them fails.
+A check is a plain `if ...: raise`, because torch.compile takes that with static and dynamic shapes. The good path is a
+handful of comparisons; a sentence is made only when one of them fails.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ _LOCATION_RULE = "have a floating or an integer dtype"
 Named = tuple[str, Any]
 
 
-def _fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
+def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
     raise kind(f"{name} must {rule}; got {fact}")
 
 
 def tensors(*named: Named) -> None:
-    """Each is a torch.Tensor."""
+    """Every argument is a torch.Tensor."""
     for name, t in named:
         if not isinstance(t, Tensor):
             numbers = isinstance(t, (list, tuple)) and not any(isinstance(e, Tensor) for e in t)
             write = f", as torch.tensor({name}) makes it" if numbers else ""
-            _fail(TypeError, name, "be a torch.Tensor" + write, type(t).__name__)
+            fail(TypeError, name, "be a torch.Tensor" + write, type(t).__name__)
 
 
-def _device(first: Named, *others: Named) -> None:
+def need_one_device(first: Named, *others: Named) -> None:
     device = first[1].device
     for name, t in others:
         if t.device != device:
-            _fail(ValueError, name, f"be on {first[0]}'s device ({device})", t.device)
+            fail(ValueError, name, f"be on {first[0]}'s device ({device})", t.device)
 
 
-def _dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str) -> None:
+def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str) -> None:
     if t.dtype not in allowed:
-        _fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
+        fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
 
 
-def _axes(name: str, t: Tensor, axes: str) -> None:
-    """As many axes as `axes` has names."""
+def need_axes(name: str, t: Tensor, axes: str) -> None:
+    """t has as many axes as `axes` has names."""
     if t.dim() != axes.count(",") + 1:
-        _fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
+        fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
 
 
-def _shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
+def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
     if t.shape != sizes:
-        _wrong_shape(name, t, axes, sizes)
+        fail_shape(name, t, axes, sizes)
 
 
-def _sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
-    """The same where some sizes, those that are None, are the caller's to choose."""
+def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
+    """As `need_shape`, but a size may be anything where None is given."""
     if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
-        _wrong_shape(name, t, axes, sizes)
+        fail_shape(name, t, axes, sizes)
 
 
-def _wrong_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
+def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
     named = zip((axis.strip() for axis in axes.split(",")), sizes, strict=True)
     expected = ", ".join(axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named)
-    _fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
+    fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
 
 
 def attention(
@@ -84,47 +84,47 @@ def attention(
     weights: Tensor,
     integer_locations: bool = False,
 ) -> None:
-    """The inputs of the attention operators, which share their shapes."""
+    """Check the inputs of an attention operator; both attention operators take the same shapes."""
     if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
     tensors(*named)
-    _axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
-    _axes(names[1], shapes, "num_levels, 2")
-    _axes(names[3], locations, "bs, num_queries, num_heads, num_levels, num_points, 2")
+    need_axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
+    need_axes(names[1], shapes, "num_levels, 2")
+    need_axes(names[3], locations, "bs, num_queries, num_heads, num_levels, num_points, 2")
     bs, _, heads, _ = value.shape
     levels, queries, points = shapes.shape[0], locations.shape[1], locations.shape[4]
-    _shape(names[1], shapes, "num_levels, 2", levels, 2)
-    _shape(names[2], starts, "num_levels", levels)
+    need_shape(names[1], shapes, "num_levels, 2", levels, 2)
+    need_shape(names[2], starts, "num_levels", levels)
     if locations.shape[2] != heads or locations.shape[0] != bs:
         _odd_value(names[0], value, locations, weights)
     axes = "bs, num_queries, num_heads, num_levels, num_points"
-    _shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
-    _shape(names[4], weights, axes, bs, queries, heads, levels, points)
-    _dtype(names[0], value, _FLOATING, _FLOATING_RULE)
-    _dtype(names[1], shapes, _INDEX, _INDEX_RULE)
-    _dtype(names[2], starts, _INDEX, _INDEX_RULE)
+    need_shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
+    need_shape(names[4], weights, axes, bs, queries, heads, levels, points)
+    need_dtype(names[0], value, _FLOATING, _FLOATING_RULE)
+    need_dtype(names[1], shapes, _INDEX, _INDEX_RULE)
+    need_dtype(names[2], starts, _INDEX, _INDEX_RULE)
     if integer_locations:
-        _dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
+        need_dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
     else:
-        _dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
-    _dtype(names[4], weights, _FLOATING, _FLOATING_RULE)
-    _device(*named)
+        need_dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
+    need_dtype(names[4], weights, _FLOATING, _FLOATING_RULE)
+    need_one_device(*named)
 
 
 def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> None:
-    """Locations and weights agree with each other and not with value: then it is value that is named."""
+    """Name value if locations and weights agree with each other but not with value."""
     if weights.shape == locations.shape[:-1]:
         bs, _, heads = locations.shape[:3]
         axes, sizes = "bs, num_keys, num_heads, embed_dims", (bs, None, heads, None)
         swapped = ", whose axes 1 and 2 look swapped" if value.shape[1] == heads else ""
-        _wrong_shape(name, value, axes, sizes, swapped)
+        fail_shape(name, value, axes, sizes, swapped)
 
 
 def _attention_agrees(
     value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, of_locations: frozenset[torch.dtype]
 ) -> bool:
-    """Whether `attention` has nothing to say. Every call comes by here, from a door twice."""
+    """Whether all rules of `attention` hold. Every call runs this, and a call through a door runs it twice."""
     if not (_are_tensors(value, shapes, starts, locations, weights) and value.dim() == 4 and weights.dim() == 5):
         return False
     bs, _, heads, _ = value.shape
@@ -154,32 +154,32 @@ def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
 
 
 def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    """The inputs of an operator whose groups of channels have weights of their own."""
+    """Check the inputs of an operator whose groups of channels have weights of their own."""
     if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
         return
     named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
     tensors(*named)
-    _axes(names[0], feature_maps, "bs, num_feat, c")
-    _axes(names[2], starts, "cam, scale")
-    _axes(names[3], locations, "bs, anchor, pts, cam, 2")
-    _axes(names[4], weight, "bs, anchor, pts, cam, scale, group")
+    need_axes(names[0], feature_maps, "bs, num_feat, c")
+    need_axes(names[2], starts, "cam, scale")
+    need_axes(names[3], locations, "bs, anchor, pts, cam, 2")
+    need_axes(names[4], weight, "bs, anchor, pts, cam, scale, group")
     bs, _, channels = feature_maps.shape
     (cams, scales), anchors, points, groups = starts.shape, locations.shape[1], locations.shape[2], weight.shape[5]
-    _shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
-    _shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
-    _shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
+    need_shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
+    need_shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
+    need_shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
     if groups == 0 or channels % groups != 0:
-        _fail(ValueError, names[4], f"have a group count that divides c={channels}", groups)
-    _dtype(names[0], feature_maps, _FLOATING, _FLOATING_RULE)
-    _dtype(names[1], shapes, _INDEX, _INDEX_RULE)
-    _dtype(names[2], starts, _INDEX, _INDEX_RULE)
-    _dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
-    _dtype(names[4], weight, _FLOATING, _FLOATING_RULE)
-    _device(*named)
+        fail(ValueError, names[4], f"have a group count that divides c={channels}", groups)
+    need_dtype(names[0], feature_maps, _FLOATING, _FLOATING_RULE)
+    need_dtype(names[1], shapes, _INDEX, _INDEX_RULE)
+    need_dtype(names[2], starts, _INDEX, _INDEX_RULE)
+    need_dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
+    need_dtype(names[4], weight, _FLOATING, _FLOATING_RULE)
+    need_one_device(*named)
 
 
 def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:
-    """Whether `aggregation` has nothing to say."""
+    """Whether all rules of `aggregation` hold."""
     if not (_are_tensors(feature_maps, shapes, starts, locations, weight) and feature_maps.dim() == 3 and weight.dim() == 6):
         return False
     bs, _, channels = feature_maps.shape
@@ -206,7 +206,7 @@ def _inputs_of(operator: Operator) -> Callable[..., None]:
     return functools.partial(attention, operator.inputs, integer_locations=operator.integer_locations)
 
 
-# The five inputs of an operator, for who calls it by its name; a door does not come first then.
+# Operator -> the check of its five inputs. Kernels run it too, because torch.ops can be called without a door.
 INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values()}
 
 
@@ -220,79 +220,79 @@ def backward(
     weights: Tensor,
     mask: list[bool],
 ) -> None:
-    """What an operator's backward is given: grad_output, the five inputs, and output_mask."""
+    """Check the arguments of an operator's backward: grad_output, the five inputs, output_mask."""
     INPUTS[operator](value, shapes, starts, locations, weights)
     wanted = len(OPERATORS[operator].differentiable)
     if len(mask) != wanted:
-        _fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
+        fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
     size = value.shape
     sizes = (size[0], weights.shape[1], size[2] if len(size) == 3 else size[2] * size[3])
     if grad.shape == sizes and grad.dtype in _FLOATING and grad.device == value.device:
         return
     axes = "bs, anchor, c" if len(size) == 3 else "bs, num_queries, num_heads * embed_dims"
-    _shape("grad_output", grad, axes, *sizes)
-    _dtype("grad_output", grad, _FLOATING, _FLOATING_RULE)
-    _device((OPERATORS[operator].inputs.value, value), ("grad_output", grad))
+    need_shape("grad_output", grad, axes, *sizes)
+    need_dtype("grad_output", grad, _FLOATING, _FLOATING_RULE)
+    need_one_device((OPERATORS[operator].inputs.value, value), ("grad_output", grad))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Every map lies inside num_keys rows. Reads the index tables, so only where that costs nothing: on a CPU."""
+    """Every map lies inside num_keys rows. This reads the index tables, which costs nothing only on a CPU."""
     axes = starts.dim()
     for flat, ((height, width), start) in enumerate(
         zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)
     ):
         where = f"[{flat}]" if axes == 1 else f"[{flat // starts.shape[1]}, {flat % starts.shape[1]}]"
         if height <= 0 or width <= 0:
-            _fail(ValueError, shapes_name + where, "be positive (H, W)", (height, width))
+            fail(ValueError, shapes_name + where, "be positive (H, W)", (height, width))
         if start < 0:
-            _fail(ValueError, starts_name + where, "not be negative", start)
+            fail(ValueError, starts_name + where, "not be negative", start)
         if start + height * width > num_keys:
             rule = f"leave room for {height} x {width} rows among {num_keys}"
-            _fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows)")
+            fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows)")
 
 
 def host_memory(name: str, t: Any) -> None:
-    """Memory that a C function may be pointed at."""
+    """t is in memory that a C function can read and write."""
     tensors((name, t))
     if t.device.type != "cpu" or t.layout != torch.strided or t.is_neg() or t.is_conj():
-        _fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
+        fail(ValueError, name, "be a plain strided tensor on the CPU", f"{t.layout} on {t.device}")
 
 
 def workspace(t: Tensor, size: int) -> None:
-    """Memory of at least `size` bytes for phase two."""
+    """t has at least `size` contiguous bytes, for phase two."""
     host_memory("workspace", t)
     if not t.is_contiguous() or t.nbytes < size:
-        _fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
+        fail(ValueError, "workspace", f"have workspace_size={size} bytes in a row", f"{t.nbytes} of strides {t.stride()}")
 
 
 def limit(name: str, rule: str, fact: object) -> NoReturn:
-    """A documented limit of Atlas A2 is passed."""
-    _fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
+    """Refuse what passes a documented limit of Atlas A2."""
+    fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
 
 
 def flag(name: str, word: str) -> NoReturn:
-    """A switch in the environment that is neither on nor off."""
-    _fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+    """Refuse a switch in the environment that is neither on nor off."""
+    fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
 
 
 def patch_target(target: object) -> NoReturn:
-    _fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
+    fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
 
 
 def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
     left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
-    _fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+    fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """What stopped an import, and what helps where it is an extension that nobody has built."""
+    """Why an import failed, with advice if an extension is missing that compat stands in for."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)
 
 
 def same_samples(locations: Tensor, weights: Tensor) -> None:
-    """Locations to draw, and a weight for each."""
+    """Every location to draw has a weight."""
     if locations.dim() < 3 or locations.shape[-1] != 2:
-        _fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
+        fail(ValueError, "locations", "have shape (..., num_levels, num_points, 2)", tuple(locations.shape))
     if weights.shape != locations.shape[:-1]:
-        _fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))
+        fail(ValueError, "weights", f"have shape {tuple(locations.shape[:-1])}", tuple(weights.shape))

@@ -1,7 +1,7 @@
-"""Looks at the numbers an operator was given for signs that something else was meant: only where somebody asks for it.
+"""Warnings about inputs that are legal but look like a mistake. They are off until somebody asks for them.
 
-What is legal cannot be refused, so these are warnings, each with the fact that gave it away. They are made below the
-dispatcher, where tensors hold data: after torch.compile, vmap, autocast and DTensor, and never while something is traced.
+Legal inputs cannot be refused, so a finding is a warning, and states the fact behind it. The checks run below the
+dispatcher, where tensors hold data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch import Tensor
 from ._flags import flag
 from ._operators import Inputs, Operator
 
-# How many data_checks() are open, plus one when the environment asks. Process-wide, as in _limits.py.
+# The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in _limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
-_told: set[tuple[str, str]] = set()  # (operator, kind): each is said once
+_told: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
 
 _MOST = 0.5  # "most" of something is more than this share of it
-_PIXELS = (2, 16384)  # a larger coordinate of a pixel lies between these, one of 0..1 seldom
-_TURNED = math.log(1.25)  # a map is clearly wide, or clearly high, from this ratio of its sides on
-_FEW_ROWS, _FEW_NUMBERS = 8, 256  # fewer rows, and fewer numbers at their ends, say little about where rows end
-_STEP, _NO_STEP = 1.5, 1.1  # neighbours differ more than usual from this ratio on, and not at all up to this one
+_PIXELS = (2, 16384)  # a pixel's larger coordinate lies between these; that of a location in 0..1 seldom does
+_TURNED = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
+_FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their ends, a map is too small to judge
+_STEP, _NO_STEP = 1.5, 1.1  # times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP
 
 
 class DataWarning(UserWarning):
-    """An operator's inputs are legal and look like something else was meant."""
+    """An operator's inputs are legal, but look like a mistake."""
 
 
 @contextlib.contextmanager
 def data_checks() -> Iterator[None]:
     """Look at the data of every call inside, and warn `DataWarning` once for each operator and kind of finding.
 
-    Found are NaN; samples most of which lie off their map; locations in pixels where 0..1 is the map, and the reverse in
-    geometric_kernel_attention; and shapes that look like (W, H): levels that are wide beside levels that are high, pixels
-    that fit the maps only when turned, and rows of value that end where (W, H) would have them end. Square maps, and
-    inputs without any of these signs, cannot be told. On a GPU index tables are refused as on a CPU.
+    It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
+    in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
+    maps only when turned, and rows of value that end where (W, H) would have them end. It cannot judge square maps, or
+    inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
@@ -71,7 +71,7 @@ def asked() -> bool:
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel, and a look at what it was given after it has refused what it must."""
+    """The kernel, which refuses illegal inputs, and then a look at the legal ones."""
 
     def run(*args: Tensor) -> Tensor:
         output = kernel(*args)
@@ -105,7 +105,7 @@ def _look(call: _Call) -> None:
 
 
 def _tell(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
-    """Once, at the line that is neither ours nor torch's."""
+    """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
     operator = call.operator.name
     if (operator, kind) not in _told:
         _told.add((operator, kind))
@@ -115,7 +115,7 @@ def _tell(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
 @functools.cache
 def _passed_over() -> tuple[str, ...]:
     folders = (os.path.dirname(str(module.__file__)) + os.sep for module in (sys.modules[__name__.partition(".")[0]], torch))
-    return *folders, "<eval_with_key>"  # what torch.compile writes
+    return *folders, "<eval_with_key>"  # the file name of what torch.compile writes
 
 
 def _caller() -> int:
@@ -141,7 +141,7 @@ def _nan(call: _Call) -> None:
 
 
 class _Samples(NamedTuple):
-    """Locations as pixels, and where they lie on their map."""
+    """Locations in pixels, and the sizes of their maps."""
 
     x: Tensor
     y: Tensor
@@ -153,7 +153,7 @@ class _Samples(NamedTuple):
         return (self.x > -1) & (self.y > -1) & (self.x < self.width) & (self.y < self.height)
 
     def reach(self) -> float:
-        """How far samples go towards the right and lower ends of the map, as a share of its sides; the smaller one."""
+        """How far samples reach right and down, as shares of the map's sides; the smaller of the two."""
         return min((self.x / self.width).max().item(), (self.y / self.height).max().item())
 
     def turned(self) -> _Samples:
@@ -161,14 +161,14 @@ class _Samples(NamedTuple):
 
 
 def _pixels(call: _Call, normalised: bool) -> _Samples:
-    """Of the two operators that share their shapes. float64 holds every pixel."""
+    """The samples of an attention operator. float64 holds every pixel."""
     x, y = call.locations.double().unbind(-1)
     height, width = (side[:, None].double() for side in call.shapes.unbind(-1))
     return _Samples(x * width - 0.5, y * height - 0.5, width, height) if normalised else _Samples(x, y, width, height)
 
 
 def _like_pixels(locations: Tensor) -> Tensor:
-    """Both coordinates positive, and the larger one of a size that pictures have."""
+    """Where no coordinate is negative, and the larger one is as large as those of pixels."""
     largest = locations.amax(-1)
     return (locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
 
@@ -195,7 +195,7 @@ def _normalised(call: _Call) -> None:
 
 
 def _seen(call: _Call) -> None:
-    """deformable_aggregation: one camera sees a point and the others do not, so it is points that are counted."""
+    """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
     within = ((call.locations > 0) & (call.locations < 1)).all(-1)
     unseen = _share(~within.any(-1))
     if unseen <= _MOST:
@@ -238,7 +238,7 @@ def _turned_levels(call: _Call) -> None:
 
 
 def _row_ends(call: _Call) -> None:
-    """Value itself: neighbours differ more than usual where a row of the picture ends and the next one begins."""
+    """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
     numbers = call.value[:, 0].numel()
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
     oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _TURNED and min(h, w) >= _FEW_ROWS]
@@ -248,7 +248,7 @@ def _row_ends(call: _Call) -> None:
     steps = call.value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
     steps = steps / steps.mean()
     end = torch.arange(1, rows, device=steps.device)
-    as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # without the ends that both have
+    as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
     as_turned = steps[end % height == 0].mean()
     if as_given < _NO_STEP and as_turned > _STEP:
         fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"

@@ -1,8 +1,8 @@
-"""The operators as gathers and sums of standard torch operations, without loops over levels: what exporters are given.
+"""The operators for exporters: gathers and sums of standard torch operations, without loops over levels.
 
-Reading a tensor's rows with `index_select` and nothing else is what every runtime does right: no `grid_sample`, no
-data-dependent shapes, and batch, queries and map sizes stay free. Numbers and the rule for samples that are not on the map
-are the reference's, whose geometry is used.
+Rows are read with `index_select` alone, which every runtime does right: no `grid_sample`, no data-dependent shapes. Batch,
+queries and map sizes stay free. The geometry is the reference's, and so are the numbers and the rule for samples that are
+not on the map.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ._when_imported import when_imported
 
 
 def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum over parts (index, share) [..., samples] of share * value[index - 1], index 0 being a row of zeros -> [..., c]."""
+    """Sum over parts (index, share) [..., samples] of share * value[index - 1] -> [..., c]. Index 0 is a row of zeros."""
     value = torch.cat([value.new_zeros(1, value.shape[1]), value])
     total = None
     for index, share in parts:
@@ -30,7 +30,7 @@ def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _by_head(corners: reference.Corners, weight: Tensor, num_keys: int) -> list[tuple[Tensor, Tensor]]:
-    """Corners [bs, num_queries, num_heads, num_levels, num_points] in the rows of value.flatten(0, 2), one after the other."""
+    """Corners [bs, num_queries, num_heads, num_levels, num_points] as parts over value.flatten(0, 2), one for each corner."""
     return [
         (_row_of_head(corners.row[k], corners.inside[k], num_keys), (corners.share(k) * weight).flatten(-2)) for k in range(4)
     ]
@@ -44,7 +44,7 @@ def _row_of_head(row: Tensor, inside: Tensor, num_keys: int) -> Tensor:
 
 
 def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """(H, W) first, and room for an axis of points."""
+    """The index tables with (H, W) as first axis and an axis of 1 for points at the end."""
     return shapes.transpose(0, 1)[..., None], starts[:, None]
 
 
@@ -85,7 +85,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
-    """Tell torch how the operator is made of others. Only who asks for it gets it: torch.onnx.export does."""
+    """Tell torch how the operator is made of others. torch.onnx.export asks for that; compilers do not."""
     _decomp.decomposition_table[op] = globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake
@@ -93,8 +93,8 @@ def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
 
 
 def _keep_whole(op: Any) -> None:
-    """Inductor calls the operator as it is. With CI in the environment it refuses to where there is a decomposition, unless
-    the operator is on this list."""
+    """Let inductor call the operator as it is. If CI is set in the environment, inductor refuses that for an operator with a
+    decomposition, unless the operator is on this list."""
     from torch._inductor import lowering
 
     lowering.FALLBACK_ALLOW_LIST.add(op.name())

@@ -1,7 +1,7 @@
 """DTensor: how an operator's inputs may be sharded so that every process works with what it has.
 
-The rules are registered when the first DTensor comes by: importing torch.distributed.tensor takes many times longer than
-importing this package.
+The rules are registered at the first call with a DTensor, because importing torch.distributed.tensor takes many times
+longer than importing this package.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def prepared(args: tuple[Any, ...], tables: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def call(op: Any, *args: Tensor) -> Tensor:
-    """An operator, from a door. Inference mode skips the Autograd kernel, where a DTensor is met otherwise."""
+    """Call an operator from a door. The Autograd kernel prepares DTensors, but inference mode skips it."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         args = prepared(args, TABLES)
     return op(*args)
 
 
 def _replicated(table: Tensor, mesh: Any) -> Tensor:
-    """An index table that every process has, as it comes out of a configuration."""
+    """An index table, which every process has from its configuration, as a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(table, DTensor):
@@ -57,18 +57,18 @@ def _register() -> None:
         backward = getattr(torch.ops.mx_driving, name + "_backward").default
         register_sharding(forward)(functools.partial(_forward_rules, name))
         register_sharding(backward)(functools.partial(_backward_rules, name))
-        # remembered per mask too, since a gradient that is not wanted has another shape
+        # cached for each mask, since a gradient that is not wanted has another shape
         propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(6, needs_pytree=True)
 
 
 def _axes(name: str, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """Those that can be cut: the output's shards along `blocks` are value's only where they are even."""
+    """The axes that can be sharded: `blocks` only with even shards, because only then the output's shards match value's."""
     operator = OPERATORS[name]
     return [places for axis, places in operator.axes.items() if axis != operator.blocks or _even(places, inputs)]
 
 
 def _even(places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
-    """Whether the shards along a block axis, as some input has them, are all of one size."""
+    """Whether some input is sharded along the block axis, with all shards of one size."""
     from torch.distributed.tensor import Shard
 
     mesh = inputs[0].mesh
@@ -97,7 +97,7 @@ def _forward_rules(name: str, *inputs: Any) -> list[tuple[list[Any], list[Any]]]
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """A gradient of what is whole in every process is there a partial sum; one that is not wanted is empty everywhere."""
+    """If every process has an input whole, its gradient is a partial sum. A gradient that is not wanted is empty everywhere."""
     *inputs, mask = rest
     differentiable = OPERATORS[name].differentiable
     everywhere = _placement(None)

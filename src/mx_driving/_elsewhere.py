@@ -1,4 +1,4 @@
-"""How other libraries call what the aliases stand in for: mmcv with a step of im2col, transformers with names of its own."""
+"""The aliases take the calls of other libraries: mmcv passes a step of im2col, transformers uses names of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 def as_elsewhere(door: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
-    """`door`, whose index tables are called `shapes` and `starts`, for aliases that stand in for other libraries' functions.
+    """`door` for aliases that stand in for other libraries' functions. `shapes` and `starts` are its names of the tables.
 
-    An im2col_step is accepted and not used. The tables may be lists, go by their names with or without "value_", and be
-    followed by a list of shapes (transformers' value_spatial_shapes_list), which is used where there is no tensor of them.
+    An im2col_step is accepted and not used. The tables may be lists, and their names may begin with "value_" or not. A list
+    of shapes may follow them (transformers' value_spatial_shapes_list); it is used if there is no tensor of shapes.
     """
     names = {other + table.removeprefix("value_"): table for table in (shapes, starts) for other in ("", "value_")}
 

@@ -11,9 +11,9 @@ OFF = ("0", "false", "no", "off", "")
 
 
 def flag(name: str) -> bool:
-    """Whether the environment turns `name` on; a word that says neither is refused.
+    """Whether the environment turns `name` on. A word that means neither on nor off is refused.
 
-    Read when the package is imported: a misspelt switch stops the program at its first line and not in the middle of a run.
+    The package reads its switches at import, so a misspelt one stops a program at its first line and not in mid-run.
     """
     word = os.environ.get(name, "")
     if word.lower() not in ON + OFF:

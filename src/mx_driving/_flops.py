@@ -1,10 +1,10 @@
-"""What torch.utils.flop_counter counts: products and sums over channels, as it does for matrix products.
+"""FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
 
-A sample is counted whether or not it turns out to be on the map, and what is done once per sample (coordinates, shares) is
-not: it is no part of the work that grows with channels.
+Every sample counts, on the map or not. Work once per sample (coordinates, shares) does not count: it does not grow with
+channels.
 
-The formulas are registered when that module is imported: it imports Triton where that is installed, which takes ten times
-as long as importing this package.
+The formulas are registered when the counter is imported. It imports Triton if that is installed, which takes ten times as
+long as importing this package.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _register(operator: Operator) -> None:
         return _row_flops(operator, value, weights)
 
     def backward(grad: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, mask: Any, **_: Any) -> int:
-        """Once to add to value's rows, once for the products with them that both other gradients are made of."""
+        """Once to add to the rows of value's gradient, once for the products that both other gradients are made of."""
         return _row_flops(operator, value, weights) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
@@ -42,7 +42,7 @@ def _register(operator: Operator) -> None:
 
 
 def register() -> None:
-    """All operators, when the counter is imported."""
+    """Register all operators when the counter is imported."""
     when_imported("torch.utils.flop_counter", _register_all)
 
 

@@ -28,7 +28,7 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def forward(ctx: Any, door: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The output, without a graph even outside of `apply`: who brings a ctx differentiates by backward."""
+    """The output, without a graph even outside of `apply`: a caller with a ctx of its own calls backward itself."""
     ctx.save_for_backward(*inputs)
     with torch.no_grad():
         return door(*inputs)
@@ -55,5 +55,28 @@ def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return door(value, shapes, starts, locations, weights)
         with torch.autocast(device, enabled=False):
             return door(value, shapes, starts, locations, weights)
+
+    return function
+
+
+def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The backward as an extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
+
+    Callers pass more, mmcv's im2col_step or the vendor's zeros for an aggregation; that is not used.
+    """
+    backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(OPERATORS[operator].differentiable)
+
+    def function(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        *unused: Any,
+        im2col_step: int = 64,
+    ) -> Any:
+        return gather(backward_op(grad_output, value, shapes, starts, locations, weights, mask))
 
     return function

@@ -31,12 +31,12 @@ def _define(operator: Operator) -> None:
 
 
 def _check_of(name: str, backward: bool) -> Callable[..., None]:
-    """What every kernel and every fake begins with: nobody has to come through a door."""
+    """The check that every kernel and fake begins with, because torch.ops can be called without a door."""
     return functools.partial(_check.backward, name) if backward else _check.INPUTS[name]
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
-    """The reference; the index tables are checked first where reading them is free, on a CPU, or where somebody asks for it."""
+    """The reference. It checks the index tables first on a CPU, where reading them is free, or if data checks are on."""
     run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
@@ -50,8 +50,7 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
 
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
-    """The native kernel; the reference for what it does not serve. Whether there is one is found out at the first call, not
-    at import, and once."""
+    """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
     native, check = getattr(_native, name + "_backward" if backward else name), _check_of(name, backward)
     plain = _reference(name, backward)
 
@@ -67,7 +66,7 @@ def _cpu(name: str, backward: bool) -> Callable[..., Any]:
 
 
 def _cuda(name: str, backward: bool) -> Callable[..., Any]:
-    """The Triton kernel, imported at the first call; the reference for what it does not serve."""
+    """The Triton kernel, imported at the first call, or the reference for what it does not serve."""
     plain, check = _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
@@ -178,7 +177,7 @@ for _operator in OPERATORS.values():
 
 
 def backends() -> dict[str, dict[str, str]]:
-    """Which kernel serves which device, and why where it is the reference.
+    """Which kernel serves which device, and why if it is the reference.
 
     Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named.
 

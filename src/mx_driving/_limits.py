@@ -1,4 +1,4 @@
-"""What the vendor documents as limits of its operators on Atlas A2: data, enforced only when asked for."""
+"""The limits that the vendor documents for its operators on Atlas A2, as data; they are enforced only on request."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from . import _check
 from ._flags import flag
 
 MULTI_SCALE = {"points_times_levels": 64, "num_heads": 8, "embed_dims": 64, "embed_dims_multiple": 8}
-# when points * levels is 64 and embed_dims fills eight blocks of eight, one head fewer
+# one head fewer if points * levels is 64 and embed_dims fills eight blocks of eight
 MULTI_SCALE_FULL_HEADS = 7
 AGGREGATION = {"bs": 128, "c": 256, "cam": 6, "scale": 4, "anchor": 2048, "pts": 2048}
 AGGREGATION_GROUP = 8
 AGGREGATION_GROUP_CHANNELS_MULTIPLE = 8
 AGGREGATION_ELEMENTS = 150_000_000
 GEOMETRIC_DIM_MULTIPLE = 8
-GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * points rounded up to 8 * dim stays below
-GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * points rounded up to 8 stays below
+GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * (points rounded up to 8) * dim is less
+GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * (points rounded up to 8) is less
 
-# How many atlas_limits() are open, plus one when the environment asks. Process-wide, like torch.backends' flags; a plain
-# number, so that torch.compile can guard on it.
+# The number of open atlas_limits(), plus one if the environment turns them on. Process-wide, like torch.backends' flags; a
+# plain number, so that torch.compile can guard on it.
 _open = int(flag("MX_DRIVING_ATLAS_LIMITS"))
 
 
 @contextlib.contextmanager
 def atlas_limits() -> Iterator[None]:
-    """Hold every call inside to the limits that the vendor documents for Atlas A2, with a ValueError past one.
+    """Hold every call inside to the limits that the vendor documents for Atlas A2; a call past one raises ValueError.
 
     Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` (true, yes, on) in the environment does the same for a whole
     program; a word that is neither on nor off is a ValueError when the package is imported.

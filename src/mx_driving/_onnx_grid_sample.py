@@ -1,4 +1,4 @@
-"""The operators as one GridSample per map, in ONNX. Imports onnxscript: only `onnx.translations` imports this.
+"""The operators as one GridSample per map, in ONNX. It imports onnxscript, so only `onnx.translations` imports it.
 
 GridSample's coordinate ((g + 1) * W - 1) / 2 of g = 2 * location - 1 is the operators' location * W - 0.5. Map sizes are
 read from the index tables when the graph runs: Slice and Reshape take tensors.
@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnxscript import opset20
 
-op: Any = opset20  # its type variables bind one tensor type per call, which mixed constants are not
+op: Any = opset20  # Any: its annotations want one tensor type per call, but constants here are of several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 
 
@@ -20,7 +20,7 @@ def _axis(tensor: Any, axis: int) -> Any:
 
 
 def _sizes(*parts: Any) -> Any:
-    """A shape for Reshape, of numbers (0: keep, -1: the rest) and of one-element tensors."""
+    """A shape for Reshape, made of numbers (0: keep, -1: the rest) and one-element tensors."""
     return op.Concat(*(op.Constant(value_ints=[p]) if isinstance(p, int) else p for p in parts), axis=0)
 
 
@@ -29,7 +29,7 @@ def _pick(tensor: Any, index: int, axis: int = 0) -> Any:
 
 
 def _both(condition: Any) -> Any:
-    """Whether it holds for x and for y."""
+    """Whether the condition holds for both x and y."""
     return op.And(_pick(condition, 0, -1), _pick(condition, 1, -1))
 
 

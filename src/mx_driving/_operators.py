@@ -1,7 +1,7 @@
-"""What is true of an operator and more than one room must know: one row per operator.
+"""Facts about the operators that several modules need: one row per operator.
 
-Every operator reads five tensors, and rooms that serve all operators call them by the names of `Inputs`. `value` is what
-samples are read from, whatever the operator itself calls it; `shapes` and `starts` are its index tables.
+Every operator reads five tensors. Modules that serve all operators call them by the names of `Inputs`: samples are read from
+`value`, whatever the operator itself calls it, and `shapes` and `starts` are the index tables.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Where each of the five is among an operator's inputs.
+# The places of the five tensors among an operator's inputs.
 VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = range(5)
 TABLES = (SHAPES, STARTS)
-# Axis -> which dimension it is of the five inputs and of the output. None where an input is needed whole; where the output is
-# None, the axis is summed over.
+# Axis -> its dimension in each of the five inputs and in the output. None: the input is needed whole, or the output is a sum
+# over the axis.
 Axes = dict[str, tuple[int | None, ...]]
 
 

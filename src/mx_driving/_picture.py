@@ -9,17 +9,17 @@ from matplotlib.figure import Figure
 
 
 class Picture(Figure):
-    """A figure that a notebook shows when it ends a cell."""
+    """A figure that a notebook shows if a cell ends with it."""
 
     def _repr_png_(self) -> bytes:
-        """What IPython asks an object for."""
+        """IPython calls this to show an object."""
         file = io.BytesIO()
         self.savefig(file, format="png")
         return file.getvalue()
 
 
 class PictureAxes(Axes):
-    """Axes that a notebook shows when they end a cell: with the whole of their figure."""
+    """Axes whose whole figure a notebook shows if a cell ends with them."""
 
     def _repr_png_(self) -> bytes | None:
         figure = self.get_figure()

@@ -39,7 +39,7 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     def forward(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
             return below(*args)
-        # a function's forward runs with both modes of differentiation off, which is not meant for the levels further out
+        # autograd turns both modes of differentiation off inside a function's forward, but outer levels still need them
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return below(*args)
 
@@ -78,7 +78,7 @@ def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
 
 
 def vmap_rule(op: Any, first: int) -> Formula:
-    """The vmapped axis becomes part of the queries while value is one for all, else of the batch."""
+    """The vmapped axis joins the queries if value is shared, and the batch otherwise."""
     tables = tuple(first + i for i in TABLES)
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:

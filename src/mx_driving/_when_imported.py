@@ -1,4 +1,4 @@
-"""What must be told to a module of torch that takes longer to import than this package: it is told once it is there."""
+"""Runs a registration right after a slow torch module is imported, so that we need not import it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` now if the module is imported already, or right after its import."""
+    """Calls `action` now if the module is imported already, and right after its import otherwise."""
     if name in sys.modules:
         action()
     else:
@@ -17,7 +17,7 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
 
 
 class _Waiting:
-    """A finder that waits for one module and finds it as everybody would."""
+    """An import finder that waits for one module. Other finders find the module; this one adds the action."""
 
     def __init__(self, name: str, action: Callable[[], None]):
         self.name, self.action = name, action

@@ -5,10 +5,10 @@
     status = multi_scale_deformable_attention_grad(workspace, size, executor, stream)
     status = synchronize(stream)
 
-Phase one checks and returns a status, never an exception for what CANN answers with a status; `recent_error()` is the
-sentence that belongs to it. Phase two queues the call and returns; what only the data can tell, a level that does not fit
-in num_keys, comes from `synchronize`. The header native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h
-is the reference; its names are in camelCase, and so are the names in sentences of statuses.
+Phase one checks and returns a status; it does not raise where CANN returns a status. `recent_error()` is the sentence that
+belongs to the status. Phase two queues the call and returns. A level that does not fit in num_keys shows only in the data, so
+`synchronize` returns that status. The header native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h
+is the reference. Its names are in camelCase, and so are the names in the sentences.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _DTYPE = {
 }
 _UNDEFINED_DTYPE = -1
 _FORMAT_ND = 2
-_NO_EXECUTOR = 1  # an address where there is none
+_NO_EXECUTOR = 1  # an address at which no executor is
 
 _GRAD, _FORWARD = "aclnnMultiScaleDeformableAttentionGrad", "aclnnMultiScaleDeformableAttnFunction"
 _INPUTS = ("value", "spatial_shape", "level_start_index", "location", "attn_weight")
@@ -104,27 +104,27 @@ def _library() -> ctypes.CDLL:
 
 
 def recent_error() -> str | None:
-    """The sentence of this thread's last failure, once: *name* must *rule*; got *fact*."""
+    """The sentence of this thread's last failure: *name* must *rule*; got *fact*. Each is returned once."""
     message = _library().aclGetRecentErrMsg()
     return message.decode() if message is not None else None
 
 
 class Executor:
-    """A call that phase one has prepared. Holds its tensors; freed by phase two, or with this object."""
+    """A call that phase one has prepared. It holds its tensors. Phase two frees it, or the end of this object."""
 
     def __init__(self, handle: int, tensors: tuple[Tensor | None, ...]) -> None:
         self._handle, self._tensors = handle, tensors
         self._free = weakref.finalize(self, _library().aclDestroyAclOpExecutor, handle)
 
     def _hand_over(self) -> int:
-        """The handle, which phase two frees; once, because its address may by then be another executor's."""
+        """The handle, once: phase two frees it, and its address may then become another executor's."""
         handle, self._handle = self._handle, _NO_EXECUTOR
         self._free.detach()
         return handle
 
 
 class Stream:
-    """A queue with a thread of its own. Keeps the tensors of what is queued until somebody synchronises.
+    """A queue with a thread of its own. It keeps the tensors of queued calls until somebody synchronises.
 
     Destroying the object waits for the queue; so does the end of the program.
     """
@@ -162,7 +162,7 @@ def synchronize(stream: Stream | None = None) -> Status:
 
 
 def _describe(name: str, t: Tensor | None) -> int | None:
-    """An aclTensor for a tensor, to be destroyed; None for None."""
+    """An aclTensor for a tensor, which the caller destroys; None for None."""
     if t is None:
         return None
     _check.host_memory(name, t)
@@ -261,8 +261,8 @@ def multi_scale_deformable_attention_grad_get_workspace_size(
         grad_output: [bs, num_queries, num_heads, channels] or [bs, num_queries, num_heads * channels]
         grad_value, grad_location, grad_attn_weight: written by phase two; shapes of value, location, attn_weight
 
-    All floating tensors float32, float16 or bfloat16, each as it likes; any strides, but no two elements of an output in
-    one place. None stands for a null pointer.
+    Floating tensors are float32, float16 or bfloat16, in any mixture. Strides are free, but no two elements of an output may
+    share memory. None stands for a null pointer.
 
     Returns:
         status, workspace_size in bytes (0 for an empty input), executor (None unless status is ACLNN_SUCCESS).
@@ -283,12 +283,12 @@ def multi_scale_deformable_attention_grad(
 ) -> Status:
     """Phase two: queue what phase one prepared, on a stream or on the default stream, and return.
 
-    The outputs are there after `synchronize(stream)`, which also tells of levels that do not fit. An executor is run once,
-    and is used up when a check fails, too.
+    The outputs are written when `synchronize(stream)` returns; its status also reports levels that do not fit. An executor
+    runs once; a failed check uses it up, too.
 
     Args:
-        workspace: at least workspace_size contiguous bytes; None where phase one said 0
-        workspace_size: what phase one said, or more
+        workspace: at least workspace_size contiguous bytes; None if phase one returned 0
+        workspace_size: what phase one returned, or more
         executor: from phase one
 
     Source: CANN's aclnnMultiScaleDeformableAttentionGrad.
@@ -308,10 +308,10 @@ def multi_scale_deformable_attention_grad_out(
     grad_attn_weight: Tensor | None = None,
     stream: Stream | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Both phases and the waiting in one call; what phase one takes, with exceptions instead of statuses.
+    """Both phases and `synchronize` in one call. It takes what phase one takes, and raises instead of returning statuses.
 
     Args:
-        grad_value, grad_location, grad_attn_weight: overwritten and returned; None: made, with the dtype of their input
+        grad_value, grad_location, grad_attn_weight: overwritten and returned; None makes one with its input's dtype
 
     Raises:
         TypeError: a dtype, or None. ValueError: a shape, a limit, a level that does not fit. MemoryError: no memory.
@@ -368,10 +368,10 @@ def multi_scale_deformable_attn_function_out(
     output: Tensor | None = None,
     stream: Stream | None = None,
 ) -> Tensor:
-    """The forward in one call, as `multi_scale_deformable_attention_grad_out`; output None: made, [bs, num_queries,
-    num_heads * channels] in value's dtype."""
+    """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
+    num_queries, num_heads * channels] in value's dtype."""
     _check.tensors(("value", value), ("location", location))
-    shaped = value.dim() == 4 and location.dim() == 6  # else phase one says what is wrong
+    shaped = value.dim() == 4 and location.dim() == 6  # if not, phase one says what is wrong
     rows = (value.shape[0], location.shape[1], value.shape[2] * value.shape[3]) if shaped else ()
     output = _output(output, rows, value.dtype)
     _both_phases(_FORWARD, (value, spatial_shape, level_start_index, location, attn_weight, output), stream)

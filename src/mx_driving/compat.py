@@ -1,13 +1,13 @@
 """Stand-ins for compiled extensions, so that code written against them imports and runs without building anything.
 
-After `mx_driving.compat.install()` these imports give the operators of this package, also as submodules of a package that
-would hold the compiled file (`from . import deformable_aggregation_ext`):
+After `mx_driving.compat.install()` these imports give the operators of this package. They also work as submodules of a
+package that would hold the compiled file (`from . import deformable_aggregation_ext`):
 
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward
 - `deformable_aggregation_ext` (Sparse4D, SparseDrive): deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
-- `mmcv._ext`, only where mmcv has none (mmcv-lite): ms_deform_attn_forward, _backward; every other function of it raises
-  NotImplementedError when it is called
+- `mmcv._ext`, only if mmcv comes without it (mmcv-lite): ms_deform_attn_forward, _backward; its other functions raise
+  NotImplementedError when they are called
 """
 
 from __future__ import annotations
@@ -19,11 +19,9 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from . import _functions
-from ._operators import OPERATORS
+from ._functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
@@ -34,8 +32,8 @@ Function = Callable[..., Any]
 
 
 def _forward(door: Function) -> Function:
-    """The operator by mmcv's names, called with a step of im2col that it has no use for."""
-    compiled = _functions.as_compiled(door)
+    """The operator under mmcv's names of the arguments. The im2col_step is not used."""
+    compiled = as_compiled(door)
 
     def forward(
         value: Tensor,
@@ -50,38 +48,19 @@ def _forward(door: Function) -> Function:
     return forward
 
 
-def _backward(operator: str) -> Function:
-    """Gradients as a list, of value, (locations,) and weights."""
-    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
-    mask = [True] * len(OPERATORS[operator].differentiable)
-
-    def gradients(
-        value: Tensor,
-        shapes: Tensor,
-        starts: Tensor,
-        locations: Tensor,
-        weights: Tensor,
-        grad_output: Tensor,
-        im2col_step: int = 64,
-    ) -> list[Tensor]:
-        return list(backward(grad_output, value, shapes, starts, locations, weights, mask))
-
-    return gradients
-
-
-_multi_scale_backward = _backward("multi_scale_deformable_attn")
-_gradients_of_aggregation = _backward("deformable_aggregation")
+_multi_scale_backward = backward_as_compiled("multi_scale_deformable_attn", list)
+_gradients_of_aggregation = backward_as_compiled("deformable_aggregation", list)
 
 
 def _aggregation_backward(*arguments: Tensor) -> None:
-    """Six inputs and three outputs: adds to the outputs, like the compiled one."""
+    """Takes six inputs and three outputs, and adds to the outputs, as the compiled function does."""
     inputs, outputs = arguments[:6], arguments[6:]
     for out, found in zip(outputs, _gradients_of_aggregation(*inputs), strict=True):
         out.add_(found)
 
 
 def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
-    """Six inputs and three outputs: mmcv's tensors, too, are the caller's."""
+    """Takes six inputs and three outputs, and writes to the outputs, as mmcv's compiled function does."""
     inputs, outputs = arguments[:6], arguments[6:]
     for out, found in zip(outputs, _multi_scale_backward(*inputs), strict=True):
         out.copy_(found)
@@ -93,19 +72,19 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
         "ms_deform_attn_backward": _multi_scale_backward,
     },
     "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": _functions.as_compiled(deformable_aggregation),
+        "deformable_aggregation_forward": as_compiled(deformable_aggregation),
         "deformable_aggregation_backward": _aggregation_backward,
     },
     "GeometricKernelAttention": {
         "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
+        "geometric_kernel_attn_cuda_backward": backward_as_compiled("geometric_kernel_attention", list),
     },
 }
 _MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}
 
 
 def _missing(name: str) -> Function:
-    """mmcv asks at import whether functions exist, so that they must seem to."""
+    """A function that raises when it is called. mmcv checks at import that its functions exist."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -116,7 +95,7 @@ def _missing(name: str) -> Function:
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules. One instance comes before all other finders, for the three names; one after them, for mmcv._ext."""
+    """Makes the modules. One instance comes before all other finders and has the three names; one after them has mmcv._ext."""
 
     def __init__(self, functions_of: Callable[[str], dict[str, Function] | None]) -> None:
         self._functions_of = functions_of
@@ -141,7 +120,7 @@ _last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
 
 
 def install() -> tuple[str, ...]:
-    """Let the extensions' names import this package's operators from now on; does nothing the second time.
+    """Let the extensions' names import this package's operators from now on. A second call does nothing.
 
     Call it before the code that imports them.
 
@@ -162,7 +141,7 @@ def install() -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo `install`: later imports find what they found before. What has imported a stand-in keeps it."""
+    """Undo `install`: later imports find what they found before. Code that has imported a stand-in keeps it."""
     for finder in (_first, _last):
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)

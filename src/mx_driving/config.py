@@ -1,11 +1,11 @@
-"""What a C or C++ build needs: `python -m mx_driving.config --cflags --libs`, or `--cmakedir` for CMake.
+"""The flags that a C or C++ build needs: `python -m mx_driving.config --cflags --libs`, or `--cmakedir` for CMake.
 
     cc program.c $(python -m mx_driving.config --cflags --libs)
     cmake -Dmx_driving_DIR=$(python -m mx_driving.config --cmakedir) ...
 
 Exit status: 0; 1 when the package has no native library; 2 for a wrong command line.
 
-Nothing here needs torch, and as a command it does not wait for torch to be imported: see the package's `__init__`.
+Nothing here needs torch, and the command does not import it: see the package's `__init__`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def library_path() -> pathlib.Path:
 
 
 def _folder() -> pathlib.Path:
-    """Where the library lies, and beside it headers and the CMake package."""
+    """The folder of the library, the headers and the CMake package."""
     library = library_path()
     if not library.exists():
         raise SystemExit(f"mx_driving.config: {library.name} is not in the package: it was not built or not installed")
@@ -50,12 +50,12 @@ def cmakedir() -> str:
 
 
 def cflags() -> str:
-    """For the compiler, quoted for a shell."""
+    """The compiler's flags, quoted for a shell."""
     return shlex.join(["-I" + includedir()])
 
 
 def libs() -> str:
-    """For the linker, quoted for a shell; programs find the library where it lies now."""
+    """The linker's flags, quoted for a shell. Programs will look for the library where it is now."""
     return shlex.join(["-L" + libdir(), "-Wl,-rpath," + libdir(), "-lmx_driving"])
 
 

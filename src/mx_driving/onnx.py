@@ -1,6 +1,6 @@
 """Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators.
 
-Without any argument it writes gathers of standard operators (`_decompositions.py`). The other forms are asked for by
+By default it writes gathers of standard operators (`_decompositions.py`). To get another form, pass its table:
 
     torch.onnx.export(module, inputs, dynamo=True, opset_version=20,
                       custom_translation_table=mx_driving.onnx.translations("grid_sample"))
@@ -19,12 +19,12 @@ FORMS = ("gather", "grid_sample", "npu")
 
 
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
-    """The `custom_translation_table` of torch.onnx.export for one way of writing the operators down.
+    """The `custom_translation_table` of torch.onnx.export for one form.
 
     Args:
         form:
-            "gather": Gather and sums, what is exported without a table. No GridSample, which TensorRT is known to miscompile;
-                samples that are not on the map contribute exactly 0, even where weights or values are NaN.
+            "gather": Gather and sums, as without a table. It has no GridSample, which TensorRT is known to miscompile.
+                Samples that are not on the map contribute exactly 0, even where weights or values are NaN.
             "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 20 or later; TensorRT has
                 miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
             "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, its two

@@ -63,12 +63,12 @@ def _rows(value: Tensor, row: Tensor, inside: Tensor) -> Tensor:
     return torch.where(inside[..., None], found.unflatten(1, row.shape[1:]), 0)
 
 
-def _add_rows(value: Tensor, row: Tensor, inside: Tensor, what: Tensor) -> Tensor:
-    """value with what [n, ..., c] added to the rows named, where inside."""
+def _add_rows(value: Tensor, row: Tensor, inside: Tensor, terms: Tensor) -> Tensor:
+    """value plus terms [n, ..., c] at the given rows; terms that are not inside are left out."""
     n, num_keys, c = value.shape
     offset = torch.arange(n, device=row.device).view(-1, *[1] * (row.dim() - 1)) * num_keys
-    what = torch.where(inside[..., None], what, 0)
-    return value.flatten(0, 1).index_add(0, (row + offset).flatten(), what.flatten(0, -2)).view(n, num_keys, c)
+    terms = torch.where(inside[..., None], terms, 0)
+    return value.flatten(0, 1).index_add(0, (row + offset).flatten(), terms.flatten(0, -2)).view(n, num_keys, c)
 
 
 def _by_head(t: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _dots(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
 
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """From the dot products to those with the sample, and with its slopes in x and in y."""
+    """Each corner's product with g -> the product with the sample, and those with its slopes in x and in y."""
     sample = sum(corners.share(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
@@ -99,7 +99,7 @@ def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 
 def _pixels(location: Tensor, shape: Tensor) -> tuple[Tensor, Tensor]:
-    """Normalised (x, y) in pixels, where the centre of the first one is 0."""
+    """Normalised (x, y) in pixels; the centre of the first pixel is 0."""
     return location[..., 0] * shape[1] - 0.5, location[..., 1] * shape[0] - 0.5
 
 
@@ -151,7 +151,7 @@ def _unhead(t: Tensor, bs: int) -> Tensor:
 
 
 def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> tuple[Tensor, ...]:
-    """Each gradient in its input's shape and dtype, packed; an empty tensor where it is not wanted."""
+    """Each gradient in its input's shape and dtype, contiguous; an empty tensor if it is not wanted."""
     return tuple(
         g.reshape(t.shape).to(t.dtype).contiguous() if wanted else t.new_empty(0)
         for g, t, wanted in zip(gradients, inputs, output_mask, strict=True)
@@ -159,7 +159,7 @@ def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> t
 
 
 def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Rows of value by truncation, clamped as whole numbers (no floating dtype holds every size), and which exist."""
+    """Truncated locations as rows of value, and which rows exist. Clamping is in int64: no floating dtype holds every size."""
     if location.dtype.is_floating_point:
         location = location.to(_compute_dtype(location))
         location = torch.where(location > 0, location, 0)  # a NaN goes to 0
@@ -260,8 +260,8 @@ def deformable_aggregation_backward(
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
             by_channel = w.repeat_interleave(channels // groups, -1)
             for k in range(4):
-                what = corners.share(k)[..., None] * by_channel * g
-                grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], what)
+                terms = corners.share(k)[..., None] * by_channel * g
+                grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], terms)
             dots = [
                 torch.where(
                     corners.inside[k][..., None],

@@ -1,4 +1,4 @@
-"""Where models look: `recording()` notes what the operators were asked, `sampling_points` and `bev` draw it.
+"""Where models look: `recording()` keeps the inputs of operator calls, `sampling_points` and `bev` draw.
 
 Drawing needs matplotlib: `pip install "mx-driving-portable[demo]"`.
 """
@@ -54,7 +54,7 @@ class _Recorder(TorchDispatchMode):
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Look]]:
-    """Every call of an operator inside the `with` block, in order: of modules, of patched models, of anything.
+    """Record every operator call inside the `with` block, in order, whoever makes it: modules, patched models, other code.
 
     >>> import torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
@@ -90,7 +90,7 @@ def sampling_points(
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
         least: samples of a smaller weight are left out.
         labels: a legend that names the levels.
-        ax: matplotlib axes; new ones when None, which a notebook shows as a picture when they end a cell.
+        ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
 
     Samples outside the picture are left out: they read zeros.
 
@@ -143,7 +143,7 @@ def bev(
         view: [nx, ny] or [nx, ny, 3]; the first axis is x (forward), the second one y (left), both growing.
         extent: (x0, x1, y0, y1) in metres, for the axes; cells when None.
         title: above the picture.
-        ax: matplotlib axes; new ones when None, which a notebook shows as a picture when they end a cell.
+        ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
         imshow: given to `Axes.imshow`, for instance vmin, vmax, cmap.
 
     Returns:
@@ -164,13 +164,13 @@ def bev(
 
 
 def _axes(ax: Any, aspect: float) -> Any:
-    """The axes given, or those of a new figure of the aspect."""
+    """The given axes, or the axes of a new figure with this aspect ratio."""
     if ax is not None:
         return ax
     try:
         from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError('mx_driving.viz draws with matplotlib: pip install "mx-driving-portable[demo]"') from None
-    # no pyplot: nothing is kept for a window that will never open
+    # not through pyplot, which would keep the figure for a window that never opens
     figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
     return figure.add_subplot(axes_class=PictureAxes)

@@ -1,2 +1,2 @@
-"""What every program of ours needs, commands and examples alike: failures in a sentence, places to write to, tables. Nothing
-here is imported by the package itself."""
+"""Helpers of all our programs, commands and examples alike: failures in a sentence, places to write to, tables. The package
+itself does not import them."""

@@ -1,4 +1,4 @@
-"""Files that a command reads or writes: looked at before the work, so that no result is lost after it."""
+"""Files that a command reads or writes. It checks them before the work, so that no result is lost after it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PICTURES = "mx-driving-portable[demo]"
 
 
 def writable(name: str, path: Path) -> None:
-    """The file can be written later. Nothing is created, and a file that is there is not touched."""
+    """Check that the file can be written later. Nothing is created, and a file that is there is not touched."""
     with writing(name, path):
         path = Path(os.path.realpath(path)) if path.is_symlink() else path
         folder = path.parent
@@ -33,7 +33,7 @@ def writable(name: str, path: Path) -> None:
 
 
 def folder_of_pictures(name: str, path: Path, what: str) -> None:
-    """Pictures can be written in the folder later, which need not be there yet."""
+    """Check that pictures can be written in the folder later. It need not be there yet."""
     need(what, PICTURES, "matplotlib", "PIL")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
     with writing(name, path):
@@ -44,7 +44,7 @@ def folder_of_pictures(name: str, path: Path, what: str) -> None:
 
 @contextmanager
 def writing(name: str, path: Path) -> Iterator[None]:
-    """What the system refuses, in a sentence."""
+    """Turn an error of the operating system into a Problem."""
     try:
         yield
     except OSError as error:
@@ -52,7 +52,7 @@ def writing(name: str, path: Path) -> Iterator[None]:
 
 
 def writable_picture(name: str, path: Path, what: str) -> None:
-    """As `writable`, with an ending that matplotlib draws."""
+    """As `writable`, and matplotlib must know the ending."""
     need(what, PICTURES, "matplotlib", "PIL")
     from matplotlib.figure import Figure
 
@@ -61,7 +61,7 @@ def writable_picture(name: str, path: Path, what: str) -> None:
 
 
 def writable_photograph(name: str, path: Path, what: str) -> None:
-    """As `writable`, with an ending that Pillow writes a picture of pixels to."""
+    """As `writable`, and Pillow must be able to write pixels in the ending's format."""
     need(what, PICTURES, "PIL")
     from PIL import Image
 
@@ -70,14 +70,14 @@ def writable_photograph(name: str, path: Path, what: str) -> None:
 
 
 def photograph_format(path: Path) -> str:
-    """Pillow's name of the format that the ending says."""
+    """Pillow's name of the ending's format."""
     from PIL import Image
 
     return Image.registered_extensions()[path.suffix.lower()]
 
 
 def _ending(name: str, path: Path, attempt: Any) -> None:
-    """Tried on a picture in memory: whether a writer works is not in the tables of those that are registered."""
+    """Write a picture to memory: a writer may be registered and still not work."""
     ending = path.suffix.lower()[1:]
     try:
         if not ending:

@@ -1,4 +1,4 @@
-"""What goes wrong on a command line is said in one sentence on standard error, with exit status 1."""
+"""A program reports a failure in one sentence on standard error, with exit status 1."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fnmatch import fnmatchcase
 
 
 class Problem(ValueError):
-    """What a person can mend; the message is one sentence: *name* must *rule*; got *fact*."""
+    """An error that the user can mend. Its message is one sentence: *name* must *rule*; got *fact*."""
 
 
 @contextmanager
 def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Errors of these kinds (of any, where readers have errors of their own) are a Problem: "name must rule"; got the error."""
+    """Turn errors of these kinds (of any kind if none is given) into a Problem: the rule, and "got" with the error."""
     try:
         yield
     except Problem:
@@ -31,8 +31,8 @@ def ruled(rule: str, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def in_a_sentence(program: str) -> Iterator[None]:
-    """A Problem, or a standard output that takes no more, ends the program with a sentence instead of a traceback. A reader
-    that has gone away (`| head -1`) ends it quietly."""
+    """End the program with a sentence instead of a traceback after a Problem, or if standard output takes no more. End it
+    quietly if the reader has gone away (`| head -1`)."""
     try:
         if sys.stdout is None:
             raise Problem("standard output must be open; got a closed one")
@@ -47,7 +47,7 @@ def in_a_sentence(program: str) -> Iterator[None]:
         _say(f"{program}: {problem}")
         sys.exit(1)
     except OSError as error:
-        if error.filename is not None:  # a file's, and nobody foresaw it: a fault of ours
+        if error.filename is not None:  # a file's error that nobody foresaw: our fault
             raise
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
@@ -60,13 +60,13 @@ def _say(sentence: str) -> None:
 
 
 def _drop_output() -> None:
-    """Python writes what is left when it exits, and would fail again."""
+    """Send the rest of the buffer nowhere: Python writes it at exit, and would fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def need(what: str, install: str, *modules: str) -> None:
-    """All modules can be imported, or a Problem says what to install."""
+    """Raise a Problem that says what to install, unless all modules can be imported."""
     for module in modules:
         try:
             importlib.import_module(module)
@@ -75,7 +75,7 @@ def need(what: str, install: str, *modules: str) -> None:
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) -> list[str]:
-    """The names that a pattern matches, or is; all of them without patterns. Each pattern must match one."""
+    """The names that equal or match a pattern; all names if there is no pattern. Each pattern must match a name."""
     names = list(names)
     if not patterns:
         return names

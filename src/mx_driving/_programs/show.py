@@ -1,4 +1,4 @@
-"""How a command prints: no word and no number is cut, wherever it goes."""
+"""How a command prints: no word and no number is cut, in any terminal or file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def open_console(title: str) -> Any:
-    """A console with the title on it. It is printed before the work, so that an output that takes nothing is noticed then."""
+    """A console, with the title printed. This comes before the work, so that an unusable output shows at once."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -17,20 +17,20 @@ def open_console(title: str) -> Any:
 
 
 def say(console: Any, text: str) -> None:
-    """Lines: wrapped between words on a terminal where words fit, left alone elsewhere."""
+    """Print lines. A terminal on which every word fits wraps them between words; elsewhere they stay whole."""
     fits = console.is_terminal and all(len(word) < console.width for word in text.split())
     console.print(text, highlight=False, soft_wrap=not fits)
 
 
 def show(console: Any, table: Any) -> None:
-    """A table, as wide as it must be: a narrow terminal wraps its lines, and cuts nothing."""
+    """Print a table as wide as it must be. A narrow terminal then wraps its lines, and cuts nothing."""
     wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
     console.width = max(console.width, wanted)
     console.print(table)
 
 
 def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
-    """A table of text columns and of numbers' columns: header and least width, so that tables in a row line up."""
+    """A table of columns of text and columns of numbers: header -> least width, so that tables in a row line up."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

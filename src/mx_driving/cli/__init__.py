@@ -1,1 +1,1 @@
-"""The commands; `app.py` holds them together. Nothing here is imported by the package itself."""
+"""The commands; `app.py` collects them. The package itself does not import them."""

@@ -1,4 +1,4 @@
-"""The command line: `mx-driving check`, `mx-driving demo`, ... Nothing here is imported by the package itself."""
+"""The command line: `mx-driving check`, `mx-driving demo`, ... The package itself does not import this."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def bench(
         return
     chosen = [w for w in WORKLOADS if w.name in wanted]
     work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
-    before = report.read(compare) if compare else None  # first: it may be the file that --csv overwrites
+    before = report.read(compare) if compare else None  # read first: --csv may overwrite this file
     if before is not None:
         report.in_common(before, {(w.name, d, OURS) for w, d in work})
     if out:

@@ -17,7 +17,7 @@ from .options import DType, DTypes, Only, Threads, use_threads
 
 
 def _table(rows: list[Checked]) -> Any:
-    """What a row is of stands above its errors, which keeps the table within 80 columns."""
+    """A table within 80 columns: a row's operator, workload and dtype stand above its errors."""
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
         name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes have a line of their own
@@ -34,7 +34,7 @@ def _table(rows: list[Checked]) -> Any:
 
 
 def _backends(rows: list[Checked]) -> list[str]:
-    """Who served which operators: a line for each."""
+    """A line for each backend, with the operators that it served."""
     served: dict[str, dict[str, None]] = {}
     for row in rows:
         served.setdefault(row.backend, {})[row.workload.operator] = None
@@ -42,7 +42,7 @@ def _backends(rows: list[Checked]) -> list[str]:
 
 
 def _usable(name: str) -> str:
-    """The device's type, once a number has been on the device and back."""
+    """The device's type, after a number has been on the device and back."""
     with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
         device = torch.device(name)
         torch.zeros(1, device=device).item()
@@ -61,9 +61,9 @@ def check(
     """Run every operator, forward and backward, on the vendor documents' own examples.
 
     Each row compares the output and every gradient with the float64 reference. An error is the largest difference divided
-    by the largest true entry; it may be what the plain reference loses in that dtype on the same inputs, plus 16 units in
-    the last place. The time is one forward and backward, the best of four; the last column says how many times longer
-    the same takes in plain torch (grid_sample), as mmcv and transformers run it on a CPU.
+    by the largest true entry. What the plain reference loses in that dtype on the same inputs is allowed, plus 16 units in
+    the last place. The time is one forward and backward, the best of four. The last column says how many times longer
+    plain torch (grid_sample) takes, as mmcv and transformers run it on a CPU.
 
     Exit status 0 means: every error is within what is allowed, and a kernel (not the reference) serves the CPU.
 

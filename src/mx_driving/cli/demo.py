@@ -22,7 +22,7 @@ STEPS = 60
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demonstration measured. psnr is None with a rig of one's own: there is no true map to compare with."""
+    """What the demonstration measured. psnr is None with a user's rig, which has no true map."""
 
     out: Path
     psnr: float | None

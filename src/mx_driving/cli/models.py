@@ -23,11 +23,12 @@ def models(
     seconds: Seconds = 4.0,
     gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
 ) -> None:
-    """Every model of the installed transformers that samples deformably, before and after `mx_driving.patch`.
+    """Compare and time every deformable model of the installed transformers, before and after `mx_driving.patch`.
 
-    Default configurations, random weights, a photograph of scikit-learn's; nothing is downloaded. Differences are shares of
-    the largest magnitude, but for queries that are "off" by more than 1e-3: in two-stage models, near ties of their ranking.
-    "Core" is the sampling alone: the same inputs through grid_sample and through the operator.
+    The models have default configurations and random weights, and see a photograph of scikit-learn's. Nothing is downloaded.
+    A difference is a share of the largest magnitude. Queries that differ by more than 1e-3 are counted as "off" instead: in
+    two-stage models they are near ties of the ranking. "Core" is the sampling alone: the same inputs through grid_sample and
+    through the operator.
     """
     from rich.progress import track
 

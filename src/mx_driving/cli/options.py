@@ -1,4 +1,4 @@
-"""Options that several commands have: they read alike and do alike."""
+"""Options that several commands share, with one text and one effect."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _ONLY = "Only rows whose name matches, e.g. `'*detr*'`, in either case; may be r
 Only = Annotated[list[str] | None, typer.Option("--only", help=_ONLY)]
 OnlyWorkloads = Annotated[list[str] | None, typer.Option("--only", "--workload", help=_ONLY)]
 _DTYPE = f"Dtype of the inputs: {', '.join(d.value for d in DType)}; may be repeated."
-# a name of its own for the value: typer's list of choices breaks within a word
+# metavar, because typer would break its own list of choices within a word
 DTypes = Annotated[list[DType] | None, typer.Option("--dtype", metavar="NAME", help=_DTYPE)]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads; 0: as many as torch uses.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure each comparison about this long.")]
 
 
 def use_threads(threads: int) -> None:
-    """0 leaves torch's own number."""
+    """Set torch's number of threads; 0 leaves it."""
     if threads:
         torch.set_num_threads(threads)

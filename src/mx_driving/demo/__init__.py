@@ -1,2 +1,2 @@
-"""The surround view: cameras, a street, the lift to a view from above, its picture. Nothing here is imported by the package
-itself."""
+"""The surround view: cameras, a street, the lift to a view from above, its picture. The package itself does not
+import it."""

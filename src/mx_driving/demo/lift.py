@@ -142,9 +142,9 @@ def recover(lift: Lift, target: Tensor, steps: int, tick: Callable[[], None] = l
 
 
 def paint(lift: Lift, features: Tensor) -> list[Tensor]:
-    """A picture per camera of what the recovery wrote: every scale, weighted by how much the view reads it; [H, W, 4].
+    """A picture per camera of the recovered features: every scale, weighted by how much the view reads it; [H, W, 4].
 
-    The gradient of the sum of the view by the features is just that: the weight with which each pixel was read.
+    The weight with which each pixel was read is the gradient of the view's sum by the features.
     """
     ones = torch.ones(1, features.shape[0], 1, requires_grad=True)
     touched = torch.autograd.grad(lift(ones).sum(), ones)[0][0]

@@ -19,7 +19,7 @@ COLOURS = ("#ff8a65", "#ffd54f", "#81c784", "#4fc3f7", "#9575cd", "#f06292")
 
 @dataclass(frozen=True)
 class Story:
-    """What there is to show."""
+    """Everything that the picture shows."""
 
     cameras: tuple[Camera, ...]
     extent: Extent

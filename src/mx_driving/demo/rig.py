@@ -143,7 +143,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """json itself keeps the last of two values in silence."""
+    """Refuse a key that stands twice: json itself would silently keep the last value."""
     keys = [key for key, _ in pairs]
     twice = next((key for key in keys if keys.count(key) > 1), None)
     if twice is not None:
@@ -198,7 +198,7 @@ def _matrix(name: str, rows: Any, shape: tuple[int, int]) -> Tensor:
 
 
 def _numbers(rows: Any) -> bool:
-    """Whether it is a list of lists of numbers; true and false are none."""
+    """Whether it is a list of lists of numbers; true and false are not numbers."""
     flat = isinstance(rows, list) and all(isinstance(row, list) for row in rows)
     return flat and all(type(number) in (int, float) for row in rows for number in row)
 

@@ -191,7 +191,7 @@ def _hatch(painter: Painter, x: float, rise: int) -> None:
 
 
 def _signs(painter: Painter) -> None:
-    """Arrows in the lanes and coloured squares on the grass, as a painter of test cards would have them."""
+    """Arrows in the lanes, and coloured squares on the grass as on a test card."""
     for x, y, heading, bend in (
         (4.8, 0.0, 1, 0), (4.8, -3.5, 1, -1), (-9, -3.5, 1, -1), (-9, 0.0, 1, 0), (-13, 3.5, -1, 0), (-13, 7.0, -1, 0),
         (-22, 3.5, -1, 0), (31, 3.5, -1, 0), (-16.5, -3.5, 1, 0), (4.5, 7.0, -1, 0),

@@ -1,1 +1,1 @@
-"""What is measured and how: workloads, rivals, floors, times, reports. Nothing here is imported by the package itself."""
+"""Measurements: workloads, rivals, floors, times, reports. The package itself does not import them."""

@@ -1,4 +1,4 @@
-"""How far an operator is off: output and gradients of a workload against the float64 reference, and what that may be."""
+"""Errors of output and gradients on a workload, against the float64 reference, and the errors that are allowed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _with_gradients(run: tuple[Callable[..., Any], Callable[..., Any]], args: tu
 
 
 def _in_float64(workload: Workload, args: tuple[Tensor, ...], grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
-    """The reference in float64, some queries at a time: the value's gradient adds up, everything else is put together."""
+    """The reference in float64, some queries at a time. The gradients of value are added, all other results joined."""
     run = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
     wide, wide_grad = _cast(args, torch.float64), grad.double()
     parts, total = [], torch.zeros_like(wide[0])

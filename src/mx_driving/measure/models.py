@@ -18,7 +18,7 @@ from .._programs.problems import Problem, need
 from . import plain
 from .timing import interleaved
 
-# what a detector or segmenter is asked for: these outputs are continuous in the inputs (reading orders, say, are not)
+# outputs of detectors and segmenters that are continuous in the inputs (a reading order is not)
 OUTPUTS = (
     "logits", "pred_boxes", "class_queries_logits", "masks_queries_logits", "decoder_class_logits", "decoder_coord_logits",
 )  # fmt: skip
@@ -27,7 +27,7 @@ TASKS = ("ForObjectDetection", "ForUniversalSegmentation")
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to build and run a model: what is not the default configuration's, and why."""
+    """How to build and run a model: the differences from its default configuration, and why."""
 
     changes: Callable[[type], dict[str, Any]] = lambda config: {}
     inputs: Callable[[], dict[str, Tensor]] = dict
@@ -106,7 +106,7 @@ class Subject:
         return {name: found[name] for name in OUTPUTS if name in found and found[name] is not None}
 
     def backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The outputs, and of a fixed mixture of them the gradient of every parameter that has one."""
+        """The outputs, and the gradient of a fixed mixture of them for every parameter that has one."""
         _forget(self.model)
         outputs = self.forward()
         mixtures = [_mixture(out) for out in outputs.values()]
@@ -116,7 +116,7 @@ class Subject:
 
 
 def _forget(model: torch.nn.Module) -> None:
-    """OmDet-Turbo keeps features of texts from call to call, with the graph that made them."""
+    """Empty OmDet-Turbo's cache, which keeps features of texts with their graph from call to call."""
     for name in ("language_cache_class", "language_cache_prompt"):
         if hasattr(model, name):
             kept: Any = getattr(model, name)
@@ -144,8 +144,8 @@ def normalised(picture: Tensor) -> Tensor:
 
 
 def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Subject:
-    """The model of transformers/models/<name> on a photograph, with random weights of seed 0: the default configuration but
-    for its recipe and the changes given."""
+    """The model of transformers/models/<name> on a photograph, with random weights of seed 0. Its configuration is the
+    default one with the changes of its recipe and the given ones."""
     recipe = RECIPES.get(name, Recipe())
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     kind = next(getattr(module, n) for n in module.__all__ for task in TASKS if n.endswith(task))
@@ -154,14 +154,14 @@ def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32
     torch.manual_seed(0)
     model = kind(kind.config_class(**{**recipe.changes(kind.config_class), **changes})).eval()
     subject = Subject(name, model.to(dtype), {"pixel_values": photograph(*sides).to(dtype), **recipe.inputs()})
-    _enliven(subject)
+    _make_sensitive(subject)
     return subject
 
 
-def _enliven(subject: Subject) -> None:
-    """Random weights that a difference would show in: offsets that depend on the query (at first all points lie on centres
-    of pixels, where the gradient of a location jumps and one rounding error decides it), and normalisations that normalise
-    this picture (with their first statistics some models damp their features to 1e-10)."""
+def _make_sensitive(subject: Subject) -> None:
+    """Change the model so that a wrong sample shows in its outputs. Offsets get random weights: at first all points lie on
+    pixel centres, where the gradient of a location jumps and one rounding error decides it. Normalisations get this
+    picture's statistics: with their first ones some models damp their features to 1e-10."""
     hooks = []
     for name, p in subject.model.named_parameters():
         if "sampling_offsets" in name or "attention_weights" in name:
@@ -192,8 +192,8 @@ def carriers() -> list[str]:
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference, as a share of the largest magnitude in its tensor; or of a thousandth of the largest of all,
-    because a gradient that is zero but for rounding has no magnitude of its own."""
+    """The largest difference, as a share of the largest magnitude in its tensor. That magnitude counts as at least a
+    thousandth of the largest in all tensors, because some gradients are zero but for rounding."""
     assert ours.keys() == theirs.keys()
     scales = {name: float(t[t.isfinite()].abs().max()) for name, t in theirs.items()}
     floor = max(scales.values()) * 1e-3
@@ -201,7 +201,7 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Infinity where only one of them is finite, or another infinity."""
+    """The largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
     return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(torch.inf).max())
 
 
@@ -244,14 +244,14 @@ def time_model(subject: Subject, seconds: float) -> list[float]:
 
 
 def need_transformers(what: str) -> None:
-    """And scikit-learn, whose photograph the models see."""
+    """Transformers, and scikit-learn, whose photograph the models see."""
     need(what, "transformers>=5", "transformers")
     need(what, "mx-driving-portable[examples]", "sklearn")
 
 
 @torch.no_grad()
 def output_difference(subject: Subject) -> tuple[float, int]:
-    """Of the queries that are not off, and how many are."""
+    """The largest difference in queries that are not off, and how many are off."""
     theirs = subject.forward()
     with mx_driving.patched(subject.model):
         ours = subject.forward()

@@ -1,4 +1,4 @@
-"""What a measurement is shown as: a table, a CSV file, bars, a comparison with an earlier file."""
+"""Shows a measurement as tables, as a CSV file, as bars, and compared with an earlier file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = ("workload", "dtype", "direction", "implementation")
 
 
 def _commit() -> str:
-    """Of the source this package runs from; nothing where it is installed from a wheel."""
+    """The commit of the source that this package runs from; nothing if it was installed from a wheel."""
     try:
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         found = subprocess.run(git, capture_output=True, text=True, check=True)
@@ -35,7 +35,7 @@ def _commit() -> str:
 
 
 def machine() -> str:
-    """Machine, versions, commit, date: what a number means nothing without."""
+    """Date, machine, versions, commit: a number means nothing without them."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -46,7 +46,7 @@ def machine() -> str:
 
 
 def tables(rows: list[Row]) -> Iterator[Any]:
-    """One for each workload and dtype, of equal widths."""
+    """A table for each workload and dtype, all of one width."""
     for (workload, dtype), of_it in groupby(rows, lambda row: (row["workload"], row["dtype"])):
         shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
         for direction, some in groupby(of_it, lambda row: row["direction"]):
@@ -57,7 +57,7 @@ def tables(rows: list[Row]) -> Iterator[Any]:
 
 
 def traits_table(workload: str, traits: dict[str, tuple[str, str]]) -> Any:
-    """Ratios of this package with itself."""
+    """A table of ratios of this package with itself."""
     shown = grid(workload, {"mx_driving with itself": 42}, {"forward": 10, "backward": 10})
     for name, pair in traits.items():
         shown.add_row(name, *pair)
@@ -78,7 +78,7 @@ def read(path: Path) -> list[Row]:
 
 
 def in_common(before: Iterable[Row], wanted: set[tuple[str, str, str]]) -> None:
-    """Some row of the earlier file is of a workload, dtype and implementation that will be measured."""
+    """Some row of the earlier file has a workload, dtype and implementation that will be measured."""
     if not any((r["workload"], r["dtype"], r["implementation"]) in wanted for r in before):
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
 
@@ -91,7 +91,7 @@ def write(rows: list[Row], path: Path) -> None:
 
 
 def plot(rows: list[Row], path: Path) -> None:
-    """One panel a direction, one group of bars a workload: how many times longer each rival takes, on a logarithmic axis."""
+    """Draw how many times longer each rival takes: a panel for each direction, a group of bars for each workload."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,8 +125,8 @@ def plot(rows: list[Row], path: Path) -> None:
 
 
 def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str]:
-    """A sentence for each of our rows that takes more than 1 + tolerance times as long as in the earlier file, measured in
-    the same run's plain torch where both have it: a slower day of the machine then cancels."""
+    """A sentence for each of our rows that takes more than 1 + tolerance times as long as in the earlier file. If both files
+    have plain torch, times are divided by that of the same run: a slower day of the machine then cancels."""
     old = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in before}
     new = {tuple(r[k] for k in KEY): float(r["milliseconds"]) for r in rows}
     common = [key for key in new if key[3] == OURS and key in old]

@@ -1,4 +1,4 @@
-"""Who computes a workload beside us: plain torch, plain torch compiled, other packages."""
+"""Other implementations of a workload: plain torch, plain torch compiled, other packages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .workloads import MULTI_SCALE, Workload
 
 
 def rivals(workload: Workload, args: tuple[Tensor, ...], peers: bool) -> dict[str, Callable[..., Tensor]]:
-    """By name, ours first."""
+    """Implementations by name, ours first."""
     form = getattr(plain, workload.operator)
     found = {OURS: getattr(torch.ops.mx_driving, workload.operator).default, "plain torch": form}
     if peers:
         torch.compiler.reset()
-        shapes, starts = args[1], args[2]  # of one model always the same: constants to the compiler, as people write it
+        shapes, starts = args[1], args[2]  # a model's never change: people let the compiler see constants
         core = torch.compile(lambda value, locations, weights: form(value, shapes, starts, locations, weights))
         found["torch.compile"] = lambda value, _shapes, _starts, locations, weights: core(value, locations, weights)
     if peers and workload.operator == MULTI_SCALE:

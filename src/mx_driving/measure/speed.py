@@ -42,7 +42,7 @@ def _floor(workload: Workload, args: tuple[Tensor, ...], dtype: str) -> dict[str
 
 
 def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list[Row]:
-    """One row per direction and implementation; correctness first."""
+    """One row per direction and implementation; errors are checked first."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))

@@ -15,10 +15,10 @@ def interleaved(
     calls: dict[str, Call], seconds: float, within: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 ) -> dict[str, list[float]]:
     """Times of each call, in turn, round after round: at least 3 rounds and about `seconds`. Whatever else the machine does
-    falls on all of them alike. A short call is timed right after a run of its own, so that it finds the caches as it leaves
-    them itself and not as its neighbour in the round does, and fresh memory as it is when it was freed just before: what was
-    freed seconds ago may be with the host of a virtual machine, which gives it back twenty times slower. A call runs in the
-    context `within` makes for its name, whose beginning and end are not timed."""
+    falls on all calls alike. A short call is timed right after a run of its own, for two reasons. It then finds the caches as
+    it leaves them itself, not as its neighbour in the round does. And its fresh memory was freed just before: memory that was
+    freed seconds ago may be with the host of a virtual machine, which gives it back twenty times slower. `within` makes the
+    context that a call runs in; its beginning and end are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         with within(name):

@@ -1,5 +1,5 @@
-"""What one can say of an implementation without a rival: 16 bits against 32, two threads against one, memory; and
-what importing and calling it cost."""
+"""Measurements that need no rival: 16 bits against 32, two threads against one, memory, and the cost of importing and
+calling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _calls(workload: Workload, dtype: torch.dtype):
 
 
 def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, str]]:
-    """What it is: (forward, backward)."""
+    """Figure -> (forward, backward)."""
     threads = torch.get_num_threads()
     forward, backward = _calls(workload, torch.float32)
     found = {}
@@ -73,7 +73,7 @@ def _pair(numbers: Iterable[float], form: str = ".2f") -> tuple[str, str]:
 
 
 def of_the_package() -> str:
-    """What importing and calling cost, whatever the work."""
+    """The cost of importing and of calling, whatever the work."""
     plain, recorded = one_query()
     return (
         f"import mx_driving: {1e3 * import_seconds():.0f} ms after torch's own, median of {PROCESSES} fresh processes\n"
@@ -82,7 +82,7 @@ def of_the_package() -> str:
 
 
 def import_seconds() -> float:
-    """Of this package once torch is there."""
+    """Seconds to import this package after torch."""
     code = "import time, torch; start = time.perf_counter(); import mx_driving; print(time.perf_counter() - start)"
     command, env = [sys.executable, "-c", code], {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = [subprocess.run(command, env=env, check=True, capture_output=True, text=True) for _ in range(PROCESSES)]
@@ -108,8 +108,8 @@ def one_query() -> tuple[float, float]:
 
 
 def extra_memory(workload: Workload, dtype: str) -> tuple[float, float]:
-    """Peak memory of forward and backward beside inputs and outputs, as a share of value's size. In a fresh process whose
-    allocator gives every block of more than 64 KB back at once: what is gone after the call was scratch."""
+    """Peak memory of forward and backward beside inputs and outputs, as a share of value's size. The fresh process has an
+    allocator that gives every block above 64 KB back at once, so that memory gone after the call was scratch."""
     call = f"_child({workload.name!r}, {dtype!r}, {torch.get_num_threads()})"
     command = [sys.executable, "-c", f"from {__name__} import _child; {call}"]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -127,7 +127,7 @@ def _child(name: str, dtype: str, threads: int) -> None:
     of_dtype: torch.dtype = getattr(torch, dtype)
     workload = next(w for w in WORKLOADS if w.name == name)
     warm, _ = _calls(next(w for w in WORKLOADS if w.operator == workload.operator and "Vendor" in w.name), of_dtype)
-    warm()  # the thread pool and the library are there now
+    warm()  # starts the thread pool and loads the library
     size = workload.make(torch.Generator().manual_seed(0))[0].numel() * of_dtype.itemsize
     shares = []
     for call in _calls(workload, of_dtype):

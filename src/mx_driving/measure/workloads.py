@@ -1,4 +1,4 @@
-"""What the models ask of the operators: rows named after models, sizes from the models' own configurations."""
+"""The calls that models make: rows named after models, sizes from the models' own configurations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Sizes = list[tuple[int, int]]
 
 
 class Workload(NamedTuple):
-    """A call of an operator: make's five tensors, of the generator's numbers."""
+    """A call of an operator. `make` draws its five tensors from a generator."""
 
     name: str
     operator: str
@@ -33,8 +33,8 @@ class Workload(NamedTuple):
 
 
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
-    """The gradient of a location jumps where a sample crosses a pixel centre: stay 0.01 pixel away from there, or float32
-    and float64 may differ about the side."""
+    """Locations moved at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
+    float64 may be on different sides."""
     pixels = locations.double() * size - 0.5
     whole = pixels.floor()
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
@@ -109,7 +109,7 @@ def _maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], point
 def _vendor_attention(
     generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
 ) -> tuple[Tensor, ...]:
-    """As the vendor's documents draw them; every level 60 x 40."""
+    """Inputs drawn as in the vendor's documents; every level is 60 x 40."""
     shapes = torch.tensor([[60, 40]] * levels)
     starts = torch.arange(levels) * 2400
     value = torch.rand(bs, 2400 * levels, heads, channels, generator=generator) * 0.01

@@ -1,4 +1,4 @@
-"""What the modules refuse, in the words of `mx_driving._check`. Only sizes are looked at, so that graphs stay whole."""
+"""Checks of the modules' inputs, in the form of `mx_driving._check`. They read no data, so that graphs stay whole."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .._check import _axes, _device, _dtype, _fail, _shape, _sizes, _wrong_shape, tensors
+from .._check import fail, fail_shape, need_axes, need_dtype, need_one_device, need_shape, need_some_sizes, tensors
 
 
 def divides(name: str, part: int, whole_name: str, whole: int) -> None:
     if part <= 0 or whole % part != 0:
-        _fail(ValueError, name, f"divide {whole_name}={whole}", part)
+        fail(ValueError, name, f"divide {whole_name}={whole}", part)
 
 
 def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
-        _fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
+        fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
 
 
 def at_least_one(**counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            _fail(ValueError, name, "be at least 1", count)
+            fail(ValueError, name, "be at least 1", count)
 
 
 def kernel_size(sizes: tuple[int, int]) -> None:
@@ -33,89 +33,89 @@ def kernel_size(sizes: tuple[int, int]) -> None:
 
 def share(name: str, part: float) -> None:
     if not 0 <= part < 1:
-        _fail(ValueError, name, "be a share below 1", part)
+        fail(ValueError, name, "be a share below 1", part)
 
 
 def fix_scale(t: Tensor, num_learnable_pts: int) -> None:
-    """Key points of an anchor, of which there may be none where the instance's feature places some."""
+    """Fixed key points of an anchor. There may be none if the instance's feature places some."""
     if t.numel():
-        _sizes("fix_scale", t, "points, 3", None, 3)
+        need_some_sizes("fix_scale", t, "points, 3", None, 3)
     elif num_learnable_pts < 1:
-        _fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
+        fail(ValueError, "fix_scale", f"hold a point where num_learnable_pts is {num_learnable_pts}", "none")
 
 
 def maps(given: Iterable[Tensor], axes: str) -> list[Tensor]:
-    """The levels of a pyramid: alike but for their height and width, the last two of `axes`."""
+    """The levels of a pyramid. They may differ only in height and width, the last two of `axes`."""
     if isinstance(given, Tensor):
-        _fail(TypeError, "maps", "be a list of tensors, one for each level", type(given).__name__)
+        fail(TypeError, "maps", "be a list of tensors, one for each level", type(given).__name__)
     levels = list(given)
     if not levels:
-        _fail(ValueError, "maps", "hold at least one level", "none")
+        fail(ValueError, "maps", "hold at least one level", "none")
     named = [(f"maps[{i}]", m) for i, m in enumerate(levels)]
     tensors(*named)
-    _axes(*named[0], axes)
+    need_axes(*named[0], axes)
     for name, m in named:
-        _sizes(name, m, axes, *levels[0].shape[:-2], None, None)
-    _device(*named)
+        need_some_sizes(name, m, axes, *levels[0].shape[:-2], None, None)
+    need_one_device(*named)
     return levels
 
 
 def queries(
     query: Tensor, points: Tensor, shapes: Tensor, embed_dims: int, levels: int, axis: str, count: int, numbers: tuple[int, ...]
 ) -> None:
-    """What an attention module looks with: each query has `count` reference points, one per `axis`, of so many numbers."""
+    """An attention module's queries. Each has `count` reference points, one per `axis`; a point has one of these `numbers`."""
     tensors(("query", query), ("reference_points", points), ("spatial_shapes", shapes))
-    _sizes("query", query, "bs, num_queries, embed_dims", None, None, embed_dims)
+    need_some_sizes("query", query, "bs, num_queries, embed_dims", None, None, embed_dims)
     reference_points(points, numbers)
     axes = f"bs, num_queries, {axis}, " + " or ".join(map(str, numbers))
-    _sizes("reference_points", points, axes, query.shape[0], query.shape[1], count, None)
-    _shape("spatial_shapes", shapes, "num_levels, 2", levels, 2)
+    need_some_sizes("reference_points", points, axes, query.shape[0], query.shape[1], count, None)
+    need_shape("spatial_shapes", shapes, "num_levels, 2", levels, 2)
 
 
 def pyramid(value: Tensor, starts: Tensor, padding_mask: Tensor | None, bs: int, embed_dims: int, levels: int) -> None:
-    """What an attention module looks at."""
+    """The pyramid that an attention module reads."""
     tensors(("value", value), ("level_start_index", starts))
-    _sizes("value", value, "bs, num_keys, embed_dims", bs, None, embed_dims)
-    _shape("level_start_index", starts, "num_levels", levels)
+    need_some_sizes("value", value, "bs, num_keys, embed_dims", bs, None, embed_dims)
+    need_shape("level_start_index", starts, "num_levels", levels)
     if padding_mask is not None:
         tensors(("padding_mask", padding_mask))
-        _shape("padding_mask", padding_mask, "bs, num_keys", bs, value.shape[1])
-        _dtype("padding_mask", padding_mask, frozenset((torch.bool,)), "have dtype bool")
+        need_shape("padding_mask", padding_mask, "bs, num_keys", bs, value.shape[1])
+        need_dtype("padding_mask", padding_mask, frozenset((torch.bool,)), "have dtype bool")
 
 
 def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embed_dims: int) -> None:
-    """What an aggregation module looks with."""
+    """An aggregation module's anchors."""
     tensors(("instance_feature", instance_feature), ("anchor", anchor), ("anchor_embed", anchor_embed))
-    _sizes("instance_feature", instance_feature, "bs, anchor, embed_dims", None, None, embed_dims)
+    need_some_sizes("instance_feature", instance_feature, "bs, anchor, embed_dims", None, None, embed_dims)
     bs, count, _ = instance_feature.shape
-    _sizes("anchor", anchor, "bs, anchor, 8 or more", bs, count, None)
+    need_some_sizes("anchor", anchor, "bs, anchor, 8 or more", bs, count, None)
     if anchor.shape[2] < 8:
-        _wrong_shape("anchor", anchor, "bs, anchor, 8 or more", (bs, count, None))
-    _shape("anchor_embed", anchor_embed, "bs, anchor, embed_dims", bs, count, embed_dims)
+        fail_shape("anchor", anchor, "bs, anchor, 8 or more", (bs, count, None))
+    need_shape("anchor_embed", anchor_embed, "bs, anchor, embed_dims", bs, count, embed_dims)
 
 
 def cameras(projection_mat: Tensor, image_wh: Tensor | None, bs: int, cams: int | None) -> None:
-    """Where an aggregation module's cameras are; cams is None where any number will do."""
+    """An aggregation module's cameras. If cams is None, there may be any number of them."""
     tensors(("projection_mat", projection_mat))
     axes = "bs, cam, 3 or 4, 4"
-    _sizes("projection_mat", projection_mat, axes, bs, cams, None, 4)
+    need_some_sizes("projection_mat", projection_mat, axes, bs, cams, None, 4)
     if projection_mat.shape[2] not in (3, 4):  # the last row is not read
-        _wrong_shape("projection_mat", projection_mat, axes, (bs, cams, None, 4))
+        fail_shape("projection_mat", projection_mat, axes, (bs, cams, None, 4))
     if image_wh is not None:
         tensors(("image_wh", image_wh))
-        _shape("image_wh", image_wh, "bs, cam, 2", bs, projection_mat.shape[1], 2)
+        need_shape("image_wh", image_wh, "bs, cam, 2", bs, projection_mat.shape[1], 2)
 
 
 def feature_maps(maps: Tensor, shapes: Tensor, starts: Tensor, bs: int, cams: int, scales: int, embed_dims: int) -> None:
-    """What an aggregation module's cameras see."""
+    """The maps that an aggregation module reads."""
     tensors(("feature_maps", maps), ("spatial_shape", shapes), ("scale_start_index", starts))
-    _sizes("feature_maps", maps, "bs, num_feat, embed_dims", bs, None, embed_dims)
-    _shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
-    _shape("scale_start_index", starts, "cam, scale", cams, scales)
+    need_some_sizes("feature_maps", maps, "bs, num_feat, embed_dims", bs, None, embed_dims)
+    need_shape("spatial_shape", shapes, "cam, scale, 2", cams, scales, 2)
+    need_shape("scale_start_index", starts, "cam, scale", cams, scales)
 
 
 def reference_points(t: Tensor, numbers: tuple[int, ...]) -> None:
-    """The modules' reference points end with one of these counts of numbers."""
+    """The last axis of reference points has one of these sizes."""
     if t.dim() != 4 or t.shape[-1] not in numbers:
         rule = "have 4 axes, the last of " + " or ".join(map(str, numbers)) + " numbers"
-        _fail(ValueError, "reference_points", rule, tuple(t.shape))
+        fail(ValueError, "reference_points", rule, tuple(t.shape))

@@ -1,4 +1,4 @@
-"""From a backbone's maps to the one value that the operators read."""
+"""Turns a backbone's maps into the one value that the operators read."""
 
 from __future__ import annotations
 

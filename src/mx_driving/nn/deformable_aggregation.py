@@ -17,11 +17,11 @@ FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0)
 
 
 class KeyPoints(nn.Module):
-    """Points inside an anchor: some at fixed fractions of its size, some where the instance's feature says.
+    """Points inside an anchor: some at fixed fractions of its size, some placed by the instance's feature.
 
         point = centre + R(yaw) * (scale * size)        scale: fix_scale, and sigmoid(learnable_fc(feature)) - 1/2
 
-    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); what follows is not read.
+    An anchor is (x, y, z, log w, log l, log h, sin yaw, cos yaw, ...); numbers after these are not read.
     """
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
@@ -151,7 +151,7 @@ class DeformableFeatureAggregation(nn.Module):
         return torch.cat([output, instance_feature], -1)
 
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """The operator's weight, [bs, anchor, pts, cam, scale, group]: for each group it sums to 1 over all else."""
+        """The operator's weight, [bs, anchor, pts, cam, scale, group]; a group's sum to 1 over points, cameras and scales."""
         if self.camera_encoder is not None:
             feature = feature[:, :, None] + self.camera_encoder(projection_mat[:, :, :3].flatten(2))[:, None]
         logits = self.weights_fc(feature).flatten(2).unflatten(2, (-1, self.num_groups))
@@ -188,7 +188,7 @@ def project(points: Tensor, projection_mat: Tensor, image_wh: Tensor | None = No
 
 
 def _camera_encoder(embed_dims: int) -> nn.Sequential:
-    """The upper 3 x 4 of a projection matrix to an embedding."""
+    """Layers that turn the upper 3 x 4 of a projection matrix into an embedding."""
     return nn.Sequential(
         nn.Linear(12, embed_dims),
         nn.ReLU(inplace=True),

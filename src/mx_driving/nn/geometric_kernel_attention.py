@@ -1,4 +1,4 @@
-"""Geometric kernel attention as a module: MapTR's look around the projections of a bird's-eye cell."""
+"""Geometric kernel attention as a module: MapTR's attention around the projections of a bird's-eye cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention as a module: Deformable-DETR's, mmcv's and transformers' under one roof."""
+"""Multi-scale deformable attention as one module for Deformable-DETR's, mmcv's and transformers' checkpoints."""
 
 from __future__ import annotations
 

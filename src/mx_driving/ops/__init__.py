@@ -1,8 +1,8 @@
-"""The operators at the vendor's places: each name here is a function, and has the other names of its module as attributes.
+"""The operators under the vendor's paths. Each name here is a function that has its module's other names as attributes.
 
-`from mx_driving.ops import multi_scale_deformable_attn` brings what can be called, as torchvision's and mmcv's ops do, and
-`mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` is found as at the vendor's, where the first is
-a module. A module with a `__call__` would be neither what torch.compile nor what type checkers take for a function.
+`from mx_driving.ops import multi_scale_deformable_attn` gives a function, as torchvision's and mmcv's ops are. The vendor has
+a module of that name, so `mx_driving.ops.multi_scale_deformable_attn.MultiScaleDeformableAttnFunction` works here, too. A
+module with a `__call__` would not do: torch.compile and type checkers do not take it for a function.
 """
 
 import sys

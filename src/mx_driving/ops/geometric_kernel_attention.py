@@ -41,14 +41,14 @@ def geometric_kernel_attention(
 
     Gradients: of value and attention_weights, each in its input's dtype; differentiable twice; none for
     sampling_locations. Both directions truncate (the vendor's backward rounds half to even, so that on fractional
-    locations its gradient belongs to another pixel; on integral ones all agree). A float32 sum that is 2**24 times what is
-    added to it stays as it is: where more contributions than that meet in one pixel, take float64.
+    locations its gradient belongs to another pixel; on integral ones all agree). A float32 sum stops
+    growing at 2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
 
     Raises:
-        TypeError: something is not a tensor or has a dtype it cannot have.
+        TypeError: an argument is not a tensor, or has a dtype that is not allowed.
         ValueError: shapes do not agree, devices differ, or (on a CPU) a level does not fit in num_keys.
 
     Source: Liao et al., "MapTR", ICLR 2023; same numbers as its CUDA kernel and as the vendor's forward.
@@ -95,7 +95,7 @@ class GeometricKernelAttentionFunc(_functions.OperatorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of value, None, None, None and of attention_weights."""
+        """A result for each input: the gradients of value and attention_weights, None for the others."""
         return _functions.backward(ctx, "geometric_kernel_attention", grad_output)
 
 

@@ -45,14 +45,14 @@ def multi_scale_deformable_attn(
 
     Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
     in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, value's gradient is so under torch.use_deterministic_algorithms(True). A float32 sum that is 2**24 times what
-    is added to it stays as it is: where more contributions than that meet in one pixel, take float64.
+    on a GPU, value's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing at
+    2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
 
     Returns:
         [bs, num_queries, num_heads * embed_dims], value's dtype (float32 under autocast).
 
     Raises:
-        TypeError: something is not a tensor or has a dtype it cannot have.
+        TypeError: an argument is not a tensor, or has a dtype that is not allowed.
         ValueError: shapes do not agree, devices differ, or (on a CPU) a level does not fit in num_keys.
 
     Source: Zhu et al., "Deformable DETR", ICLR 2021; same numbers as its CUDA kernel and as the vendor's operator since 7.2.
@@ -79,7 +79,7 @@ def npu_multi_scale_deformable_attn_function(
 ) -> Tensor:
     """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call.
 
-    Tables may be lists; im2col_step, which mmcv's function of the same inputs has, is not used.
+    The index tables may be lists. im2col_step is accepted because mmcv's function has it; it is not used.
     """
     warnings.warn(
         "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn",
@@ -110,5 +110,5 @@ class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of value, None, None, of sampling_locations and of attention_weights."""
+        """A result for each input: the gradients of value, sampling_locations and attention_weights, None for the others."""
         return _functions.backward(ctx, "multi_scale_deformable_attn", grad_output)

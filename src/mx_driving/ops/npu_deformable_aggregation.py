@@ -22,7 +22,7 @@ def deformable_aggregation(
     sample_locations: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    """Sum over an anchor's points of what each camera and scale shows there, weighted by groups of channels.
+    """Weighted sum of bilinear samples at an anchor's points, over cameras and scales; groups of channels have own weights.
 
         out[b, a, ch] = sum over p, cam, scale of
             weight[b, a, p, cam, scale, ch // (c / group)] * sample(map (cam, scale) of feature_maps[b], location[b, a, p, cam])
@@ -44,14 +44,14 @@ def deformable_aggregation(
 
     Gradients: of feature_maps, sample_locations and weight, each in its input's dtype; differentiable twice. Sums are in
     float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
-    on a GPU, feature_maps's gradient is so under torch.use_deterministic_algorithms(True). A float32 sum that is 2**24 times
-    what is added to it stays as it is: where more contributions than that meet in one pixel, take float64.
+    on a GPU, feature_maps's gradient is repeatable under torch.use_deterministic_algorithms(True). A float32 sum stops growing
+    at 2**24 times what is added to it: if more contributions than that meet in one pixel, use float64.
 
     Returns:
         [bs, anchor, c], feature_maps' dtype (float32 under autocast).
 
     Raises:
-        TypeError: something is not a tensor or has a dtype it cannot have.
+        TypeError: an argument is not a tensor, or has a dtype that is not allowed.
         ValueError: shapes do not agree, devices differ, group does not divide c, or (on a CPU) a map does not fit in num_feat.
 
     Source: Lin et al., "Sparse4D v2/v3", 2023; same numbers as its CUDA kernel and as the vendor's operator.
@@ -101,5 +101,5 @@ class AdsDeformableAggregation(_functions.OperatorFunction):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of feature_maps, None, None, of sample_locations and of weight."""
+        """A result for each input: the gradients of feature_maps, sample_locations and weight, None for the others."""
         return _functions.backward(ctx, "deformable_aggregation", grad_output)

@@ -1,4 +1,4 @@
-"""The vendor's older place of geometric kernel attention."""
+"""The vendor's older path of geometric kernel attention."""
 
 from .geometric_kernel_attention import GeometricKernelAttentionFunc, npu_geometric_kernel_attention
 

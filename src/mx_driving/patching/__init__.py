@@ -1,4 +1,4 @@
-"""Puts the operators in the place of the sampling cores of other people's models, and gives the originals back."""
+"""Replaces the sampling cores of other libraries' models by the operators, and gives the originals back."""
 
 from ._patch import Patch, patch, patched
 

@@ -1,8 +1,8 @@
-"""What takes the place of an autograd function: the operator in the dtypes that the function's own text computes in.
+"""Replaces an autograd function by the operator, computed in the dtypes of the function's own code.
 
-Its extension cannot be tried, so the dtypes are read: the `cast_inputs` of torch.amp.custom_fwd around its forward, and the
-casts that forward itself calls. A class gets an `apply` that calls the operator, and a forward and backward for torch.compile,
-which reads those two and passes `apply` by.
+Its extension cannot be tried, so its code gives the dtypes: the `cast_inputs` of torch.amp.custom_fwd around its forward, and
+the casts that forward itself calls. A class gets an `apply` that calls the operator. It also gets a forward and a backward,
+because torch.compile reads those two and ignores `apply`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _functions
 
-# what forward calls or names -> the dtype of its inputs from then on; type_as casts to value's
+# a name in forward's code -> the dtype it casts the inputs to; type_as casts to value's
 _DTYPES = {
     "float": torch.float32,
     "float32": torch.float32,
@@ -30,7 +30,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class _Casts:
-    """The casts of a function's five tensors, in the order in which its text has them."""
+    """The casts of a function's five tensors, in the order of its code."""
 
     device_type: str  # of custom_fwd
     under_autocast: torch.dtype | None
@@ -39,7 +39,7 @@ class _Casts:
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         if self.under_autocast is not None and torch.is_autocast_enabled(self.device_type):
-            kept = (torch.float64,)  # custom_fwd leaves these alone, and what is on another device
+            kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
             inputs = tuple(
                 i if i.dtype in kept or i.device.type != self.device_type else _cast(i, self.under_autocast) for i in inputs
             )
@@ -52,7 +52,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _casts_of(forward: Any) -> _Casts:
-    """Read from the decorators and the code of a class's forward."""
+    """The casts, read from the decorators and the code of a class's forward."""
     device_type, under_autocast = "cpu", None
     while hasattr(forward, "__wrapped__"):
         held = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
@@ -65,7 +65,7 @@ def _casts_of(forward: Any) -> _Casts:
 
 
 def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
-    """The class's attributes that change, by name."""
+    """The class's new attributes, by name."""
     casts, kernel = _casts_of(core.forward), _functions.as_compiled(door)
 
     def apply(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None) -> Tensor:

@@ -1,7 +1,7 @@
 """The forms in which libraries write a deformable sampling core, and the operator in each form.
 
-A form is known by the names of its parameters. What stands in for a function has no globals of its own: its code runs in
-the library's module (see `_patch.py`), so it imports what it calls.
+The names of its parameters identify a form. The code that replaces a function's runs with the globals of the library's
+module (see `_patch.py`), so it imports what it calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write a core: what it is, its parameters (without self or ctx), and what takes its place."""
+    """One way to write a core: its kind, its parameters (without self or ctx), and its replacement."""
 
     kind: str
     parameters: tuple[str, ...]
@@ -49,7 +49,7 @@ def plain(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor) -> Tens
 
 
 def uneven(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, counts: Sequence[int], method: str) -> Tensor:
-    """RT-DETR v2, D-FINE: levels with their own numbers of points in one axis, [bs, queries, heads, sum(counts), 2].
+    """RT-DETR v2, D-FINE: a level has its own number of points; one axis holds all, [bs, queries, heads, sum(counts), 2].
 
     A level with more points than another is listed several times: levels may overlap.
     """
@@ -67,10 +67,10 @@ def uneven(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, counts
 
 
 class _KeysLast(torch.autograd.Function):
-    """The identity; its gradient has the layout that these libraries' own core gives it, keys last.
+    """The identity. Its gradient has keys last in memory, as the libraries' own core makes it.
 
-    D-FINE's values come from a BatchNorm2d without a projection between, and for one picture PyTorch 2.13's
-    batch_norm_backward on a CPU misreads the other layout: strides (c, 1, W * c, c) of a [1, c, H, W] gradient.
+    D-FINE's values come straight from a BatchNorm2d. For one picture, PyTorch 2.13's batch_norm_backward on a CPU misreads
+    the other layout: strides (c, 1, W * c, c) of a [1, c, H, W] gradient.
     """
 
     @staticmethod
@@ -104,7 +104,7 @@ def _layer(
     attention_weights,
     im2col_step,
 ):
-    """transformers 5: the tables as tensors, which its GPU kernel reads, and as a list, which its plain torch reads."""
+    """transformers 5. It passes the shapes as a tensor for its GPU kernel, and as a list for its plain torch."""
     return multi_scale_deformable_attn(value, value_spatial_shapes, level_start_index, sampling_locations, attention_weights)
 
 

@@ -1,7 +1,8 @@
-"""Replacing and giving back. A core is changed in place, so whoever imported it, and whenever, calls the operator.
+"""Replaces cores and gives them back. A core is changed in place, so code that imported it earlier calls the operator, too.
 
-A module class gets another forward, an autograd function other methods, and a plain function another code: D-FINE's layers
-hold theirs in an attribute and other files import theirs by name, so replacing the name where it is defined is not enough.
+A module class gets another forward, an autograd function other methods, a plain function another `__code__`. It would not be
+enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other files import
+theirs by name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ._trial import objection
 
 @dataclass
 class _Change:
-    """A core that is replaced: it (so that its id stays its own), what gives it back, and how many patches hold it."""
+    """A replaced core (kept, so that no other object gets its id), how to undo that, and how many patches hold it."""
 
     core: Any
     undo: Callable[[], None]
@@ -41,7 +42,7 @@ class Patch:
 
     Attributes:
         replaced: names of the cores that now call the operators.
-        skipped: names of what looks like a core and was left alone -> the reason.
+        skipped: names of things that look like a core and were left alone -> the reason.
     """
 
     def __init__(self, cores: dict[str, Any], skipped: dict[str, str]) -> None:
@@ -50,7 +51,7 @@ class Patch:
         self.skipped = dict(skipped)
 
     def restore(self) -> None:
-        """Give the originals back; does nothing the second time. A core that another patch holds stays replaced."""
+        """Give the originals back. A second call does nothing. A core that another patch holds stays replaced."""
         with _lock:
             while self._cores:
                 _release(self._cores.pop())
@@ -67,7 +68,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
     A core (the function or class that does the sampling) is replaced only after it gave the operator's outputs and
     gradients on a small random example, so a version that computes something else is left alone: it is listed in
     `skipped`, and a UserWarning says so. Autograd functions over a compiled extension are taken by name, untried; output and
-    gradients keep the dtypes that their own text gives them, also under autocast.
+    gradients keep the dtypes that their own code gives them, also under autocast.
 
     A core is shared by all models of its file, and so is the change; models built before and after are served alike.
 
@@ -104,7 +105,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
 
 @contextlib.contextmanager
 def patched(target: str | types.ModuleType | torch.nn.Module) -> Iterator[Patch]:
-    """`patch` for the length of a `with` block; the originals are back when it ends, also by an exception."""
+    """`patch` for the length of a `with` block; the originals are back after it, even after an exception."""
     done = patch(target)
     try:
         yield done
@@ -138,7 +139,7 @@ def _replace(form: Form, core: Any) -> Callable[[], None]:
         original, core.__code__ = core.__code__, form.replacement.__code__
         return lambda: setattr(core, "__code__", original)
     changed = {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, core)
-    before = {name: vars(core).get(name) for name in changed}  # `apply` is inherited
+    before = {name: vars(core).get(name) for name in changed}  # None for `apply`, which is inherited
     for name, method in changed.items():
         setattr(core, name, method)
     return lambda: _give_back(core, before)

@@ -1,4 +1,4 @@
-"""Which cores a target has: by its modules' contents, and for a library by its files' texts."""
+"""Finds the cores of a target: in its modules, and for a known library in the files whose texts mention one."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from .. import _check, compat
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
 
-# where a library keeps its cores; of any other one the modules that are loaded are searched
+# where a library keeps its cores; for other libraries the loaded modules are searched
 _FILES = {"transformers": "models/*/modeling_*.py", "mmcv": "ops/multi_scale_deform_attn.py"}
 _ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
-_MARKS = ("grid_sample", "attention_weights", "sampling")  # what the text of a file with a core contains
+_MARKS = ("grid_sample", "attention_weights", "sampling")  # words in the text of every file with a core
 
 
 class Found:
-    """The cores of a target, by name; and what looks like one but is of no form that is known, with the reason."""
+    """The cores of a target by name, and the things that look like one but have no known form, with the reason."""
 
     def __init__(self) -> None:
         self.cores: dict[str, tuple[Form, Any]] = {}
@@ -63,7 +63,7 @@ def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _parameters(function: types.FunctionType) -> tuple[str, ...]:
-    """Names in order; those that can only be given by name are marked, so that no form has them."""
+    """Names in order. Keyword-only ones get a "*", so that they fit no form."""
     code = function.__code__
     names, positional = code.co_varnames, code.co_argcount
     return names[:positional] + tuple("*" + name for name in names[positional : positional + code.co_kwonlyargcount])
@@ -92,7 +92,7 @@ def _of_model(model: torch.nn.Module, found: Found) -> None:
 
 
 def _of_package(name: str, found: Found) -> None:
-    """The module and what is loaded below it."""
+    """Search the module and its loaded submodules."""
     for loaded in sorted(sys.modules):
         if loaded == name or loaded.startswith(name + "."):
             module = sys.modules[loaded]

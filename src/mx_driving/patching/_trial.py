@@ -1,4 +1,4 @@
-"""A core is tried before it is replaced: what gives other numbers than the operator is left alone, whatever its name."""
+"""Tries a core before it is replaced. A core with other numbers than the operator's is left alone, whatever its name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def objection(form: Form, core: Any) -> str | None:
 
 
 def _inputs(form: Form) -> list[tuple[Any, ...]]:
-    """Arguments for the form, locations also outside the map."""
+    """Arguments for the form; some locations lie outside the map."""
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
