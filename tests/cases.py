@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+import tolerance
 import torch
 import truth
 from torch import Tensor
@@ -231,3 +233,23 @@ def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
 def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:
     arrays = [a.double().numpy() if a.is_floating_point() or i == 3 else a.numpy() for i, a in enumerate(args)]
     return getattr(truth, operator)(*arrays, grad.double().numpy())
+
+
+def assert_near(true: truth.Truth, operator: str, args: tuple[Tensor, ...], found: Sequence[Tensor], skip: Sequence[int] = ()):
+    """An output and its gradients are as near the truth as their dtypes allow; `skip`: places of results not looked at."""
+    floating = [args[0], args[4]] + ([args[3]] if args[3].is_floating_point() else [])
+    wide = any(a.dtype == torch.float64 for a in floating)
+    compute = torch.float64 if wide else torch.float32
+    extent = int(args[1].max()) if args[1].numel() else 1
+    terms = max(1, args[4][0, 0].numel() * 4, args[0].shape[-1] * 4, args[3].numel() // 2)
+    inputs = [args[0], *(args[i] for i in DIFFERENTIABLE[operator])]
+    for place, (got, like) in enumerate(zip(found, inputs, strict=True)):
+        if place in skip:
+            continue
+        expected, scale = true.results[place], true.scales[place]
+        assert got.dtype == like.dtype
+        assert tuple(got.shape) == expected.shape
+        error = np.abs(got.detach().double().numpy() - expected)
+        limit = tolerance.allowed(got.dtype, compute, expected, scale, terms, extent)
+        worst = (error / np.maximum(limit, 1e-300)).max(initial=0.0)
+        assert worst <= 1, f"result {place}: {worst:.3g} times the allowed error"

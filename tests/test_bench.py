@@ -55,6 +55,15 @@ def run_bench(*options: str):
     return CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.1", *options])
 
 
+def test_explain_prints_a_plan_and_measures_nothing(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("mx_driving.cli.bench.measure", None)
+    result = run_bench("--explain", "--dtype", "float32", "--dtype", "bfloat16", "--threads", "24")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if "value gradient" in line]
+    assert ["BY_PARTS, 3 a head" in lines[0], "BY_BANDS, 3, buffered" in lines[1]] == [True, True]
+
+
 @pytest.mark.parametrize("with_floor", [pytest.param(True, marks=needs_the_floor), False])
 def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     monkeypatch.setenv("COLUMNS", "200")

@@ -16,23 +16,7 @@ def compare(implementation, operator, args, grad, skip=()):
     """Forward and backward against truth computed from exactly these inputs."""
     output = cases.forward_of(implementation, operator)(*args)
     gradients = cases.gradients_of(implementation, operator, grad, args)
-    true = cases.truth_of(operator, args, grad)
-    floating = [args[0], args[4]] + ([args[3]] if args[3].is_floating_point() else [])
-    wide = any(a.dtype == torch.float64 for a in floating)
-    compute = torch.float64 if wide else torch.float32
-    extent = int(args[1].max()) if args[1].numel() else 1
-    terms = max(1, args[4][0, 0].numel() * 4, args[0].shape[-1] * 4, args[3].numel() // 2)
-    inputs = [args[0], *(args[i] for i in cases.DIFFERENTIABLE[operator])]
-    for place, (got, like) in enumerate(zip((output, *gradients), inputs, strict=True)):
-        if place in skip:
-            continue
-        expected, scale = true.results[place], true.scales[place]
-        assert got.dtype == like.dtype
-        assert tuple(got.shape) == expected.shape
-        error = np.abs(got.detach().double().numpy() - expected)
-        limit = tolerance.allowed(got.dtype, compute, expected, scale, terms, extent)
-        worst = (error / np.maximum(limit, 1e-300)).max(initial=0.0)
-        assert worst <= 1, f"result {place}: {worst:.3g} times the allowed error"
+    cases.assert_near(cases.truth_of(operator, args, grad), operator, args, (output, *gradients), skip)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

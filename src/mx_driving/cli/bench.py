@@ -12,6 +12,7 @@ from .._programs.files import writable, writable_picture
 from .._programs.problems import matching
 from .._programs.show import open_console, say, show
 from ..measure import floor, report
+from ..measure.plans import plans
 from ..measure.report import OURS, Row
 from ..measure.speed import measure
 from ..measure.traits import of_the_package, traits
@@ -38,6 +39,9 @@ def bench(
         bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, memory, import and one query.")
     ] = False,
     names: Annotated[bool, typer.Option("--list", help="Print the workloads' names and stop.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print how the native kernels would do each workload, and stop.")
+    ] = False,
 ) -> None:
     """Measure the operators on the workloads of known models, beside plain torch and other packages.
 
@@ -58,6 +62,12 @@ def bench(
         return
     chosen = [w for w in WORKLOADS if w.name in wanted]
     work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
+    use_threads(threads)
+    if explain:
+        console = open_console(f"mx-driving bench --explain: {report.machine()}")
+        for one, name in work:
+            show(console, report.plans_table(f"{one.name}, {name}", plans(one, name)))
+        return
     before = report.read(compare) if compare else None  # read first: --csv may overwrite this file
     if before is not None:
         report.in_common(before, {(w.name, d, OURS) for w, d in work})
@@ -65,7 +75,6 @@ def bench(
         writable("--csv", out)
     if picture:
         writable_picture("--plot", picture, "mx-driving bench --plot")
-    use_threads(threads)
     console = open_console(f"mx-driving bench: {report.machine()}")
     if missing := floor.why_not():
         say(console, missing)

@@ -64,6 +64,14 @@ def traits_table(workload: str, traits: dict[str, tuple[str, str]]) -> Any:
     return shown
 
 
+def plans_table(title: str, plans: dict[str, dict[str, str]]) -> Any:
+    """A table of decisions, a column for each direction."""
+    shown = grid(title, {"decision": 18, **dict.fromkeys(plans, 28)}, {})
+    for decision in dict.fromkeys(chain.from_iterable(plans.values())):
+        shown.add_row(decision.replace("_", " "), *(plan.get(decision, "") for plan in plans.values()))
+    return shown
+
+
 def read(path: Path) -> list[Row]:
     """The rows of a file that `write` wrote."""
     rule = f"--compare={path} must be a file that mx-driving bench --csv wrote"

@@ -1,0 +1,214 @@
+"""The native kernels say how they do a call. Every way runs with every number of threads, and gives the same bits."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import cases
+import pytest
+import torch
+import truth
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from conftest import wanted_implementations
+from torch import Tensor
+
+import mx_driving
+from mx_driving import _native
+
+NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
+PLAN = pathlib.Path(__file__).parents[1] / "native" / "src" / "plan.h"
+THREADS = (1, 2, 3, 8, 24)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+PYRAMID = [(24, 32), (12, 16), (6, 8)]
+MANY = 24 * 512  # queries: 24 threads pack levels for 512 each
+
+
+def parts(number: int) -> str:
+    return f"BY_PARTS, {number} a head"
+
+
+def bands(*numbers: int, end: str = "") -> tuple[str, ...]:
+    return tuple(f"BY_BANDS, {number}{end}" for number in numbers)
+
+
+class Row(NamedTuple):
+    """A call, and for each of THREADS: the way to the gradient of value with all gradients wanted, in float32 and float64; the
+    number of bands in 16 bits; how many levels of value the forward packs, and how many of the gradient of value are packed
+    where that is wanted alone.
+    """
+
+    operator: str
+    make: Callable[[], tuple[Tensor, ...]]
+    ways: tuple[str, ...]
+    bands_of_16_bits: tuple[int, ...]
+    packed_value: tuple[int, ...] = (0,) * 5
+    packed_gradient: tuple[int, ...] = (0,) * 5
+
+
+SAMPLES, HEADS = "WITH_SAMPLES", "BY_HEADS"
+ROWS = {
+    "few queries": Row(
+        MULTI_SCALE,
+        lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
+        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, parts(3)),
+        (1, 1, 1, 1, 3),
+        packed_gradient=(1, 1, 1, 1, 0),
+    ),
+    "many queries": Row(
+        MULTI_SCALE,
+        lambda: cases.multi_scale(1, MANY, 8, 8, PYRAMID, 1),
+        (HEADS, HEADS, HEADS, HEADS, *bands(3)),
+        (1, 1, 1, 1, 3),
+        packed_value=(2, 2, 2, 2, 2),
+        packed_gradient=(2, 1, 1, 1, 0),
+    ),
+    "3 batches": Row(
+        MULTI_SCALE,
+        lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
+        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES),
+        (1, 1, 1, 1, 1),
+        packed_value=(3, 3, 3, 0, 0),
+        packed_gradient=(3, 2, 2, 1, 1),
+    ),
+    "2 heads, 4 points": Row(
+        MULTI_SCALE,
+        lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
+        (1, 1, 3, 3, 12),
+        packed_gradient=(1, 1, 0, 0, 0),
+    ),
+    "2 heads, 3 points": Row(  # a level begins inside a group of ROWS samples, so levels cannot be parts
+        MULTI_SCALE,
+        lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)),
+        (1, 1, 3, 3, 12),
+        packed_gradient=(1, 1, 0, 0, 0),
+    ),
+    "2 heads, one level": Row(
+        MULTI_SCALE,
+        lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
+        (SAMPLES, SAMPLES, *bands(3, 4, 12)),
+        (1, 1, 3, 4, 12),
+    ),
+    "nearest": Row(
+        GEOMETRIC,
+        lambda: cases.geometric(3, MANY // 2, 8, 8, [(6, 8)], 4),
+        (SAMPLES,) * 5,
+        (1, 1, 1, 1, 1),
+        packed_value=(1, 1, 1, 1, 0),
+        packed_gradient=(1, 0, 0, 0, 0),
+    ),
+    "nearest, 2 heads": Row(
+        GEOMETRIC,
+        lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
+        (1, 1, 3, 3, 12),
+        packed_gradient=(1, 1, 0, 0, 0),
+    ),
+    "cameras": Row(
+        AGGREGATION,
+        lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
+        bands(1, 1, 1, 6, 12),
+        (1, 1, 1, 6, 12),
+    ),
+}
+
+
+@pytest.fixture
+def every_thread(monkeypatch):
+    """As many threads as torch may use, even if each has little to do."""
+    monkeypatch.setattr(_native, "WORK_OF_A_THREAD", 1)
+
+
+def levels(text: str) -> int:
+    return 0 if text == "none" else int(text.split(" of ")[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_plans(every_thread, name, dtype):
+    """For each number of threads, the way that is expected is the way that is taken."""
+    row = ROWS[name]
+    args = cases.cast(row.make(), dtype)
+    others = len(cases.DIFFERENTIABLE[row.operator]) - 1
+    is_wide = dtype in (torch.float32, torch.float64)
+    for i, threads in enumerate(THREADS):
+        torch.set_num_threads(threads)
+        way = row.ways[i] if is_wide else bands(row.bands_of_16_bits[i], end=", buffered")[0]
+        forward = _native.describe_plan(row.operator, args)
+        all_gradients = _native.describe_plan(row.operator, args, [True] * (1 + others))
+        of_value = _native.describe_plan(row.operator, args, [True] + [False] * others)
+        of_samples = _native.describe_plan(row.operator, args, [False] + [True] * others)
+        assert {plan["threads"] for plan in (forward, all_gradients, of_value, of_samples)} == {str(threads)}
+        assert levels(forward["packed_value"]) == row.packed_value[i]
+        assert forward["prefetched_rows"] == ("none" if row.operator == GEOMETRIC and row.packed_value[i] else "all")
+        assert all_gradients["value_gradient"] == way
+        assert all_gradients["sample_gradients"] == ("WITH_VALUE" if way == SAMPLES else "ALONE")
+        assert levels(all_gradients["packed_value"]) == (0 if way == SAMPLES else row.packed_value[i])
+        assert of_value["value_gradient"] == (HEADS if way == SAMPLES else way)
+        assert of_value["sample_gradients"] == "NOT_WANTED"
+        assert levels(of_value["packed_gradient"]) == (row.packed_gradient[i] if is_wide else 0)
+        assert (of_samples["value_gradient"], of_samples["sample_gradients"]) == ("NOT_WANTED", "ALONE")
+
+
+def test_every_way_is_in_the_table():
+    declared = re.search(r"enum class ValueGradient \{(.*?)\};", PLAN.read_text(), re.DOTALL)
+    assert declared
+    names = set(re.findall(r"^    (\w+),", declared.group(1), re.MULTILINE))
+    taken = {way.split(",")[0] for row in ROWS.values() for way in row.ways}
+    assert names == taken | {"NOT_WANTED", HEADS}
+    packed = [row for row in ROWS.values() if any(row.packed_value)]
+    assert all(any(row.packed_value[i] for row in packed) for i in range(len(THREADS)))
+    assert all(any(row.packed_gradient[i] for row in ROWS.values()) for i in range(len(THREADS)))
+
+
+@functools.cache
+def inputs_and_truth(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor, truth.Truth]:
+    row = ROWS[name]
+    args = cases.cast(row.make(), dtype)
+    grad = cases.grad_for(row.operator, args).to(dtype)
+    return args, grad, cases.truth_of(row.operator, args, grad)
+
+
+@pytest.mark.parametrize("implementation", NATIVE, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ROWS)
+def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thread, name, dtype):
+    """Also the gradient of value alone, which may take another way than with the others."""
+    row = ROWS[name]
+    args, grad, true = inputs_and_truth(name, dtype)
+    others = len(cases.DIFFERENTIABLE[row.operator]) - 1
+    first: list[Tensor] = []
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        found = [getattr(mx_driving, row.operator)(*args), *cases.gradients_of(implementation, row.operator, grad, args)]
+        alone = cases.gradients_of(implementation, row.operator, grad, args, [True] + [False] * others)[0]
+        assert torch.equal(alone, found[1])
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    cases.assert_near(true, row.operator, args, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [(b"multi_scale_deformable_attn", 0), (b"multi_scale", 5), (b"deformable_aggregation_forward", 5), (b"", 5)],
+)
+def test_a_name_that_no_function_has(name, status):
+    args = cases.cast(ROWS["few queries"].make(), torch.float32)
+    output = torch.empty(1, 30, 8 * 16)
+    arguments, threads = _native._forward_arguments(MULTI_SCALE, args, output)
+    text = ctypes.create_string_buffer(b"?" * 16)
+    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+    assert _native._library().mxd_describe_plan(name, pointers, threads, text, 9) == status
+    assert text.raw[:10] == (b"threads:\0?" if status == 0 else b"?" * 10)[:10]
+
+
+def test_a_plan_of_levels_that_do_not_fit(every_thread):
+    value, shapes, starts, *rest = cases.cast(ROWS["few queries"].make(), torch.float32)
+    with pytest.raises(ValueError, match="must leave room for 216 x 288 rows among 1008"):
+        _native.describe_plan(MULTI_SCALE, (value, shapes * 9, starts, *rest))
