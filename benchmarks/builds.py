@@ -47,7 +47,7 @@ def using(library: ctypes.CDLL) -> Iterator[None]:
 
 def calls(workload: Workload):
     args = workload.make(torch.Generator().manual_seed(0))
-    forward, backward = (getattr(_native, workload.operator + kind) for kind in ("", "_backward"))
+    forward, backward = (_native.kernel(workload.operator, is_backward) for is_backward in (False, True))
     grad = torch.randn_like(forward(*args))
     others = len(OPERATORS[workload.operator].differentiable) - 1  # beside value
     return {

@@ -4,6 +4,10 @@
 namespace mxd {
 namespace MXD_ISA {
 
+Kernel multi_scale_deformable_attn, multi_scale_deformable_attn_backward;
+Kernel deformable_aggregation, deformable_aggregation_backward;
+Kernel geometric_kernel_attention, geometric_kernel_attention_backward;
+
 const Kernels kernels[] = {
     {multi_scale_deformable_attn, multi_scale_deformable_attn_backward},
     {deformable_aggregation, deformable_aggregation_backward},

@@ -15,10 +15,6 @@ struct Kernels {
 
 namespace MXD_ISA {
 
-Kernel multi_scale_deformable_attn, multi_scale_deformable_attn_backward;
-Kernel deformable_aggregation, deformable_aggregation_backward;
-Kernel geometric_kernel_attention, geometric_kernel_attention_backward;
-
 extern const Kernels kernels[]; // by Operator
 
 namespace {

@@ -1,5 +1,5 @@
-// How multi_scale_deformable_attn and geometric_kernel_attention read their queries: in which order, and what a query
-// holds. value is [bs, num_keys, num_heads, embed_dims], a query [num_heads, num_levels, num_points].
+// How the attention operators read their queries: in which order, and what a query holds. value is [bs, num_keys,
+// num_heads, embed_dims], a query [num_heads, num_levels, num_points].
 #pragma once
 
 #include "kernels.h"

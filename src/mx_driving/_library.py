@@ -51,7 +51,7 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
     """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
-    native, check = getattr(_native, name + "_backward" if backward else name), _check_of(name, backward)
+    native, check = _native.kernel(name, backward), _check_of(name, backward)
     plain = _reference(name, backward)
 
     @functools.cache

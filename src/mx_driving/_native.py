@@ -9,7 +9,8 @@ import math
 import pathlib
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -217,23 +218,41 @@ def _output(value: Tensor, locations: Tensor) -> Tensor:
     return torch.empty((value.shape[0], locations.shape[1], math.prod(value.shape[2:])), dtype=value.dtype)
 
 
-def _forward(operator: str, tensors: tuple[Tensor, ...]) -> Tensor:
-    value, shapes, starts, locations, _ = tensors
+def _known(locations: Tensor) -> Tensor:
+    """Integer locations of a dtype that the C interface does not know become int64."""
+    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
+
+
+def _forward(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     output = _output(value, locations)
-    arguments, threads = _forward_arguments(operator, tensors, output)
+    arguments, threads = _forward_arguments(operator, (value, shapes, starts, _known(locations), weights), output)
     status = getattr(_library(), "mxd_" + operator)(*arguments, threads)
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return output
 
 
-def _backward(operator: str, grad: Tensor, tensors: tuple[Tensor, ...], mask: list[bool]) -> tuple[Tensor, ...]:
-    value, shapes, starts, _, _ = tensors
+def _backward(
+    operator: str,
+    grad: Tensor,
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    mask: list[bool],
+) -> tuple[Tensor, ...]:
+    tensors = (value, shapes, starts, _known(locations), weights)
     found, arguments, threads = _backward_arguments(operator, grad, tensors, mask)
     status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, threads)
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return tuple(found)
+
+
+def kernel(operator: str, backward: bool) -> Callable[..., Any]:
+    """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
+    return functools.partial(_backward if backward else _forward, operator)
 
 
 def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | None = None) -> dict[str, str]:
@@ -255,45 +274,3 @@ def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | N
     status = _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
     _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
-
-
-def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _forward("multi_scale_deformable_attn", (value, shapes, starts, locations, weights))
-
-
-def multi_scale_deformable_attn_backward(
-    grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
-) -> tuple[Tensor, ...]:
-    return _backward("multi_scale_deformable_attn", grad, (value, shapes, starts, locations, weights), mask)
-
-
-def _native_locations(locations: Tensor) -> Tensor:
-    """Integer pixels of a dtype the C interface does not know become int64."""
-    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
-
-
-def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return _forward("geometric_kernel_attention", (value, shapes, starts, _native_locations(locations), weights))
-
-
-def geometric_kernel_attention_backward(
-    grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
-) -> tuple[Tensor, ...]:
-    tensors = (value, shapes, starts, _native_locations(locations), weights)
-    return _backward("geometric_kernel_attention", grad, tensors, mask)
-
-
-def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
-    return _forward("deformable_aggregation", (feature_maps, shapes, starts, locations, weight))
-
-
-def deformable_aggregation_backward(
-    grad: Tensor,
-    feature_maps: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weight: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, ...]:
-    return _backward("deformable_aggregation", grad, (feature_maps, shapes, starts, locations, weight), mask)
