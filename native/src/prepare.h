@@ -19,7 +19,8 @@ struct Prepared {
 int prepare_levels(Call &call, Prepared &prepared);
 
 // Describes value as kernels read it: channels contiguous, and double as soon as one input is. If value is not so
-// already, the data is yet to be copied, by prepare_value().
+// already, the data is yet to be copied, by prepare_value(). A value widened here saves a copy of each kernel for every
+// other dtype computed with in double.
 mxd_tensor readable_value(const Call &call);
 int prepare_value(Call &call, Prepared &prepared); // copies it; MXD_OUT_OF_MEMORY
 
