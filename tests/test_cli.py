@@ -364,8 +364,8 @@ def test_no_workload_of_that_name(mx, no_work, name, options):
 def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
     name = WORKLOADS[-1].name
     for option in ("--only", "--workload"):
-        assert mx("bench", "--list", option, name)[1] == name + "\n"
-        assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
+        assert mx("bench", "--list", "--explain", option, name)[1] == name + "\n"
+        assert mx("bench", "--list", "--explain", option, "maptr*", "--only", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
 
 
 def test_no_model_of_that_name(mx, no_work, monkeypatch):
