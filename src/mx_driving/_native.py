@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import pathlib
 import struct
 import sys
@@ -160,14 +159,18 @@ def _pack(t: Tensor) -> bytes:
     return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
 
 
-def _pack_output(t: Tensor, value: Tensor) -> bytes:
+def _pack_output(t: Tensor, value_shape: Sequence[int]) -> bytes:
     """An output, or its gradient. That of attention, [bs, num_queries, num_heads * embed_dims], is seen with the axes of value,
     [bs, num_queries, num_heads, embed_dims]; no view of the tensor is made.
     """
-    if value.dim() == t.dim():
+    shape = t.shape
+    if len(shape) == len(value_shape):
         return _pack(t)
-    (bs, queries, _), (batch, query, channel), (_, _, heads, channels) = t.shape, t.stride(), value.shape
-    return _PACK[4](t.data_ptr(), _DTYPE[t.dtype], bs, queries, heads, channels, batch, query, channels * channel, channel)
+    batch, query, channel = t.stride()
+    heads, channels = value_shape[2], value_shape[3]
+    return _PACK[4](
+        t.data_ptr(), _DTYPE[t.dtype], shape[0], shape[1], heads, channels, batch, query, channels * channel, channel
+    )
 
 
 # Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each thread it
@@ -180,13 +183,13 @@ def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
 
 
-def _elements_read(operator: str, value: Tensor, weights: Tensor) -> int:
+def _elements_read(operator: str, value_shape: Sequence[int], weights: Tensor) -> int:
     """Elements of rows that a forward reads. In deformable_aggregation each point is taken to be seen by one camera."""
     rows = OPERATORS[operator].rows
-    if value.dim() == 4:
-        return weights.numel() * rows * value.shape[3]
+    if len(value_shape) == 4:
+        return weights.numel() * rows * value_shape[3]
     bs, anchors, points, _, scales, _ = weights.shape
-    return bs * anchors * points * scales * rows * value.shape[2]
+    return bs * anchors * points * scales * rows * value_shape[2]
 
 
 def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
@@ -196,55 +199,53 @@ def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys
         raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
 
 
-# The arguments of the C functions, and the number of threads; of the backward the gradients, too.
-
-
-def _forward_arguments(operator: str, tensors: Sequence[Tensor], output: Tensor) -> tuple[list[bytes], int]:
-    value = tensors[0]
-    return [*map(_pack, tensors), _pack_output(output, value)], _threads(_elements_read(operator, value, tensors[4]))
-
-
-def _backward_arguments(
-    operator: str, grad: Tensor, tensors: Sequence[Tensor], mask: list[bool]
-) -> tuple[list[Tensor], list[bytes | None], int]:
-    value = tensors[0]
-    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
-    wanted = [_pack(t) if is_wanted else None for t, is_wanted in zip(found, mask, strict=True)]
-    threads = _threads(_elements_read(operator, value, tensors[4]) + found[0].numel())
-    return found, [_pack_output(grad, value), *map(_pack, tensors), *wanted], threads
-
-
-def _output(value: Tensor, locations: Tensor) -> Tensor:
-    return torch.empty((value.shape[0], locations.shape[1], math.prod(value.shape[2:])), dtype=value.dtype)
-
-
 def _known(locations: Tensor) -> Tensor:
     """Integer locations of a dtype that the C interface does not know become int64."""
     return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
 
 
-def _forward(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+def _output(value: Tensor, locations: Tensor) -> Tensor:
+    shape = value.shape
+    last = shape[2] * shape[3] if len(shape) == 4 else shape[2]
+    return torch.empty((shape[0], locations.shape[1], last), dtype=value.dtype)
+
+
+# `function_of` gives the C function of a name, or something else that takes its arguments and returns a status.
+FunctionOf = Callable[[str], Callable[..., int]]
+
+
+def _library_function(name: str) -> Callable[..., int]:
+    return getattr(_library(), "mxd_" + name)
+
+
+def _forward(
+    function_of: FunctionOf, operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
     output = _output(value, locations)
-    arguments, threads = _forward_arguments(operator, (value, shapes, starts, _known(locations), weights), output)
-    status = getattr(_library(), "mxd_" + operator)(*arguments, threads)
+    status = function_of(operator)(
+        _pack(value),
+        _pack(shapes),
+        _pack(starts),
+        _pack(_known(locations)),
+        _pack(weights),
+        _pack_output(output, value.shape),
+        _threads(_elements_read(operator, value.shape, weights)),
+    )
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return output
 
 
-def _backward(
-    operator: str,
-    grad: Tensor,
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, ...]:
+def _backward(function_of: FunctionOf, operator: str, grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights, mask = inputs
     tensors = (value, shapes, starts, _known(locations), weights)
-    found, arguments, threads = _backward_arguments(operator, grad, tensors, mask)
-    status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, threads)
+    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
+    status = function_of(operator + "_backward")(
+        _pack_output(grad, value.shape),
+        *map(_pack, tensors),
+        *[_pack(t) if wanted else None for t, wanted in zip(found, mask, strict=True)],
+        _threads(_elements_read(operator, value.shape, weights) + found[0].numel()),
+    )
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return tuple(found)
@@ -252,7 +253,7 @@ def _backward(
 
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
-    return functools.partial(_backward if backward else _forward, operator)
+    return functools.partial(_backward if backward else _forward, _library_function, operator)
 
 
 def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | None = None) -> dict[str, str]:
@@ -262,15 +263,18 @@ def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | N
         tensors: the operator's inputs.
         mask: which gradients are wanted; None for the forward direction.
     """
-    output = _output(tensors[0], tensors[3])
-    if mask is None:
-        name = operator
-        arguments, threads = _forward_arguments(operator, tensors, output)
-    else:
-        name = operator + "_backward"
-        _, arguments, threads = _backward_arguments(operator, output, tensors, mask)
     text = ctypes.create_string_buffer(1024)
-    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
-    status = _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
-    _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
+
+    def describing(name: str) -> Callable[..., int]:
+        def describe(*arguments: Any) -> int:
+            *packed, threads = arguments
+            pointers = (ctypes.c_char_p * len(packed))(*packed)
+            return _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
+
+        return describe
+
+    if mask is None:
+        _forward(describing, operator, *tensors)
+    else:
+        _backward(describing, operator, _output(tensors[0], tensors[3]), *tensors, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
