@@ -36,6 +36,11 @@ def bands(*numbers: int, end: str = "") -> tuple[str, ...]:
     return tuple(f"BY_BANDS, {number}{end}" for number in numbers)
 
 
+def with_rows_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    value, *rest = args
+    return torch.cat([value, value[:, :5]], 1), *rest
+
+
 class Row(NamedTuple):
     """A call, and for each of THREADS: the way to the gradient of value with all gradients wanted, in float32 and float64; the
     number of bands in 16 bits; how many levels of value the forward packs, and how many of the gradient of value are packed
@@ -61,11 +66,11 @@ ROWS = {
     ),
     "many queries": Row(
         MULTI_SCALE,
-        lambda: cases.multi_scale(1, MANY, 8, 8, PYRAMID, 1),
+        lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),  # a row of the first level is read 6 times
         (HEADS, HEADS, HEADS, HEADS, *bands(3)),
         (1, 1, 1, 1, 3),
         packed_value=(2, 2, 2, 2, 2),
-        packed_gradient=(2, 1, 1, 1, 0),
+        packed_gradient=(2, 2, 2, 2, 0),
     ),
     "3 batches": Row(
         MULTI_SCALE,
@@ -73,21 +78,29 @@ ROWS = {
         (HEADS, HEADS, HEADS, SAMPLES, SAMPLES),
         (1, 1, 1, 1, 1),
         packed_value=(3, 3, 3, 0, 0),
-        packed_gradient=(3, 2, 2, 1, 1),
+        packed_gradient=(3, 3, 3, 3, 3),
+    ),
+    "rows of no level": Row(
+        MULTI_SCALE,
+        lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
+        (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)),
+        (1, 1, 1, 1, 7),  # three of each level, and one of the rest
+        packed_value=(2, 0, 0, 0, 0),
+        packed_gradient=(2, 2, 2, 2, 0),
     ),
     "2 heads, 4 points": Row(
         MULTI_SCALE,
         lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
         (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
         (1, 1, 3, 3, 12),
-        packed_gradient=(1, 1, 0, 0, 0),
+        packed_gradient=(2, 2, 0, 0, 0),
     ),
     "2 heads, 3 points": Row(  # a level begins inside a group of ROWS samples, so levels cannot be parts
         MULTI_SCALE,
         lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
         (SAMPLES, SAMPLES, *bands(3, 3, 12)),
         (1, 1, 3, 3, 12),
-        packed_gradient=(1, 1, 0, 0, 0),
+        packed_gradient=(2, 2, 0, 0, 0),
     ),
     "2 heads, one level": Row(
         MULTI_SCALE,
@@ -101,7 +114,7 @@ ROWS = {
         (SAMPLES,) * 5,
         (1, 1, 1, 1, 1),
         packed_value=(1, 1, 1, 1, 0),
-        packed_gradient=(1, 0, 0, 0, 0),
+        packed_gradient=(1, 1, 1, 1, 1),
     ),
     "nearest, 2 heads": Row(
         GEOMETRIC,

@@ -45,6 +45,7 @@ template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
 
 // Worker over its items, once grad_value is zero.
 template <class T, class Worker> inline bool add_to_zero(const Job &job) {
+    if (job.plan.all_rows_are_packed) return parallel<Worker>(job.call.num_threads, Worker::items(job), job);
     return parallel_stages<Worker>(job.call.num_threads, 1, Worker::items(job), job,
                                    [&](int64_t, int64_t chunk) { set_to_zero<T>(job.call, chunk); });
 }

@@ -30,15 +30,17 @@ bool levels_overlap(const Call &call) {
 constexpr PackedLevels NONE{nullptr, 0};
 
 // A level is worth packing where each of its rows is read at least PACK_READS times. The smallest levels come first,
-// while `copies` of them take at most PACK_LIMIT times value's memory.
-constexpr double PACK_LIMIT = 0.049; // 5 % with all other scratch memory
+// while `copies` of them take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
+constexpr double PACK_BYTES = 15.5 * (1 << 20); // 16 MB with all other scratch memory
+constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 
 PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
     const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
     const int64_t reads = call.locations.shape[1] * call.locations.shape[4] * corners;
-    const double allowed =
-        PACK_LIMIT * double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+    const double value_bytes =
+        double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+    const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
     std::vector<int64_t> order;
     for (int64_t l = 0; l < call.num_levels; ++l) order.push_back(l);
     const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
@@ -80,6 +82,14 @@ PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offs
     if (call.grad_value.strides[1] * size <= row_bytes || levels_overlap(call)) return NONE;
     const int64_t heads = call.value.shape[0] * call.value.shape[2];
     return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
+}
+
+// Whether every row of value belongs to a packed level.
+bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
+    int64_t rows = 0; // levels do not overlap where any is packed
+    for (int64_t l = 0; packed.bytes > 0 && l < call.num_levels; ++l)
+        rows += packed.offset[l] < 0 ? 0 : num_rows(call.levels[l]);
+    return rows == call.value.shape[1];
 }
 
 // ---- into how many bands or parts a head is cut, so that all threads have work
@@ -203,6 +213,7 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
         break;
     case ValueGradient::BY_HEADS:
         plan.packed_gradient = choose_packed_gradient(call, lists.packed_gradient);
+        plan.all_rows_are_packed = all_rows_are_packed(call, plan.packed_gradient);
         break;
     case ValueGradient::BY_PARTS:
         plan.parts = cut.parts;

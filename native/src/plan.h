@@ -33,6 +33,7 @@ struct Plan {
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread
+    bool all_rows_are_packed;     // BY_HEADS: so grad_value is written once, and need not be set to zero before
     int64_t parts;                // BY_PARTS: of each head
     const int64_t *band_starts;   // BY_BANDS: num_bands + 1 rows of value
     int64_t num_bands;
