@@ -13,12 +13,16 @@ import truth
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _native, _triton, reference
+from mx_driving import _native, _triton, _with_logits, reference
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
+MULTI_SCALE_LOGITS = "multi_scale_deformable_attn_with_logits"
+WITH_LOGITS = (MULTI_SCALE_LOGITS,)
+EVERY = OPERATORS + WITH_LOGITS
 INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
-DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4), MULTI_SCALE_LOGITS: (0, 3, 4, 5)}
+WEIGHTS = dict.fromkeys(OPERATORS, 4) | {MULTI_SCALE_LOGITS: 5}  # the place of weights or logits
 
 
 class Case(NamedTuple):
@@ -87,6 +91,44 @@ def aggregation(
     return features, shapes, starts, uniform, weight
 
 
+def multi_scale_logits(
+    bs: int,
+    queries: int,
+    channels: int,
+    heads: int,
+    sizes: list[tuple[int, int]],
+    points: int,
+    references: int | None = None,
+    axis: str = "level",
+    box: bool = False,
+    seed: int = 0,
+) -> tuple[Any, ...]:
+    """Samples on the map and around it. Every dtype holds references and offsets exactly, and they add up to places that are
+    1 / 128 pixel or more off the lattice: odd 128ths of maps whose sides no 16 divides."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes, starts = levels_of(*sizes)
+    assert (shapes % 16).all()
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
+    references = references or (len(sizes) if axis == "level" else points)
+    centre = torch.randint(64, (bs, queries, references, 2), generator=generator).double() / 64 + 1 / 128
+    target = torch.rand(bs, queries, heads, len(sizes), points, 2, dtype=torch.float64, generator=generator) * 1.3 - 0.15
+    away = target - of_samples(centre, len(sizes), points, axis)
+    logits = 1.5 * torch.randn(bs, queries, heads, len(sizes) * points, dtype=torch.float64, generator=generator)
+    if not box:
+        offsets = (away * shapes.flip(-1)[:, None] * 8).round().clamp(-255, 255) / 8
+        return value, shapes, starts, centre, offsets, logits, axis
+    sides = 0.5 ** torch.randint(1, 3, centre.shape, generator=generator).double()
+    offsets = (away * 32).round() / 32 * 2 * points / of_samples(sides, len(sizes), points, axis)
+    return value, shapes, starts, torch.cat([centre, sides], -1), offsets, logits, axis
+
+
+def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor:
+    """[bs, queries, R, 2] -> [bs, queries, 1, levels, points, 2]: the reference of every sample."""
+    count = reference.shape[2]
+    chosen = [(l % count if axis == "level" else p % count) for l in range(levels) for p in range(points)]
+    return reference[:, :, chosen].unflatten(2, (levels, points))[:, :, None]
+
+
 def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
     """Locations whose x and y run through all pairs of xs."""
     numbers = torch.tensor(xs, dtype=torch.float64)
@@ -136,6 +178,17 @@ CASES = [
     Case(GEOMETRIC, "vendor 15 points", lambda: geometric(4, 120, 64, 4, [(15, 25)], 15)),
     Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
     *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
+]
+THREE = [(12, 17), (6, 9), (1, 1)]
+LOGITS_CASES = [
+    Case(MULTI_SCALE_LOGITS, "pyramid", lambda: multi_scale_logits(2, 70, 32, 4, PYRAMID, 4)),
+    Case(MULTI_SCALE_LOGITS, "one reference for all levels", lambda: multi_scale_logits(2, 30, 8, 2, PYRAMID, 3, 1)),
+    Case(MULTI_SCALE_LOGITS, "boxes", lambda: multi_scale_logits(2, 50, 16, 2, THREE, 4, box=True)),
+    Case(MULTI_SCALE_LOGITS, "one box, 3 points", lambda: multi_scale_logits(2, 30, 8, 2, PYRAMID, 3, 1, box=True)),
+    Case(MULTI_SCALE_LOGITS, "pillars of 4", lambda: multi_scale_logits(2, 40, 16, 4, [(29, 50), (15, 25)], 8, 4, "point")),
+    Case(MULTI_SCALE_LOGITS, "a reference for each point", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 5, 5, "point")),
+    Case(MULTI_SCALE_LOGITS, "boxes of points", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 4, 2, "point", box=True)),
+    Case(MULTI_SCALE_LOGITS, "one level, one point", lambda: multi_scale_logits(1, 30, 37, 3, [(5, 7)], 1)),
 ]
 # On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [
@@ -196,6 +249,10 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
         served = _triton.serves(*(args[backward + i] for i in (0, 3, 4)))
         return (_triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
+    if INTERPRETED and operator in WITH_LOGITS:
+        bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
+        return (_with_logits.backward if backward else _with_logits.forward)(operator, bare)
+
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))
         return tuple(t.cpu() for t in found) if backward else found.cpu()
@@ -220,28 +277,37 @@ def gradients_of(
     return getattr(torch.ops.mx_driving, operator + "_backward").default(grad, *args, mask)
 
 
-def cast(args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+def is_floating(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.is_floating_point()
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(a.to(dtype) if is_floating(a) else a for a in args)
 
 
 def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
-    last = args[0].shape[2] if operator == AGGREGATION else args[0].shape[2] * args[0].shape[3]
+    last = args[0].shape[2] if args[0].dim() == 3 else args[0].shape[2] * args[0].shape[3]
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(args[0].shape[0], args[3].shape[1], last, dtype=torch.float64, generator=generator)
 
 
 def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:
-    arrays = [a.double().numpy() if a.is_floating_point() or i == 3 else a.numpy() for i, a in enumerate(args)]
-    return getattr(truth, operator)(*arrays, grad.double().numpy())
+    def array(i: int, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return a.detach().double().numpy() if a.is_floating_point() or i == 3 else a.numpy()
+
+    return getattr(truth, operator)(*map(array, range(len(args)), args), grad.double().numpy())
 
 
 def assert_near(true: truth.Truth, operator: str, args: tuple[Tensor, ...], found: Sequence[Tensor], skip: Sequence[int] = ()):
     """An output and its gradients are as near the truth as their dtypes allow; `skip`: places of results not looked at."""
-    floating = [args[0], args[4]] + ([args[3]] if args[3].is_floating_point() else [])
-    wide = any(a.dtype == torch.float64 for a in floating)
+    wide = any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor))
     compute = torch.float64 if wide else torch.float32
     extent = int(args[1].max()) if args[1].numel() else 1
-    terms = max(1, args[4][0, 0].numel() * 4, args[0].shape[-1] * 4, args[3].numel() // 2)
+    weights = args[WEIGHTS[operator]]
+    samples = weights.numel() if operator in WITH_LOGITS else args[3].numel() // 2
+    terms = max(1, weights[0, 0].numel() * 4, args[0].shape[-1] * 4, samples)
     inputs = [args[0], *(args[i] for i in DIFFERENTIABLE[operator])]
     for place, (got, like) in enumerate(zip(found, inputs, strict=True)):
         if place in skip:

@@ -133,3 +133,38 @@ def geometric_kernel_attention(value, shapes, starts, locations, weights, grad) 
         scales[2][b, :, h, l] = np.abs(gq * rows).sum(-1)
     flat = (bs, queries, heads * channels)
     return Truth([out.reshape(flat), gv, gw], [scales[0].reshape(flat), *scales[1:]])
+
+
+def _softmax(logits):
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def _of_logits(weights, of_weights, scale):
+    """The gradient of logits [..., samples], and its scale."""
+    mean = (weights * of_weights).sum(-1, keepdims=True)
+    return weights * (of_weights - mean), weights * (scale + (weights * scale).sum(-1, keepdims=True))
+
+
+def multi_scale_deformable_attn_with_logits(value, shapes, starts, reference, offsets, logits, axis, grad) -> Truth:
+    bs, queries, heads, levels, points, _ = offsets.shape
+    count = reference.shape[2]
+    sizes = np.array([[w, h] for h, w in shapes], dtype=np.float64)
+    per_sample = [(l, p, (l if count > 1 else 0) if axis == "level" else p % count) for l, p in np.ndindex(levels, points)]
+    box = reference.shape[3] == 4
+    locations, step = np.zeros(offsets.shape), np.zeros(offsets.shape)  # step: what a unit of offset moves a location by
+    for l, p, r in per_sample:
+        step[:, :, :, l, p] = reference[:, :, None, r, 2:] / (2 * points) if box else 1 / sizes[l]
+        locations[:, :, :, l, p] = reference[:, :, None, r, :2] + offsets[:, :, :, l, p] * step[:, :, :, l, p]
+    weights = _softmax(logits.reshape(bs, queries, heads, levels * points)).reshape(offsets.shape[:5])
+    (out, gv, gl, gw), scales = multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad)
+    gr, gr_scale = np.zeros(reference.shape), np.zeros(reference.shape)
+    for l, p, r in per_sample:
+        for found, of_location, offset in ((gr, gl, offsets), (gr_scale, scales[2], np.abs(offsets))):
+            found[:, :, r, :2] += of_location[:, :, :, l, p].sum(2)
+            if box:
+                found[:, :, r, 2:] += (of_location[:, :, :, l, p] * offset[:, :, :, l, p]).sum(2) / (2 * points)
+    flat = (bs, queries, heads, levels * points)
+    of_logits, logits_scale = _of_logits(*(a.reshape(flat) for a in (weights, gw, scales[3])))
+    results = [out, gv, gr, gl * step, of_logits.reshape(logits.shape)]
+    return Truth(results, [*scales[:2], gr_scale, scales[2] * step, logits_scale.reshape(logits.shape)])

@@ -19,6 +19,7 @@ from .ops.multi_scale_deformable_attn import (
     multi_scale_deformable_attn,
     npu_multi_scale_deformable_attn_function,
 )
+from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .patching import Patch, patch, patched
 
@@ -34,6 +35,7 @@ __all__ = [
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_with_logits",
     "nn",
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",

@@ -88,7 +88,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 _FUNCTIONS = (
     "mxd_version",
     *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_describe_plan"),
-    *(f"mxd_{operator}{direction}" for operator in OPERATORS for direction in ("", "_backward")),
+    *(f"mxd_{o.name}{direction}" for o in OPERATORS.values() if not o.bare for direction in ("", "_backward")),
 )
 
 
@@ -114,6 +114,11 @@ def _library() -> ctypes.CDLL:
     if isinstance(library, str):
         raise RuntimeError(library)
     return library
+
+
+def has(operator: str) -> bool:
+    """Whether there is a native kernel of an operator. Those with logits may have none of their own."""
+    return why_not() is None and hasattr(_library(), f"mxd_{operator}_backward")
 
 
 # Rows are numbered in 32 bits, and a bound is one number more.

@@ -9,6 +9,7 @@ import sys
 
 from .geometric_kernel_attention import geometric_kernel_attention
 from .multi_scale_deformable_attn import multi_scale_deformable_attn
+from .multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .npu_geometric_kernel_attention import npu_geometric_kernel_attention
 
@@ -16,6 +17,7 @@ __all__ = [
     "deformable_aggregation",
     "geometric_kernel_attention",
     "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_with_logits",
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",
 ]
