@@ -18,11 +18,13 @@ from mx_driving import _native, _triton, _with_logits, reference
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
 MULTI_SCALE_LOGITS = "multi_scale_deformable_attn_with_logits"
-WITH_LOGITS = (MULTI_SCALE_LOGITS,)
+GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
+WITH_LOGITS = (MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS)
 EVERY = OPERATORS + WITH_LOGITS
 INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
-DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4), MULTI_SCALE_LOGITS: (0, 3, 4, 5)}
-WEIGHTS = dict.fromkeys(OPERATORS, 4) | {MULTI_SCALE_LOGITS: 5}  # the place of weights or logits
+DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
+WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
 
 
 class Case(NamedTuple):
@@ -122,6 +124,22 @@ def multi_scale_logits(
     return value, shapes, starts, torch.cat([centre, sides], -1), offsets, logits, axis
 
 
+def geometric_logits(
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], window: tuple[int, int], seed: int = 0
+) -> tuple[Any, ...]:
+    """References 1 / 128 pixel or more away from where rounding jumps; a window of (height, width) pixels."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes, starts = levels_of(*sizes)
+    assert (shapes % 16).all()
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
+    reference = torch.randint(-10, 74, (bs, queries, heads, 2), generator=generator).double() / 64 + 1 / 128
+    x, y = (torch.arange(n) - n // 2 for n in reversed(window))
+    points = torch.cartesian_prod(x, y).view(-1, 2)
+    samples = (bs, queries, heads, len(sizes) * len(points))
+    logits = 1.5 * torch.randn(samples, dtype=torch.float64, generator=generator)
+    return value, shapes, starts, reference, points, logits
+
+
 def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor:
     """[bs, queries, R, 2] -> [bs, queries, 1, levels, points, 2]: the reference of every sample."""
     count = reference.shape[2]
@@ -189,6 +207,8 @@ LOGITS_CASES = [
     Case(MULTI_SCALE_LOGITS, "a reference for each point", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 5, 5, "point")),
     Case(MULTI_SCALE_LOGITS, "boxes of points", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 4, 2, "point", box=True)),
     Case(MULTI_SCALE_LOGITS, "one level, one point", lambda: multi_scale_logits(1, 30, 37, 3, [(5, 7)], 1)),
+    Case(GEOMETRIC_LOGITS, "pyramid", lambda: geometric_logits(2, 70, 32, 4, PYRAMID, (2, 2))),
+    Case(GEOMETRIC_LOGITS, "MapTR tiny", lambda: geometric_logits(1, 120, 64, 4, [(15, 25)], (3, 5))),
 ]
 # On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [

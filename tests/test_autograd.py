@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch.autograd import gradcheck, gradgradcheck
 
 import mx_driving
@@ -15,6 +15,7 @@ SMALL = {
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
     GEOMETRIC: lambda: cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
     MULTI_SCALE_LOGITS: lambda: cases.multi_scale_logits(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
+    GEOMETRIC_LOGITS: lambda: cases.geometric_logits(2, 2, 3, 2, [(3, 4), (2, 1)], (1, 2)),
 }
 
 

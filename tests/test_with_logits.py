@@ -5,7 +5,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from cases import LOGITS_CASES, MULTI_SCALE_LOGITS, WITH_LOGITS
+from cases import GEOMETRIC_LOGITS, LOGITS_CASES, MULTI_SCALE_LOGITS, WITH_LOGITS
 from test_autograd import SMALL
 from test_compile import GROWING
 from test_determinism import every_thread  # noqa: F401
@@ -59,6 +59,10 @@ ZERO = [
     *((MULTI_SCALE_LOGITS, lambda s=s: cases.multi_scale_logits(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
     (MULTI_SCALE_LOGITS, lambda: cases.multi_scale_logits(2, 3, 4, 2, [(2, 3)], 0)),
     (MULTI_SCALE_LOGITS, lambda: cases.multi_scale_logits(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
+    *(
+        (GEOMETRIC_LOGITS, lambda s=s, w=w: cases.geometric_logits(*s, [(2, 3)], w))
+        for s, w in (((0, 3, 4, 2), (1, 2)), ((2, 0, 4, 2), (1, 2)), ((2, 3, 4, 2), (0, 2)), ((2, 3, 4, 0), (1, 2)))
+    ),
 ]
 
 
@@ -143,6 +147,31 @@ def test_all_inputs_poisoned_but_the_logits_give_exact_zeros(implementation):
         assert not result.any()
 
 
+HALVES = [
+    (0.125, 0),
+    (0.25, 1),
+    (0.375, 2),
+    (0.625, 2),
+    (0.65, 3),
+    (0.875, 3),
+    (NAN, 0),
+    (-INF, 0),
+    (INF, 3),
+    (-0.5, 0),
+    (9.0, 3),
+]
+
+
+@pytest.mark.parametrize(("x", "column"), HALVES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_pixels_are_rounded_half_to_even(implementation, x, column, dtype):
+    """On a map four pixels wide 0.125 is half a pixel, and what is beyond a border is on it."""
+    value = torch.arange(4.0).view(1, 4, 1, 1)
+    reference = torch.tensor([x, 0.0], dtype=dtype).view(1, 1, 1, 2)
+    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), reference, torch.zeros(1, 2), torch.zeros(1, 1, 1, 1))
+    assert cases.forward_of(implementation, GEOMETRIC_LOGITS)(*args).item() == column
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", LOGITS_CASES, ids=cases.case_id)
 def test_bitwise_for_any_number_of_threads(every_thread, case, dtype):  # noqa: F811
@@ -154,6 +183,15 @@ def test_bitwise_for_any_number_of_threads(every_thread, case, dtype):  # noqa: 
         results.append(run("native", case.operator, args, grad))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.skipif(not cases.INTERPRETED, reason="Triton's interpreter; test_cases runs on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_composition_over_the_triton_kernel(operator, dtype):
+    pytest.importorskip("triton")
+    args = cases.cast(SMALL[operator](), dtype)
+    compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
 
 
 @pytest.mark.parametrize("operator", WITH_LOGITS)
@@ -177,6 +215,15 @@ IN_DIMS = {
         (0, None, None, None, None, None, None),
         (None, None, None, 1, -1, None, None),
         (0, 0, 0, 0, 0, 0, None),
+    ],
+    GEOMETRIC_LOGITS: [
+        (0, None, None, 0, None, 0),
+        (None, None, None, 0, None, 0),
+        (None, None, None, None, None, 2),
+        (0, None, None, None, None, None),
+        (None, None, None, -1, None, None),
+        (None, None, None, None, 1, None),
+        (0, 0, 0, 0, 0, 0),
     ],
 }
 VMAPPED = [(operator, dims) for operator in WITH_LOGITS for dims in IN_DIMS[operator]]
@@ -272,7 +319,10 @@ def test_data_checks_look_at_the_samples(operator):
         getattr(mx_driving, operator)(*args)
 
 
-GOOD = {MULTI_SCALE_LOGITS: lambda: cases.cast(cases.multi_scale_logits(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32)}
+GOOD = {
+    MULTI_SCALE_LOGITS: lambda: cases.cast(cases.multi_scale_logits(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
+    GEOMETRIC_LOGITS: lambda: cases.cast(cases.geometric_logits(2, 3, 4, 2, [(3, 4), (2, 2)], (1, 2)), torch.float32),
+}
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
 ROWS = [
     *(
@@ -332,6 +382,43 @@ ROWS = [
                 ValueError,
                 "value_level_start_index[1] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)",
             ),
+        ]
+    ),
+    *(
+        (GEOMETRIC_LOGITS, *row)
+        for row in [
+            (4, lambda a: a.tolist(), TypeError, "window must be a torch.Tensor, as torch.tensor(window) makes it; got list"),
+            (
+                0,
+                lambda a: a[:, :, :1],
+                ValueError,
+                "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); got (2, 16, 1, 4)",
+            ),
+            (
+                3,
+                lambda a: a[0],
+                ValueError,
+                "reference_points must have shape (bs, num_queries, num_heads, 2); got (3, 2, 2)",
+            ),
+            (
+                3,
+                lambda a: a[:, :, :1],
+                ValueError,
+                "reference_points must have shape (bs=2, num_queries=3, num_heads=2, 2); got (2, 3, 1, 2)",
+            ),
+            (4, lambda a: a[0], ValueError, "window must have shape (num_points, 2); got (2,)"),
+            (4, lambda a: a[:, :1], ValueError, "window must have shape (num_points=2, 2); got (2, 1)"),
+            (4, lambda a: a.bool(), TypeError, "window must have a floating or an integer dtype; got bool"),
+            (3, lambda a: a.long(), TypeError, f"reference_points must {FLOATING}; got int64"),
+            (2, lambda a: a[:1], ValueError, "level_start_index must have shape (num_levels=2); got (1,)"),
+            (
+                5,
+                lambda a: a[..., :3],
+                ValueError,
+                "attention_logits must have shape (bs=2, num_queries=3, num_heads=2, num_levels * num_points=4); "
+                "got (2, 3, 2, 3)",
+            ),
+            (1, lambda a: a * 0, ValueError, "spatial_shapes[0] must be positive (H, W); got (0, 0)"),
         ]
     ),
 ]

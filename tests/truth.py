@@ -168,3 +168,15 @@ def multi_scale_deformable_attn_with_logits(value, shapes, starts, reference, of
     of_logits, logits_scale = _of_logits(*(a.reshape(flat) for a in (weights, gw, scales[3])))
     results = [out, gv, gr, gl * step, of_logits.reshape(logits.shape)]
     return Truth(results, [*scales[:2], gr_scale, scales[2] * step, logits_scale.reshape(logits.shape)])
+
+
+def geometric_kernel_attention_with_logits(value, shapes, starts, reference, window, logits, grad) -> Truth:
+    bs, queries, heads, _ = reference.shape
+    levels, points = len(starts), len(window)
+    pixels = np.zeros((bs, queries, heads, levels, points, 2))
+    for l, (height, width) in enumerate(shapes):
+        pixels[:, :, :, l] = np.rint(reference[:, :, :, None] * np.array([width, height]) + window)  # half to even
+    weights = _softmax(logits.reshape(bs, queries, heads, levels * points))
+    (out, gv, gw), scales = geometric_kernel_attention(value, shapes, starts, pixels, weights.reshape(pixels.shape[:5]), grad)
+    of_logits, logits_scale = _of_logits(weights, gw.reshape(weights.shape), scales[2].reshape(weights.shape))
+    return Truth([out, gv, of_logits.reshape(logits.shape)], [*scales[:2], logits_scale.reshape(logits.shape)])

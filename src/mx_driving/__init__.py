@@ -14,6 +14,7 @@ from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
+from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from .ops.multi_scale_deformable_attn import (
     MultiScaleDeformableAttnFunction,
     multi_scale_deformable_attn,
@@ -34,6 +35,7 @@ __all__ = [
     "data_checks",
     "deformable_aggregation",
     "geometric_kernel_attention",
+    "geometric_kernel_attention_with_logits",
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_with_logits",
     "nn",

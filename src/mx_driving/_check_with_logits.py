@@ -13,6 +13,8 @@ from ._check import (
     INDEX,
     INDEX_RULE,
     INPUTS,
+    LOCATION,
+    LOCATION_RULE,
     Named,
     fail,
     need_axes,
@@ -118,5 +120,64 @@ def _are_logits(t: Tensor, bs: int, queries: int, heads: int, levels: int, point
     return t.shape == (bs, queries, heads, levels * points) or t.shape == (bs, queries, heads, levels, points)
 
 
-_CHECKS = {"multi_scale_deformable_attn": multi_scale_deformable_attn}
+def geometric_kernel_attention(
+    names: tuple[str, ...],
+    value: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    reference_points: Tensor,
+    window: Tensor,
+    logits: Tensor,
+) -> None:
+    """Check the inputs of geometric_kernel_attention_with_logits."""
+    given = (value, shapes, starts, reference_points, window, logits)
+    if _geometric_agrees(*given):
+        return
+    named = list(zip(names, given, strict=True))
+    tensors(*named)
+    need_axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
+    need_axes(names[1], shapes, "num_levels, 2")
+    need_axes(names[3], reference_points, "bs, num_queries, num_heads, 2")
+    need_axes(names[4], window, "num_points, 2")
+    bs, _, heads, _ = value.shape
+    levels, queries, points = shapes.shape[0], reference_points.shape[1], window.shape[0]
+    need_shape(names[1], shapes, "num_levels, 2", levels, 2)
+    need_shape(names[2], starts, "num_levels", levels)
+    if logits.shape[:3] == reference_points.shape[:3]:
+        need_batch_and_heads(names[0], value, reference_points)
+    need_shape(names[3], reference_points, "bs, num_queries, num_heads, 2", bs, queries, heads, 2)
+    need_shape(names[4], window, "num_points, 2", points, 2)
+    need_logits(names[5], logits, bs, queries, heads, levels, points)
+    need_dtype(names[4], window, LOCATION, LOCATION_RULE)
+    _need_dtypes([pair for pair in named if pair[0] != names[4]])
+    need_one_device(*named)
+
+
+def _geometric_agrees(value: Any, shapes: Any, starts: Any, reference_points: Any, window: Any, logits: Any) -> bool:
+    """Whether all rules of `geometric_kernel_attention` hold."""
+    given = (value, shapes, starts, reference_points, window, logits)
+    if not (all(isinstance(t, Tensor) for t in given) and value.dim() == reference_points.dim() == 4 and window.dim() == 2):
+        return False
+    bs, _, heads, _ = value.shape
+    levels, queries, points = starts.numel(), reference_points.shape[1], window.shape[0]
+    return (
+        reference_points.shape == (bs, queries, heads, 2)
+        and window.shape == (points, 2)
+        and _are_logits(logits, bs, queries, heads, levels, points)
+        and shapes.shape == (levels, 2)
+        and starts.shape == (levels,)
+        and value.dtype in FLOATING
+        and shapes.dtype in INDEX
+        and starts.dtype in INDEX
+        and reference_points.dtype in FLOATING
+        and window.dtype in LOCATION
+        and logits.dtype in FLOATING
+        and value.device == shapes.device == starts.device == reference_points.device == window.device == logits.device
+    )
+
+
+_CHECKS = {
+    "multi_scale_deformable_attn": multi_scale_deformable_attn,
+    "geometric_kernel_attention": geometric_kernel_attention,
+}
 INPUTS.update({o.name: functools.partial(_CHECKS[o.bare], o.inputs) for o in OPERATORS.values() if o.bare})

@@ -122,6 +122,17 @@ _WITH_LOGITS = (
             "num_heads": (2, None, None, None, 2, 2, 2),
         },
     ),
+    _with_logits(
+        _BARE[2],
+        ("reference_points", "window", "attention_logits"),
+        differentiable=(VALUE, 5),
+        weights=5,
+        axes={
+            "bs": (0, None, None, 0, None, 0, 0),
+            "num_queries": (None, None, None, 1, None, 1, 1),
+            "num_heads": (2, None, None, 2, None, 2, 2),
+        },
+    ),
 )
 OPERATORS = {row.name: row for row in (*_BARE, *_WITH_LOGITS)}
 

@@ -76,7 +76,26 @@ class MultiScale:
         return found.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 
 
-_RULES: dict[str, Any] = {"multi_scale_deformable_attn_with_logits": MultiScale}
+class Geometric:
+    """pixel = reference * (W, H) + window, rounded half to even."""
+
+    def __init__(self, shapes: Tensor, reference: Tensor, window: Tensor, logits: Tensor):
+        centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
+        self.locations = (centre[..., None, :] + window).round()  # [bs, queries, heads, levels, points, 2]
+        self.weights = logits.flatten(3).softmax(-1).unflatten(3, (shapes.shape[0], window.shape[0]))
+
+    @staticmethod
+    def wanted(mask: Sequence[bool]) -> list[bool]:
+        return list(mask)
+
+    def gradients(self, mask: Sequence[bool], of_weights: Tensor) -> Gradients:
+        return (_softmax_gradient(self.weights.flatten(3), of_weights.flatten(3), -1) if mask[1] else None,)
+
+
+_RULES: dict[str, Any] = {
+    "multi_scale_deformable_attn_with_logits": MultiScale,
+    "geometric_kernel_attention_with_logits": Geometric,
+}
 
 
 def _like(gradient: Tensor | None, t: Tensor) -> Tensor:

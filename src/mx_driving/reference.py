@@ -20,6 +20,8 @@ __all__ = [
     "deformable_aggregation_backward",
     "geometric_kernel_attention",
     "geometric_kernel_attention_backward",
+    "geometric_kernel_attention_with_logits",
+    "geometric_kernel_attention_with_logits_backward",
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_backward",
     "multi_scale_deformable_attn_with_logits",
@@ -292,4 +294,7 @@ def _over(name: str, bare: Callable[..., Tensor], bare_backward: Callable[..., A
 
 multi_scale_deformable_attn_with_logits, multi_scale_deformable_attn_with_logits_backward = _over(
     "multi_scale_deformable_attn_with_logits", multi_scale_deformable_attn, multi_scale_deformable_attn_backward
+)
+geometric_kernel_attention_with_logits, geometric_kernel_attention_with_logits_backward = _over(
+    "geometric_kernel_attention_with_logits", geometric_kernel_attention, geometric_kernel_attention_backward
 )
