@@ -19,11 +19,12 @@ MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
 MULTI_SCALE_LOGITS = "multi_scale_deformable_attn_with_logits"
 GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
-WITH_LOGITS = (MULTI_SCALE_LOGITS, GEOMETRIC_LOGITS)
+AGGREGATION_LOGITS = "deformable_aggregation_with_logits"
+WITH_LOGITS = (MULTI_SCALE_LOGITS, AGGREGATION_LOGITS, GEOMETRIC_LOGITS)
 EVERY = OPERATORS + WITH_LOGITS
 INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
 DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
-DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
+DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
 WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
 
 
@@ -93,60 +94,6 @@ def aggregation(
     return features, shapes, starts, uniform, weight
 
 
-def multi_scale_logits(
-    bs: int,
-    queries: int,
-    channels: int,
-    heads: int,
-    sizes: list[tuple[int, int]],
-    points: int,
-    references: int | None = None,
-    axis: str = "level",
-    box: bool = False,
-    seed: int = 0,
-) -> tuple[Any, ...]:
-    """Samples on the map and around it. Every dtype holds references and offsets exactly, and they add up to places that are
-    1 / 128 pixel or more off the lattice: odd 128ths of maps whose sides no 16 divides."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes, starts = levels_of(*sizes)
-    assert (shapes % 16).all()
-    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
-    references = references or (len(sizes) if axis == "level" else points)
-    centre = torch.randint(64, (bs, queries, references, 2), generator=generator).double() / 64 + 1 / 128
-    target = torch.rand(bs, queries, heads, len(sizes), points, 2, dtype=torch.float64, generator=generator) * 1.3 - 0.15
-    away = target - of_samples(centre, len(sizes), points, axis)
-    logits = 1.5 * torch.randn(bs, queries, heads, len(sizes) * points, dtype=torch.float64, generator=generator)
-    if not box:
-        offsets = (away * shapes.flip(-1)[:, None] * 8).round().clamp(-255, 255) / 8
-        return value, shapes, starts, centre, offsets, logits, axis
-    sides = 0.5 ** torch.randint(1, 3, centre.shape, generator=generator).double()
-    offsets = (away * 32).round() / 32 * 2 * points / of_samples(sides, len(sizes), points, axis)
-    return value, shapes, starts, torch.cat([centre, sides], -1), offsets, logits, axis
-
-
-def geometric_logits(
-    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], window: tuple[int, int], seed: int = 0
-) -> tuple[Any, ...]:
-    """References 1 / 128 pixel or more away from where rounding jumps; a window of (height, width) pixels."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes, starts = levels_of(*sizes)
-    assert (shapes % 16).all()
-    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
-    reference = torch.randint(-10, 74, (bs, queries, heads, 2), generator=generator).double() / 64 + 1 / 128
-    x, y = (torch.arange(n) - n // 2 for n in reversed(window))
-    points = torch.cartesian_prod(x, y).view(-1, 2)
-    samples = (bs, queries, heads, len(sizes) * len(points))
-    logits = 1.5 * torch.randn(samples, dtype=torch.float64, generator=generator)
-    return value, shapes, starts, reference, points, logits
-
-
-def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor:
-    """[bs, queries, R, 2] -> [bs, queries, 1, levels, points, 2]: the reference of every sample."""
-    count = reference.shape[2]
-    chosen = [(l % count if axis == "level" else p % count) for l in range(levels) for p in range(points)]
-    return reference[:, :, chosen].unflatten(2, (levels, points))[:, :, None]
-
-
 def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
     """Locations whose x and y run through all pairs of xs."""
     numbers = torch.tensor(xs, dtype=torch.float64)
@@ -196,19 +143,6 @@ CASES = [
     Case(GEOMETRIC, "vendor 15 points", lambda: geometric(4, 120, 64, 4, [(15, 25)], 15)),
     Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
     *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
-]
-THREE = [(12, 17), (6, 9), (1, 1)]
-LOGITS_CASES = [
-    Case(MULTI_SCALE_LOGITS, "pyramid", lambda: multi_scale_logits(2, 70, 32, 4, PYRAMID, 4)),
-    Case(MULTI_SCALE_LOGITS, "one reference for all levels", lambda: multi_scale_logits(2, 30, 8, 2, PYRAMID, 3, 1)),
-    Case(MULTI_SCALE_LOGITS, "boxes", lambda: multi_scale_logits(2, 50, 16, 2, THREE, 4, box=True)),
-    Case(MULTI_SCALE_LOGITS, "one box, 3 points", lambda: multi_scale_logits(2, 30, 8, 2, PYRAMID, 3, 1, box=True)),
-    Case(MULTI_SCALE_LOGITS, "pillars of 4", lambda: multi_scale_logits(2, 40, 16, 4, [(29, 50), (15, 25)], 8, 4, "point")),
-    Case(MULTI_SCALE_LOGITS, "a reference for each point", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 5, 5, "point")),
-    Case(MULTI_SCALE_LOGITS, "boxes of points", lambda: multi_scale_logits(1, 30, 8, 2, THREE, 4, 2, "point", box=True)),
-    Case(MULTI_SCALE_LOGITS, "one level, one point", lambda: multi_scale_logits(1, 30, 37, 3, [(5, 7)], 1)),
-    Case(GEOMETRIC_LOGITS, "pyramid", lambda: geometric_logits(2, 70, 32, 4, PYRAMID, (2, 2))),
-    Case(GEOMETRIC_LOGITS, "MapTR tiny", lambda: geometric_logits(1, 120, 64, 4, [(15, 25)], (3, 5))),
 ]
 # On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [

@@ -6,9 +6,10 @@ import pathlib
 from typing import Any
 
 import cases
+import logits_cases
 import torch
 import torch.distributed as dist
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -35,23 +36,41 @@ SHARDED = {
 }
 SHARDED[GEOMETRIC] = SHARDED[MULTI_SCALE]
 SHARDED[MULTI_SCALE_LOGITS] = {"batch": (0,) * 5, "heads": (2, None, 2, 2, 2), "queries": (None, 1, 1, 1, 1)}
+SHARDED[AGGREGATION_LOGITS] = {
+    "batch": (0,) * 7,
+    "groups": (2, None, None, 5, None, None, 2),
+    "anchors": (None, 1, None, 1, None, 1, 1),
+}
 SHARDED[GEOMETRIC_LOGITS] = {"batch": (0,) * 4, "heads": (2,) * 4, "queries": (None, 1, 1, 1)}
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
+
+
+def louder(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Value times 4: softmax over many samples makes small gradients, and errors are measured against the largest."""
+    return 4 * args[0], *args[1:]
+
+
 INPUTS = {
     MULTI_SCALE: lambda: cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
     AGGREGATION: lambda: cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4),
     GEOMETRIC: lambda: cases.geometric(4, 8, 3, 4, LEVELS, 4),
-    MULTI_SCALE_LOGITS: lambda: cases.multi_scale_logits(4, 8, 3, 4, LEVELS, 4),
-    GEOMETRIC_LOGITS: lambda: cases.geometric_logits(4, 8, 3, 4, LEVELS, (2, 2)),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
+    AGGREGATION_LOGITS: lambda: louder(logits_cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4)),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(4, 8, 3, 4, LEVELS, (2, 2)),
 }
 UNEVEN = {
     MULTI_SCALE: lambda: cases.multi_scale(5, 7, 2, 3, LEVELS, 3),
     AGGREGATION: lambda: cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
     GEOMETRIC: lambda: cases.geometric(5, 7, 2, 3, LEVELS, 3),
-    MULTI_SCALE_LOGITS: lambda: cases.multi_scale_logits(5, 7, 2, 3, LEVELS, 3, box=True),
-    GEOMETRIC_LOGITS: lambda: cases.geometric_logits(5, 7, 2, 3, LEVELS, (3, 1)),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(5, 7, 2, 3, LEVELS, 3, box=True),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(5, 7, 2, 3, LEVELS, (3, 1)),
 }
-FLOATING = dict.fromkeys(cases.OPERATORS, (0, 3, 4)) | {MULTI_SCALE_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 3, 5)}
+FLOATING = dict.fromkeys(cases.OPERATORS, (0, 3, 4)) | {
+    MULTI_SCALE_LOGITS: (0, 3, 4, 5),
+    AGGREGATION_LOGITS: (0, 3, 4, 5, 6, 7),
+    GEOMETRIC_LOGITS: (0, 3, 5),
+}
 
 
 def placed(tensor: torch.Tensor, mesh: Any, dims: tuple[int | None, ...]) -> DTensor:

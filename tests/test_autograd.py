@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import cases
+import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch.autograd import gradcheck, gradgradcheck
 
 import mx_driving
@@ -14,8 +15,9 @@ SMALL = {
     MULTI_SCALE: lambda: cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
     GEOMETRIC: lambda: cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
-    MULTI_SCALE_LOGITS: lambda: cases.multi_scale_logits(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
-    GEOMETRIC_LOGITS: lambda: cases.geometric_logits(2, 2, 3, 2, [(3, 4), (2, 1)], (1, 2)),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 3, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], (1, 2)),
 }
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import cases
+import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from test_autograd import inputs_of
 from torch._dynamo.testing import CompileCounter
 
@@ -15,8 +16,9 @@ GROWING = {
     MULTI_SCALE: lambda bs, queries: cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
     AGGREGATION: lambda bs, queries: cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
     GEOMETRIC: lambda bs, queries: cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
-    MULTI_SCALE_LOGITS: lambda bs, queries: cases.multi_scale_logits(bs, queries, 4, 2, [(3, 4), (2, 2)], 4, 2, "point"),
-    GEOMETRIC_LOGITS: lambda bs, queries: cases.geometric_logits(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
+    MULTI_SCALE_LOGITS: lambda bs, queries: logits_cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 4, 2, "point"),
+    AGGREGATION_LOGITS: lambda bs, queries: logits_cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
+    GEOMETRIC_LOGITS: lambda bs, queries: logits_cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
 }
 
 

@@ -7,7 +7,7 @@ import functools
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from test_autograd import SMALL, inputs_of
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -258,7 +258,7 @@ def test_saved_tensor_hooks(operator):
         assert torch.equal(args[i].grad, expected[i].grad)
 
 
-ROWS = {MULTI_SCALE: 4, AGGREGATION: 4, GEOMETRIC: 1, MULTI_SCALE_LOGITS: 4, GEOMETRIC_LOGITS: 1}
+ROWS = {MULTI_SCALE: 4, AGGREGATION: 4, GEOMETRIC: 1, MULTI_SCALE_LOGITS: 4, AGGREGATION_LOGITS: 4, GEOMETRIC_LOGITS: 1}
 
 
 @pytest.mark.parametrize(("operator", "rows"), ROWS.items())

@@ -180,3 +180,35 @@ def geometric_kernel_attention_with_logits(value, shapes, starts, reference, win
     (out, gv, gw), scales = geometric_kernel_attention(value, shapes, starts, pixels, weights.reshape(pixels.shape[:5]), grad)
     of_logits, logits_scale = _of_logits(weights, gw.reshape(weights.shape), scales[2].reshape(weights.shape))
     return Truth([out, gv, of_logits.reshape(logits.shape)], [*scales[:2], logits_scale.reshape(logits.shape)])
+
+
+def deformable_aggregation_with_logits(
+    features, shapes, starts, points, projection, logits, image_size, pair_scale, grad
+) -> Truth:
+    bs, anchors, cams, maps, count, groups = logits.shape
+    whole = np.concatenate([points, np.ones((*points.shape[:3], 1))], -1)
+    size = np.ones((bs, cams, 2)) if image_size is None else image_size
+    scale = np.ones((bs, anchors, cams, count)) if pair_scale is None else pair_scale
+    turned = np.einsum("bcij,bapj->bapci", projection[:, :, :3], whole)
+    depth = np.maximum(turned[..., 2], 1e-5)
+    locations = turned[..., :2] / depth[..., None] / size[:, None, None]
+    rows = np.moveaxis(logits, 5, 2).reshape(bs, anchors, groups, cams * maps * count)
+    shares = _softmax(rows)
+    by_sample = (bs, anchors, groups, cams, maps, count)
+    weights = shares.reshape(by_sample).transpose(0, 1, 5, 3, 4, 2) * scale.transpose(0, 1, 3, 2)[..., None, None]
+    (out, gf, gl, gw), scales = deformable_aggregation(features, shapes, starts, locations, weights, grad)
+    found = []
+    for of_location, of_weight, sign in ((gl, gw, 1), (scales[2], scales[3], -1)):  # the gradients, and their scales
+        inputs = (projection[:, :, :3], whole, locations)
+        matrix, hom, at = inputs if sign > 0 else map(np.abs, inputs)
+        of_turned = np.zeros(turned.shape)
+        of_turned[..., :2] = of_location / size[:, None, None] / depth[..., None]
+        of_turned[..., 2] = -sign * (of_location * at).sum(-1) / depth * (turned[..., 2] > 1e-5)
+        of_points = np.einsum("bapci,bcij->bapj", of_turned, matrix[..., :3])
+        of_projection = np.zeros(projection.shape)
+        of_projection[:, :, :3] = np.einsum("bapci,bapj->bcij", of_turned, hom)
+        scaled = of_weight * scale.transpose(0, 1, 3, 2)[..., None, None]
+        found.append((of_points, of_projection, scaled.transpose(0, 1, 5, 3, 4, 2).reshape(rows.shape)))
+    of_logits, logits_scale = _of_logits(shares, found[0][2], found[1][2])
+    back = [np.moveaxis(a.reshape(by_sample), 2, 5) for a in (of_logits, logits_scale)]
+    return Truth([out, gf, *found[0][:2], back[0]], [*scales[:2], *found[1][:2], back[1]])

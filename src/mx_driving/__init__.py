@@ -13,6 +13,7 @@ from . import compat, nn, onnx, ops, viz
 from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
+from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
 from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from .ops.multi_scale_deformable_attn import (
@@ -34,6 +35,7 @@ __all__ = [
     "compat",
     "data_checks",
     "deformable_aggregation",
+    "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
     "geometric_kernel_attention_with_logits",
     "multi_scale_deformable_attn",

@@ -170,14 +170,18 @@ def aggregation(
     need_shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
     need_shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
     need_shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
-    if groups == 0 or channels % groups != 0:
-        fail(ValueError, names[4], f"have a group count that divides c={channels}", groups)
+    need_groups(names[4], groups, channels)
     need_dtype(names[0], feature_maps, FLOATING, FLOATING_RULE)
     need_dtype(names[1], shapes, INDEX, INDEX_RULE)
     need_dtype(names[2], starts, INDEX, INDEX_RULE)
     need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
     need_dtype(names[4], weight, FLOATING, FLOATING_RULE)
     need_one_device(*named)
+
+
+def need_groups(name: str, groups: int, channels: int) -> None:
+    if groups == 0 or channels % groups != 0:
+        fail(ValueError, name, f"have a group count that divides c={channels}", groups)
 
 
 def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:

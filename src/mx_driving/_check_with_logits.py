@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._check import (
@@ -20,6 +21,7 @@ from ._check import (
     need_axes,
     need_batch_and_heads,
     need_dtype,
+    need_groups,
     need_one_device,
     need_shape,
     tensors,
@@ -176,8 +178,86 @@ def _geometric_agrees(value: Any, shapes: Any, starts: Any, reference_points: An
     )
 
 
+def deformable_aggregation(
+    names: tuple[str, ...],
+    feature_maps: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    key_points: Tensor,
+    projection: Tensor,
+    logits: Tensor,
+    image_size: Tensor | None = None,
+    pair_scale: Tensor | None = None,
+) -> None:
+    """Check the inputs of deformable_aggregation_with_logits."""
+    given = (feature_maps, shapes, starts, key_points, projection, logits, image_size, pair_scale)
+    if _aggregation_agrees(*given):
+        return
+    named = [(name, t) for place, (name, t) in enumerate(zip(names, given, strict=True)) if place < 6 or t is not None]
+    tensors(*named)
+    need_axes(names[0], feature_maps, "bs, num_feat, c")
+    need_axes(names[2], starts, "cam, scale")
+    need_axes(names[3], key_points, "bs, anchor, pts, 3")
+    need_axes(names[5], logits, "bs, anchor, cam, scale, pts, group")
+    bs, _, channels = feature_maps.shape
+    (cams, scales), anchors, points, groups = starts.shape, key_points.shape[1], key_points.shape[2], logits.shape[5]
+    need_shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
+    need_shape(names[3], key_points, "bs, anchor, pts, 3", bs, anchors, points, 3)
+    need_shape(names[4], projection, "bs, cam, 4, 4", bs, cams, 4, 4)
+    need_shape(names[5], logits, "bs, anchor, cam, scale, pts, group", bs, anchors, cams, scales, points, groups)
+    need_groups(names[5], groups, channels)
+    if image_size is not None:
+        need_shape(names[6], image_size, "bs, cam, 2", bs, cams, 2)
+    if pair_scale is not None:
+        need_shape(names[7], pair_scale, "bs, anchor, cam, pts", bs, anchors, cams, points)
+    _need_dtypes(named)
+    need_one_device(*named)
+
+
+def _aggregation_agrees(
+    feature_maps: Any,
+    shapes: Any,
+    starts: Any,
+    key_points: Any,
+    projection: Any,
+    logits: Any,
+    image_size: Any,
+    pair_scale: Any,
+) -> bool:
+    """Whether all rules of `deformable_aggregation` hold."""
+    given = (feature_maps, shapes, starts, key_points, projection, logits)
+    if not (all(isinstance(t, Tensor) for t in given) and feature_maps.dim() == 3 and logits.dim() == 6):
+        return False
+    bs, _, channels = feature_maps.shape
+    _, anchors, cams, scales, points, groups = sampled = logits.shape
+    return (
+        sampled == (bs, anchors, cams, scales, points, groups)
+        and groups != 0
+        and channels % groups == 0
+        and key_points.shape == (bs, anchors, points, 3)
+        and projection.shape == (bs, cams, 4, 4)
+        and shapes.shape == (cams, scales, 2)
+        and starts.shape == (cams, scales)
+        and feature_maps.dtype in FLOATING
+        and shapes.dtype in INDEX
+        and starts.dtype in INDEX
+        and key_points.dtype in FLOATING
+        and projection.dtype in FLOATING
+        and logits.dtype in FLOATING
+        and feature_maps.device == shapes.device == starts.device == key_points.device == projection.device == logits.device
+        and _none_or(image_size, (bs, cams, 2), feature_maps.device)
+        and _none_or(pair_scale, (bs, anchors, cams, points), feature_maps.device)
+    )
+
+
+def _none_or(t: Any, shape: tuple[int, ...], device: torch.device) -> bool:
+    """Whether an optional input is None, or a floating tensor of this shape on this device."""
+    return t is None or (isinstance(t, Tensor) and t.shape == shape and t.dtype in FLOATING and t.device == device)
+
+
 _CHECKS = {
     "multi_scale_deformable_attn": multi_scale_deformable_attn,
+    "deformable_aggregation": deformable_aggregation,
     "geometric_kernel_attention": geometric_kernel_attention,
 }
 INPUTS.update({o.name: functools.partial(_CHECKS[o.bare], o.inputs) for o in OPERATORS.values() if o.bare})

@@ -123,6 +123,18 @@ _WITH_LOGITS = (
         },
     ),
     _with_logits(
+        _BARE[1],
+        ("key_points", "projection", "logits", "image_size", "pair_scale"),
+        differentiable=(VALUE, 3, 4, 5),
+        weights=5,
+        optional=(6, 7),
+        axes={
+            "bs": (0, None, None, 0, 0, 0, 0, 0, 0),
+            "anchor": (None, None, None, 1, None, 1, None, 1, 1),
+            "group": (2, None, None, None, None, 5, None, None, 2),
+        },
+    ),
+    _with_logits(
         _BARE[2],
         ("reference_points", "window", "attention_logits"),
         differentiable=(VALUE, 5),

@@ -76,6 +76,64 @@ class MultiScale:
         return found.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 
 
+_NEAREST = 1e-5  # what is nearer to a camera, or behind it, is taken to be this far away
+
+
+class Aggregation:
+    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is a key point as a camera's projection turns it."""
+
+    def __init__(
+        self,
+        shapes: Tensor,
+        points: Tensor,
+        projection: Tensor,
+        logits: Tensor,
+        image_size: Tensor | None = None,
+        pair_scale: Tensor | None = None,
+    ):
+        self.samples = cams, scales, points_of_anchor = logits.shape[2:5]
+        self.points = points[:, :, :, None, None]  # over [bs, anchor, pts, cam, 3, 3]
+        self.matrix = projection[:, None, None, :, :3]
+        self.image_size = None if image_size is None else image_size[:, None, None]
+        self.pair_scale = None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
+        turned = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
+        self.in_front = turned[..., 2:] >= _NEAREST
+        self.depth = turned[..., 2:].clamp(min=_NEAREST)
+        self.plane = turned[..., :2] / self.depth
+        self.locations = self.plane if self.image_size is None else self.plane / self.image_size
+        self.shares = logits.flatten(2, 4).softmax(2)
+        weights = self.shares.unflatten(2, (cams, scales, points_of_anchor)).permute(0, 1, 4, 2, 3, 5)
+        self.weights = weights if self.pair_scale is None else weights * self.pair_scale
+
+    @staticmethod
+    def wanted(mask: Sequence[bool]) -> list[bool]:
+        return [mask[0], mask[1] or mask[2], mask[3]]
+
+    def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
+        turned = self._of_turned(of_locations)[..., None] if mask[1] or mask[2] else of_locations
+        return (
+            (turned * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
+            self._of_projection(turned) if mask[2] else None,
+            self._of_logits(of_weights) if mask[3] else None,
+        )
+
+    def _of_turned(self, of_locations: Tensor) -> Tensor:
+        """The gradient of (u, v, d), 0 where the camera does not see the point."""
+        seen = ((self.locations > 0) & (self.locations < 1)).all(-1, keepdim=True)
+        of_plane = of_locations if self.image_size is None else of_locations / self.image_size
+        depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
+        of_depth = torch.where(self.in_front, -(of_plane * plane).sum(-1, keepdim=True), 0)
+        return torch.where(seen, torch.cat([of_plane, of_depth], -1) / depth, 0)
+
+    def _of_projection(self, of_turned: Tensor) -> Tensor:
+        points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
+        return torch.nn.functional.pad((of_turned * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
+
+    def _of_logits(self, of_weights: Tensor) -> Tensor:
+        scaled = of_weights if self.pair_scale is None else of_weights * self.pair_scale
+        return _softmax_gradient(self.shares, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
+
+
 class Geometric:
     """pixel = reference * (W, H) + window, rounded half to even."""
 
@@ -94,6 +152,7 @@ class Geometric:
 
 _RULES: dict[str, Any] = {
     "multi_scale_deformable_attn_with_logits": MultiScale,
+    "deformable_aggregation_with_logits": Aggregation,
     "geometric_kernel_attention_with_logits": Geometric,
 }
 

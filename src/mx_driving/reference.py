@@ -18,6 +18,8 @@ __all__ = [
     "Corners",
     "deformable_aggregation",
     "deformable_aggregation_backward",
+    "deformable_aggregation_with_logits",
+    "deformable_aggregation_with_logits_backward",
     "geometric_kernel_attention",
     "geometric_kernel_attention_backward",
     "geometric_kernel_attention_with_logits",
@@ -297,4 +299,7 @@ multi_scale_deformable_attn_with_logits, multi_scale_deformable_attn_with_logits
 )
 geometric_kernel_attention_with_logits, geometric_kernel_attention_with_logits_backward = _over(
     "geometric_kernel_attention_with_logits", geometric_kernel_attention, geometric_kernel_attention_backward
+)
+deformable_aggregation_with_logits, deformable_aggregation_with_logits_backward = _over(
+    "deformable_aggregation_with_logits", deformable_aggregation, deformable_aggregation_backward
 )

@@ -7,6 +7,7 @@ module with a `__call__` would not do: torch.compile and type checkers do not ta
 
 import sys
 
+from .deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .geometric_kernel_attention import geometric_kernel_attention
 from .geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from .multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -16,6 +17,7 @@ from .npu_geometric_kernel_attention import npu_geometric_kernel_attention
 
 __all__ = [
     "deformable_aggregation",
+    "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
     "geometric_kernel_attention_with_logits",
     "multi_scale_deformable_attn",
