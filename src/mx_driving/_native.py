@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import _check
-from ._operators import OPERATORS, gradients
+from ._operators import LOCATIONS, OPERATORS, STARTS, gradients
 
 _DTYPE = {
     torch.float32: 0,
@@ -205,17 +205,17 @@ def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys
 
 
 def _forward_arguments(operator: str, tensors: Sequence[Tensor], output: Tensor) -> tuple[list[bytes], int]:
-    value = tensors[0]
-    return [*map(_pack, tensors), _pack_output(output, value)], _threads(_elements_read(operator, value, tensors[4]))
+    value, weights = tensors[0], tensors[OPERATORS[operator].weights]
+    return [*map(_pack, tensors), _pack_output(output, value)], _threads(_elements_read(operator, value, weights))
 
 
 def _backward_arguments(
     operator: str, grad: Tensor, tensors: Sequence[Tensor], mask: list[bool]
 ) -> tuple[list[Tensor], list[bytes | None], int]:
-    value = tensors[0]
+    value, weights = tensors[0], tensors[OPERATORS[operator].weights]
     found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
     wanted = [_pack(t) if is_wanted else None for t, is_wanted in zip(found, mask, strict=True)]
-    threads = _threads(_elements_read(operator, value, tensors[4]) + found[0].numel())
+    threads = _threads(_elements_read(operator, value, weights) + found[0].numel())
     return found, [_pack_output(grad, value), *map(_pack, tensors), *wanted], threads
 
 
@@ -223,35 +223,45 @@ def _output(value: Tensor, locations: Tensor) -> Tensor:
     return torch.empty((value.shape[0], locations.shape[1], math.prod(value.shape[2:])), dtype=value.dtype)
 
 
-def _known(locations: Tensor) -> Tensor:
-    """Integer locations of a dtype that the C interface does not know become int64."""
-    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
+_REFERENCE_AXIS = {"level": 0, "point": 1}
 
 
-def _forward(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    """An operator's inputs as its C function takes them, and the numbers that follow them there.
+
+    Integer locations of a dtype that the C interface does not know become int64. Logits get axes of levels and of points.
+    """
+    row = OPERATORS[operator]
+    count = len(row.inputs)
+    tensors = list(args[:count])
+    if row.integer_locations and tensors[LOCATIONS].dtype not in _DTYPE:
+        tensors[LOCATIONS] = tensors[LOCATIONS].to(torch.int64)
+    if tensors[row.weights].dim() == 4:
+        levels, samples = tensors[STARTS].shape[0], tensors[row.weights].shape[3]
+        tensors[row.weights] = tensors[row.weights].view(*tensors[row.weights].shape[:3], levels, samples // max(1, levels))
+    return tensors, [_REFERENCE_AXIS[option] for option in args[count:]]
+
+
+def _forward(operator: str, *args: Any) -> Tensor:
+    tensors, numbers = _taken(operator, args)
+    value, shapes, starts, locations = tensors[:4]
     output = _output(value, locations)
-    arguments, threads = _forward_arguments(operator, (value, shapes, starts, _known(locations), weights), output)
-    status = getattr(_library(), "mxd_" + operator)(*arguments, threads)
+    arguments, threads = _forward_arguments(operator, tensors, output)
+    status = getattr(_library(), "mxd_" + operator)(*arguments, *numbers, threads)
     if status:
         _finish(status, operator, shapes, starts, value.shape[1])
     return output
 
 
-def _backward(
-    operator: str,
-    grad: Tensor,
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    mask: list[bool],
-) -> tuple[Tensor, ...]:
-    tensors = (value, shapes, starts, _known(locations), weights)
+def _backward(operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *inputs, mask = rest
+    tensors, numbers = _taken(operator, inputs)
     found, arguments, threads = _backward_arguments(operator, grad, tensors, mask)
-    status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, threads)
+    status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, *numbers, threads)
     if status:
-        _finish(status, operator, shapes, starts, value.shape[1])
+        _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
+    if OPERATORS[operator].bare and mask[-1]:  # logits come last
+        found[-1] = found[-1].view(inputs[OPERATORS[operator].weights].shape)
     return tuple(found)
 
 
