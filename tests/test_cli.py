@@ -55,7 +55,7 @@ COMMANDS = {
     "demo": {"--out", "--rig"},
     "bench": {
         *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
-        *("--tolerance", "--traits", "--list"),
+        *("--tolerance", "--traits", "--list", "--explain"),
     },
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
 }
@@ -155,7 +155,7 @@ def test_check_fails_when_a_kernel_is_wrong(name):
         "from mx_driving.cli import check as module\n"
         "from mx_driving.measure.workloads import EXAMPLES\n"
         "module.EXAMPLES = (EXAMPLES[0], EXAMPLES[2])\n"
-        f"right = _native.{name}\n"
+        f"right = _native.kernel('{name.removesuffix('_backward')}', {name.endswith('_backward')})\n"
         "def off(x):\n"
         "    return tuple(t * 1.00001 for t in x) if isinstance(x, tuple) else x * 1.00001\n"
         "kernel = lambda *a: off(right(*a))\n"

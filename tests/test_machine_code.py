@@ -1,4 +1,8 @@
-"""What the compiled kernels look like on GPUs that are not here; `python tests/machine_code.py` prints the figures."""
+"""What the compiled kernels look like on GPUs that are not here; `python tests/machine_code.py` prints the figures.
+
+Without a GPU a kernel is judged by its machine code: registers, reads, reductions, instructions. The figures are those of one
+compiler, so constraints.txt pins Triton.
+"""
 
 from __future__ import annotations
 

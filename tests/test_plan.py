@@ -200,12 +200,11 @@ def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thre
 )
 def test_a_name_that_no_function_has(name, status):
     args = cases.cast(ROWS["few queries"].make(), torch.float32)
-    output = torch.empty(1, 30, 8 * 16)
-    arguments, threads = _native._forward_arguments(MULTI_SCALE, args, output)
+    packed = [*map(_native._pack, args), _native._pack(torch.empty(1, 30, 8, 16))]
+    pointers = (ctypes.c_char_p * len(packed))(*packed)
     text = ctypes.create_string_buffer(b"?" * 16)
-    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
-    assert _native._library().mxd_describe_plan(name, pointers, threads, text, 9) == status
-    assert text.raw[:10] == (b"threads:\0?" if status == 0 else b"?" * 10)[:10]
+    assert _native._library().mxd_describe_plan(name, pointers, 1, text, 9) == status
+    assert text.raw[:10] == (b"threads:\0?" if status == 0 else b"?" * 10)
 
 
 def test_a_plan_of_levels_that_do_not_fit(every_thread):

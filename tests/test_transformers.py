@@ -69,7 +69,7 @@ def test_patch_finds_every_core():
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @pytest.mark.parametrize("name", CARRIERS)
 def test_outputs_and_gradients_in_float64(name):
-    """Nothing but rounding may differ."""
+    """Nothing but rounding may differ. In float32 it would hide a wrong share."""
     with mx_driving.viz.recording() as looks:
         outputs, gradients = models.compare(models.build(name, 96, 128, torch.float64, **_shrunk(name)))
     assert len(looks) >= 2

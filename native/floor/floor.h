@@ -9,8 +9,8 @@ namespace mxd {
 // and added to the same rows of grad_value[b, :, h].
 //
 // value and grad_value [bs, num_keys, num_heads, channels], output [bs, num_queries, num_heads, channels], of one dtype
-// and with adjacent channels. rows: int32 [bs, num_heads, num_queries, count], packed, count a multiple of 4; num_keys
-// is a row of zeros, -1 in place of four rows ends a list. Rows are trusted.
+// and with adjacent channels. rows: int32 [bs, num_heads, num_queries, count], contiguous, count a multiple of
+// 4. num_keys stands for a row of zeros; four times -1 end a list that is shorter than count. Rows are not checked.
 struct Floor {
     mxd_tensor value, rows, output, grad_value; // grad_value.data == nullptr: forward
     int num_threads;

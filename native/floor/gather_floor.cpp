@@ -1,5 +1,6 @@
-// What memory and load ports allow: a loop that knows the rows beforehand. Forward, it reads them in the order of the
-// queries and adds them up; backward, it also adds the gradient of the output to the same rows of another tensor.
+// The gather floor: a loop that is told the rows beforehand, so that memory and load ports alone set its time. It reads
+// the rows in the order of the queries and adds them up. Backward, it also adds the gradient of the output to the same
+// rows of another tensor.
 // `mx-driving bench` measures the operators' distance from it.
 #include "floor.h"
 #include "parallel.h"
@@ -14,7 +15,7 @@ template <class E> inline E *row(const mxd_tensor &t, int64_t i, int64_t j, int6
 }
 
 // V: the dtype of value; T: the type computed in. Backward, where sums are made in place, both are the same.
-// Items: a slice of one (batch, head), which is a block of queries (forward) or of channels (backward).
+// Items: (batch, head, slice). A slice is a block of queries (forward) or a range of channels (backward).
 template <class V, class T, bool BACKWARD> class GatherFloor {
   public:
     static int64_t items(const Floor &floor) { return floor.value.shape[0] * floor.value.shape[2] * slices(floor); }
@@ -30,14 +31,14 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
     }
 
     void operator()(int64_t item) {
-        const int64_t parts = slices(floor), part = item % parts, heads = floor.value.shape[2],
-                      head = item / parts % heads, batch = item / parts / heads, queries = floor.rows.shape[2];
+        const int64_t count = slices(floor), slice = item % count, heads = floor.value.shape[2],
+                      head = item / count % heads, batch = item / count / heads, queries = floor.rows.shape[2];
         if constexpr (BACKWARD) {
-            width = channels / parts;
-            first = part * width;
+            width = channels / count;
+            first = slice * width;
             go_through(batch, head, 0, queries);
         } else {
-            const int64_t begin = part * QUERIES, end = begin + QUERIES;
+            const int64_t begin = slice * QUERIES, end = begin + QUERIES;
             width = channels;
             go_through(batch, head, begin, end < queries ? end : queries);
         }

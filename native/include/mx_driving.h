@@ -78,9 +78,9 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
                                                     const mxd_tensor *grad_attention_weights, int num_threads);
 
-/* How a function would do its work, as text: a line "name: what" for each decision, at most size - 1 characters.
- * Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_"; arguments: its
- * tensors, in order. A status as the function would return it, or MXD_BAD_NAME. */
+/* Writes to `text` how a function would do its work: a line "name: what" for each decision, at most size - 1
+ * characters. Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_";
+ * arguments: its tensors, in order. Returns the status of the function's own checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text,
                               int64_t size);
 

@@ -44,9 +44,9 @@ int threads_of_caller() {
 #endif
 }
 
-// The workspace starts with a copy of the levels. A task makes, checks and uses the copy, so a program that writes to
-// its index tables meanwhile does no harm. A contiguous copy of value follows, where value's channels are not
-// contiguous.
+// Phase one reads no data, because on a device the index tables may not be there yet. The task reads them: it copies
+// the levels to the start of the workspace, checks the copy and uses the copy, so a program that writes to its tables
+// meanwhile does no harm. A contiguous copy of value follows, where value's channels are not contiguous.
 int64_t bytes_of_levels(const mxd_tensor &shapes) { return shapes.shape[0] * int64_t(sizeof(mxd::Level)); }
 
 void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
@@ -74,7 +74,8 @@ mxd::Level *read_levels(const aclOpExecutor &task, void *workspace) {
     return levels;
 }
 
-// Views numbers of the levels as an index table: row l has `fields` of them, from level l; 0 makes a table of one axis.
+// An index table of numbers inside an array of levels: `fields` of each level, from `first` on. With 0 the table has
+// one axis.
 mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
     return {first, MXD_INT64, {levels, fields}, {sizeof(mxd::Level) / sizeof(int64_t), 1}};
 }

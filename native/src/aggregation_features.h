@@ -8,7 +8,7 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items (batch, band).
+// Items: (batch, band).
 template <class T> class FeatureGradient {
   public:
     static int64_t items(const Job &job) { return job.call.value.shape[0] * job.plan.num_bands; }
@@ -46,7 +46,7 @@ template <class T> class FeatureGradient {
     T *shares; // [row, groups]
     Band<T> band;
     BandReach<T> reach;
-    int64_t first_map = 0, end_map = 0; // the band's maps lie between
+    int64_t first_map = 0, end_map = 0; // the maps that reach into the band lie between
 
     void anchor(int64_t b, int64_t a) {
         locations.read(b, a);

@@ -1,4 +1,4 @@
-// The forward direction of deformable_aggregation: each anchor's rows, summed group by group.
+// The forward direction of deformable_aggregation: each anchor's rows, summed with a share for each group.
 #pragma once
 
 #include "anchors.h"

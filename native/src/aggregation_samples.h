@@ -15,18 +15,18 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     using Base::items;
     static int64_t scratch_bytes(const Call &call) {
         const Sizes n(call);
-        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(block(n));
+        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(pair_size(n));
     }
     SampleGradients(const Call &c, Arena arena)
-        : Base(c, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)), pair(arena.take<T>(block(this->n))),
-          weights_out(c.grad_weights, 4) {}
+        : Base(c, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
+          pair(arena.take<T>(pair_size(this->n))), weights_out(c.grad_weights, 4) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
             [&](int64_t a, int64_t unseen) {
-                memset(pair, 0, size_t(block(this->n)) * sizeof(T));
+                memset(pair, 0, size_t(pair_size(this->n)) * sizeof(T));
                 write(b, a, unseen, pair, pair);
             },
             [&](const Bundle<T> &bundle) { serve(b, bundle); });
@@ -37,7 +37,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
     TrailingAxes<2> weights_out;
 
-    static int64_t block(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
+    static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
     void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
         const mxd_tensor &l = this->call.grad_locations, &w = this->call.grad_weights;

@@ -48,8 +48,8 @@ constexpr int64_t WEIGHTS_AHEAD = 16;
 
 template <class T> inline T pixel_of(T normalised, int64_t size) { return normalised * T(size) - T(0.5); }
 
-// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) are seen: strictly
-// inside the image.
+// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) are seen. A pair is
+// seen if it lies strictly inside the image.
 template <class T> class AnchorReader {
   public:
     int64_t *seen, num_seen = 0; // pairs as point * cameras + camera
@@ -68,7 +68,7 @@ template <class T> class AnchorReader {
     }
     const T *location(int64_t pair) const { return xy + pair * 2; }
 
-    // Finds all of them, point by point; skip(pair) for those that are not seen.
+    // Finds all pairs that are seen, point by point; calls skip(pair) for the others.
     template <class Skip> void find_seen(Skip &&skip) {
         num_seen = 0;
         for (int64_t pair = 0; pair < points * cameras; ++pair)
@@ -77,7 +77,7 @@ template <class T> class AnchorReader {
             else
                 skip(pair);
     }
-    // Finds those of one camera that may read rows of a band on its map `map`.
+    // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
     void find_seen(int64_t camera, int64_t map, const BandReach<T> &band) {
         num_seen = 0;
         for (int64_t pair = camera; pair < points * cameras; pair += cameras)
@@ -88,7 +88,8 @@ template <class T> class AnchorReader {
     int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
         return weight_offset(call.weights, b, anchor, seen[index] / cameras, seen[index] % cameras);
     }
-    // The weights of pairs lie apart, so `count` of each pair are prefetched, WEIGHTS_AHEAD pairs before their use.
+    // Prefetches `count` weights of pair seen[index]: the weights of pairs lie apart. Callers are WEIGHTS_AHEAD pairs
+    // ahead.
     MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index, int64_t skipped, int64_t count) const {
         if (index < num_seen) prefetch(call.weights, weights_of(b, anchor, index) + skipped, count);
     }
@@ -132,7 +133,7 @@ template <class T> class Samples {
                       weights + count * n.groups);
         place(u, v, call.levels[camera * n.scales + scale]);
     }
-    // Adds invalid samples up to a multiple of LANES; returns how many samples there are with them.
+    // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
     int64_t pad() {
         const int64_t padded = round_up(count, LANES);
         for (int64_t i = count; i < padded; ++i) {
@@ -167,10 +168,10 @@ template <class T> class Samples {
 template <class T> struct Bundle {
     Samples<T> samples;
     int64_t anchor = -1;
-    bool first = true, last = true; // bundle of its anchor
-    int64_t *pairs, num_pairs = 0;  // (point, camera) of each `scales` samples
+    bool first = true, last = true; // whether it is its anchor's first bundle, and its last
+    int64_t *pairs, num_pairs = 0;  // each has `scales` samples, one after the other
     int64_t *address;
-    T *corner_share;  // of each row, not yet times a weight
+    T *corner_share;  // of each row, before it is multiplied with a weight
     Int<T> *inside;   // whether it is on the map
     T *right, *below; // of each sample, as in Corners
 
@@ -209,7 +210,7 @@ template <class V, class T> struct AnchorWorker {
     AnchorBlocks blocks;
     AnchorReader<T> locations;
     Bundle<T> bundles[2];
-    V *zeros; // the row that is not on the map
+    V *zeros; // a row, for corners that are not on the map
     T *row;
     RowAddresses rows;
 

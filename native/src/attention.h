@@ -26,7 +26,7 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
     });
 }
 
-// Share `chunk` of the gradient of value, in the order of memory: head by head takes longer.
+// Chunk `chunk` of the gradient of value, in the order of memory: head by head takes longer.
 template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
     const Sizes n(call);
     const mxd_tensor &grad = call.grad_value;

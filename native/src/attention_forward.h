@@ -40,13 +40,13 @@ template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> cla
   private:
     const Job job;
     QueryBlocks blocks;
-    V *sum; // of a query whose output is of another dtype or stride
+    V *sum; // of a query, where output has another dtype or stride
 
     void write_sum(char *out) const {
         const mxd_tensor &output = this->call.output;
         if constexpr (same_type<V, T>)
             write_elements(sum, out, output.dtype, output.strides[3], this->n.channels);
-        else // of the same dtype: only the stride is another
+        else // the dtype is the same, only the stride differs
             for (int64_t c = 0; c < this->n.channels; ++c)
                 memcpy(out + c * output.strides[3] * int64_t(sizeof(V)), sum + c, sizeof(V));
     }

@@ -1,4 +1,4 @@
-// The gradients of samples, which are those of their locations and weights.
+// The gradients of samples: of their locations and weights.
 #pragma once
 
 #include "attention_worker.h"
@@ -7,8 +7,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// A gradient of OF_EACH numbers a sample, query by query. Whole vectors are written where they belong as they are
-// worked out, if dtype and strides allow it; what is left of a vector, and all else, goes through scratch memory.
+// Writes a gradient of OF_EACH numbers a sample, query by query. If dtype and strides allow it, whole vectors are
+// written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
     static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
@@ -23,7 +23,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
         return direct ? reinterpret_cast<T *>(to) : scratch;
     }
-    // Where the vector of samples i..i+LANES-1 of a query is written, from what begin() gave.
+    // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
     MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
     MXD_INLINE void end(int64_t q, T *begun) const {
         if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);

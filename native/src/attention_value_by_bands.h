@@ -1,5 +1,5 @@
-// The gradient of value, by bands of rows: for more threads than heads, and for a gradient that is added up in a
-// buffer because its dtype or strides are not those computed with.
+// The gradient of value, by bands of rows: where threads are more than heads, and where the gradient is buffered
+// because kernels do not compute in its dtype or its channels are not contiguous.
 #pragma once
 
 #include "attention_worker.h"
@@ -50,7 +50,7 @@ template <class T, template <class> class Rule> class ValueByBands {
     // Samples of levels first..last-1.
     void add_queries(int64_t b, int64_t h, int64_t first, int64_t last) {
         const OutputGradient<T> grad_output(call, b, h, row);
-        while (first * n.points % ROWS != 0) --first; // lists are in the order of groups of ROWS samples
+        while (first * n.points % ROWS != 0) --first; // lists take ROWS samples at a time, in every band the same
         reader.use_levels(first, last);
         reach.set_levels(call.levels, first, last, n.points, reader.padded, band);
         reader.open(b, h);
@@ -60,7 +60,7 @@ template <class T, template <class> class Rule> class ValueByBands {
                 reader.read(q, query);
                 lists[slot].count = 0;
                 for (int64_t i = 0; i < reader.padded; i += LANES)
-                    if (any(Rule<T>::reach(query, i, reach))) // few do: a band is a small part of a map
+                    if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
                         lists[slot].add(Rule<T>::rows(query, i), band);
             },
             [&](int64_t q, int slot, int next) {

@@ -1,5 +1,5 @@
-// The gradient of value, head by head, or part of a head by part. A worker owns the rows it adds to, which lie where
-// they belong; those of small levels lie packed until the head is done.
+// The gradient of value, by heads or by parts of heads. A worker owns the rows that it adds to. They lie in grad_value;
+// only those of packed levels lie in memory of the worker, and go to grad_value when the head is done.
 #pragma once
 
 #include "attention_worker.h"
@@ -8,8 +8,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: (batch, head, part of the levels). Value is not read, so its type is that of the gradient. All of grad_value
-// has been set to zero.
+// Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
+// zero.
 template <class T, template <class> class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 

@@ -1,5 +1,5 @@
-// What the workers that go query by query have in common: one (batch, head) is open, and each query is prepared some
-// queries before it is finished, so that its rows can be prefetched.
+// What workers that go query by query have in common. They open one (batch, head) and go through its queries. A query
+// is prepared AHEAD queries before it is finished, so that its rows can be prefetched.
 #pragma once
 
 #include "packing.h"
@@ -27,10 +27,10 @@ template <class T> struct Slot {
 template <class V, class T, template <class> class Rule> struct QueryWorker {
     static constexpr int CORNERS = Rule<T>::CORNERS;
     const Call &call;
-    Sizes n; // its levels are those that are worked on
+    Sizes n; // n.levels: those that are worked on
     QueryReader<T> reader;
     Slot<T> slots[SLOTS];
-    V *nowhere; // the row that is not on the map
+    V *nowhere; // a row of zeros, for corners that are not on the map
     T *row;     // memory for a row of another dtype
     RowAddresses rows;
     int64_t num_rows; // of a query, padded
@@ -63,8 +63,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                     job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)), rows);
     }
 
-    // For each query of an open (batch, head): prepare(slot, first of LANES samples, their rows), and AHEAD queries
-    // later finish(query, slot, slot prepared last).
+    // For queries begin..end-1 of the open (batch, head): prepare(slot, first of LANES samples, their rows) for all its
+    // samples, and AHEAD queries later finish(query, its slot, the slot prepared last).
     template <class Prepare, class Finish>
     MXD_INLINE void queries(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
         ahead(

@@ -1,6 +1,6 @@
-// A band: a range of rows of value. The worker that owns it adds up, in the order of the queries, what falls there, and
-// leaves finished rows behind. Rows are added up in place, or, for other dtypes and channels that are not contiguous,
-// in a buffer that is converted once.
+// A band: a range of rows of the gradient of value. The worker that owns it adds up its rows in the order of the
+// queries. It adds in place, or, if the dtype is another or channels are not contiguous, in a buffer that is converted
+// once.
 #pragma once
 
 #include "parallel.h"

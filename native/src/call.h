@@ -19,7 +19,8 @@ struct Call {
     mxd_tensor grad_output;                               // backward: read
     mxd_tensor grad_value, grad_locations, grad_weights;  // backward: written; data == nullptr: not wanted
     int num_threads;
-    // Set by prepare(), which also makes value's channels contiguous, and value double as soon as one input is.
+    // Set by prepare_levels(). prepare_value() then makes value's channels contiguous, and value double as soon as one
+    // input is.
     const Level *levels;
     int64_t num_levels; // maps (cam * scale) for deformable_aggregation
 };

@@ -13,10 +13,10 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// A row may be a kilobyte, so a few rows ahead are enough.
+// How many rows ahead are prefetched. A row may be a kilobyte, so a few are enough.
 constexpr int ROWS_AHEAD = 8;
 
-// The vectors that one pass over the rows holds in registers, at most.
+// The most vectors that a walk over the rows holds in registers.
 constexpr int PASS_VECTORS = VECTOR_BYTES == 64 ? 16 : 8;
 
 template <class T, int K, class Op> inline void for_groups_together(int64_t groups, Op &&op) {

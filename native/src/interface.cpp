@@ -77,8 +77,8 @@ std::atomic<const Isa *> &chosen_isa() {
     return isa;
 }
 
-// Whether nothing is to be written. Inputs without memory of their own may have more queries than anyone can wait for,
-// so no kernel may go through them for nothing.
+// Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can
+// have more queries than anyone can wait for.
 bool nothing_to_do(const Call &call) {
     const Axes axes = axes_of(call.op);
     if (!call.backward) return is_empty(call.output, axes.value);
@@ -87,7 +87,7 @@ bool nothing_to_do(const Call &call) {
            nothing(call.grad_weights, axes.weights);
 }
 
-// Backward without samples: value's gradient is zero whatever the number of queries, so the kernel is given none.
+// Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
 void forget_queries_without_samples(Call &call) {
     const Axes axes = axes_of(call.op);
     if (!call.backward || !is_empty(call.weights, axes.weights)) return;

@@ -6,7 +6,7 @@
 
 namespace mxd {
 
-// What a kernel is given. False: no memory for scratch.
+// One direction of an operator. False: no memory for scratch.
 typedef bool Kernel(const Call &call, const Plan &plan);
 
 struct Kernels {

@@ -22,7 +22,8 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, c
     rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
 }
 
-// fn(row of value, its place in packed memory) for the rows of packed levels: share `chunk` of `chunks`.
+// fn(row of value, its place in packed memory) for the rows of packed levels, as far as chunk `chunk` of `chunks` holds
+// them.
 template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t row_bytes, int64_t chunk,
                         int64_t chunks, Fn &&fn) {
@@ -35,7 +36,8 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *pack
     }
 }
 
-// Worker over QueryBlocks. Where levels are packed all threads pack those of a head, then work on that head.
+// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, then work on
+// its items.
 template <class Worker> inline bool over_queries(const Call &call, const Plan &plan) {
     const Sizes n(call);
     const PackedLevels &levels = plan.packed_value;

@@ -12,14 +12,14 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Scratch memory handed out piece by piece, each piece on its own cache line.
+// Hands out scratch memory. Each array begins at a cache line.
 class Arena {
   public:
     explicit Arena(char *memory) : next(memory) {}
     template <class T> T *take(int64_t count) {
-        T *piece = reinterpret_cast<T *>(next);
+        T *array = reinterpret_cast<T *>(next);
         next += bytes<T>(count);
-        return piece;
+        return array;
     }
     template <class T> static int64_t bytes(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 64; }
 
@@ -29,8 +29,8 @@ class Arena {
 
 // Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
 //
-// The items come in equal stages, one after the other. Before each stage the threads share out begin(stage, chunk) for
-// chunks 0..STAGE_CHUNKS-1, and wait for each other.
+// The items come in equal stages, one after the other. Before the items of a stage the threads do begin(stage, chunk)
+// for chunks 0..STAGE_CHUNKS-1, and wait for each other.
 constexpr int64_t STAGE_CHUNKS = 64;
 
 template <class Worker, class Args, class Begin>

@@ -10,7 +10,7 @@ namespace {
 
 int64_t num_rows(const Level &level) { return level.height * level.width; }
 
-// A value that kernels compute with in double is double already.
+// prepare.cpp widens value to double as soon as one input is double.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
 bool samples_wanted(const Call &call) { return call.grad_locations.data || call.grad_weights.data; }
@@ -30,15 +30,15 @@ bool levels_overlap(const Call &call) {
 constexpr PackedLevels NONE{nullptr, 0};
 
 // A level is worth packing where each of its rows is read at least PACK_READS times. The smallest levels come first,
-// while `copies` of them take at most PACK_SHARE of value's memory.
-constexpr double PACK_SHARE = 0.049; // 5 % with all other scratch memory
+// while `copies` of them take at most PACK_LIMIT times value's memory.
+constexpr double PACK_LIMIT = 0.049; // 5 % with all other scratch memory
 constexpr int64_t PACK_READS = 8;
 
 PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
     const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
     const int64_t reads = call.locations.shape[1] * call.locations.shape[4] * corners;
     const double allowed =
-        PACK_SHARE * double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+        PACK_LIMIT * double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
     std::vector<int64_t> order;
     for (int64_t l = 0; l < call.num_levels; ++l) order.push_back(l);
     const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
@@ -54,7 +54,7 @@ PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, 
     return {offset.data(), total};
 }
 
-// All threads work on one head at a time where its levels are packed, so there must be enough queries for all.
+// Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
@@ -64,8 +64,8 @@ PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset)
     return choose_levels(call, row_bytes, 1, offset);
 }
 
-// Whether all that a head reads of value is a copy that stays in the nearest caches. Where a sample is one row, a
-// prefetch then costs more than it saves: MapTR tiny's forward 23.1 -> 21.1 ms, nano's 2.5 -> 2.1 (2026-11-22, Zen 5).
+// Whether all levels are packed and stay in the nearest caches. Where a sample is one row, prefetching rows then costs
+// more than it saves: MapTR tiny's forward 23.1 -> 21.1 ms, nano's 2.5 -> 2.1 (2026-11-22, Zen 5).
 constexpr int64_t NEAR_BYTES = 64 * 1024;
 
 bool rows_are_near(const Call &call, const PackedLevels &packed) {
@@ -73,8 +73,8 @@ bool rows_are_near(const Call &call, const PackedLevels &packed) {
            std::count(packed.offset, packed.offset + call.num_levels, -1) == 0;
 }
 
-// A row that belongs to two levels would be summed in two places, and its bits depend on which levels are packed: then
-// nothing is.
+// Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
+// which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.value.shape[3] * size;
     if (call.grad_value.strides[1] * size <= row_bytes || levels_overlap(call)) return NONE;
@@ -88,27 +88,27 @@ struct Cut {
     int64_t bands, parts;
 };
 
-// Rounds of items until all threads are done.
+// Items that the busiest thread does.
 int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
 
 bool heads_keep_threads_busy(int64_t heads, int64_t threads) {
     return 4 * heads >= 3 * threads * rounds(heads, threads);
 }
 
-// How long a cut takes until all threads are done, in times of a whole head, as measured. Each band goes through all
-// queries: that is the 0.15.
+// How long a cut takes until all threads are done, as a multiple of a whole head's time. The 0.15 is measured: a band
+// goes through all queries, whatever its size.
 double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
     if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
     return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
 }
 
-// Lists of rows go ROWS samples at a time, and a part must begin where such a group does. A row of two levels would
-// belong to two parts.
+// Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
+// of two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
     return call.op != AGGREGATION && call.locations.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
 }
 
-// The cut that is done first.
+// The cut that is finished first.
 Cut choose_cut(const Call &call, bool in_place) {
     const int64_t threads = num_threads(call), num_levels = call.num_levels;
     const int64_t heads =
@@ -129,8 +129,8 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- bands
 
-// Where bands of rows begin. Every level's rows are cut into the same number of bands because every level is sampled
-// equally often; no band has more than `most_rows`.
+// Where bands begin. Every level is cut into the same number of bands, because every level has the same number of
+// samples. No band has more than `most_rows` rows.
 void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<int64_t> &cuts) {
     const int64_t num_keys = call.value.shape[1];
     cuts = {0, num_keys};
@@ -142,18 +142,18 @@ void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<
         std::sort(cuts.begin(), cuts.end());
         const size_t known = cuts.size();
         for (size_t i = 0; i + 1 < known; ++i) {
-            const int64_t rows = cuts[i + 1] - cuts[i], pieces = (rows + most_rows - 1) / most_rows;
-            for (int64_t p = 1; p < pieces; ++p) cuts.push_back(cuts[i] + rows * p / pieces);
+            const int64_t rows = cuts[i + 1] - cuts[i], bands = (rows + most_rows - 1) / most_rows;
+            for (int64_t b = 1; b < bands; ++b) cuts.push_back(cuts[i] + rows * b / bands);
         }
         std::sort(cuts.begin(), cuts.end());
     }
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
 }
 
-// Sums beside a 16-bit gradient, for each thread: a whole head in nearly every model. With less a head is cut into
-// several bands, and each goes through all queries.
+// The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
+// head is cut into more bands, and each band goes through all queries.
 constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
-// Rows of all channels, added up in place: those of one band should stay in the last cache.
+// A band of deformable_aggregation has all channels and is added up in place. It should stay in the third-level cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
@@ -165,7 +165,7 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 
 // ---- the way to the gradient of value
 
-// grad_value has the type computed in and contiguous channels.
+// Whether grad_value has the type computed in and contiguous channels.
 bool can_be_added_to(const Call &call) {
     const int last = axes_of(call.op).value - 1;
     const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
@@ -180,8 +180,8 @@ bool one_pass_pays(const Call &call, bool value_would_be_packed) {
            call.value.strides[1] == call.grad_value.strides[1] && (call.op == GEOMETRIC || !value_would_be_packed);
 }
 
-// Best first. Whole heads leave nothing to repeat; a part goes through the samples of its own levels alone; each band
-// goes through all queries. `cut`: what keeps the threads busy.
+// Best first. A whole head repeats nothing. A part repeats reading grad_output; it goes through the samples of its own
+// levels alone. A band goes through all queries. `cut`: what keeps the threads busy.
 ValueGradient choose_way(const Call &call, const Cut &cut, bool buffered, bool value_would_be_packed) {
     const bool whole_heads = call.op != AGGREGATION && !buffered && cut.bands == 1 && cut.parts == 1;
     if (!call.grad_value.data) return ValueGradient::NOT_WANTED;

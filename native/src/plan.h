@@ -9,18 +9,18 @@
 
 namespace mxd {
 
-// Ways to the gradient of value, and what one worker at a time owns, so that no addition is atomic and the order of
-// additions is that of the queries whatever the number of threads.
+// Ways to the gradient of value, and what a worker owns in each. Nobody else adds to its rows, so no addition is
+// atomic, and additions come in the order of the queries for any number of threads.
 enum class ValueGradient {
     NOT_WANTED,
     WITH_SAMPLES, // a head; together with the gradients of locations and weights
     BY_HEADS,     // a head
-    BY_PARTS,     // some levels of a head
-    BY_BANDS,     // a range of rows of a head; deformable_aggregation: of all channels
+    BY_PARTS,     // a part: some levels of a head
+    BY_BANDS,     // a band: a range of rows of a head; deformable_aggregation: of all channels
 };
 
-// Levels of one head that get memory of their own, where their rows lie side by side. In value the rows of a head lie a
-// kilobyte apart and use an eighth of the caches' sets.
+// Levels of one head that get memory of their own, where their rows lie side by side. In value the rows of a head lie
+// about a kilobyte apart, so that they use an eighth of the caches' sets.
 struct PackedLevels {
     const int64_t *offset; // for each level, in bytes; -1: not packed
     int64_t bytes;         // of all; 0: nothing is packed

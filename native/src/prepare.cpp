@@ -55,9 +55,9 @@ int64_t bytes_of(const mxd_tensor &t, int axes) {
     return bytes;
 }
 
-// Asks for huge pages under a large result that is about to be written. Heads touch the same small pages one after the
-// other, which costs a fault for every 4 KB and misses the TLB. Only whole huge pages that lie inside the tensor, and
-// only a hint.
+// Requests huge pages for a large result that is about to be written. With small pages every 4 KB costs a page fault,
+// and each head misses the TLB again on the same pages. The request is a hint, and covers only whole huge pages inside
+// the tensor.
 void prefer_huge_pages(const mxd_tensor &t, int axes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
     constexpr uintptr_t PAGE = 2 << 20;

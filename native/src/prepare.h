@@ -18,12 +18,13 @@ struct Prepared {
 // Sets the levels of a checked call; MXD_BAD_LEVEL when one does not fit.
 int prepare_levels(Call &call, Prepared &prepared);
 
-// Describes value as kernels read it: channels contiguous, and double as soon as one input is. A tensor that is so
-// already stays as it is; else its data is yet to be copied.
+// Describes value as kernels read it: channels contiguous, and double as soon as one input is. If value is not so
+// already, the data is yet to be copied, by prepare_value(). A value widened here saves a copy of each kernel for every
+// other dtype computed with in double.
 mxd_tensor readable_value(const Call &call);
 int prepare_value(Call &call, Prepared &prepared); // copies it; MXD_OUT_OF_MEMORY
 
-// Asks for huge pages under the results.
+// Requests huge pages for the results.
 void prefer_huge_pages(const Call &call);
 
 // The number at an offset of an index table.

@@ -24,13 +24,13 @@ inline int64_t offset3(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
 }
 
 // How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
-// apart, which hardware does not foresee.
+// apart: the hardware's prefetcher does not follow that.
 constexpr int64_t PREFETCH_QUERIES = 8;
 
-// A query's rows are found AHEAD queries before they are used, so that they can be prefetched while earlier rows are
-// added up. Where a query reads few rows, fewer queries ahead are not enough.
+// A query's rows are found AHEAD queries before they are used, and prefetched while earlier rows are added up. With
+// less than three, queries of few rows wait for memory.
 constexpr int AHEAD = 3;
-constexpr int SLOTS = 4; // of queries that are prepared: a power of two above AHEAD
+constexpr int SLOTS = 4; // queries that are prepared at once: a power of two above AHEAD
 
 // prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
 template <class Prepare, class Finish>
@@ -42,9 +42,9 @@ inline void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish
     }
 }
 
-// Items (batch, head, block of queries): consecutive items share a head's rows of value in the cache. Long blocks
-// prefetch best, but every thread shall have several items of a stage, which is all heads, or one where levels are
-// packed.
+// Items: (batch, head, block of queries). Consecutive items read the same head's rows, which stay in the cache. Long
+// blocks prefetch best, but each thread should get several items of a stage. A stage is one head if levels are packed,
+// else all heads.
 struct QueryBlocks {
     Sizes n;
     int64_t size, per_head;
@@ -76,13 +76,13 @@ class QueryRows {
           step(t.strides[1] * element_size(t.dtype)) {
         // as many cache lines as a query can touch: it begins at a multiple of `unit`
         const int64_t places = first | step | 64, unit = places & -places;
-        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // in its first line, at most
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // place in its first line, at most
         last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
         ahead = PREFETCH_QUERIES * step;
     }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // The same, where queries come one after the other: prefetches what a later one reads, or writes, because the first
-    // write to a line fetches it.
+    // The same, for queries that come one after the other: also prefetches what a later query reads or writes. A write
+    // fetches its line, too.
     template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
         const int64_t address = first + query * step, from = address + ahead;
         __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
@@ -96,9 +96,9 @@ class QueryRows {
     int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
-// Locations and weights of one query and head as T, padded to LANES samples on empty maps. Where dtype and strides
-// allow it they are read where they lie; the padding is then whatever follows in memory, and an empty map has no rows
-// for it.
+// Locations and weights of one query and head as T, padded to a multiple of LANES samples on empty maps. They are read
+// in place where dtype and strides allow it. The padding is then whatever follows in memory, which does no harm: an
+// empty map has no rows.
 template <class T> class Query {
   public:
     static int64_t bytes(const Sizes &n) { return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(n.room()); }
@@ -123,7 +123,7 @@ template <class T> class Query {
     const void *xy = nullptr; // T, or int64_t where they are whole
     const T *weights = nullptr;
     bool whole = false;
-    void *xy_copy; // of either
+    void *xy_copy; // T or int64_t
     T *weight_copy;
     Maps<T> maps_;
 };
@@ -152,7 +152,7 @@ template <class T> class QueryReader {
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[3];
         const int64_t weight_skip = first_level * call.weights.strides[3];
-        // the padding is prefetched, too, or a query waits for it
+        // with the padding, which is read, too
         location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, padded, weight_skip);
         locations_until = locations.contiguous
@@ -191,7 +191,7 @@ template <class T> class QueryReader {
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
     bool whole = false;                               // locations are whole numbers
 
-    // `count` elements, a multiple of LANES, as T; false when this dtype is read another way.
+    // Copies `count` elements, a multiple of LANES, as T. False: this dtype is read another way.
     static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
         const auto widen = [&](auto *elements) {
             for (int64_t i = 0; i < count; i += LANES) store<T, LANES>(to + i, load<T, LANES>(elements + i));
@@ -201,7 +201,7 @@ template <class T> class QueryReader {
         if (dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(from));
         return false;
     }
-    // One of the two inputs, `of_each` elements a sample: where it lies, or copied.
+    // Locations or weights of a query, `of_each` elements a sample: in place, or copied to `memory`.
     template <class Input>
     MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t of_each, T pad,
                                T *memory) const {
@@ -215,7 +215,7 @@ template <class T> class QueryReader {
         input.read_at(from, memory);
         for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
     }
-    // Locations as int64: where they lie, or copied.
+    // Locations as int64: in place, or copied to `memory`.
     MXD_INLINE const int64_t *whole_numbers(const char *from, bool in_vectors, int64_t *memory) const {
         const bool narrow = call.locations.dtype == MXD_INT32;
         if (in_vectors && !narrow) return reinterpret_cast<const int64_t *>(from);
@@ -236,9 +236,9 @@ template <class T> class QueryReader {
         for (int64_t i = 2 * samples; i < 2 * padded; ++i) memory[i] = 0;
     }
 
-    // The last query of a (batch, head) that can be read in whole vectors: its `padded` elements, `count` and what
-    // follows them in memory, belong to the tensor. With a copy of each query instead, RT-DETR's decoder (12 samples a
-    // query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
+    // The last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first on, `count`
+    // of its own and what follows in memory, all belong to the tensor. With a copy of each query instead, RT-DETR's
+    // decoder (12 samples a query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
     static int64_t last_in_vectors(const mxd_tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
                                    int64_t padded, int axes) {
         if (count == padded) return INT64_MAX;

@@ -10,8 +10,8 @@
 // zeros. `next` is a list of as many addresses to prefetch; any address is harmless.
 //
 // Channels are cut into pieces of 8, 4, 2, 1 vectors, then a half, a quarter ... of a vector, down to one channel. Each
-// piece is a pass over all rows with its accumulators in registers. So there are no masks, nothing is read past a row's
-// end, and each channel meets the same operations in the same order for any number of threads.
+// piece goes once through the whole list, with its accumulators in registers. So there are no masks, nothing is read
+// past a row's end, and each channel meets the same operations in the same order for any number of threads.
 #pragma once
 
 #include "simd.h"
@@ -249,15 +249,15 @@ inline void scatter_add(const int64_t *address, const T *share, const int64_t *n
     });
 }
 
-// From a row that is read to the row that is added to: always the same distance, but `nowhere` stays nowhere.
+// From a row of value to the same row of its gradient: always the same distance, but `nowhere` stays nowhere.
 struct OtherRows {
     int64_t distance, nowhere;
 
     MXD_INLINE int64_t of(int64_t address) const { return address == nowhere ? nowhere : address + distance; }
 };
 
-// One piece of both, ROWS rows at a time. ROWS rows are read before one is added to: a load waits for an earlier store
-// whose address ends like its own, and those of the same row in two tensors may.
+// One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
+// store whose address ends like its own, and the addresses of a row in two tensors may end alike.
 template <class T, int N, int K>
 inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
                                        int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {

@@ -42,8 +42,8 @@ template <class T> struct Maps {
     }
 };
 
-// For each sample of one query, between which y on its map it may read rows of a band. Two pixels more on either side:
-// a sample reads the pixels below its own, too, and its y may be rounded another way than its corners'.
+// For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels
+// to spare at either end: a sample also reads the pixels below its y, and y may be rounded otherwise than its corners.
 template <class T> class BandReach {
   public:
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
@@ -78,7 +78,7 @@ template <class Real> MXD_INLINE Real corner_share(int k, Real right, Real below
     return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
 }
 
-// Of LANES samples.
+// The corners of LANES samples.
 template <class T> struct Corners {
     IntLanes<T> valid, inside[4]; // all ones or all zeros
     IntLanes<T> pixel[4];         // row of value; meaningful where inside
@@ -136,7 +136,7 @@ template <class T, int CORNERS> struct SampledRows {
     RealLanes<T> share[CORNERS]; // 0 where not inside
 };
 
-// Lists of rows hold four samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
+// Lists of rows take ROWS samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
 // in list order gives the same order, and so the same bits, wherever the samples are cut.
 template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
@@ -155,7 +155,7 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
 }
 
 // The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
-// lies at `nowhere`, a row of zeros.
+// lies at `nowhere`, a row of zeros. A share of 0 for some row of the map would not do: 0 * infinity is NaN.
 struct RowAddresses {
     int64_t *base, *stride, nowhere;
 
@@ -238,8 +238,8 @@ template <class T> struct ScatterList {
         memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // prefetched before the first is written
     }
 
-    // Entries keep the order of lists of rows. Their groups of ROWS samples must be the same for all bands: then the
-    // order does not depend on where bands are cut.
+    // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
+    // samples for all bands, so the order does not depend on where bands are cut.
     template <int CORNERS, class B> MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
         IntLanes<T> mine[CORNERS], here = {};
         MXD_UNROLL

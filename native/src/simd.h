@@ -12,7 +12,7 @@
 #include <immintrin.h>
 #endif
 
-// For what works on a handful of vectors: a call would pass them through memory.
+// For functions of a few vectors: a call would pass them through memory.
 #define MXD_INLINE __attribute__((always_inline)) inline
 #define MXD_UNROLL _Pragma("GCC unroll 16")
 
@@ -83,7 +83,7 @@ template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) 
         return __builtin_convertvector(from, Vec<To, N>);
 }
 
-// Whole numbers as int32, those that do not fit as the nearest that does.
+// Integers as int32. One that does not fit becomes the nearest that does.
 template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
 #if defined(__AVX512F__)
     if constexpr (N == 8) return (Vec<int32_t, 8>)_mm512_maskz_cvtsepi64_epi32(0xff, (__m512i)x);
@@ -102,7 +102,7 @@ template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Addres
     return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
 }
 
-// Four of four or eight lanes and back. Not through memory: what was stored in pieces is slow to load as a whole.
+// Four of four or eight lanes and back. Not through memory: what was stored as two halves is slow to load as one.
 template <int FIRST, class V> MXD_INLINE auto four_of(V v) {
     typedef __typeof__(v[0] + v[0]) E;
     if constexpr (sizeof(V) == 4 * sizeof(E))
@@ -138,7 +138,7 @@ template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, V
     }
 }
 
-// And back: every second lane of a followed by b.
+// The reverse: the even and the odd lanes of a followed by b.
 template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &even, Vec<T, N> &odd) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
     if constexpr (N == 16) {
@@ -167,7 +167,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> raw_load(const void *from) {
     return v;
 }
 
-// float from the bits of a half, in integer steps every machine has: exponent rescaled by one multiplication.
+// float from the bits of a half, by operations that every machine has. One multiplication rescales the exponent.
 template <int N> MXD_INLINE Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
     typedef Vec<uint32_t, N> U;
     const U bits = convert<uint32_t, N>(half), magnitude = bits & 0x7fff;

@@ -14,7 +14,10 @@ from ._operators import OPERATORS
 
 
 class OperatorFunction(torch.autograd.Function):
-    """An operator as an autograd function. `apply` is the door, unless a derived class has a forward or backward of its own."""
+    """An operator as an autograd function. `apply` is the door, unless a derived class has a forward or backward of its own.
+
+    torch.func and forward mode do not go through a Function whose forward takes a ctx. The door serves them.
+    """
 
     door: Callable[..., Tensor]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import math
 import pathlib
 import struct
 import sys
@@ -165,14 +164,18 @@ def _pack(t: Tensor) -> bytes:
     return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
 
 
-def _pack_output(t: Tensor, value: Tensor) -> bytes:
+def _pack_output(t: Tensor, value_shape: Sequence[int]) -> bytes:
     """An output, or its gradient. That of attention, [bs, num_queries, num_heads * embed_dims], is seen with the axes of value,
     [bs, num_queries, num_heads, embed_dims]; no view of the tensor is made.
     """
-    if value.dim() == t.dim():
+    shape = t.shape
+    if len(shape) == len(value_shape):
         return _pack(t)
-    (bs, queries, _), (batch, query, channel), (_, _, heads, channels) = t.shape, t.stride(), value.shape
-    return _PACK[4](t.data_ptr(), _DTYPE[t.dtype], bs, queries, heads, channels, batch, query, channels * channel, channel)
+    batch, query, channel = t.stride()
+    heads, channels = value_shape[2], value_shape[3]
+    return _PACK[4](
+        t.data_ptr(), _DTYPE[t.dtype], shape[0], shape[1], heads, channels, batch, query, channels * channel, channel
+    )
 
 
 # Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each thread it
@@ -185,13 +188,13 @@ def _threads(elements: int) -> int:
     return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
 
 
-def _elements_read(operator: str, value: Tensor, weights: Tensor) -> int:
+def _elements_read(operator: str, value_shape: Sequence[int], weights: Tensor) -> int:
     """Elements of rows that a forward reads. In deformable_aggregation each point is taken to be seen by one camera."""
     rows = OPERATORS[operator].rows
-    if value.dim() == 4:
-        return weights.numel() * rows * value.shape[3]
+    if len(value_shape) == 4:
+        return weights.numel() * rows * value_shape[3]
     bs, anchors, points, _, scales, _ = weights.shape
-    return bs * anchors * points * scales * rows * value.shape[2]
+    return bs * anchors * points * scales * rows * value_shape[2]
 
 
 def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
@@ -201,73 +204,111 @@ def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys
         raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
 
 
-# The arguments of the C functions, and the number of threads; of the backward the gradients, too.
-
-
-def _forward_arguments(operator: str, tensors: Sequence[Tensor], output: Tensor) -> tuple[list[bytes], int]:
-    value, weights = tensors[0], tensors[OPERATORS[operator].weights]
-    return [*map(_pack, tensors), _pack_output(output, value)], _threads(_elements_read(operator, value, weights))
-
-
-def _backward_arguments(
-    operator: str, grad: Tensor, tensors: Sequence[Tensor], mask: list[bool]
-) -> tuple[list[Tensor], list[bytes | None], int]:
-    value, weights = tensors[0], tensors[OPERATORS[operator].weights]
-    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
-    wanted = [_pack(t) if is_wanted else None for t, is_wanted in zip(found, mask, strict=True)]
-    threads = _threads(_elements_read(operator, value, weights) + found[0].numel())
-    return found, [_pack_output(grad, value), *map(_pack, tensors), *wanted], threads
+def _known(locations: Tensor) -> Tensor:
+    """Integer locations of a dtype that the C interface does not know become int64."""
+    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
 
 
 def _output(value: Tensor, locations: Tensor) -> Tensor:
-    return torch.empty((value.shape[0], locations.shape[1], math.prod(value.shape[2:])), dtype=value.dtype)
+    shape = value.shape
+    last = shape[2] * shape[3] if len(shape) == 4 else shape[2]
+    return torch.empty((shape[0], locations.shape[1], last), dtype=value.dtype)
+
+
+# `function_of` gives the C function of a name, or something else that takes its arguments and returns a status.
+FunctionOf = Callable[[str], Callable[..., int]]
+
+
+def _library_function(name: str) -> Callable[..., int]:
+    return getattr(_library(), "mxd_" + name)
+
+
+def _forward(
+    function_of: FunctionOf, operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    output = _output(value, locations)
+    status = function_of(operator)(
+        _pack(value),
+        _pack(shapes),
+        _pack(starts),
+        _pack(_known(locations)),
+        _pack(weights),
+        _pack_output(output, value.shape),
+        _threads(_elements_read(operator, value.shape, weights)),
+    )
+    if status:
+        _finish(status, operator, shapes, starts, value.shape[1])
+    return output
+
+
+def _backward(function_of: FunctionOf, operator: str, grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights, mask = inputs
+    tensors = (value, shapes, starts, _known(locations), weights)
+    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
+    status = function_of(operator + "_backward")(
+        _pack_output(grad, value.shape),
+        *map(_pack, tensors),
+        *[_pack(t) if wanted else None for t, wanted in zip(found, mask, strict=True)],
+        _threads(_elements_read(operator, value.shape, weights) + found[0].numel()),
+    )
+    if status:
+        _finish(status, operator, shapes, starts, value.shape[1])
+    return tuple(found)
 
 
 _REFERENCE_AXIS = {"level": 0, "point": 1}
 
 
 def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    """An operator's inputs as its C function takes them, and the numbers that follow them there.
-
-    Integer locations of a dtype that the C interface does not know become int64. Logits get axes of levels and of points.
-    """
+    """The inputs of an operator with logits as its C function takes them, logits over levels and points on two axes, and the
+    numbers that follow them there."""
     row = OPERATORS[operator]
-    count = len(row.inputs)
-    tensors = list(args[:count])
-    if row.integer_locations and tensors[LOCATIONS].dtype not in _DTYPE:
-        tensors[LOCATIONS] = tensors[LOCATIONS].to(torch.int64)
-    if tensors[row.weights].dim() == 4:
-        levels, samples = tensors[STARTS].shape[0], tensors[row.weights].shape[3]
-        tensors[row.weights] = tensors[row.weights].view(*tensors[row.weights].shape[:3], levels, samples // max(1, levels))
-    return tensors, [_REFERENCE_AXIS[option] for option in args[count:]]
+    tensors = list(args[: len(row.inputs)])
+    logits, levels = tensors[row.weights], tensors[STARTS].shape[0]
+    if logits.dim() == 4:
+        tensors[row.weights] = logits.view(*logits.shape[:3], levels, logits.shape[3] // max(1, levels))
+    return tensors, [_REFERENCE_AXIS[option] for option in args[len(row.inputs) :]]
 
 
-def _forward(operator: str, *args: Any) -> Tensor:
+def _forward_with_logits(operator: str, *args: Any) -> Tensor:
     tensors, numbers = _taken(operator, args)
-    value, shapes, starts, locations = tensors[:4]
-    output = _output(value, locations)
-    arguments, threads = _forward_arguments(operator, tensors, output)
-    status = getattr(_library(), "mxd_" + operator)(*arguments, *numbers, threads)
+    value, logits = tensors[0], tensors[OPERATORS[operator].weights]
+    output = _output(value, tensors[LOCATIONS])
+    status = _library_function(operator)(
+        *map(_pack, tensors),
+        _pack_output(output, value.shape),
+        *numbers,
+        _threads(_elements_read(operator, value.shape, logits)),
+    )
     if status:
-        _finish(status, operator, shapes, starts, value.shape[1])
+        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
     return output
 
 
-def _backward(operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward_with_logits(operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *inputs, mask = rest
+    row = OPERATORS[operator]
     tensors, numbers = _taken(operator, inputs)
-    found, arguments, threads = _backward_arguments(operator, grad, tensors, mask)
-    status = getattr(_library(), f"mxd_{operator}_backward")(*arguments, *numbers, threads)
+    value = tensors[0]
+    found = gradients([inputs[i] for i in row.differentiable], mask)
+    outputs = [g.view(tensors[i].shape) if asked else None for i, g, asked in zip(row.differentiable, found, mask, strict=True)]
+    status = _library_function(operator + "_backward")(
+        _pack_output(grad, value.shape),
+        *map(_pack, tensors),
+        *[None if t is None else _pack(t) for t in outputs],
+        *numbers,
+        _threads(_elements_read(operator, value.shape, tensors[row.weights]) + found[0].numel()),
+    )
     if status:
-        _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
-    if OPERATORS[operator].bare and mask[-1]:  # logits come last
-        found[-1] = found[-1].view(inputs[OPERATORS[operator].weights].shape)
+        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
     return tuple(found)
 
 
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
-    return functools.partial(_backward if backward else _forward, operator)
+    if OPERATORS[operator].bare:
+        return functools.partial(_backward_with_logits if backward else _forward_with_logits, operator)
+    return functools.partial(_backward if backward else _forward, _library_function, operator)
 
 
 def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | None = None) -> dict[str, str]:
@@ -277,15 +318,18 @@ def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | N
         tensors: the operator's inputs.
         mask: which gradients are wanted; None for the forward direction.
     """
-    output = _output(tensors[0], tensors[3])
-    if mask is None:
-        name = operator
-        arguments, threads = _forward_arguments(operator, tensors, output)
-    else:
-        name = operator + "_backward"
-        _, arguments, threads = _backward_arguments(operator, output, tensors, mask)
     text = ctypes.create_string_buffer(1024)
-    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
-    status = _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
-    _finish(status, operator, tensors[1], tensors[2], tensors[0].shape[1])
+
+    def describing(name: str) -> Callable[..., int]:
+        def describe(*arguments: Any) -> int:
+            *packed, threads = arguments
+            pointers = (ctypes.c_char_p * len(packed))(*packed)
+            return _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
+
+        return describe
+
+    if mask is None:
+        _forward(describing, operator, *tensors)
+    else:
+        _backward(describing, operator, _output(tensors[0], tensors[3]), *tensors, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())

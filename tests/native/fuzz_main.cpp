@@ -1,4 +1,4 @@
-// libFuzzer's part where there is no clang: random bytes for a number of seconds.
+// Stands in for libFuzzer where there is no clang: random bytes for a number of seconds.
 #include <chrono>
 #include <cstdint>
 #include <cstdio>

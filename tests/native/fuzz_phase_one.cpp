@@ -79,7 +79,7 @@ struct Description {
     void fill(Bytes &bytes) {
         for (size_t i = 0; i < memory.size() && bytes.more(); ++i) memory[i] = char(bytes.byte());
     }
-    // Memory shrinks to what is declared, so that a sanitizer sees the step behind it.
+    // Shrinks memory to what is declared, so that a sanitizer sees an access beyond it.
     void settle() {
         const bool small = storage_axes && storage[0] >= 0 && size_t(storage[0]) <= memory.size() / element();
         honest = small && !misaligned;
@@ -129,7 +129,7 @@ struct Description {
     }
 };
 
-// [0..8] as the gradient's arguments; the forward takes the first five and [5] as its output.
+// The gradient's nine arguments in order. The forward takes the first five, and the sixth as its output.
 std::vector<Description> sound_call(Bytes &bytes, bool backward) {
     static const int DTYPES[] = {ACL_FLOAT, ACL_FLOAT16, ACL_BF16};
     const int64_t bs = bytes.below(3), queries = 1 + bytes.below(3), heads = 1 + bytes.below(2),

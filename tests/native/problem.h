@@ -14,7 +14,7 @@ struct Sizes {
     std::vector<std::pair<int64_t, int64_t>> levels; // H, W
 };
 
-// A view with its storage. Packed, or with its axes permuted, every other element left out, and an offset.
+// A view with its storage: contiguous, or with permuted axes, perhaps every other element left out, and an offset.
 class View {
   public:
     View(std::vector<int64_t> shape, aclDataType dtype, std::mt19937 *layout);
@@ -25,7 +25,7 @@ class View {
     aclTensor *handle = nullptr;
 
     int64_t count() const;
-    double get(int64_t flat) const; // flat: place in the packed order
+    double get(int64_t flat) const; // flat: place in a contiguous view
     void set(int64_t flat, double number);
     // Elements of the storage that are not the view's still hold what they were filled with.
     bool gaps_intact() const;
@@ -51,7 +51,7 @@ struct Workspace {
 };
 
 struct Problem {
-    // layout: null for packed tensors; dtypes: of the seven floating tensors in turn
+    // strided: not contiguous; dtypes: of the seven floating tensors in turn; flat_rows: grad_output has three axes
     Problem(const Sizes &sizes, unsigned seed, bool strided, std::vector<aclDataType> dtypes = {ACL_FLOAT},
             bool flat_rows = false);
 

@@ -67,8 +67,7 @@ void handles() {
     CHECK(aclrtSetDevice(-1) == ACL_ERROR_INVALID_PARAM && aclrtSetDevice(7) == ACL_SUCCESS);
 }
 
-// Where an enumeration is asked for a program may pass any number; to read one that names nothing is no mistake of
-// ours.
+// A program may pass any number as an enumeration. One that names nothing is refused, and a sanitizer finds no mistake.
 void any_number() {
     Problem p(SMALL, 1, false);
     const int64_t shape[] = {1, 16, 2, 8};
@@ -153,7 +152,7 @@ void streams() {
     same.run(second);
     for (int64_t i = 0; i < p.grad_value.count(); ++i) CHECK(p.grad_value.get(i) == same.grad_value.get(i));
 
-    // An error stays with its stream, is told once, and destroying a stream tells what nobody asked for.
+    // An error stays with its stream and is returned once: by a synchronise, or when the stream is destroyed.
     p.starts.set(1, 1000);
     CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
     CHECK(aclnnMultiScaleDeformableAttentionGrad(workspaces[0].data(), bytes, executor, first) == ACLNN_SUCCESS);
@@ -182,7 +181,7 @@ void many_threads() {
     for (std::thread &thread : threads) thread.join();
     CHECK(aclrtDestroyStream(shared) == ACL_SUCCESS);
 
-    // One executor, many takers: it is run once.
+    // Many threads run the same executor: one of them may.
     Problem p(SMALL, 9, false);
     uint64_t bytes;
     aclOpExecutor *executor;

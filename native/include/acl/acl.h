@@ -18,8 +18,8 @@
 extern "C" {
 #endif
 
-/* A program may pass any int where an enumeration is asked for, and is told so. In C an enumeration holds every int by
- * itself; in C++ it must be said. */
+/* A program may pass any int as an enumeration; one that names nothing is refused. In C an enumeration holds every int;
+ * in C++ it must be declared to. */
 #if defined(__cplusplus) && __cplusplus >= 201103L
 #define ACL_ANY_INT : int
 #else
@@ -47,7 +47,7 @@ static const int ACL_ERROR_REPEAT_INITIALIZE = 100002;   /* aclInit a second tim
 static const int ACL_ERROR_REPEAT_FINALIZE = 100037;     /* aclFinalize a second time */
 static const int ACL_ERROR_BAD_ALLOC = 200000;           /* no memory */
 static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a thread */
-static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met data it cannot work on: a level table */
+static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met data it cannot work on: index tables */
 
 static const aclnnStatus ACLNN_SUCCESS = 0;
 static const aclnnStatus ACLNN_ERR_PARAM_NULLPTR = 161001; /* a tensor, workspaceSize, executor or memory is null */
@@ -128,11 +128,12 @@ ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
 /* Waits for the default stream and returns its pending error. */
 ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
 
-/* A stream is a queue with a thread of its own: tasks run in order, two streams run side by side. NULL where a stream
- * is asked for means the default stream, which is also a queue. A forked child has a default stream of its own and
+/* A stream is a queue with a thread of its own: tasks run in order, two streams run side by side. NULL in
+ * place of a stream means the default stream, which is also a queue. A forked child has a default stream of its own and
  * cannot use its parent's others. */
 ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
-/* Waits for what is queued, then ends the thread. Returns the error nobody has synchronised for, if there is one. */
+/* Waits for what is queued, then ends the thread. Returns the error that no synchronise has returned, if there is one.
+ */
 ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
 /* Waits for everything queued before this call. Returns the first error since the last synchronise, with its sentence
  * for the calling thread, and forgets it; the tasks queued behind a failed one have run. */
@@ -151,7 +152,7 @@ ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *
  *
  * viewDims, viewDimsNum    shape of the view, at most 8 axes
  * dataType                 of the elements
- * stride                   in elements, viewDimsNum of them, may be 0 or negative; NULL: a packed view
+ * stride                   in elements, viewDimsNum of them, may be 0 or negative; NULL: a contiguous view
  * offset                   in elements, from tensorData to the view's first element
  * format                   the operators here take ACL_FORMAT_ND
  * storageDims, storageDimsNum   shape of the memory behind tensorData, at most 8 axes. Phase one refuses a view that
@@ -162,10 +163,10 @@ ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *
 ACL_FUNC_VISIBILITY aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType,
                                                const int64_t *stride, int64_t offset, aclFormat format,
                                                const int64_t *storageDims, uint64_t storageDimsNum, void *tensorData);
-/* ACLNN_ERR_PARAM_NULLPTR for NULL, ACLNN_ERR_PARAM_INVALID for what is no tensor, or no longer. */
+/* ACLNN_ERR_PARAM_NULLPTR for NULL, ACLNN_ERR_PARAM_INVALID for a pointer that is no tensor, or was destroyed. */
 ACL_FUNC_VISIBILITY aclnnStatus aclDestroyTensor(const aclTensor *tensor);
 
-/* Phase two frees the executor it runs; this is for one that never gets there, and for a repeatable one. */
+/* For an executor that never gets to phase two, which frees what it runs, and for a repeatable one. */
 ACL_FUNC_VISIBILITY aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
 /* From now on phase two leaves the executor alive, to be run again on the same memory. */
 ACL_FUNC_VISIBILITY aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
