@@ -13,12 +13,19 @@ import truth
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _native, _triton, reference
+from mx_driving import _native, _triton, _with_logits, reference
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
+MULTI_SCALE_LOGITS = "multi_scale_deformable_attn_with_logits"
+GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
+AGGREGATION_LOGITS = "deformable_aggregation_with_logits"
+WITH_LOGITS = (MULTI_SCALE_LOGITS, AGGREGATION_LOGITS, GEOMETRIC_LOGITS)
+EVERY = OPERATORS + WITH_LOGITS
 INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
 DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
+WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
 
 
 class Case(NamedTuple):
@@ -196,6 +203,10 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
         served = _triton.serves(*(args[backward + i] for i in (0, 3, 4)))
         return (_triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
+    if INTERPRETED and operator in WITH_LOGITS:
+        bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
+        return (_with_logits.backward if backward else _with_logits.forward)(operator, bare)
+
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))
         return tuple(t.cpu() for t in found) if backward else found.cpu()
@@ -220,28 +231,37 @@ def gradients_of(
     return getattr(torch.ops.mx_driving, operator + "_backward").default(grad, *args, mask)
 
 
-def cast(args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+def is_floating(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.is_floating_point()
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(a.to(dtype) if is_floating(a) else a for a in args)
 
 
 def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
-    last = args[0].shape[2] if operator == AGGREGATION else args[0].shape[2] * args[0].shape[3]
+    last = args[0].shape[2] if args[0].dim() == 3 else args[0].shape[2] * args[0].shape[3]
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(args[0].shape[0], args[3].shape[1], last, dtype=torch.float64, generator=generator)
 
 
 def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:
-    arrays = [a.double().numpy() if a.is_floating_point() or i == 3 else a.numpy() for i, a in enumerate(args)]
-    return getattr(truth, operator)(*arrays, grad.double().numpy())
+    def array(i: int, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return a.detach().double().numpy() if a.is_floating_point() or i == 3 else a.numpy()
+
+    return getattr(truth, operator)(*map(array, range(len(args)), args), grad.double().numpy())
 
 
 def assert_near(true: truth.Truth, operator: str, args: tuple[Tensor, ...], found: Sequence[Tensor], skip: Sequence[int] = ()):
     """An output and its gradients are as near the truth as their dtypes allow; `skip`: places of results not looked at."""
-    floating = [args[0], args[4]] + ([args[3]] if args[3].is_floating_point() else [])
-    wide = any(a.dtype == torch.float64 for a in floating)
+    wide = any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor))
     compute = torch.float64 if wide else torch.float32
     extent = int(args[1].max()) if args[1].numel() else 1
-    terms = max(1, args[4][0, 0].numel() * 4, args[0].shape[-1] * 4, args[3].numel() // 2)
+    weights = args[WEIGHTS[operator]]
+    samples = weights.numel() if operator in WITH_LOGITS else args[3].numel() // 2
+    terms = max(1, weights[0, 0].numel() * 4, args[0].shape[-1] * 4, samples)
     inputs = [args[0], *(args[i] for i in DIFFERENTIABLE[operator])]
     for place, (got, like) in enumerate(zip(found, inputs, strict=True)):
         if place in skip:

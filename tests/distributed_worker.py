@@ -6,9 +6,10 @@ import pathlib
 from typing import Any
 
 import cases
+import logits_cases
 import torch
 import torch.distributed as dist
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mx_driving
 
-# The sharded dimension of value, locations, weights and output. None: every process has the whole (of the output: a summand)
+# The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
 SHARDED = {
     MULTI_SCALE: {
         "batch": (0, 0, 0, 0),
@@ -34,18 +35,42 @@ SHARDED = {
     },
 }
 SHARDED[GEOMETRIC] = SHARDED[MULTI_SCALE]
+SHARDED[MULTI_SCALE_LOGITS] = {"batch": (0,) * 5, "heads": (2, None, 2, 2, 2), "queries": (None, 1, 1, 1, 1)}
+SHARDED[AGGREGATION_LOGITS] = {
+    "batch": (0,) * 7,
+    "groups": (2, None, None, 5, None, None, 2),
+    "anchors": (None, 1, None, 1, None, 1, 1),
+}
+SHARDED[GEOMETRIC_LOGITS] = {"batch": (0,) * 4, "heads": (2,) * 4, "queries": (None, 1, 1, 1)}
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
+
+
+def louder(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Value times 4: softmax over many samples makes small gradients, and errors are measured against the largest."""
+    return 4 * args[0], *args[1:]
+
+
 INPUTS = {
     MULTI_SCALE: lambda: cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
     AGGREGATION: lambda: cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4),
     GEOMETRIC: lambda: cases.geometric(4, 8, 3, 4, LEVELS, 4),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
+    AGGREGATION_LOGITS: lambda: louder(logits_cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4)),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(4, 8, 3, 4, LEVELS, (2, 2)),
 }
 UNEVEN = {
     MULTI_SCALE: lambda: cases.multi_scale(5, 7, 2, 3, LEVELS, 3),
     AGGREGATION: lambda: cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
     GEOMETRIC: lambda: cases.geometric(5, 7, 2, 3, LEVELS, 3),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(5, 7, 2, 3, LEVELS, 3, box=True),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(5, 7, 2, 3, LEVELS, (3, 1)),
 }
-FLOATING = (0, 3, 4)
+FLOATING = dict.fromkeys(cases.OPERATORS, (0, 3, 4)) | {
+    MULTI_SCALE_LOGITS: (0, 3, 4, 5),
+    AGGREGATION_LOGITS: (0, 3, 4, 5, 6, 7),
+    GEOMETRIC_LOGITS: (0, 3, 5),
+}
 
 
 def placed(tensor: torch.Tensor, mesh: Any, dims: tuple[int | None, ...]) -> DTensor:
@@ -60,18 +85,18 @@ def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: l
     """Forward and backward in shards (a layout per dimension of the mesh) against one process."""
     function = getattr(mx_driving, operator)
     wanted = cases.DIFFERENTIABLE[operator] if wanted is None else wanted
-    alone = [t.clone().requires_grad_(i in wanted) for i, t in enumerate(args)]
+    alone = [t.clone().requires_grad_(i in wanted) if isinstance(t, torch.Tensor) else t for i, t in enumerate(args)]
     expected = function(*alone)
     grad = cases.grad_for(operator, args)
     expected.backward(grad)
 
     shards: list[torch.Tensor] = list(args)  # index tables stay plain tensors
-    for at, i in enumerate(FLOATING):
+    for at, i in enumerate(FLOATING[operator]):
         shards[i] = placed(args[i], mesh, tuple(layout[at] for layout in layouts)).requires_grad_(i in wanted)
     with CommDebugMode() as forward:
         output = function(*shards)
     whole = output.redistribute(mesh, [Replicate() if p == Partial() else p for p in output.placements])
-    grads = placed(grad, mesh, tuple(layout[3] for layout in layouts))
+    grads = placed(grad, mesh, tuple(layout[-1] for layout in layouts))
     with CommDebugMode() as backward:
         whole.backward(grads)
     found = [(shards[i].grad.full_tensor(), alone[i].grad) for i in wanted]
@@ -82,7 +107,7 @@ def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: l
         "forward": forward.get_total_counts(),
         "backward": backward.get_total_counts(),
         "placements": [str(p) for p in output.placements],
-        "unwanted": [i for i in FLOATING if i not in wanted and shards[i].grad is not None],
+        "unwanted": [i for i in FLOATING[operator] if i not in wanted and shards[i].grad is not None],
     }
 
 
@@ -113,8 +138,8 @@ class Layer(torch.nn.Module):
         return sum(found)
 
 
-def of_rank(args: tuple[torch.Tensor, ...], rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    return tuple(t.chunk(world)[rank] if i in FLOATING else t for i, t in enumerate(args))
+def of_rank(operator: str, rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    return tuple(t.chunk(world)[rank] if i in FLOATING[operator] else t for i, t in enumerate(INPUTS[operator]()))
 
 
 def wrapped(kind: str, mesh: Any) -> torch.nn.Module:
@@ -135,7 +160,7 @@ def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = model({operator: of_rank(INPUTS[operator](), *share) for operator in cases.OPERATORS})
+            loss = model({operator: of_rank(operator, *share) for operator in cases.OPERATORS})
             first = loss.item() if first is None else first
             loss.backward()
             optimizer.step()
@@ -151,7 +176,7 @@ def compiled(operator: str, mesh: Any) -> float:
     args = list(INPUTS[operator]())
     layout = SHARDED[operator]["batch"]
     expected = getattr(mx_driving, operator)(*args)
-    for at, i in enumerate(FLOATING):
+    for at, i in enumerate(FLOATING[operator]):
         args[i] = placed(args[i], mesh, (layout[at],))
     function = torch.compile(lambda *a: getattr(mx_driving, operator)(*a) * 2, fullgraph=True, backend="aot_eager")
     return largest([(function(*args).full_tensor(), expected * 2)])
@@ -165,15 +190,17 @@ def run(rank: int, world: int, folder: str) -> None:
     found: dict[Any, Any] = {}
     with torch.inference_mode():  # first, before any rule is registered
         args = INPUTS[MULTI_SCALE]()
-        shards = [placed(t, mesh, (0,)) if i in FLOATING else t for i, t in enumerate(args)]
+        shards = [placed(t, mesh, (0,)) if i in FLOATING[MULTI_SCALE] else t for i, t in enumerate(args)]
         output = mx_driving.multi_scale_deformable_attn(*shards).full_tensor()
         found["inference"] = largest([(output, mx_driving.multi_scale_deformable_attn(*args))])
-    for operator in cases.OPERATORS:
+    for operator in cases.EVERY:
         for axis, layout in SHARDED[operator].items():
             found[operator, axis] = measure(operator, INPUTS[operator](), mesh, [layout])
             if axis in ("batch", "queries", "anchors", "heads", "groups"):
                 found[operator, axis, "uneven"] = measure(operator, UNEVEN[operator](), mesh, [layout])
-        found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, [SHARDED[operator]["batch"]], (4,))
+        found[operator, "weights only"] = measure(
+            operator, INPUTS[operator](), mesh, [SHARDED[operator]["batch"]], (cases.WEIGHTS[operator],)
+        )
         if world == 2:
             found[operator, "compiled"] = compiled(operator, mesh)
         if world == 4:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import cases
+import logits_cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from test_autograd import inputs_of
 from torch._dynamo.testing import CompileCounter
 
@@ -15,17 +16,20 @@ GROWING = {
     MULTI_SCALE: lambda bs, queries: cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
     AGGREGATION: lambda bs, queries: cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
     GEOMETRIC: lambda bs, queries: cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
+    MULTI_SCALE_LOGITS: lambda bs, queries: logits_cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 4, 2, "point"),
+    AGGREGATION_LOGITS: lambda bs, queries: logits_cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
+    GEOMETRIC_LOGITS: lambda bs, queries: logits_cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
 }
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_opcheck_forward(operator):
     result = torch.library.opcheck(getattr(torch.ops.mx_driving, operator).default, inputs_of(operator))
     assert set(result.values()) == {"SUCCESS"}
 
 
 @pytest.mark.parametrize("all_wanted", [True, False])
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_opcheck_backward(operator, all_wanted):
     args = inputs_of(operator)
     grad = cases.grad_for(operator, args).requires_grad_()
@@ -35,7 +39,7 @@ def test_opcheck_backward(operator, all_wanted):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_compile_fullgraph(operator, dynamic):
     torch._dynamo.reset()
     function = getattr(mx_driving, operator)
@@ -56,7 +60,7 @@ def test_compile_with_inductor():
     torch.testing.assert_close(compiled(*args), mx_driving.multi_scale_deformable_attn(*args).relu() * 2)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_no_recompilation_when_batch_and_queries_change(operator):
     torch._dynamo.reset()
     counter = CompileCounter()
@@ -69,10 +73,11 @@ def test_no_recompilation_when_batch_and_queries_change(operator):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_autocast_computes_in_float32(operator, dtype):
     args = cases.cast(inputs_of(operator), torch.float16)
-    args = tuple(a.detach().requires_grad_(i in cases.DIFFERENTIABLE[operator]) for i, a in enumerate(args))
+    wanted = cases.DIFFERENTIABLE[operator]
+    args = tuple(a.detach().requires_grad_(i in wanted) if cases.is_floating(a) else a for i, a in enumerate(args))
     function = getattr(mx_driving, operator)
     with torch.autocast("cpu", dtype=dtype):
         output = function(*args)
@@ -88,7 +93,8 @@ def test_autocast_leaves_float64_alone():
         assert mx_driving.multi_scale_deformable_attn(*args).dtype == torch.float64
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_meta_device(operator):
-    args = tuple(a.to("meta") for a in cases.cast(GROWING[operator](2, 5), torch.float32))
+    args = cases.cast(GROWING[operator](2, 5), torch.float32)
+    args = tuple(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
     assert getattr(mx_driving, operator)(*args).device.type == "meta"

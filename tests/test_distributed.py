@@ -6,12 +6,12 @@ import distributed_worker
 import pytest
 import torch
 import torch.multiprocessing
-from cases import OPERATORS
+from cases import EVERY
 from distributed_worker import SHARDED
 
 pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
 
-AXES = [(operator, axis) for operator in OPERATORS for axis in SHARDED[operator]]
+AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
 SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
 BLOCKS = ("heads", "groups")  # axes that need shards of one size
 
@@ -48,7 +48,7 @@ def test_sharded_without_communication(found, operator, axis):
     result = found[operator, axis]
     assert_same_numbers(result)
     assert_silent(result)
-    place = SHARDED[operator][axis][3]
+    place = SHARDED[operator][axis][-1]
     assert result["placements"] == ["P(sum)" if axis in SUMMED else f"S({place})"]
 
 
@@ -63,7 +63,7 @@ def test_uneven_shards(found, operator, axis):
         assert_silent(result)
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", EVERY)
 def test_other_gradients_wanted(found, operator):
     """A cached sharding serves only calls that want the same gradients."""
     result = found[operator, "weights only"]
@@ -74,14 +74,14 @@ def test_other_gradients_wanted(found, operator):
 
 @four
 @pytest.mark.parametrize("layout", ["batch x blocks", "blocks x places", "blocks x blocks"])
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", EVERY)
 def test_two_dimensional_mesh(found, operator, layout):
     assert_same_numbers(found[operator, layout])
     assert_silent(found[operator, layout])
 
 
 @two
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", EVERY)
 def test_compiled(found, operator):
     assert found[operator, "compiled"] == 0
 

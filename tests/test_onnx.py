@@ -13,6 +13,7 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from test_compile import GROWING
 
 import mx_driving
+from mx_driving._operators import OPERATORS
 
 pytestmark = pytest.mark.xdist_group("onnx")  # so that each graph is exported once
 
@@ -197,3 +198,36 @@ def test_without_a_vendor_node_a_gather(operator):
 def test_unknown_form_is_refused():
     with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu; got 'tensorrt'"):
         mx_driving.onnx.translations("tensorrt")
+
+
+class AllBut(torch.nn.Module):
+    """An operator with logits; what is no tensor is fixed."""
+
+    def __init__(self, operator, args):
+        super().__init__()
+        self.operator, self.rest = operator, [a for a in args if not isinstance(a, torch.Tensor)]
+
+    def forward(self, *tensors):
+        return getattr(mx_driving, self.operator)(*tensors, *self.rest)
+
+
+@pytest.mark.parametrize("operator", cases.WITH_LOGITS)
+def test_operators_with_logits_for_any_batch_and_queries(operator):
+    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    free = []
+    for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
+        free.append({at: dim for at, dim in ((at_batch, BATCH), (at_query, QUERIES)) if at is not None} or None)
+    model = torch.onnx.export(
+        AllBut(operator, args).eval(),
+        tensors,
+        dynamo=True,
+        opset_version=20,
+        dynamic_shapes=(tuple(free[:-1]),),
+        verbose=False,
+    ).model_proto
+    assert not {"GridSample", "Loop"} & {node.op_type for node in model.graph.node}
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        args = cases.cast(GROWING[operator](bs, queries), torch.float32)
+        found = run(model, *(a for a in args if isinstance(a, torch.Tensor)))
+        torch.testing.assert_close(found, getattr(mx_driving, operator)(*args), rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ import functools
 import cases
 import pytest
 import torch
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from test_autograd import SMALL, inputs_of
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -59,19 +59,19 @@ def assert_all_close(found, expected):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_forward_mode_and_batched_gradients(operator):
     """torch's own checks against finite differences: tangents, and vmap over gradients and over tangents."""
     flags = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
     assert gradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_forward_over_reverse(operator):
     assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), check_fwd_over_rev=True, check_batched_grad=True)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_grad_and_vjp_are_autograds(operator):
     function, tensors = floating(operator)
     leaves = tuple(t.clone().requires_grad_() for t in tensors)
@@ -84,7 +84,7 @@ def test_grad_and_vjp_are_autograds(operator):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_jvp_is_the_transpose_of_vjp(operator):
     function, tensors = floating(operator)
     direction = direction_of(tensors)
@@ -94,7 +94,7 @@ def test_jvp_is_the_transpose_of_vjp(operator):
     torch.testing.assert_close((tangent * output).sum(), sum((a * b).sum() for a, b in zip(pulled, direction, strict=True)))
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_dual_tensors(operator):
     function, tensors = floating(operator)
     direction = direction_of(tensors)
@@ -105,7 +105,7 @@ def test_dual_tensors(operator):
     torch.testing.assert_close(tangent, torch.func.jvp(function, tensors, direction)[1])
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_hessian_vector_products_agree(operator):
     """Forward over reverse, reverse over reverse, and the double backward of autograd."""
     function, tensors = floating(operator)
@@ -122,7 +122,7 @@ def test_hessian_vector_products_agree(operator):
     assert_all_close(reverse, double)
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_jacobians_agree(operator):
     function, tensors = floating(operator)
     everything = tuple(range(len(tensors)))
@@ -199,7 +199,7 @@ def counts(profile):
     return found
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_profiler_shows_both_directions(operator):
     function, tensors = floating(operator)
     leaves = [t.requires_grad_() for t in tensors]
@@ -211,7 +211,7 @@ def test_profiler_shows_both_directions(operator):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_activation_checkpointing(operator, reentrant):
     function, tensors = floating(operator)
     results = []
@@ -238,9 +238,9 @@ def test_selective_checkpointing_keeps_the_operator(operator, kernel_calls):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_saved_tensor_hooks(operator):
-    """The graph keeps the five inputs and nothing else, and hooks may keep them elsewhere."""
+    """The graph keeps the inputs and nothing else, no locations and no weights; hooks may keep them elsewhere."""
     args = inputs_of(operator)
     packed = []
 
@@ -250,7 +250,7 @@ def test_saved_tensor_hooks(operator):
 
     with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
         output = getattr(mx_driving, operator)(*args)
-    assert packed == [a.shape for a in args]
+    assert packed == [a.shape for a in args if isinstance(a, torch.Tensor)]
     output.sum().backward()
     expected = inputs_of(operator)
     getattr(mx_driving, operator)(*expected).sum().backward()
@@ -258,30 +258,34 @@ def test_saved_tensor_hooks(operator):
         assert torch.equal(args[i].grad, expected[i].grad)
 
 
-@pytest.mark.parametrize(("operator", "rows"), [(MULTI_SCALE, 4), (AGGREGATION, 4), (GEOMETRIC, 1)])
+ROWS = {MULTI_SCALE: 4, AGGREGATION: 4, GEOMETRIC: 1, MULTI_SCALE_LOGITS: 4, AGGREGATION_LOGITS: 4, GEOMETRIC_LOGITS: 1}
+
+
+@pytest.mark.parametrize(("operator", "rows"), ROWS.items())
 def test_flops(operator, rows):
     args = inputs_of(operator)
-    samples = args[4].numel() // (args[4].shape[-1] if operator == AGGREGATION else 1)
+    weights = args[cases.WEIGHTS[operator]]
+    samples = weights.numel() // (weights.shape[-1] if args[0].dim() == 3 else 1)
     once = 2 * rows * samples * args[0].shape[-1]
     with FlopCounterMode(display=False) as counter:
         getattr(mx_driving, operator)(*args).sum().backward()
     found = counter.get_flop_counts()["Global"]
     assert found[getattr(torch.ops.mx_driving, operator)] == once
     assert found[getattr(torch.ops.mx_driving, operator + "_backward")] == 2 * once
-    args = inputs_of(operator, wanted=(4,))
+    args = inputs_of(operator, wanted=(cases.WEIGHTS[operator],))
     with FlopCounterMode(display=False) as counter:
         getattr(mx_driving, operator)(*args).sum().backward()
     assert counter.get_total_flops() == 2 * once
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", cases.EVERY)
 def test_pytrees_and_keywords(operator):
     """Arguments may be kept in any tree and mapped over; names are the documented ones."""
     function, args = getattr(mx_driving, operator), SMALL[operator]()
-    names = function.__code__.co_varnames[:5]
+    names = function.__code__.co_varnames[: len(args)]
     tree = dict(zip(names, args, strict=True))
     leaves, spec = torch.utils._pytree.tree_flatten(((), tree))
     positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
     assert torch.equal(function(*positional, **keywords), function(*args))
-    half = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, tree)
-    assert function(**half).dtype == torch.float32
+    single = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, tree)
+    assert function(**single).dtype == torch.float32

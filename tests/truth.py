@@ -133,3 +133,82 @@ def geometric_kernel_attention(value, shapes, starts, locations, weights, grad) 
         scales[2][b, :, h, l] = np.abs(gq * rows).sum(-1)
     flat = (bs, queries, heads * channels)
     return Truth([out.reshape(flat), gv, gw], [scales[0].reshape(flat), *scales[1:]])
+
+
+def _softmax(logits):
+    shares = np.exp(logits - logits.max(-1, keepdims=True))
+    return shares / shares.sum(-1, keepdims=True)
+
+
+def _of_logits(weights, of_weights, scale):
+    """The gradient of logits [..., samples], and its scale."""
+    mean = (weights * of_weights).sum(-1, keepdims=True)
+    return weights * (of_weights - mean), weights * (scale + (weights * scale).sum(-1, keepdims=True))
+
+
+def multi_scale_deformable_attn_with_logits(value, shapes, starts, reference, offsets, logits, axis, grad) -> Truth:
+    bs, queries, heads, levels, points, _ = offsets.shape
+    count = reference.shape[2]
+    sizes = np.array([[w, h] for h, w in shapes], dtype=np.float64)
+    per_sample = [(l, p, (l if count > 1 else 0) if axis == "level" else p % count) for l, p in np.ndindex(levels, points)]
+    box = reference.shape[3] == 4
+    locations, step = np.zeros(offsets.shape), np.zeros(offsets.shape)  # step: what a unit of offset moves a location by
+    for l, p, r in per_sample:
+        step[:, :, :, l, p] = reference[:, :, None, r, 2:] / (2 * points) if box else 1 / sizes[l]
+        locations[:, :, :, l, p] = reference[:, :, None, r, :2] + offsets[:, :, :, l, p] * step[:, :, :, l, p]
+    weights = _softmax(logits.reshape(bs, queries, heads, levels * points)).reshape(offsets.shape[:5])
+    (out, gv, gl, gw), scales = multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad)
+    gr, gr_scale = np.zeros(reference.shape), np.zeros(reference.shape)
+    for l, p, r in per_sample:
+        for found, of_location, offset in ((gr, gl, offsets), (gr_scale, scales[2], np.abs(offsets))):
+            found[:, :, r, :2] += of_location[:, :, :, l, p].sum(2)
+            if box:
+                found[:, :, r, 2:] += (of_location[:, :, :, l, p] * offset[:, :, :, l, p]).sum(2) / (2 * points)
+    flat = (bs, queries, heads, levels * points)
+    of_logits, logits_scale = _of_logits(*(a.reshape(flat) for a in (weights, gw, scales[3])))
+    results = [out, gv, gr, gl * step, of_logits.reshape(logits.shape)]
+    return Truth(results, [*scales[:2], gr_scale, scales[2] * step, logits_scale.reshape(logits.shape)])
+
+
+def geometric_kernel_attention_with_logits(value, shapes, starts, reference, window, logits, grad) -> Truth:
+    bs, queries, heads, _ = reference.shape
+    levels, points = len(starts), len(window)
+    pixels = np.zeros((bs, queries, heads, levels, points, 2))
+    for l, (height, width) in enumerate(shapes):
+        pixels[:, :, :, l] = np.rint(reference[:, :, :, None] * np.array([width, height]) + window)  # half to even
+    weights = _softmax(logits.reshape(bs, queries, heads, levels * points))
+    (out, gv, gw), scales = geometric_kernel_attention(value, shapes, starts, pixels, weights.reshape(pixels.shape[:5]), grad)
+    of_logits, logits_scale = _of_logits(weights, gw.reshape(weights.shape), scales[2].reshape(weights.shape))
+    return Truth([out, gv, of_logits.reshape(logits.shape)], [*scales[:2], logits_scale.reshape(logits.shape)])
+
+
+def deformable_aggregation_with_logits(
+    features, shapes, starts, points, projection, logits, image_size, pair_scale, grad
+) -> Truth:
+    bs, anchors, cams, maps, count, groups = logits.shape
+    whole = np.concatenate([points, np.ones((*points.shape[:3], 1))], -1)
+    size = np.ones((bs, cams, 2)) if image_size is None else image_size
+    scale = np.ones((bs, anchors, cams, count)) if pair_scale is None else pair_scale
+    turned = np.einsum("bcij,bapj->bapci", projection[:, :, :3], whole)
+    depth = np.maximum(turned[..., 2], 1e-5)
+    locations = turned[..., :2] / depth[..., None] / size[:, None, None]
+    rows = np.moveaxis(logits, 5, 2).reshape(bs, anchors, groups, cams * maps * count)
+    shares = _softmax(rows)
+    by_sample = (bs, anchors, groups, cams, maps, count)
+    weights = shares.reshape(by_sample).transpose(0, 1, 5, 3, 4, 2) * scale.transpose(0, 1, 3, 2)[..., None, None]
+    (out, gf, gl, gw), scales = deformable_aggregation(features, shapes, starts, locations, weights, grad)
+    found = []
+    for of_location, of_weight, sign in ((gl, gw, 1), (scales[2], scales[3], -1)):  # the gradients, and their scales
+        inputs = (projection[:, :, :3], whole, locations)
+        matrix, hom, at = inputs if sign > 0 else map(np.abs, inputs)
+        of_turned = np.zeros(turned.shape)
+        of_turned[..., :2] = of_location / size[:, None, None] / depth[..., None]
+        of_turned[..., 2] = -sign * (of_location * at).sum(-1) / depth * (turned[..., 2] > 1e-5)
+        of_points = np.einsum("bapci,bcij->bapj", of_turned, matrix[..., :3])
+        of_projection = np.zeros(projection.shape)
+        of_projection[:, :, :3] = np.einsum("bapci,bapj->bcij", of_turned, hom)
+        scaled = of_weight * scale.transpose(0, 1, 3, 2)[..., None, None]
+        found.append((of_points, of_projection, scaled.transpose(0, 1, 5, 3, 4, 2).reshape(rows.shape)))
+    of_logits, logits_scale = _of_logits(shares, found[0][2], found[1][2])
+    back = [np.moveaxis(a.reshape(by_sample), 2, 5) for a in (of_logits, logits_scale)]
+    return Truth([out, gf, *found[0][:2], back[0]], [*scales[:2], *found[1][:2], back[1]])

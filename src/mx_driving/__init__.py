@@ -13,12 +13,15 @@ from . import compat, nn, onnx, ops, viz
 from ._data_checks import DataWarning, data_checks
 from ._library import backends
 from ._limits import atlas_limits
+from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
+from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from .ops.multi_scale_deformable_attn import (
     MultiScaleDeformableAttnFunction,
     multi_scale_deformable_attn,
     npu_multi_scale_deformable_attn_function,
 )
+from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .patching import Patch, patch, patched
 
@@ -32,8 +35,11 @@ __all__ = [
     "compat",
     "data_checks",
     "deformable_aggregation",
+    "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
+    "geometric_kernel_attention_with_logits",
     "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_with_logits",
     "nn",
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",

@@ -13,16 +13,16 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ._operators import OPERATORS, Inputs, Operator
+from ._operators import LOCATIONS, OPERATORS, VALUE, Operator
 
-_FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_INDEX = frozenset((torch.int32, torch.int64))
+FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+INDEX = frozenset((torch.int32, torch.int64))
 _INTEGER = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-_LOCATION = _FLOATING | _INTEGER
+LOCATION = FLOATING | _INTEGER
 
-_FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
-_INDEX_RULE = "have dtype int32 or int64"
-_LOCATION_RULE = "have a floating or an integer dtype"
+FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
+INDEX_RULE = "have dtype int32 or int64"
+LOCATION_RULE = "have a floating or an integer dtype"
 
 Named = tuple[str, Any]
 
@@ -76,7 +76,7 @@ def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], r
 
 
 def attention(
-    names: Inputs,
+    names: tuple[str, ...],
     value: Tensor,
     shapes: Tensor,
     starts: Tensor,
@@ -85,7 +85,7 @@ def attention(
     integer_locations: bool = False,
 ) -> None:
     """Check the inputs of an attention operator; both attention operators take the same shapes."""
-    if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else _FLOATING):
+    if _attention_agrees(value, shapes, starts, locations, weights, LOCATION if integer_locations else FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
     tensors(*named)
@@ -96,26 +96,26 @@ def attention(
     levels, queries, points = shapes.shape[0], locations.shape[1], locations.shape[4]
     need_shape(names[1], shapes, "num_levels, 2", levels, 2)
     need_shape(names[2], starts, "num_levels", levels)
-    if locations.shape[2] != heads or locations.shape[0] != bs:
-        _odd_value(names[0], value, locations, weights)
+    if weights.shape == locations.shape[:-1]:
+        need_batch_and_heads(names[0], value, locations)
     axes = "bs, num_queries, num_heads, num_levels, num_points"
     need_shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
     need_shape(names[4], weights, axes, bs, queries, heads, levels, points)
-    need_dtype(names[0], value, _FLOATING, _FLOATING_RULE)
-    need_dtype(names[1], shapes, _INDEX, _INDEX_RULE)
-    need_dtype(names[2], starts, _INDEX, _INDEX_RULE)
+    need_dtype(names[0], value, FLOATING, FLOATING_RULE)
+    need_dtype(names[1], shapes, INDEX, INDEX_RULE)
+    need_dtype(names[2], starts, INDEX, INDEX_RULE)
     if integer_locations:
-        need_dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
+        need_dtype(names[3], locations, LOCATION, LOCATION_RULE)
     else:
-        need_dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
-    need_dtype(names[4], weights, _FLOATING, _FLOATING_RULE)
+        need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
+    need_dtype(names[4], weights, FLOATING, FLOATING_RULE)
     need_one_device(*named)
 
 
-def _odd_value(name: str, value: Tensor, locations: Tensor, weights: Tensor) -> None:
-    """Name value if locations and weights agree with each other but not with value."""
-    if weights.shape == locations.shape[:-1]:
-        bs, _, heads = locations.shape[:3]
+def need_batch_and_heads(name: str, value: Tensor, locations: Tensor) -> None:
+    """Name value if the other tensors agree with each other but not with value."""
+    bs, _, heads = locations.shape[:3]
+    if (value.shape[0], value.shape[2]) != (bs, heads):
         axes, sizes = "bs, num_keys, num_heads, embed_dims", (bs, None, heads, None)
         swapped = ", whose axes 1 and 2 look swapped" if value.shape[1] == heads else ""
         fail_shape(name, value, axes, sizes, swapped)
@@ -134,11 +134,11 @@ def _attention_agrees(
         and locations.shape == (bs, queries, heads, levels, points, 2)
         and shapes.shape == (levels, 2)
         and starts.shape == (levels,)
-        and value.dtype in _FLOATING
-        and shapes.dtype in _INDEX
-        and starts.dtype in _INDEX
+        and value.dtype in FLOATING
+        and shapes.dtype in INDEX
+        and starts.dtype in INDEX
         and locations.dtype in of_locations
-        and weights.dtype in _FLOATING
+        and weights.dtype in FLOATING
         and value.device == shapes.device == starts.device == locations.device == weights.device
     )
 
@@ -153,7 +153,9 @@ def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
     )
 
 
-def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
+def aggregation(
+    names: tuple[str, ...], feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
+) -> None:
     """Check the inputs of an operator whose groups of channels have weights of their own."""
     if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
         return
@@ -168,14 +170,18 @@ def aggregation(names: Inputs, feature_maps: Tensor, shapes: Tensor, starts: Ten
     need_shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
     need_shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
     need_shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
-    if groups == 0 or channels % groups != 0:
-        fail(ValueError, names[4], f"have a group count that divides c={channels}", groups)
-    need_dtype(names[0], feature_maps, _FLOATING, _FLOATING_RULE)
-    need_dtype(names[1], shapes, _INDEX, _INDEX_RULE)
-    need_dtype(names[2], starts, _INDEX, _INDEX_RULE)
-    need_dtype(names[3], locations, _FLOATING, _FLOATING_RULE)
-    need_dtype(names[4], weight, _FLOATING, _FLOATING_RULE)
+    need_groups(names[4], groups, channels)
+    need_dtype(names[0], feature_maps, FLOATING, FLOATING_RULE)
+    need_dtype(names[1], shapes, INDEX, INDEX_RULE)
+    need_dtype(names[2], starts, INDEX, INDEX_RULE)
+    need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
+    need_dtype(names[4], weight, FLOATING, FLOATING_RULE)
     need_one_device(*named)
+
+
+def need_groups(name: str, groups: int, channels: int) -> None:
+    if groups == 0 or channels % groups != 0:
+        fail(ValueError, name, f"have a group count that divides c={channels}", groups)
 
 
 def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:
@@ -191,11 +197,11 @@ def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: 
         and locations.shape == (bs, anchors, points, cams, 2)
         and shapes.shape == (cams, scales, 2)
         and starts.shape == (cams, scales)
-        and feature_maps.dtype in _FLOATING
-        and shapes.dtype in _INDEX
-        and starts.dtype in _INDEX
-        and locations.dtype in _FLOATING
-        and weight.dtype in _FLOATING
+        and feature_maps.dtype in FLOATING
+        and shapes.dtype in INDEX
+        and starts.dtype in INDEX
+        and locations.dtype in FLOATING
+        and weight.dtype in FLOATING
         and feature_maps.device == shapes.device == starts.device == locations.device == weight.device
     )
 
@@ -206,33 +212,27 @@ def _inputs_of(operator: Operator) -> Callable[..., None]:
     return functools.partial(attention, operator.inputs, integer_locations=operator.integer_locations)
 
 
-# Operator -> the check of its five inputs. Kernels run it too, because torch.ops can be called without a door.
-INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values()}
+# Operator -> the check of its inputs; _check_with_logits.py adds its own. Kernels run it too, because torch.ops can be called
+# without a door.
+INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values() if not operator.bare}
 
 
-def backward(
-    operator: str,
-    grad: Tensor,
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    mask: list[bool],
-) -> None:
-    """Check the arguments of an operator's backward: grad_output, the five inputs, output_mask."""
-    INPUTS[operator](value, shapes, starts, locations, weights)
+def backward(operator: str, grad: Tensor, *rest: Any) -> None:
+    """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
+    *inputs, mask = rest
+    INPUTS[operator](*inputs)
+    value, queries = inputs[VALUE], inputs[LOCATIONS].shape[1]
     wanted = len(OPERATORS[operator].differentiable)
     if len(mask) != wanted:
         fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
     size = value.shape
-    sizes = (size[0], weights.shape[1], size[2] if len(size) == 3 else size[2] * size[3])
-    if grad.shape == sizes and grad.dtype in _FLOATING and grad.device == value.device:
+    sizes = (size[0], queries, size[2] if len(size) == 3 else size[2] * size[3])
+    if grad.shape == sizes and grad.dtype in FLOATING and grad.device == value.device:
         return
     axes = "bs, anchor, c" if len(size) == 3 else "bs, num_queries, num_heads * embed_dims"
     need_shape("grad_output", grad, axes, *sizes)
-    need_dtype("grad_output", grad, _FLOATING, _FLOATING_RULE)
-    need_one_device((OPERATORS[operator].inputs.value, value), ("grad_output", grad))
+    need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
+    need_one_device((OPERATORS[operator].inputs[VALUE], value), ("grad_output", grad))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:

@@ -13,13 +13,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from . import _with_logits
 from ._flags import flag
-from ._operators import Inputs, Operator
+from ._operators import OPERATORS, Inputs, Operator
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in _limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
@@ -73,12 +74,13 @@ def asked() -> bool:
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel, which refuses illegal inputs, and then a look at the legal ones."""
+    """The kernel, which refuses illegal inputs, and then a look at the legal ones: at what the bare operator is given."""
 
-    def run(*args: Tensor) -> Tensor:
+    def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            _look(_Call(operator, *args))
+            inputs = _with_logits.bare_inputs(operator.name, *args) if operator.bare else args
+            _look(_Call(operator, *inputs))
         return output
 
     return run
@@ -94,7 +96,7 @@ class _Call(NamedTuple):
 
     @property
     def names(self) -> Inputs:
-        return self.operator.inputs
+        return Inputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
 
 
 def _look(call: _Call) -> None:
@@ -102,7 +104,7 @@ def _look(call: _Call) -> None:
         return
     if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator.name], _turned_levels, _row_ends):
+    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _turned_levels, _row_ends):
         look(call)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, _decomp
 
-from . import reference
+from . import _with_logits, reference
+from ._operators import OPERATORS
 from ._when_imported import when_imported
 
 
@@ -86,7 +87,8 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
     """Tell torch how the operator is made of others. torch.onnx.export asks for that; compilers do not."""
-    _decomp.decomposition_table[op] = globals()[name]
+    bare = OPERATORS[name].bare
+    _decomp.decomposition_table[op] = _with_logits.forward(name, globals()[bare]) if bare else globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake
     when_imported("torch._inductor.lowering", lambda: _keep_whole(op))

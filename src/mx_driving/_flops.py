@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from ._operators import OPERATORS, Operator
+from ._operators import OPERATORS, VALUE, Operator
 from ._when_imported import when_imported
 
 
 def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
-    """Multiply and add once per row and channel."""
+    """Multiply and add once per row and channel. `weights` may be logits."""
     samples = math.prod(weights[:-1] if operator.grouped else weights)
     return 2 * operator.rows * samples * value[-1]
 
@@ -30,12 +30,13 @@ def _register(operator: Operator) -> None:
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
 
-    def forward(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, out_shape: Any = None, **_: Any) -> int:
-        return _row_flops(operator, value, weights)
+    def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
+        return _row_flops(operator, inputs[VALUE], inputs[operator.weights])
 
-    def backward(grad: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, mask: Any, **_: Any) -> int:
-        """Once to add to the rows of value's gradient, once for the products that both other gradients are made of."""
-        return _row_flops(operator, value, weights) * (bool(mask[0]) + any(mask[1:]))
+    def backward(grad: Any, *rest: Any, **_: Any) -> int:
+        """Once to add to the rows of value's gradient, once for the products that all other gradients are made of."""
+        *inputs, mask = rest
+        return _row_flops(operator, inputs[VALUE], inputs[operator.weights]) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
     register_flop_formula(packet_backward)(backward)

@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _check, _data_checks, _decompositions, _flops, _native, _transforms, _triton, reference
+from . import (
+    _check,
+    _check_with_logits,
+    _data_checks,
+    _decompositions,
+    _flops,
+    _native,
+    _transforms,
+    _triton,
+    _with_logits,
+    reference,
+)
 from ._operators import LOCATIONS, OPERATORS, VALUE, Operator, gradients
 
 _library = torch.library.Library("mx_driving", "DEF")
@@ -22,7 +33,8 @@ def _op(name: str) -> Any:
 
 def _define(operator: Operator) -> None:
     name, wanted = operator.name, len(operator.differentiable)
-    inputs = ", ".join(f"Tensor {tensor}" for tensor in operator.inputs)
+    tensors = (f"Tensor{'?' * (i in operator.optional)} {tensor}" for i, tensor in enumerate(operator.inputs))
+    inputs = ", ".join((*tensors, *operator.options))
     results = ", ".join(["Tensor"] * wanted)
     tags = (torch.Tag.pt2_compliant_tag,)
     _library.define(f"{name}({inputs}) -> Tensor", tags=tags)
@@ -32,7 +44,7 @@ def _define(operator: Operator) -> None:
 
 def _check_of(name: str, backward: bool) -> Callable[..., None]:
     """The check that every kernel and fake begins with, because torch.ops can be called without a door."""
-    return functools.partial(_check.backward, name) if backward else _check.INPUTS[name]
+    return functools.partial(_check.backward, name) if backward else _check_with_logits.INPUTS[name]
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
@@ -49,24 +61,41 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _cpu(name: str, backward: bool) -> Callable[..., Any]:
-    """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
-    native, check = _native.kernel(name, backward), _check_of(name, backward)
-    plain = _reference(name, backward)
-
-    @functools.cache
-    def here() -> bool:
-        return _native.why_not() is None
+def _composition(name: str, backward: bool, device: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator with logits over what serves its bare operator on a device."""
+    bare, check = device(OPERATORS[name].bare, backward), _check_of(name, backward)
+    run = (_with_logits.backward if backward else _with_logits.forward)(name, bare)
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        return (native if here() and _native.serves(args[backward]) else plain)(*args)
+        return run(*args)
+
+    return kernel
+
+
+def _cpu(name: str, backward: bool) -> Callable[..., Any]:
+    """The native kernel. What it does not serve goes to the composition over the bare operator's, or to the reference.
+
+    The first call looks for the library; import does not.
+    """
+    native, check = _native.kernel(name, backward), _check_of(name, backward)
+    other = _composition(name, backward, _cpu) if OPERATORS[name].bare else _reference(name, backward)
+    here = functools.cache(functools.partial(_native.has, name))
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        return (native if here() and _native.serves(args[backward]) else other)(*args)
 
     return kernel
 
 
 def _cuda(name: str, backward: bool) -> Callable[..., Any]:
-    """The Triton kernel, imported at the first call, or the reference for what it does not serve."""
+    """The Triton kernel, imported at the first call, or the reference for what it does not serve.
+
+    An operator with logits has no Triton kernel of its own.
+    """
+    if OPERATORS[name].bare:
+        return _composition(name, backward, _cuda)
     plain, check = _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
@@ -79,10 +108,10 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _output_like(name: str, args: tuple[Tensor, ...]) -> Tensor:
-    _check.INPUTS[name](*args)
-    value, locations = args[VALUE], args[LOCATIONS]
-    return value.new_empty(value.shape[0], locations.shape[1], math.prod(value.shape[2:]))
+def _output_like(name: str, args: tuple[Any, ...]) -> Tensor:
+    _check_with_logits.INPUTS[name](*args)
+    value, queries = args[VALUE], args[LOCATIONS].shape[1]
+    return value.new_empty(value.shape[0], queries, math.prod(value.shape[2:]))
 
 
 def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -92,16 +121,19 @@ def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 
 
 def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    places, inputs = OPERATORS[name].differentiable, len(OPERATORS[name].inputs)
+    """The formula of an operator: what is saved, its inputs alone, and the call of its backward."""
+    places, count = OPERATORS[name].differentiable, len(OPERATORS[name].inputs)
     backward_op = _op(name + "_backward")
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
+        ctx.save_for_backward(*inputs[:count])
+        ctx.options = inputs[count:]
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = [ctx.needs_input_grad[i] for i in places]
-        found = backward_op(grad, *ctx.saved_tensors, mask)
-        by_input: list[Tensor | None] = [None] * inputs
+        options = ctx.options if OPERATORS[name].options else ()
+        found = backward_op(grad, *ctx.saved_tensors, *options, mask)
+        by_input: list[Tensor | None] = [None] * (count + len(options))
         for i, wanted, g in zip(places, mask, found, strict=True):
             by_input[i] = g if wanted else None
         return tuple(by_input)
@@ -113,10 +145,11 @@ def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]
     """The gradient of the backward operator, through the reference's backward written in differentiable torch."""
     run = getattr(reference, name + "_backward")
     places = (0, *(i + 1 for i in OPERATORS[name].differentiable))  # grad_output and the inputs that have a gradient
+    count = 1 + len(OPERATORS[name].inputs)
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.mask = inputs
-        ctx.save_for_backward(*tensors)
+        ctx.save_for_backward(*inputs[:count])
+        *ctx.options, ctx.mask = inputs[count:]
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
@@ -125,14 +158,14 @@ def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]
         def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
             for i, t in zip(wanted, chosen, strict=True):
                 tensors[i] = t
-            found = run(*tensors, ctx.mask)
+            found = run(*tensors, *ctx.options, ctx.mask)
             return tuple(g for g, used in zip(found, ctx.mask, strict=True) if used)
 
         outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in wanted))
         given = [g for g, used in zip(grads, ctx.mask, strict=True) if used]
         given = [torch.zeros_like(o) if g is None else g for g, o in zip(given, outputs, strict=True)]
         found = dict(zip(wanted, vjp(tuple(given)), strict=True))
-        return (*map(found.get, range(len(tensors))), None)
+        return (*map(found.get, range(len(tensors) + len(ctx.options))), None)
 
     return setup_context, backward
 
@@ -164,10 +197,11 @@ def _register(operator: Operator) -> None:
     _decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = gradient(name)
-    _transforms.register(_library, _op(name), setup, formula, getattr(reference, name), first=0)
+    _transforms.register(_library, operator, _op(name), setup, formula, getattr(reference, name), first=0)
     setup_second, second_formula = _second_gradient(name)
     reference_backward = getattr(reference, name + "_backward")
-    _transforms.register(_library, _op(name + "_backward"), setup_second, second_formula, reference_backward, first=1)
+    backward_op = _op(name + "_backward")
+    _transforms.register(_library, operator, backward_op, setup_second, second_formula, reference_backward, first=1)
     _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
     _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
 
@@ -184,20 +218,29 @@ def backends() -> dict[str, dict[str, str]]:
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']
     """
-    reason = _native.why_not()
-    if reason is None:
-        threads = "OpenMP threads" if _native.threads_in_parallel() else "one thread: built without OpenMP"
-        cpu = f"native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
-    else:
-        cpu = f"reference: {reason}"
-    no_triton = _triton.why_not()
-    gpu = f"reference: {no_triton}" if no_triton else "Triton; float32, float16, bfloat16; float64: reference"
     other = "reference: there are no kernels for this device"
     return {
-        "cpu": dict.fromkeys(OPERATORS, cpu),
-        "cuda": dict.fromkeys(OPERATORS, gpu),
+        "cpu": {name: _on_cpu(name) for name in OPERATORS},
+        "cuda": {name: _on_cuda(name) for name in OPERATORS},
         "other": dict.fromkeys(OPERATORS, other),
     }
+
+
+def _on_cpu(name: str) -> str:
+    reason = _native.why_not()
+    if reason is not None:
+        return f"reference: {reason}"
+    threads = "OpenMP threads" if _native.threads_in_parallel() else "one thread: built without OpenMP"
+    how = "" if _native.has(name) else "composition over the native kernel: "
+    return f"{how}native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
+
+
+def _on_cuda(name: str) -> str:
+    reason = _triton.why_not()
+    if reason is not None:
+        return f"reference: {reason}"
+    how = "composition over the Triton kernel: " if OPERATORS[name].bare else ""
+    return f"{how}Triton; float32, float16, bfloat16; float64: reference"
 
 
 _flops.register()

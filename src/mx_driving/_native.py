@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _check
-from ._operators import OPERATORS, gradients
+from ._operators import LOCATIONS, OPERATORS, STARTS, gradients
 
 _DTYPE = {
     torch.float32: 0,
@@ -87,7 +87,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 _FUNCTIONS = (
     "mxd_version",
     *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_describe_plan"),
-    *(f"mxd_{operator}{direction}" for operator in OPERATORS for direction in ("", "_backward")),
+    *(f"mxd_{o.name}{direction}" for o in OPERATORS.values() if not o.bare for direction in ("", "_backward")),
 )
 
 
@@ -113,6 +113,11 @@ def _library() -> ctypes.CDLL:
     if isinstance(library, str):
         raise RuntimeError(library)
     return library
+
+
+def has(operator: str) -> bool:
+    """Whether there is a native kernel of an operator. Those with logits may have none of their own."""
+    return why_not() is None and hasattr(_library(), f"mxd_{operator}_backward")
 
 
 # Rows are numbered in 32 bits, and a bound is one number more.
@@ -251,8 +256,58 @@ def _backward(function_of: FunctionOf, operator: str, grad: Tensor, *inputs: Any
     return tuple(found)
 
 
+_REFERENCE_AXIS = {"level": 0, "point": 1}
+
+
+def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    """The inputs of an operator with logits as its C function takes them, logits over levels and points on two axes, and the
+    numbers that follow them there."""
+    row = OPERATORS[operator]
+    tensors = list(args[: len(row.inputs)])
+    logits, levels = tensors[row.weights], tensors[STARTS].shape[0]
+    if logits.dim() == 4:
+        tensors[row.weights] = logits.view(*logits.shape[:3], levels, logits.shape[3] // max(1, levels))
+    return tensors, [_REFERENCE_AXIS[option] for option in args[len(row.inputs) :]]
+
+
+def _forward_with_logits(operator: str, *args: Any) -> Tensor:
+    tensors, numbers = _taken(operator, args)
+    value, logits = tensors[0], tensors[OPERATORS[operator].weights]
+    output = _output(value, tensors[LOCATIONS])
+    status = _library_function(operator)(
+        *map(_pack, tensors),
+        _pack_output(output, value.shape),
+        *numbers,
+        _threads(_elements_read(operator, value.shape, logits)),
+    )
+    if status:
+        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
+    return output
+
+
+def _backward_with_logits(operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *inputs, mask = rest
+    row = OPERATORS[operator]
+    tensors, numbers = _taken(operator, inputs)
+    value = tensors[0]
+    found = gradients([inputs[i] for i in row.differentiable], mask)
+    outputs = [g.view(tensors[i].shape) if asked else None for i, g, asked in zip(row.differentiable, found, mask, strict=True)]
+    status = _library_function(operator + "_backward")(
+        _pack_output(grad, value.shape),
+        *map(_pack, tensors),
+        *[None if t is None else _pack(t) for t in outputs],
+        *numbers,
+        _threads(_elements_read(operator, value.shape, tensors[row.weights]) + found[0].numel()),
+    )
+    if status:
+        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
+    return tuple(found)
+
+
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
+    if OPERATORS[operator].bare:
+        return functools.partial(_backward_with_logits if backward else _forward_with_logits, operator)
     return functools.partial(_backward if backward else _forward, _library_function, operator)
 
 

@@ -17,12 +17,14 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from . import _distributed
-from ._operators import TABLES
+from ._operators import Operator
 
 Formula = Callable[..., Any]
 
 
-def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int) -> Formula:
+def autograd_kernel(
+    operator: Operator, op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int
+) -> Formula:
     """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
 
     `first` is the place of value among the arguments: 0 in an operator, 1 in its backward.
@@ -50,10 +52,10 @@ def autograd_kernel(op: Any, setup_context: Formula, backward: Formula, run: For
     }
     function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
 
-    tables = tuple(first + i for i in TABLES)
+    shared = tuple(first + i for i in operator.shared)
 
     def kernel(keyset: Any, *args: Any) -> Any:
-        args = _distributed.prepared(args, tables)
+        args = _distributed.prepared(args, shared)
         transformed = torch._C._are_functorch_transforms_active()
         # a compiled torch.func.jvp enters its level without telling forward_ad
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
@@ -77,18 +79,19 @@ def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
     return t.unsqueeze(at).expand(*t.shape[:at], size, *t.shape[at:])
 
 
-def vmap_rule(op: Any, first: int) -> Formula:
-    """The vmapped axis joins the queries if value is shared, and the batch otherwise."""
-    tables = tuple(first + i for i in TABLES)
+def vmap_rule(operator: Operator, op: Any, first: int) -> Formula:
+    """The vmapped axis joins the queries if what all of them see, such as value, is not vmapped, and the batch otherwise."""
+    shared = tuple(first + i for i in operator.shared)
+    seen_by_all = [first + i for i, at in enumerate(operator.axes[operator.queries][:-1]) if at is None]
 
     def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, in_dims, strict=True)]
-        if any(dims[i] is not None for i in tables):
+        if any(dims[i] is not None for i in shared):
             return _one_by_one(op, info.batch_size, dims, args)
         mask = args[-1] if first else None
-        value_gradient = mask is not None and mask[0]
-        at = 1 if dims[first] is None and not value_gradient else 0
-        kept = {*tables, first} if at else set(tables)
+        wanted = [first + i for i, asked in zip(operator.differentiable, mask or (), strict=False) if asked]
+        at = 0 if any(dims[i] is not None or i in wanted for i in seen_by_all) else 1
+        kept = seen_by_all if at else shared
         folded = [
             _leading(a, d, info.batch_size, at).flatten(at, at + 1) if isinstance(a, Tensor) and i not in kept else a
             for i, (a, d) in enumerate(zip(args, dims, strict=True))
@@ -116,7 +119,14 @@ def _one_by_one(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...
 
 
 def register(
-    library: torch.library.Library, op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int
+    library: torch.library.Library,
+    operator: Operator,
+    op: Any,
+    setup_context: Formula,
+    backward: Formula,
+    run: Formula,
+    first: int,
 ) -> None:
-    library.impl(op._opname, autograd_kernel(op, setup_context, backward, run, first), "Autograd", with_keyset=True)
-    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(op, first), lib=library)
+    kernel = autograd_kernel(operator, op, setup_context, backward, run, first)
+    library.impl(op._opname, kernel, "Autograd", with_keyset=True)
+    torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(operator, op, first), lib=library)

@@ -6,19 +6,28 @@ Arithmetic is in float64 as soon as one floating input is, else in float32. Inde
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from . import _with_logits
 
 __all__ = [
     "Corners",
     "deformable_aggregation",
     "deformable_aggregation_backward",
+    "deformable_aggregation_with_logits",
+    "deformable_aggregation_with_logits_backward",
     "geometric_kernel_attention",
     "geometric_kernel_attention_backward",
+    "geometric_kernel_attention_with_logits",
+    "geometric_kernel_attention_with_logits_backward",
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_backward",
+    "multi_scale_deformable_attn_with_logits",
+    "multi_scale_deformable_attn_with_logits_backward",
 ]
 
 _LARGE = 2.0**62  # no map is that large, and int64 holds it
@@ -279,3 +288,18 @@ def deformable_aggregation_backward(
     stacked = torch.stack(grad_weight, 3).unflatten(3, tuple(starts.shape)) if grad_weight else torch.zeros_like(weights)
     gradients = (grad_v, grad_locations, stacked)
     return _masked(gradients, (feature_maps, locations, weight), output_mask)  # pyright: ignore
+
+
+def _over(name: str, bare: Callable[..., Tensor], bare_backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    return _with_logits.forward(name, bare), _with_logits.backward(name, bare_backward)
+
+
+multi_scale_deformable_attn_with_logits, multi_scale_deformable_attn_with_logits_backward = _over(
+    "multi_scale_deformable_attn_with_logits", multi_scale_deformable_attn, multi_scale_deformable_attn_backward
+)
+geometric_kernel_attention_with_logits, geometric_kernel_attention_with_logits_backward = _over(
+    "geometric_kernel_attention_with_logits", geometric_kernel_attention, geometric_kernel_attention_backward
+)
+deformable_aggregation_with_logits, deformable_aggregation_with_logits_backward = _over(
+    "deformable_aggregation_with_logits", deformable_aggregation, deformable_aggregation_backward
+)

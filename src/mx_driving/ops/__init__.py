@@ -7,15 +7,21 @@ module with a `__call__` would not do: torch.compile and type checkers do not ta
 
 import sys
 
+from .deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .geometric_kernel_attention import geometric_kernel_attention
+from .geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from .multi_scale_deformable_attn import multi_scale_deformable_attn
+from .multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .npu_geometric_kernel_attention import npu_geometric_kernel_attention
 
 __all__ = [
     "deformable_aggregation",
+    "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
+    "geometric_kernel_attention_with_logits",
     "multi_scale_deformable_attn",
+    "multi_scale_deformable_attn_with_logits",
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",
 ]

@@ -1,0 +1,193 @@
+"""The operators with logits, as compositions: samples from what linear layers give, then a bare operator.
+
+One program serves the references, the kernels and the exporters, which differ in the bare operator alone. It is in the
+dtype of the arithmetic: float64 as soon as one floating input is, else float32. In the other direction the gradients of
+locations and weights go back to the inputs. A sample that is not valid has gradients of exactly 0, and what is multiplied
+with them is made finite first, or 0 x infinity would be NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._operators import OPERATORS
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def _compute_dtype(inputs: Sequence[Any]) -> torch.dtype:
+    double = any(isinstance(t, Tensor) and t.dtype == torch.float64 for t in inputs)
+    return torch.float64 if double else torch.float32
+
+
+def _finite(t: Tensor) -> Tensor:
+    return torch.where(t.isfinite(), t, 0)
+
+
+def _softmax_gradient(weights: Tensor, of_weights: Tensor, axis: int) -> Tensor:
+    return weights * (of_weights - (weights * of_weights).sum(axis, keepdim=True))
+
+
+def _sum_to(t: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a tensor of `shape` that was broadcast to t's."""
+    axes = [i for i, (size, whole) in enumerate(zip(shape, t.shape, strict=True)) if size == 1 and whole != 1]
+    return t.sum(axes, keepdim=True) if axes else t
+
+
+class MultiScale:
+    """location = reference + offset / (W, H), or the box's centre + offset * (w, h) / (2 * num_points)."""
+
+    def __init__(self, shapes: Tensor, reference: Tensor, offsets: Tensor, logits: Tensor, reference_axis: str = "level"):
+        self.reference, self.offsets, self.logits = reference, offsets, logits
+        self.levels, self.points = offsets.shape[3:5]
+        self.repeats = 1 if reference_axis == "level" else self.points // reference.shape[2]
+        reference = reference.repeat(1, 1, self.repeats, 1)
+        reference = reference[:, :, None, :, None] if reference_axis == "level" else reference[:, :, None, None]
+        self.centre, self.box = reference[..., :2], reference[..., 2:]  # over [bs, queries, heads, levels, points, 2]
+        self.size = shapes.flip(-1)[:, None].to(offsets.dtype)
+        step = offsets * self.box / (2 * self.points) if self.box.shape[-1] else offsets / self.size
+        self.locations = self.centre + step
+        self.weights = logits.flatten(3).softmax(-1).unflatten(3, (self.levels, self.points))
+
+    @staticmethod
+    def wanted(mask: Sequence[bool]) -> list[bool]:
+        """Which of the bare operator's gradients are needed."""
+        return [mask[0], mask[1] or mask[2], mask[3]]
+
+    def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
+        return (
+            self._of_reference(of_locations) if mask[1] else None,
+            self._of_offsets(of_locations) if mask[2] else None,
+            _softmax_gradient(self.weights.flatten(3), of_weights.flatten(3), -1) if mask[3] else None,
+        )
+
+    def _of_offsets(self, of_locations: Tensor) -> Tensor:
+        return of_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else of_locations / self.size
+
+    def _of_reference(self, of_locations: Tensor) -> Tensor:
+        parts = [_sum_to(of_locations, self.centre.shape)]
+        if self.box.shape[-1]:
+            parts.append(_sum_to(of_locations * _finite(self.offsets) / (2 * self.points), self.box.shape))
+        found = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
+        return found.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
+
+
+_NEAREST = 1e-5  # what is nearer to a camera, or behind it, is taken to be this far away
+
+
+class Aggregation:
+    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is a key point as a camera's projection turns it."""
+
+    def __init__(
+        self,
+        shapes: Tensor,
+        points: Tensor,
+        projection: Tensor,
+        logits: Tensor,
+        image_size: Tensor | None = None,
+        pair_scale: Tensor | None = None,
+    ):
+        self.samples = cams, scales, points_of_anchor = logits.shape[2:5]
+        self.points = points[:, :, :, None, None]  # over [bs, anchor, pts, cam, 3, 3]
+        self.matrix = projection[:, None, None, :, :3]
+        self.image_size = None if image_size is None else image_size[:, None, None]
+        self.pair_scale = None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
+        turned = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
+        self.in_front = turned[..., 2:] >= _NEAREST
+        self.depth = turned[..., 2:].clamp(min=_NEAREST)
+        self.plane = turned[..., :2] / self.depth
+        self.locations = self.plane if self.image_size is None else self.plane / self.image_size
+        self.shares = logits.flatten(2, 4).softmax(2)
+        weights = self.shares.unflatten(2, (cams, scales, points_of_anchor)).permute(0, 1, 4, 2, 3, 5)
+        self.weights = weights if self.pair_scale is None else weights * self.pair_scale
+
+    @staticmethod
+    def wanted(mask: Sequence[bool]) -> list[bool]:
+        return [mask[0], mask[1] or mask[2], mask[3]]
+
+    def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
+        turned = self._of_turned(of_locations)[..., None] if mask[1] or mask[2] else of_locations
+        return (
+            (turned * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
+            self._of_projection(turned) if mask[2] else None,
+            self._of_logits(of_weights) if mask[3] else None,
+        )
+
+    def _of_turned(self, of_locations: Tensor) -> Tensor:
+        """The gradient of (u, v, d), 0 where the camera does not see the point."""
+        seen = ((self.locations > 0) & (self.locations < 1)).all(-1, keepdim=True)
+        of_plane = of_locations if self.image_size is None else of_locations / self.image_size
+        depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
+        of_depth = torch.where(self.in_front, -(of_plane * plane).sum(-1, keepdim=True), 0)
+        return torch.where(seen, torch.cat([of_plane, of_depth], -1) / depth, 0)
+
+    def _of_projection(self, of_turned: Tensor) -> Tensor:
+        points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
+        return torch.nn.functional.pad((of_turned * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
+
+    def _of_logits(self, of_weights: Tensor) -> Tensor:
+        scaled = of_weights if self.pair_scale is None else of_weights * self.pair_scale
+        return _softmax_gradient(self.shares, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
+
+
+class Geometric:
+    """pixel = reference * (W, H) + window, rounded half to even."""
+
+    def __init__(self, shapes: Tensor, reference: Tensor, window: Tensor, logits: Tensor):
+        centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
+        self.locations = (centre[..., None, :] + window).round()  # [bs, queries, heads, levels, points, 2]
+        self.weights = logits.flatten(3).softmax(-1).unflatten(3, (shapes.shape[0], window.shape[0]))
+
+    @staticmethod
+    def wanted(mask: Sequence[bool]) -> list[bool]:
+        return list(mask)
+
+    def gradients(self, mask: Sequence[bool], of_weights: Tensor) -> Gradients:
+        return (_softmax_gradient(self.weights.flatten(3), of_weights.flatten(3), -1) if mask[1] else None,)
+
+
+_RULES: dict[str, Any] = {
+    "multi_scale_deformable_attn_with_logits": MultiScale,
+    "deformable_aggregation_with_logits": Aggregation,
+    "geometric_kernel_attention_with_logits": Geometric,
+}
+
+
+def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
+    """A gradient as the dispatcher wants it: in its input's shape and dtype, or an empty tensor if it is not wanted."""
+    return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
+
+
+def _samples(operator: str, value: Tensor, shapes: Tensor, inputs: Sequence[Any]) -> Any:
+    dtype = _compute_dtype((value, *inputs))
+    return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
+
+
+def bare_inputs(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    """What the bare operator is given."""
+    samples = _samples(operator, value, shapes, inputs)
+    return value, shapes, starts, samples.locations, samples.weights
+
+
+def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operator, over a bare operator of the same inputs as those of the dispatcher."""
+    return lambda *args: bare(*bare_inputs(operator, *args))
+
+
+def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """The operator's backward, over the bare operator's: of grad_output, the inputs, and which gradients are wanted."""
+
+    def run(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *inputs, mask = rest
+        samples = _samples(operator, value, shapes, inputs)
+        tensors = (value, shapes, starts, samples.locations, samples.weights)
+        of_value, *of_samples = bare(grad, *tensors, samples.wanted(mask))
+        found = samples.gradients(mask, *of_samples)
+        likes = [(value, shapes, starts, *inputs)[i] for i in OPERATORS[operator].differentiable[1:]]
+        return (of_value, *(_like(g, t) for g, t in zip(found, likes, strict=True)))
+
+    return run
