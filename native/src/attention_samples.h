@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_worker.h"
+#include "reference_gradient.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -14,7 +15,8 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
     SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
         : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
+          direct(!n.with_logits && t.data && axes.contiguous && t.dtype == OWN<T>),
+          scratch(arena.take<T>(OF_EACH * n.room())) {}
 
     void open(int64_t b, int64_t h) {
         if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
@@ -49,25 +51,30 @@ template <class T, template <class> class Rule> class SampleOutputs {
     static int64_t bytes(const Sizes &n) {
         return Arena::bytes<T>(4 * n.room()) + SampleOutput<T, 3, 2>::bytes(n) + SampleOutput<T, 2, 1>::bytes(n);
     }
-    SampleOutputs(const Call &call, const Sizes &n, Arena &arena)
-        : dot(arena.take<T>(4 * n.room())), xy(call.grad_locations, n, arena), weights(call.grad_weights, n, arena) {
+    SampleOutputs(const Job &job, const Sizes &sizes, Arena &arena)
+        : dot(arena.take<T>(4 * sizes.room())), n(sizes), xy(job.call.grad_locations, n, arena),
+          weights(job.call.grad_weights, n, arena), sums(job) {
         memset(dot, 0, size_t(4 * n.room()) * sizeof(T));
     }
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
+        sums.open(b, h);
     }
-    MXD_INLINE void write(int64_t q, const Query<T> &query, int64_t padded) const {
+    MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) const {
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
-        for (int64_t i = 0; i < padded; i += LANES)
+        for (int64_t i = 0; i < reader.padded; i += LANES)
             Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+        if (n.with_logits) reader.turn_gradients(q, query, grad_xy, grad_weight, sums.of(q));
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
     }
 
   private:
+    Sizes n;
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
+    ReferenceSums<T> sums;
 };
 
 // The gradients of samples alone. Items: QueryBlocks.
@@ -79,7 +86,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
         return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
     }
     SampleGradients(const Job &j, Arena arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j.call, this->n, arena) {}
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, this->n, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
@@ -92,7 +99,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
                 dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
-                samples.write(q, slot.query, this->reader.padded);
+                samples.write(q, slot.query, this->reader);
             });
     }
 
