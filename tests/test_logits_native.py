@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from conftest import wanted_implementations

@@ -15,8 +15,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
     SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
         : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-          direct(!n.with_logits && t.data && axes.contiguous && t.dtype == OWN<T>),
-          scratch(arena.take<T>(OF_EACH * n.room())) {}
+          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
 
     void open(int64_t b, int64_t h) {
         if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
@@ -27,6 +26,8 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     }
     // Where the vector of samples i..i+LANES-1 of a query is written, from what begin() gave.
     MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    T *memory() const { return scratch; }
+    int64_t whole_vectors() const { return in_vectors; }
     MXD_INLINE void end(int64_t q, T *begun) const {
         if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
         if (direct && in_vectors < samples)
@@ -63,9 +64,11 @@ template <class T, template <class> class Rule> class SampleOutputs {
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) const {
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
-        for (int64_t i = 0; i < reader.padded; i += LANES)
-            Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
-        if (n.with_logits) reader.turn_gradients(q, query, grad_xy, grad_weight, sums.of(q));
+        if (n.with_logits)
+            write_turned(q, query, reader, grad_xy, grad_weight);
+        else
+            for (int64_t i = 0; i < reader.padded; i += LANES)
+                Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
     }
@@ -75,6 +78,14 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
     ReferenceSums<T> sums;
+
+    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader,
+                                                T *grad_offsets, T *grad_logits) const {
+        for (int64_t i = 0; i < reader.padded; i += LANES)
+            Rule<T>::gradients(query, dot, i, xy.memory(), weights.memory());
+        reader.with_logits().gradients(q, xy.memory(), weights.memory(), xy.whole_vectors(), grad_offsets, grad_logits,
+                                       sums.of(q));
+    }
 };
 
 // The gradients of samples alone. Items: QueryBlocks.

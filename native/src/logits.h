@@ -37,76 +37,96 @@ template <class T> MXD_INLINE Pairs<T> four_pairs(const T *from, const int64_t *
         return Pairs<T>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
 }
 
+// Queries that are turned together. A query stays while those AHEAD of it are prepared, so there is room for twice as
+// many.
+constexpr int64_t TURNED = 4;
+
 template <class T> class Logits {
   public:
     static int64_t bytes(const Sizes &n) {
-        return n.with_logits
-                   ? Arena::bytes<int64_t>(n.room()) + Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n))
-                   : 0;
+        if (!n.with_logits) return 0;
+        return Arena::bytes<int64_t>(n.room()) + Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
+               2 * TURNED * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
     }
-    // Scratch for the logits of a query, or their weights: whole vectors from any level on.
-    static int64_t room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
-
     Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
         if (!n.with_logits) return;
-        numbers = c.reference.shape[2] * c.reference.shape[3];
         boxes = c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
+        for (Turned &query : ring) {
+            query.offset_copy = arena.take<T>(2 * n.room());
+            query.locations = arena.take<T>(2 * n.room());
+            query.logit_copy = arena.take<T>(weight_room(n));
+            query.all_weights = arena.take<T>(weight_room(n));
+        }
+        in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
+                   (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
         step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
-    // How many numbers a query has of its reference points, and whether they have width and height.
-    int64_t numbers = 0;
-
     void use_levels(int64_t first, int64_t last) {
         if (!n.with_logits) return;
-        const int64_t coordinates = call.reference.shape[3], count = call.reference.shape[2];
         const int64_t padded = round_up((last - first) * n.points, LANES);
         samples = (last - first) * n.points;
         first_sample = first * n.points;
         shared = true;
         for (int64_t i = 0; i < padded; ++i) {
-            const int64_t l = i < samples ? first + i / n.points : first, p = i % n.points;
-            const bool is_padding = i >= samples;
-            place[i] = is_padding                ? i > 0 ? place[i - 1] : 0
-                       : call.reference_by_point ? p % count * coordinates
-                       : count == 1              ? 0
-                                                 : l * coordinates;
-            divisor[2 * i] = boxes ? T(2 * n.points) : is_padding ? T(1) : T(call.levels[l].width);
-            divisor[2 * i + 1] = boxes ? T(2 * n.points) : is_padding ? T(1) : T(call.levels[l].height);
+            const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
+            const Level &level = call.levels[first + sample / n.points];
+            place[i] = place_of(first + sample / n.points, sample % n.points);
+            divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
+            divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
             shared = shared && place[i] == place[i / LOCATED * LOCATED];
         }
     }
 
+    // The queries of this batch are read from now on, from any query on.
     void open(int64_t b) {
         if (n.with_logits) first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
+        turned = 0;
     }
 
-    // offsets and logits are those of query q in whole vectors. logits are of all levels; weights has room for all, and
-    // those of the levels in use are returned.
-    __attribute__((noinline)) const T *turn(int64_t q, const T *offsets, const T *logits, T *locations,
-                                            T *weights) const {
-        if (samples == 0) return weights;
-        locate(reference_of(q), offsets, locations);
-        softmax<T>(logits, n.levels * n.points, weights);
-        return weights + first_sample;
+    // What is known of a query that is turned.
+    struct Turned {
+        T *offset_copy, *logit_copy; // for offsets, and logits of all levels, that cannot be read as they lie
+        const T *offsets, *logits;   // whole vectors
+        T *locations, *all_weights;
+    };
+    Turned &of(int64_t q) { return ring[q & (2 * TURNED - 1)]; }
+    const Turned &of(int64_t q) const { return ring[q & (2 * TURNED - 1)]; }
+    const T *weights(int64_t q) const { return of(q).all_weights + first_sample; } // of the levels in use
+    int64_t turned_until() const { return turned; }
+
+    // Queries q..q+TURNED-1, whose offsets and logits are known; those from `last` on do not exist.
+    void turn(int64_t q, int64_t last) {
+        turned = q + TURNED;
+        if (samples == 0) return;
+        for (int64_t i = q; i < last; ++i) locate(reference_of(i), of(i).offsets, of(i).locations);
+        const T *rows[TURNED];
+        T *weights[TURNED];
+        for (int64_t i = 0; i < TURNED; ++i) {
+            rows[i] = of(q + i < last ? q + i : q).logits;
+            weights[i] = of(q + i).all_weights;
+        }
+        softmax<T>(rows, n.levels * n.points, weights);
     }
 
-    // From the gradients of the locations and weights of query q to those of its offsets and logits, in place, and to
-    // those of its reference points, where they are wanted. weights: what turn() made of all levels.
-    __attribute__((noinline)) void gradients(int64_t q, const T *offsets, const T *weights, T *grad_xy, T *grad_weight,
-                                             T *grad_reference) const {
-        if (grad_reference) add_reference(offsets, grad_xy, grad_reference);
+    // From the gradients of the locations and weights of a query to those of its offsets and logits, and to those of
+    // its reference points, where they are wanted. What lies before sample `in_place` is written to memory of its own.
+    // All levels are in use.
+    __attribute__((noinline)) void gradients(int64_t q, T *of_xy, T *of_weights, int64_t in_place, T *of_offsets,
+                                             T *of_logits, T *of_reference) const {
+        if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
         for (int64_t i = 0; i < samples; i += LOCATED) {
-            Pairs<T> g = raw_load<T, 2 * LOCATED>(grad_xy + 2 * i);
+            Pairs<T> g = raw_load<T, 2 * LOCATED>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
             if (size) g = g == 0 ? g : g * pairs(size, i);
-            store<T, 2 * LOCATED>(grad_xy + 2 * i, g / raw_load<T, 2 * LOCATED>(divisor + 2 * i));
+            store<T, 2 * LOCATED>((i < in_place ? of_offsets : of_xy) + 2 * i,
+                                  g / raw_load<T, 2 * LOCATED>(divisor + 2 * i));
         }
-        softmax_gradient<T>(weights, samples, grad_weight);
+        softmax_gradient<T>(of(q).all_weights, samples, of_weights, in_place, of_logits);
     }
 
   private:
@@ -117,38 +137,68 @@ template <class T> class Logits {
     int64_t *place = nullptr;              // where a sample's reference point is, among the query's numbers
     T *divisor = nullptr;                  // of the offsets, pairs
     T *copy = nullptr;                     // of a query's reference points
+    bool in_place = false;                 // reference points are read as they lie
     int64_t first = 0, step = 0;           // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
+    int64_t turned = 0;
+    Turned ring[2 * TURNED];
 
+    static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
+
+    int64_t place_of(int64_t level, int64_t point) const {
+        const int64_t references = call.reference.shape[2];
+        const int64_t r = call.reference_by_point ? point % references : references == 1 ? 0 : level;
+        return r * call.reference.shape[3];
+    }
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
 
+    // Of LOCATED samples, from the reference points of a query or from their sizes.
+    template <bool SHARED> static MXD_INLINE Pairs<T> pairs(const T *from, const int64_t *places) {
+        return SHARED ? repeated_pair<T>(from + places[0]) : four_pairs<T>(from, places);
+    }
     MXD_INLINE Pairs<T> pairs(const T *from, int64_t i) const {
-        return shared ? repeated_pair<T>(from + place[i]) : four_pairs<T>(from, place + i);
+        return shared ? pairs<true>(from, place + i) : pairs<false>(from, place + i);
     }
 
     const T *reference_of(int64_t q) const {
-        const mxd_tensor &t = call.reference;
         const char *from = reinterpret_cast<const char *>(first + q * step);
+        if (in_place) return reinterpret_cast<const T *>(from);
+        copy_reference(from);
+        return copy;
+    }
+    __attribute__((noinline)) void copy_reference(const char *from) const {
+        const mxd_tensor &t = call.reference;
         const int64_t coordinates = t.shape[3];
-        if (t.dtype == OWN<T> && t.strides[3] == 1 && (t.strides[2] == coordinates || t.shape[2] == 1))
-            return reinterpret_cast<const T *>(from);
         for (int64_t r = 0; r < t.shape[2]; ++r)
             read_elements(from + r * t.strides[2] * element_size(t.dtype), t.dtype, t.strides[3], coordinates,
                           copy + r * coordinates);
-        return copy;
     }
 
     MXD_INLINE void locate(const T *reference, const T *offsets, T *locations) const {
-        for (int64_t i = 0; i < samples; i += LOCATED) {
-            Pairs<T> offset = raw_load<T, 2 * LOCATED>(offsets + 2 * i);
-            if (boxes) offset *= pairs(reference + 2, i);
-            store<T, 2 * LOCATED>(locations + 2 * i,
-                                  pairs(reference, i) + offset / raw_load<T, 2 * LOCATED>(divisor + 2 * i));
+        if (boxes)
+            shared ? locate<true, true>(reference, offsets, locations)
+                   : locate<true, false>(reference, offsets, locations);
+        else
+            shared ? locate<false, true>(reference, offsets, locations)
+                   : locate<false, false>(reference, offsets, locations);
+    }
+    template <bool BOXES, bool SHARED>
+    MXD_INLINE void locate(const T *reference, const T *offsets, T *locations) const {
+        const int64_t *const places = place;
+        const T *const divisors = divisor;
+        for (int64_t i = 0, padded = round_up(samples, LANES); i < padded; i += LANES) {
+            MXD_UNROLL
+            for (int64_t k = i; k < i + LANES; k += LOCATED) {
+                Pairs<T> offset = raw_load<T, 2 * LOCATED>(offsets + 2 * k);
+                if (BOXES) offset *= pairs<SHARED>(reference + 2, places + k);
+                store<T, 2 * LOCATED>(locations + 2 * k, pairs<SHARED>(reference, places + k) +
+                                                             offset / raw_load<T, 2 * LOCATED>(divisors + 2 * k));
+            }
         }
     }
 
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
-        for (int64_t i = 0; i < numbers; ++i) sums[i] = 0;
+        for (int64_t i = 0; i < call.reference.shape[2] * call.reference.shape[3]; ++i) sums[i] = 0;
         for (int64_t i = 0; i < samples; ++i) {
             T *to = sums + place[i];
             const T x = grad_xy[2 * i], y = grad_xy[2 * i + 1];

@@ -86,16 +86,9 @@ class QueryRows {
 // for it.
 template <class T> class Query {
   public:
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(weight_room(n)) +
-               (n.with_logits ? Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(weight_room(n)) : 0);
-    }
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(n.room()); }
     Query(const Sizes &n, const Maps<T> &of_samples, Arena &arena)
-        : xy_copy(arena.take<int64_t>(2 * n.room())), weight_copy(arena.take<T>(weight_room(n))), maps_(of_samples) {
-        if (!n.with_logits) return;
-        turned_xy = arena.take<T>(2 * n.room());
-        turned_weights = arena.take<T>(weight_room(n));
-    }
+        : xy_copy(arena.take<int64_t>(2 * n.room())), weight_copy(arena.take<T>(n.room())), maps_(of_samples) {}
 
     const Maps<T> &maps() const { return maps_; }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
@@ -117,11 +110,7 @@ template <class T> class Query {
     bool whole = false;
     void *xy_copy; // of either
     T *weight_copy;
-    const T *offsets = nullptr; // with logits, and the two that locations and weights are worked out in
-    T *turned_xy = nullptr, *turned_weights = nullptr;
     Maps<T> maps_;
-
-    static int64_t weight_room(const Sizes &n) { return n.with_logits ? Logits<T>::room(n) : n.room(); }
 };
 
 // Reads the queries of one (batch, head) one after the other, on some or all levels.
@@ -168,7 +157,7 @@ template <class T> class QueryReader {
         const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
         in_place_until = !own || n.with_logits ? -1 : locations_until < weights_until ? locations_until : weights_until;
     }
-    MXD_INLINE void read(int64_t q, Query<T> &query) const {
+    MXD_INLINE void read(int64_t q, Query<T> &query) {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
         query.whole = whole;
         query.xy = location;
@@ -176,23 +165,16 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
+        if (n.with_logits) return read_turned(q, query);
         if (whole)
             query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
         else
             query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
                               static_cast<T *>(query.xy_copy));
-        query.weights =
-            values(weights, weight, q <= weights_until, weight_samples, weights_padded, T(0), query.weight_copy);
-        if (!n.with_logits) return;
-        query.offsets = static_cast<const T *>(query.xy);
-        query.xy = query.turned_xy;
-        query.weights = logits.turn(q, query.offsets, query.weights, query.turned_xy, query.turned_weights);
+        query.weights = values(weights, weight, q <= weights_until, samples, padded, T(0), query.weight_copy);
     }
-    // What Logits::gradients makes of those of locations and weights.
-    MXD_INLINE void turn_gradients(int64_t q, const Query<T> &query, T *xy, T *weight, T *reference) const {
-        logits.gradients(q, query.offsets, query.weights, xy, weight, reference);
-    }
-    int64_t reference_numbers() const { return logits.numbers; }
+    // From gradients of locations and weights to those of offsets and logits; see Logits.
+    const Logits<T> &with_logits() const { return logits; }
 
   private:
     const Call &call;
@@ -207,6 +189,24 @@ template <class T> class QueryReader {
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
     bool whole = false;                               // locations are whole numbers
+
+    MXD_INLINE void read_turned(int64_t q, Query<T> &query) {
+        if (q >= logits.turned_until()) turn(q);
+        query.xy = logits.of(q).locations;
+        query.weights = logits.weights(q);
+    }
+    // TURNED queries together, because a query by itself waits for each step of its softmax: q and those that follow.
+    __attribute__((noinline)) void turn(int64_t q) {
+        const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
+        for (int64_t i = q; i < last; ++i) {
+            auto &turned = logits.of(i);
+            turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
+                                    T(__builtin_nan("")), turned.offset_copy);
+            turned.logits = values(weights, weight_rows.at(i), i <= weights_until, weight_samples, weights_padded, T(0),
+                                   turned.logit_copy);
+        }
+        logits.turn(q, last);
+    }
 
     // `count` elements, a multiple of LANES, as T; false when this dtype is read another way.
     static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {

@@ -1,7 +1,7 @@
 // exp and softmax, in steps that every machine has.
 #pragma once
 
-#include "simd.h"
+#include "rows.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -38,7 +38,8 @@ template <> struct ExpOf<double> {
 template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
     typedef ExpOf<T> E;
     typedef Vec<typename E::Bits, N> Bits;
-    x = x < E::LEAST ? broadcast<T, N>(E::LEAST) : x; // a NaN stays
+    const Vec<T, N> least = broadcast<T, N>(E::LEAST);
+    x = least > x ? least : x; // a NaN stays
     const Vec<T, N> shifted = x * E::LOG2_E + E::ROUND, n = shifted - E::ROUND;
     const Vec<T, N> r = x - n * E::LN2_HIGH - n * E::LN2_LOW;
     Vec<T, N> p = broadcast<T, N>(E::TERMS[0]);
@@ -48,18 +49,6 @@ template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
     // the lowest bits of `shifted` are n, and its upper ones leave
     const Bits power = (bits_as<Bits>(shifted) << E::MANTISSA) + (typename E::Bits(E::BIAS + E::UP) << E::MANTISSA);
     return p * bits_as<Vec<T, N>>(power) * E::DOWN;
-}
-
-template <class T, int N> MXD_INLINE T largest(Vec<T, N> x) {
-    if constexpr (N == 1) {
-        return x;
-    } else {
-        struct Halves {
-            Vec<T, N / 2> low, high;
-        };
-        const Halves halves = bits_as<Halves>(x);
-        return largest<T, N / 2>(halves.low > halves.high ? halves.low : halves.high);
-    }
 }
 
 // Numbers of one row that are worked on together.
@@ -73,45 +62,61 @@ template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
     return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
 }
 
-// Of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row without a
-// finite largest is NaN. Whole vectors are read and written: what follows the numbers may be anything, and gets weight
-// 0 in a row that is not NaN.
-template <class T> inline void softmax(const T *logits, int64_t count, T *weights) {
+// Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
+// whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
+// Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
+template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
     typedef Vec<T, N> Lanes;
+    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
     const int64_t last = (count - 1) / N * N;
     const Lanes none = broadcast<T, N>(-T(__builtin_inf()));
-    const Lanes tail = lanes_below<T, N>(count - last) ? raw_load<T, N>(logits + last) : none;
-    Lanes top = tail;
+    const auto of_row = lanes_below<T, N>(count - last);
+    Lanes tail[4], top[4], sums[4];
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) top[r] = tail[r] = of_row ? raw_load<T, N>(rows[r] + last) : none;
     for (int64_t i = 0; i < last; i += N) {
-        const Lanes x = raw_load<T, N>(logits + i);
-        top = x > top ? x : top;
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) top[r] = larger(raw_load<T, N>(rows[r] + i), top[r]);
     }
-    const Lanes most = broadcast<T, N>(largest<T, N>(top)), of_tail = exp_below_zero<T, N>(tail - most);
-    Lanes sums = of_tail;
+    const Vec<T, 4> most = folded_four<T, N>(top, larger);
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) sums[r] = tail[r] = exp_below_zero<T, N>(tail[r] - most[r]);
     for (int64_t i = 0; i < last; i += N) {
-        const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(logits + i) - most);
-        store<T, N>(weights + i, e);
-        sums += e;
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) {
+            const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(rows[r] + i) - most[r]);
+            store<T, N>(weights[r] + i, e);
+            sums[r] += e;
+        }
     }
-    const Lanes total = broadcast<T, N>(sum<T, N>(sums));
-    for (int64_t i = 0; i < last; i += N) store<T, N>(weights + i, raw_load<T, N>(weights + i) / total);
-    store<T, N>(weights + last, of_tail / total);
+    const Vec<T, 4> total = sums_of_four<T, N>(sums);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) / total[r]);
+    }
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] / total[r]);
 }
 
-// weights * (gradient of weights - sum over the row of their product): the gradient of the logits, in place. Vectors of
-// LANES.
-template <class T> inline void softmax_gradient(const T *weights, int64_t count, T *gradient) {
+// weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
+// LANES are read and written; those from `in_place` on are written over the gradient of the weights.
+template <class T>
+MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights, int64_t in_place, T *of_logits) {
     typedef Vec<T, LANES> Lanes;
+    const int64_t last = count / LANES * LANES;
     Lanes sums = {};
-    for (int64_t i = 0; i < count; i += LANES) {
-        const Lanes g = lanes_below<T, LANES>(count - i) ? raw_load<T, LANES>(gradient + i) : Lanes{};
-        store<T, LANES>(gradient + i, g);
-        sums += g * raw_load<T, LANES>(weights + i);
+    for (int64_t i = 0; i < last; i += LANES)
+        sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
+    if (last < count) {
+        const auto mine = lanes_below<T, LANES>(count - last);
+        const Lanes products = raw_load<T, LANES>(of_weights + last) * raw_load<T, LANES>(weights + last);
+        sums += mine ? products : Lanes{};
     }
     const Lanes total = broadcast<T, LANES>(sum<T, LANES>(sums));
     for (int64_t i = 0; i < count; i += LANES)
-        store<T, LANES>(gradient + i, raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(gradient + i) - total));
+        store<T, LANES>((i < in_place ? of_logits : of_weights) + i,
+                        raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(of_weights + i) - total));
 }
 
 } // namespace
