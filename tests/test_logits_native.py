@@ -1,10 +1,12 @@
-"""The native kernels that begin where the linear layers end, through the C interface, against softmax and locations in float64."""
+"""The native kernel that begins where the linear layers end, through the C interface, against its composition in float64."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from conftest import wanted_implementations
@@ -54,7 +56,7 @@ CASES = {
 
 
 def make(case: Case, seed: int = 0) -> list[Tensor]:
-    """value, spatial_shapes, level_start_index, reference_points, sampling_offsets, attention_logits, grad_output in float64."""
+    """The six inputs, and the gradient of the output, in float64."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> Tensor:
@@ -183,3 +185,214 @@ def test_values(name, dtype):
     case = CASES[name]
     tensors = drawn(name, dtype)
     assert_near(case, run(case, tensors), truth(case, tensors), computed_in(tensors))
+
+
+MIXED = {
+    "16-bit value": (torch.float16, torch.float32, torch.float32, torch.float32, torch.float32),
+    "16-bit layers": (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float32),
+    "wide references": (torch.float32, torch.float64, torch.float32, torch.float32, torch.float32),
+    "wide logits": (torch.bfloat16, torch.float32, torch.float32, torch.float64, torch.float32),
+    "16-bit references": (torch.float32, torch.float16, torch.float32, torch.float32, torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("name", ["encoder", "12 samples", "boxes of 3 levels and 3 points"])
+def test_mixed_dtypes(name, mixed):
+    case, tensors = CASES[name], drawn(name, *MIXED[mixed])
+    assert_near(case, run(case, tensors), truth(case, tensors), computed_in(tensors))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_strides_do_not_change_a_bit(name, dtype):
+    case, tensors = CASES[name], drawn(name, dtype)
+    strided = [apart(t) for t in tensors]
+    assert torch.equal(forward(case, tensors), forward(case, strided))
+    for a, b in zip(backward(case, tensors), backward(case, strided, strided=True), strict=True):
+        assert a is not None
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_threads_do_not_change_a_bit(name, dtype):
+    """Nor does the way to the gradient of value, which depends on them: see test_every_way."""
+    case, tensors = CASES[name], drawn(name, dtype)
+    first = run(case, tensors)
+    for threads in THREADS[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first, run(case, tensors, threads), strict=True))
+
+
+def plan(case: Case, tensors: Sequence[Tensor], threads: int, mask: Sequence[bool] | None = None) -> dict[str, str]:
+    inputs = [tensors[i] for i in (0, 3, 4, 5)]
+    results = [tensors[6]] if mask is None else [t if wanted else None for t, wanted in zip(inputs, mask, strict=True)]
+    arguments = [pack(t) for t in (*([tensors[6]] if mask else []), *tensors[:6], *results)]
+    text = ctypes.create_string_buffer(1024)
+    pointers = (ctypes.c_char_p * len(arguments))(*arguments)
+    name = NAME.removeprefix("mxd_") + ("_backward" if mask else "")
+    assert _native._library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text)) == 0
+    return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
+
+
+# A case, and the ways it takes to the gradient of value with 1, 2, 3, 8 and 24 threads.
+WAYS = {
+    "few queries": (Case(8, 16, PYRAMID[:3], 4, 30, 3, 2, batch=1), ["WITH_SAMPLES"] * 4 + ["BY_PARTS, 3 a head"]),
+    "many queries": (Case(8, 8, PYRAMID[:3], 1, 24 * 512, 3, 2, batch=1), ["BY_HEADS"] * 4 + ["BY_BANDS, 3"]),
+    "3 points": (
+        Case(2, 40, PYRAMID[:3], 3, 300, 1, 4, batch=1),
+        ["WITH_SAMPLES"] * 2 + ["BY_BANDS, 3", "BY_BANDS, 3", "BY_BANDS, 12"],
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", WAYS)
+def test_every_way(name, dtype):
+    """Each way that a plan takes gives the same bits, near the truth."""
+    case, ways = WAYS[name]
+    CASES[name] = case
+    tensors = drawn(name, dtype)
+    first: list[Tensor] = []
+    for threads, way in zip(THREADS, ways, strict=True):
+        if dtype == torch.float32:
+            assert plan(case, tensors, threads, WANT_ALL)["value_gradient"] == way
+        found = run(case, tensors, threads)
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+    assert_near(case, first, truth(case, tensors), computed_in(tensors))
+    del CASES[name]
+
+
+def test_a_plan_packs_as_the_bare_operator_does():
+    case = WAYS["many queries"][0]
+    assert plan(case, cast(make(case), torch.float32), 1)["packed_value"].startswith("2 of 3 levels")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["encoder", "12 samples", "boxes", "pillars"])
+def test_only_some_gradients(name, dtype):
+    case, tensors = CASES[name], drawn(name, dtype)
+    everything = backward(case, tensors)
+    for number in range(1, 15):
+        mask = [bool(number >> i & 1) for i in range(4)]
+        for one, whole, wanted in zip(backward(case, tensors, 2, mask), everything, mask, strict=True):
+            assert (one is not None) == wanted
+            assert one is None or torch.equal(one, whole)
+
+
+def weights_of(logits: Tensor) -> Tensor:
+    """The softmax of rows of logits [rows, samples], read off as outputs: the value of sample i is 1 in channel i."""
+    rows, samples = logits.shape
+    assert samples & samples - 1 == 0
+    case = Case(1, samples, [(1, samples)], samples, rows, 1, 2, batch=1)
+    like = logits.dtype
+    pixels = ((torch.arange(samples) + 0.5) / samples).to(like)
+    reference_points = torch.tensor([0.0, 0.5], dtype=like).expand(1, rows, 1, 2)
+    offsets = torch.zeros(1, rows, 1, 1, samples, 2, dtype=like)
+    offsets[..., 0] = pixels * samples
+    tables = [torch.tensor([[1, samples]]), torch.tensor([0])]
+    value = torch.eye(samples, dtype=like)[None, :, None]
+    grad = torch.zeros(1, rows, 1, samples, dtype=like)
+    return forward(case, [value, *tables, reference_points, offsets, logits.view(1, rows, 1, 1, samples), grad])[0, :, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_exp_is_right_to_a_few_ulps(dtype):
+    """Against numpy with more digits, from 0 down to where the result is no number but 0."""
+    least = -106 if dtype == torch.float32 else -750
+    x = torch.cat([torch.linspace(0, least, 40001, dtype=dtype), torch.logspace(-30, 1, 20000, dtype=dtype).neg()])
+    found = weights_of(torch.stack([torch.zeros_like(x), x], -1))
+    exact = np.exp(x.numpy().astype(np.longdouble))
+    total = 1 + exact
+    ulps = np.abs(found.numpy() - np.stack([1 / total, exact / total], -1)) / np.spacing(found.numpy())
+    assert ulps.max() < 4
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4, 16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_softmax_as_torch_computes_it(dtype, samples):
+    inf, nan = float("inf"), float("nan")
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn((13, samples), generator=generator, dtype=dtype) * 20
+    rows[1] = -inf
+    rows[2, 0] = nan
+    rows[3, -1] = inf
+    rows[4, : samples // 2] = -inf
+    rows[5] = 1e30
+    rows[6, 0] = 3e38
+    rows[7] = nan
+    expected = rows.double().softmax(-1)
+    found = weights_of(rows)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert (found[expected == 0] <= torch.finfo(dtype).tiny).all()
+    assert (found[4, : samples // 2] == 0).all()
+    lost = 4 + samples + (rows - rows.amax(-1, keepdim=True)).abs().nan_to_num().clamp(max=800)  # by the difference
+    allowed = lost * torch.finfo(dtype).eps * expected + torch.finfo(dtype).tiny
+    assert ((found - expected).abs() <= allowed)[~expected.isnan()].all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
+@pytest.mark.parametrize("name", ["encoder", "12 samples", "boxes", "pillars"])
+def test_samples_that_are_not_valid_contribute_nothing(name, bad):
+    """Not even where offsets or references are no numbers and value and gradient are infinite elsewhere on the map."""
+    case, tensors = CASES[name], drawn(name, torch.float32)
+    spoilt = [t.clone() for t in tensors]
+    spoilt[3][:, 1] = bad
+    spoilt[4][:, 2, :, :, 0] = bad
+    out, (_, reference_points, offsets, logits) = forward(case, spoilt), backward(case, spoilt)
+    assert out.isfinite().all()
+    assert (out[:, 1] == 0).all()
+    assert all(t is not None and t.isfinite().all() for t in (reference_points, offsets, logits))
+    assert (reference_points[:, 1] == 0).all()
+    assert (offsets[:, 1] == 0).all()
+    assert (logits[:, 1] == 0).all()
+    assert (offsets[:, 2, :, :, 0] == 0).all()
+    inside = [t.clone() for t in tensors]
+    inside[4][:, 2, :, :, 0] = 1e6
+    assert torch.equal(out[:, 2], forward(case, inside)[:, 2])
+
+
+def test_everything_nan_gives_zeros_but_for_the_softmax():
+    case, tensors = CASES["boxes"], cast(make(CASES["boxes"]), torch.float32)
+    tensors = [torch.full_like(t, float("nan")) if t.is_floating_point() else t for t in tensors]
+    value, reference_points, offsets, logits = backward(case, tensors)
+    assert all(t is not None and (t == 0).all() for t in (forward(case, tensors), value, reference_points, offsets))
+    assert logits is not None
+    assert logits.isnan().all()
+
+
+def test_no_samples():
+    case = Case(2, 8, [], 4, 5, 1, 2)
+    tensors = cast(make(case._replace(shapes=[(1, 1)])), torch.float32)
+    for i, axis in ((1, 0), (2, 0), (4, 3), (5, 3)):
+        tensors[i] = tensors[i].narrow(axis, 0, 0)
+    assert (forward(case, tensors) == 0).all()
+    value, reference_points, _, _ = backward(case, tensors)
+    assert value is not None
+    assert reference_points is not None
+    assert (value == 0).all()
+    assert (reference_points == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status"),
+    [
+        (lambda case, t: (case, {3: t[3][:, :, :2]}), 1),
+        (lambda case, t: (case, {3: t[3][..., :1]}), 1),
+        (lambda case, t: (case, {3: t[3][:, 1:]}), 1),
+        (lambda case, t: (case, {5: t[5][..., 1:]}), 1),
+        (lambda case, t: (case._replace(by_point=True), {3: t[3][:, :, :3]}), 1),
+        (lambda case, t: (case._replace(by_point=True), {3: t[3][:, :, :0]}), 1),
+        (lambda case, t: (case._replace(by_point=2), {}), 1),
+        (lambda case, t: (case, {3: t[3].long()}), 2),
+        (lambda case, t: (case, {4: t[4].long()}), 2),
+        (lambda case, t: (case, {1: t[1] * 9}), 3),
+    ],
+)
+def test_refused(spoil, status):
+    case, tensors = CASES["encoder"], cast(make(CASES["encoder"]), torch.float32)
+    case, changes = spoil(case, tensors)
+    tensors = [changes.get(i, t) for i, t in enumerate(tensors)]
+    assert (forward(case, tensors, status=status) == 7).all()
+    assert all(t is None or (t == 7).all() for t in backward(case, tensors, status=status))

@@ -14,27 +14,34 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Samples that are located together: two vectors of pairs (x, y) where vectors are narrow.
-constexpr int LOCATED = 4;
-template <class T> using Pairs = Vec<T, 2 * LOCATED>;
+// Samples that are located together, as pairs (x, y) in one vector.
+template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
+template <class T> using Pairs = Vec<T, 2 * LOCATED<T>>;
 
-// The same pair (x, y) for all, or a pair for each.
-template <class T> MXD_INLINE Pairs<T> repeated_pair(const T *xy) {
-    if constexpr (sizeof(T) == 4) {
-        const int64_t pair = raw_load<int64_t, 1>(xy);
-        return bits_as<Pairs<T>>(Vec<int64_t, 4>{pair, pair, pair, pair});
+// The pair at from + place[i] for each of four samples; SHARED: they have the same.
+template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *place) {
+    const T *a = from + place[0];
+    if constexpr (SHARED && sizeof(T) == 4) {
+        const int64_t pair = raw_load<int64_t, 1>(a);
+        return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{pair, pair, pair, pair});
+    } else if constexpr (SHARED) {
+        return Vec<T, 8>{a[0], a[1], a[0], a[1], a[0], a[1], a[0], a[1]};
     } else {
-        const T x = xy[0], y = xy[1];
-        return Pairs<T>{x, y, x, y, x, y, x, y};
+        const T *b = from + place[1], *c = from + place[2], *d = from + place[3];
+        if constexpr (sizeof(T) == 4)
+            return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{raw_load<int64_t, 1>(a), raw_load<int64_t, 1>(b),
+                                                      raw_load<int64_t, 1>(c), raw_load<int64_t, 1>(d)});
+        else
+            return Vec<T, 8>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
     }
 }
-template <class T> MXD_INLINE Pairs<T> four_pairs(const T *from, const int64_t *place) {
-    const T *a = from + place[0], *b = from + place[1], *c = from + place[2], *d = from + place[3];
-    if constexpr (sizeof(T) == 4)
-        return bits_as<Pairs<T>>(Vec<int64_t, 4>{raw_load<int64_t, 1>(a), raw_load<int64_t, 1>(b),
-                                                 raw_load<int64_t, 1>(c), raw_load<int64_t, 1>(d)});
+template <bool SHARED, class T> MXD_INLINE Pairs<T> pairs_at(const T *from, const int64_t *place) {
+    const Vec<T, 8> four = four_pairs<SHARED>(from, place);
+    if constexpr (LOCATED<T> == 4)
+        return four;
     else
-        return Pairs<T>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
+        return bits_as<Pairs<T>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four),
+                                                   bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
 // Queries that are turned together. A query stays while those AHEAD of it are prepared, so there is room for twice as
@@ -77,7 +84,7 @@ template <class T> class Logits {
             place[i] = place_of(first + sample / n.points, sample % n.points);
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
-            shared = shared && place[i] == place[i / LOCATED * LOCATED];
+            shared = shared && place[i] == place[i / 4 * 4];
         }
     }
 
@@ -115,16 +122,16 @@ template <class T> class Logits {
     // From the gradients of the locations and weights of a query to those of its offsets and logits, and to those of
     // its reference points, where they are wanted. What lies before sample `in_place` is written to memory of its own.
     // All levels are in use.
-    __attribute__((noinline)) void gradients(int64_t q, T *of_xy, T *of_weights, int64_t in_place, T *of_offsets,
-                                             T *of_logits, T *of_reference) const {
+    MXD_INLINE void gradients(int64_t q, T *of_xy, T *of_weights, int64_t in_place, T *of_offsets, T *of_logits,
+                              T *of_reference) const {
         if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += LOCATED) {
-            Pairs<T> g = raw_load<T, 2 * LOCATED>(of_xy + 2 * i);
+        for (int64_t i = 0; i < samples; i += LOCATED<T>) {
+            Pairs<T> g = raw_load<T, 2 * LOCATED<T>>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
-            if (size) g = g == 0 ? g : g * pairs(size, i);
-            store<T, 2 * LOCATED>((i < in_place ? of_offsets : of_xy) + 2 * i,
-                                  g / raw_load<T, 2 * LOCATED>(divisor + 2 * i));
+            if (size) g = g == 0 ? g : g * pairs(size, place + i);
+            store<T, 2 * LOCATED<T>>((i < in_place ? of_offsets : of_xy) + 2 * i,
+                                     g / raw_load<T, 2 * LOCATED<T>>(divisor + 2 * i));
         }
         softmax_gradient<T>(of(q).all_weights, samples, of_weights, in_place, of_logits);
     }
@@ -133,7 +140,7 @@ template <class T> class Logits {
     const Call &call;
     Sizes n;
     bool boxes = false;
-    bool shared = true;                    // LOCATED samples belong to the same reference point
+    bool shared = true;                    // four samples belong to the same reference point
     int64_t *place = nullptr;              // where a sample's reference point is, among the query's numbers
     T *divisor = nullptr;                  // of the offsets, pairs
     T *copy = nullptr;                     // of a query's reference points
@@ -152,12 +159,8 @@ template <class T> class Logits {
     }
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
 
-    // Of LOCATED samples, from the reference points of a query or from their sizes.
-    template <bool SHARED> static MXD_INLINE Pairs<T> pairs(const T *from, const int64_t *places) {
-        return SHARED ? repeated_pair<T>(from + places[0]) : four_pairs<T>(from, places);
-    }
-    MXD_INLINE Pairs<T> pairs(const T *from, int64_t i) const {
-        return shared ? pairs<true>(from, place + i) : pairs<false>(from, place + i);
+    MXD_INLINE Pairs<T> pairs(const T *from, const int64_t *places) const {
+        return shared ? pairs_at<true>(from, places) : pairs_at<false>(from, places);
     }
 
     const T *reference_of(int64_t q) const {
@@ -188,11 +191,11 @@ template <class T> class Logits {
         const T *const divisors = divisor;
         for (int64_t i = 0, padded = round_up(samples, LANES); i < padded; i += LANES) {
             MXD_UNROLL
-            for (int64_t k = i; k < i + LANES; k += LOCATED) {
-                Pairs<T> offset = raw_load<T, 2 * LOCATED>(offsets + 2 * k);
-                if (BOXES) offset *= pairs<SHARED>(reference + 2, places + k);
-                store<T, 2 * LOCATED>(locations + 2 * k, pairs<SHARED>(reference, places + k) +
-                                                             offset / raw_load<T, 2 * LOCATED>(divisors + 2 * k));
+            for (int64_t k = i; k < i + LANES; k += LOCATED<T>) {
+                Pairs<T> offset = raw_load<T, 2 * LOCATED<T>>(offsets + 2 * k);
+                if (BOXES) offset *= pairs_at<SHARED>(reference + 2, places + k);
+                store<T, 2 * LOCATED<T>>(locations + 2 * k, pairs_at<SHARED>(reference, places + k) +
+                                                                offset / raw_load<T, 2 * LOCATED<T>>(divisors + 2 * k));
             }
         }
     }

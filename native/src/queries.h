@@ -155,7 +155,9 @@ template <class T> class QueryReader {
                             : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
         const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
-        in_place_until = !own || n.with_logits ? -1 : locations_until < weights_until ? locations_until : weights_until;
+        const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
+        in_place_until = n.with_logits ? -1 : until;
+        turned_in_place_until = until;
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
@@ -188,6 +190,7 @@ template <class T> class QueryReader {
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
+    int64_t turned_in_place_until = -1;               // the same of offsets and logits
     bool whole = false;                               // locations are whole numbers
 
     MXD_INLINE void read_turned(int64_t q, Query<T> &query) {
@@ -198,6 +201,14 @@ template <class T> class QueryReader {
     // TURNED queries together, because a query by itself waits for each step of its softmax: q and those that follow.
     __attribute__((noinline)) void turn(int64_t q) {
         const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
+        if (last - 1 <= turned_in_place_until) { // nearly always
+            for (int64_t i = q; i < last; ++i) {
+                auto &turned = logits.of(i);
+                turned.offsets = reinterpret_cast<const T *>(location_rows.at(i));
+                turned.logits = reinterpret_cast<const T *>(weight_rows.at(i));
+            }
+            return logits.turn(q, last);
+        }
         for (int64_t i = q; i < last; ++i) {
             auto &turned = logits.of(i);
             turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
