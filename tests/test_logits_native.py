@@ -211,6 +211,7 @@ def test_strides_do_not_change_a_bit(name, dtype):
     assert torch.equal(forward(case, tensors), forward(case, strided))
     for a, b in zip(backward(case, tensors), backward(case, strided, strided=True), strict=True):
         assert a is not None
+        assert b is not None
         assert torch.equal(a, b)
 
 
@@ -278,7 +279,7 @@ def test_only_some_gradients(name, dtype):
         mask = [bool(number >> i & 1) for i in range(4)]
         for one, whole, wanted in zip(backward(case, tensors, 2, mask), everything, mask, strict=True):
             assert (one is not None) == wanted
-            assert one is None or torch.equal(one, whole)
+            assert one is None or (whole is not None and torch.equal(one, whole))
 
 
 def weights_of(logits: Tensor) -> Tensor:
@@ -340,10 +341,10 @@ def test_samples_that_are_not_valid_contribute_nothing(name, bad):
     spoilt = [t.clone() for t in tensors]
     spoilt[3][:, 1] = bad
     spoilt[4][:, 2, :, :, 0] = bad
-    out, (_, reference_points, offsets, logits) = forward(case, spoilt), backward(case, spoilt)
+    out, _, reference_points, offsets, logits = run(case, spoilt)
     assert out.isfinite().all()
     assert (out[:, 1] == 0).all()
-    assert all(t is not None and t.isfinite().all() for t in (reference_points, offsets, logits))
+    assert all(t.isfinite().all() for t in (reference_points, offsets, logits))
     assert (reference_points[:, 1] == 0).all()
     assert (offsets[:, 1] == 0).all()
     assert (logits[:, 1] == 0).all()

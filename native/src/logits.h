@@ -52,7 +52,7 @@ template <class T> class Logits {
   public:
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
-        return Arena::bytes<int64_t>(n.room()) + Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
+        return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
                2 * TURNED * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
     }
     Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
@@ -60,6 +60,7 @@ template <class T> class Logits {
         boxes = c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
+        inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
         for (Turned &query : ring) {
             query.offset_copy = arena.take<T>(2 * n.room());
@@ -84,6 +85,7 @@ template <class T> class Logits {
             place[i] = place_of(first + sample / n.points, sample % n.points);
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
+            for (int k = 0; k < 2; ++k) inverse[2 * i + k] = 1 / divisor[2 * i + k];
             shared = shared && place[i] == place[i / 4 * 4];
         }
     }
@@ -120,29 +122,31 @@ template <class T> class Logits {
     }
 
     // From the gradients of the locations and weights of a query to those of its offsets and logits, and to those of
-    // its reference points, where they are wanted. What lies before sample `in_place` is written to memory of its own.
-    // All levels are in use.
-    MXD_INLINE void gradients(int64_t q, T *of_xy, T *of_weights, int64_t in_place, T *of_offsets, T *of_logits,
+    // its reference points, where they are wanted. What lies before sample `direct_until` is written to memory of its
+    // own. All levels are in use.
+    MXD_INLINE void gradients(int64_t q, T *of_xy, T *of_weights, int64_t direct_until, T *of_offsets, T *of_logits,
                               T *of_reference) const {
         if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += LOCATED<T>) {
-            Pairs<T> g = raw_load<T, 2 * LOCATED<T>>(of_xy + 2 * i);
+        for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
+            Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
-            if (size) g = g == 0 ? g : g * pairs(size, place + i);
-            store<T, 2 * LOCATED<T>>((i < in_place ? of_offsets : of_xy) + 2 * i,
-                                     g / raw_load<T, 2 * LOCATED<T>>(divisor + 2 * i));
+            if (size)
+                g = g == 0 ? g : g * (shared ? four_pairs<true>(size, place + i) : four_pairs<false>(size, place + i));
+            store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g * raw_load<T, 8>(inverse + 2 * i));
         }
-        softmax_gradient<T>(of(q).all_weights, samples, of_weights, in_place, of_logits);
+        softmax_gradient<T>(of(q).all_weights, samples, of_weights, direct_until, of_logits);
     }
 
   private:
     const Call &call;
     Sizes n;
     bool boxes = false;
-    bool shared = true;                    // four samples belong to the same reference point
-    int64_t *place = nullptr;              // where a sample's reference point is, among the query's numbers
-    T *divisor = nullptr;                  // of the offsets, pairs
+    bool shared = true;       // four samples belong to the same reference point
+    int64_t *place = nullptr; // where a sample's reference point is, among the query's numbers
+    // Of the offsets, pairs. Locations are divided, so that they are those of torch to the bit: a model's first offsets
+    // are whole pixels, where a slope jumps with the last bit.
+    T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
     bool in_place = false;                 // reference points are read as they lie
     int64_t first = 0, step = 0;           // of reference points, in bytes
@@ -158,10 +162,6 @@ template <class T> class Logits {
         return r * call.reference.shape[3];
     }
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
-
-    MXD_INLINE Pairs<T> pairs(const T *from, const int64_t *places) const {
-        return shared ? pairs_at<true>(from, places) : pairs_at<false>(from, places);
-    }
 
     const T *reference_of(int64_t q) const {
         const char *from = reinterpret_cast<const char *>(first + q * step);

@@ -90,13 +90,13 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
             sums[r] += e;
         }
     }
-    const Vec<T, 4> total = sums_of_four<T, N>(sums);
+    const Vec<T, 4> share = 1 / sums_of_four<T, N>(sums);
     for (int64_t i = 0; i < last; i += N) {
         MXD_UNROLL
-        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) / total[r]);
+        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * share[r]);
     }
     MXD_UNROLL
-    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] / total[r]);
+    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * share[r]);
 }
 
 // weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
