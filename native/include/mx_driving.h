@@ -53,6 +53,25 @@ MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_outp
                                                      const mxd_tensor *grad_sampling_locations,
                                                      const mxd_tensor *grad_attention_weights, int num_threads);
 
+/* The same from where a model's linear layers end. sampling_offsets and attention_logits have the shapes of
+ * sampling_locations and attention_weights; reference_points [bs, num_queries, R, 2] (x, y) of points, or
+ * [bs, num_queries, R, 4] (x, y, w, h) of boxes. Points: location = reference + offset / (W, H); boxes: location =
+ * (x, y) + offset * (w, h) / (2 * num_points). Weights are the softmax of a head's logits. reference_axis 0: sample
+ * (level, point) belongs to reference point `level`, R = num_levels, or R = 1; 1: to `point % R`, where R divides
+ * num_points. A gradient of reference points takes memory of num_heads times its own size. */
+MXD_API int mxd_multi_scale_deformable_attn_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+                                                        const mxd_tensor *level_start_index,
+                                                        const mxd_tensor *reference_points,
+                                                        const mxd_tensor *sampling_offsets,
+                                                        const mxd_tensor *attention_logits, const mxd_tensor *output,
+                                                        int reference_axis, int num_threads);
+MXD_API int mxd_multi_scale_deformable_attn_with_logits_backward(
+    const mxd_tensor *grad_output, const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+    const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *sampling_offsets,
+    const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_reference_points,
+    const mxd_tensor *grad_sampling_offsets, const mxd_tensor *grad_attention_logits, int reference_axis,
+    int num_threads);
+
 /* feature_maps [bs, num_feat, c]; spatial_shape [cam, scale, 2] (H, W); scale_start_index [cam, scale];
  * sample_locations [bs, anchor, pts, cam, 2] (x, y); weight [bs, anchor, pts, cam, scale, group]; output [bs, anchor,
  * c]. */

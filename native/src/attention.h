@@ -17,12 +17,13 @@ namespace MXD_ISA {
 namespace {
 
 template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
+    const Job job{call, plan, nullptr, nullptr};
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1)
-            if (plan.rows_are_near) return over_queries<Forward<V, T, Rule, false>>(call, plan);
-        return over_queries<Forward<V, T, Rule, true>>(call, plan);
+            if (plan.rows_are_near) return over_queries<Forward<V, T, Rule, false>>(job);
+        return over_queries<Forward<V, T, Rule, true>>(job);
     });
 }
 
@@ -50,25 +51,33 @@ template <class T, class Worker> inline bool add_to_zero(const Job &job) {
                                    [&](int64_t, int64_t chunk) { set_to_zero<T>(job.call, chunk); });
 }
 
+template <class V, class T, template <class> class Rule> inline bool all_gradients(const Job &job) {
+    if (job.plan.sample_gradients && !over_queries<SampleGradients<V, T, Rule>>(job)) return false;
+    switch (job.plan.value_gradient) {
+    case ValueGradient::NOT_WANTED:
+        return true;
+    case ValueGradient::WITH_SAMPLES: // value has the type computed in
+        if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<T, Rule>>(job);
+        return false;
+    case ValueGradient::BY_HEADS:
+    case ValueGradient::BY_PARTS:
+        return add_to_zero<T, ValueByHeads<T, Rule>>(job);
+    case ValueGradient::BY_BANDS:
+        return parallel<ValueByBands<T, Rule>>(job.call.num_threads, ValueByBands<T, Rule>::items(job), job);
+    }
+    return false;
+}
+
 template <template <class> class Rule> inline bool attention_backward(const Call &call, const Plan &plan) {
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        const Job job{call, plan, nullptr};
-        if (plan.sample_gradients && !over_queries<SampleGradients<V, T, Rule>>(call, plan)) return false;
-        switch (plan.value_gradient) {
-        case ValueGradient::NOT_WANTED:
-            return true;
-        case ValueGradient::WITH_SAMPLES: // value has the type computed in
-            if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<T, Rule>>(job);
-            return false;
-        case ValueGradient::BY_HEADS:
-        case ValueGradient::BY_PARTS:
-            return add_to_zero<T, ValueByHeads<T, Rule>>(job);
-        case ValueGradient::BY_BANDS:
-            return parallel<ValueByBands<T, Rule>>(call.num_threads, ValueByBands<T, Rule>::items(job), job);
-        }
-        return false;
+        if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan, nullptr, nullptr});
+        char *sums = static_cast<char *>(malloc(size_t(ReferenceSums<T>::bytes(call))));
+        const Job job{call, plan, nullptr, sums};
+        const bool done = sums && all_gradients<V, T, Rule>(job) && add_up_heads<T>(job);
+        free(sums);
+        return done;
     });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_worker.h"
+#include "reference_gradient.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -25,6 +26,8 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     }
     // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
     MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    T *memory() const { return scratch; }
+    int64_t whole_vectors() const { return in_vectors; }
     MXD_INLINE void end(int64_t q, T *begun) const {
         if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
         if (direct && in_vectors < samples)
@@ -49,25 +52,40 @@ template <class T, template <class> class Rule> class SampleOutputs {
     static int64_t bytes(const Sizes &n) {
         return Arena::bytes<T>(4 * n.room()) + SampleOutput<T, 3, 2>::bytes(n) + SampleOutput<T, 2, 1>::bytes(n);
     }
-    SampleOutputs(const Call &call, const Sizes &n, Arena &arena)
-        : dot(arena.take<T>(4 * n.room())), xy(call.grad_locations, n, arena), weights(call.grad_weights, n, arena) {
+    SampleOutputs(const Job &job, const Sizes &sizes, Arena &arena)
+        : dot(arena.take<T>(4 * sizes.room())), n(sizes), xy(job.call.grad_locations, n, arena),
+          weights(job.call.grad_weights, n, arena), sums(job) {
         memset(dot, 0, size_t(4 * n.room()) * sizeof(T));
     }
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
+        sums.open(b, h);
     }
-    MXD_INLINE void write(int64_t q, const Query<T> &query, int64_t padded) const {
+    MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) const {
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
-        for (int64_t i = 0; i < padded; i += LANES)
-            Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+        if (n.with_logits)
+            write_turned(q, query, reader, grad_xy, grad_weight);
+        else
+            for (int64_t i = 0; i < reader.padded; i += LANES)
+                Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
     }
 
   private:
+    Sizes n;
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
+    ReferenceSums<T> sums;
+
+    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader,
+                                                T *grad_offsets, T *grad_logits) const {
+        for (int64_t i = 0; i < reader.padded; i += LANES)
+            Rule<T>::gradients(query, dot, i, xy.memory(), weights.memory());
+        reader.with_logits().gradients(q, xy.memory(), weights.memory(), xy.whole_vectors(), grad_offsets, grad_logits,
+                                       sums.of(q));
+    }
 };
 
 // The gradients of samples alone. Items: QueryBlocks.
@@ -79,7 +97,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
         return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
     }
     SampleGradients(const Job &j, Arena arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j.call, this->n, arena) {}
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, this->n, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
@@ -92,7 +110,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
                 dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
-                samples.write(q, slot.query, this->reader.padded);
+                samples.write(q, slot.query, this->reader);
             });
     }
 

@@ -21,7 +21,7 @@ template <class T, template <class> class Rule> class AllGradients : QueryWorker
     static int64_t scratch_bytes(const Job &job) {
         return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
     }
-    AllGradients(const Job &j, Arena arena) : Base(j, arena), job(j), samples(j.call, this->n, arena) {}
+    AllGradients(const Job &j, Arena arena) : Base(j, arena), job(j), samples(j, this->n, arena) {}
 
     void operator()(int64_t item) {
         const Call &call = this->call;
@@ -39,7 +39,7 @@ template <class T, template <class> class Rule> class AllGradients : QueryWorker
                 const T *g = grad_output.of(q);
                 dots_and_scatter_add<T>(slot.address, slot.share, next.address, gradient, this->num_rows,
                                         this->n.channels, g, samples.dot);
-                samples.write(q, slot.query, this->reader.padded);
+                samples.write(q, slot.query, this->reader);
             });
     }
 

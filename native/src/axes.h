@@ -13,6 +13,7 @@ struct Axes {
     int value, starts, locations, weights; // output has as many as value, shapes one more than starts
     int points;                            // of locations and weights
     int per_query;                         // of locations and weights: the first axis after the queries and heads
+    int reference = 4;                     // with logits
 };
 
 inline Axes axes_of(Operator op) { return op == AGGREGATION ? Axes{3, 2, 5, 6, 2, 2} : Axes{4, 1, 6, 5, 4, 3}; }

@@ -15,9 +15,13 @@ struct Call {
     Operator op;
     bool backward;
     mxd_tensor value, shapes, starts, locations, weights; // value: feature_maps for deformable_aggregation
-    mxd_tensor output;                                    // forward: written
-    mxd_tensor grad_output;                               // backward: read
-    mxd_tensor grad_value, grad_locations, grad_weights;  // backward: written; data == nullptr: not wanted
+    bool with_logits;        // then locations are offsets from reference points, and weights are logits
+    mxd_tensor reference;    // [bs, num_queries, R, 2 or 4]
+    bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
+    mxd_tensor output;       // forward: written
+    mxd_tensor grad_output;  // backward: read
+    mxd_tensor grad_value, grad_locations, grad_weights; // backward: written; data == nullptr: not wanted
+    mxd_tensor grad_reference;                           // the same
     int num_threads;
     // Set by prepare_levels(). prepare_value() then makes value's channels contiguous, and value double as soon as one
     // input is.

@@ -26,6 +26,13 @@ bool is_floating(const mxd_tensor &t) {
 }
 bool is_integer(const mxd_tensor &t) { return t.dtype == MXD_INT32 || t.dtype == MXD_INT64; }
 
+// Boxes have a width and a height, too.
+bool reference_fits(const Call &call) {
+    const int64_t *r = call.reference.shape, *l = call.weights.shape, levels = l[3], points = l[4];
+    const bool serves = call.reference_by_point ? r[2] > 0 && points % r[2] == 0 : r[2] == levels || r[2] == 1;
+    return has_shape(call.reference, {l[0], l[1], r[2], r[3] == 4 ? 4 : 2}) && serves;
+}
+
 bool attention_shapes_agree(const Call &call) {
     const int64_t *v = call.value.shape, *l = call.locations.shape;
     const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1], levels = call.starts.shape[0],
@@ -33,7 +40,8 @@ bool attention_shapes_agree(const Call &call) {
     return has_shape(call.value, {bs, keys, heads, channels}) && has_shape(call.shapes, {levels, 2}) &&
            has_shape(call.starts, {levels}) && has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
            has_shape(call.weights, {bs, queries, heads, levels, points}) &&
-           has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels});
+           has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels}) &&
+           (!call.with_logits || reference_fits(call));
 }
 
 bool aggregation_shapes_agree(const Call &call) {
@@ -55,14 +63,16 @@ bool gradients_fit(const Call &call) {
     const Axes axes = axes_of(call.op);
     return gradient_fits(call.grad_value, call.value, axes.value) &&
            gradient_fits(call.grad_locations, call.locations, axes.locations) &&
-           gradient_fits(call.grad_weights, call.weights, axes.weights);
+           gradient_fits(call.grad_weights, call.weights, axes.weights) &&
+           gradient_fits(call.grad_reference, call.reference, axes.reference);
 }
 
 bool dtypes_fit(const Call &call) {
-    for (const mxd_tensor *t : {&call.grad_value, &call.grad_locations, &call.grad_weights})
+    for (const mxd_tensor *t : {&call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference})
         if (t->data && !is_floating(*t)) return false;
     // The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
     if (call.backward ? !is_floating(call.grad_output) : call.output.dtype != call.value.dtype) return false;
+    if (call.with_logits && !is_floating(call.reference)) return false;
     return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) && is_integer(call.starts) &&
            (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
 }

@@ -20,7 +20,7 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         typedef FeatureGradient<__typeof__(*t)> Features;
         if (plan.sample_gradients && !parallel<Samples>(call.num_threads, Samples::items(call), call)) return false;
         if (plan.value_gradient == ValueGradient::NOT_WANTED) return true;
-        const Job job{call, plan, nullptr};
+        const Job job{call, plan, nullptr, nullptr};
         return parallel<Features>(call.num_threads, Features::items(job), job);
     });
 }

@@ -84,7 +84,7 @@ bool nothing_to_do(const Call &call) {
     if (!call.backward) return is_empty(call.output, axes.value);
     const auto nothing = [](const mxd_tensor &t, int n) { return !t.data || is_empty(t, n); };
     return nothing(call.grad_value, axes.value) && nothing(call.grad_locations, axes.locations) &&
-           nothing(call.grad_weights, axes.weights);
+           nothing(call.grad_weights, axes.weights) && nothing(call.grad_reference, axes.reference);
 }
 
 // Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
@@ -92,6 +92,7 @@ void forget_queries_without_samples(Call &call) {
     const Axes axes = axes_of(call.op);
     if (!call.backward || !is_empty(call.weights, axes.weights)) return;
     if (call.grad_locations.data && !is_empty(call.grad_locations, axes.locations)) return;
+    if (call.grad_reference.data && !is_empty(call.grad_reference, axes.reference)) return;
     call.grad_output.shape[1] = 0;
     for (mxd_tensor *t : {&call.locations, &call.weights}) t->shape[1] = t->shape[axes.points] = 0;
 }
@@ -156,18 +157,43 @@ void set_gradients(Call &call, const mxd_tensor *grad_output, const mxd_tensor *
     if (grad_weights) call.grad_weights = *grad_weights;
 }
 
+void set_reference(Call &call, const mxd_tensor *reference, bool by_point) {
+    call.with_logits = true;
+    call.reference = *reference;
+    call.reference_by_point = by_point;
+}
+
 // The operator and the direction of a function, by its name without "mxd_".
-bool find_function(const char *name, Operator &op, bool &backward) {
+bool find_function(const char *name, Operator &op, bool &backward, bool &with_logits) {
+    static const char LOGITS[] = "_with_logits";
     static const char *const NAMES[] = {"multi_scale_deformable_attn", "deformable_aggregation",
                                         "geometric_kernel_attention"};
     for (Operator candidate : {MULTI_SCALE, AGGREGATION, GEOMETRIC}) {
         const size_t length = std::strlen(NAMES[candidate]);
         if (std::strncmp(name, NAMES[candidate], length) != 0) continue;
         op = candidate;
-        backward = name[length] != 0;
-        return !backward || std::strcmp(name + length, "_backward") == 0;
+        const char *rest = name + length;
+        with_logits = op == MULTI_SCALE && std::strncmp(rest, LOGITS, sizeof LOGITS - 1) == 0;
+        if (with_logits) rest += sizeof LOGITS - 1;
+        backward = rest[0] != 0;
+        return !backward || std::strcmp(rest, "_backward") == 0;
     }
     return false;
+}
+
+// The same, with logits. Which axis reference points belong to makes no difference to a plan: the one that fits.
+Call call_with_logits(bool backward, const mxd_tensor *const *arguments, int num_threads) {
+    const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + 6;
+    Call call = call_of(MULTI_SCALE, inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], num_threads);
+    const int64_t references = inputs[3]->shape[2];
+    set_reference(call, inputs[3], references != 1 && references != call.starts.shape[0]);
+    if (!backward) {
+        call.output = *results[0];
+        return call;
+    }
+    set_gradients(call, arguments[0], results[0], results[2], results[3]);
+    if (results[1]) call.grad_reference = *results[1];
+    return call;
 }
 
 // arguments: those of the function, in order.
@@ -211,6 +237,32 @@ int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, cons
     return mxd::run(call);
 }
 
+int mxd_multi_scale_deformable_attn_with_logits(const mxd_tensor *value, const mxd_tensor *shapes,
+                                                const mxd_tensor *starts, const mxd_tensor *reference,
+                                                const mxd_tensor *offsets, const mxd_tensor *logits,
+                                                const mxd_tensor *output, int reference_axis, int num_threads) {
+    if (reference_axis != 0 && reference_axis != 1) return MXD_BAD_SHAPE;
+    mxd::Call call = mxd::call_of(mxd::MULTI_SCALE, value, shapes, starts, offsets, logits, num_threads);
+    mxd::set_reference(call, reference, reference_axis == 1);
+    call.output = *output;
+    return mxd::run(call);
+}
+
+int mxd_multi_scale_deformable_attn_with_logits_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
+                                                         const mxd_tensor *shapes, const mxd_tensor *starts,
+                                                         const mxd_tensor *reference, const mxd_tensor *offsets,
+                                                         const mxd_tensor *logits, const mxd_tensor *grad_value,
+                                                         const mxd_tensor *grad_reference,
+                                                         const mxd_tensor *grad_offsets, const mxd_tensor *grad_logits,
+                                                         int reference_axis, int num_threads) {
+    if (reference_axis != 0 && reference_axis != 1) return MXD_BAD_SHAPE;
+    mxd::Call call = mxd::call_of(mxd::MULTI_SCALE, value, shapes, starts, offsets, logits, num_threads);
+    mxd::set_reference(call, reference, reference_axis == 1);
+    mxd::set_gradients(call, grad_output, grad_value, grad_offsets, grad_logits);
+    if (grad_reference) call.grad_reference = *grad_reference;
+    return mxd::run(call);
+}
+
 int mxd_deformable_aggregation(const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
                                const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
                                int num_threads) {
@@ -249,9 +301,10 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
 
 int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {
     mxd::Operator op;
-    bool backward;
-    if (!mxd::find_function(name, op, backward)) return MXD_BAD_NAME;
-    mxd::Call call = mxd::call_of_function(op, backward, arguments, num_threads);
+    bool backward, with_logits;
+    if (!mxd::find_function(name, op, backward, with_logits)) return MXD_BAD_NAME;
+    mxd::Call call = with_logits ? mxd::call_with_logits(backward, arguments, num_threads)
+                                 : mxd::call_of_function(op, backward, arguments, num_threads);
     return mxd::out_of_memory_if_thrown([&] {
         std::string plan;
         const int status = mxd::checked_description(call, plan);

@@ -24,6 +24,7 @@ struct Job {
     const Call &call;
     const Plan &plan;
     const char *packed_value; // plan.packed_value of the head that is worked on; null where nothing is packed
+    char *reference_sums;     // the gradient of reference points, head by head; null where it is not wanted
 };
 
 // fn(V*, T*) for the storage type of value and the type computed in.

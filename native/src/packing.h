@@ -38,12 +38,14 @@ inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *pack
 
 // Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, then work on
 // its items.
-template <class Worker> inline bool over_queries(const Call &call, const Plan &plan) {
+template <class Worker> inline bool over_queries(const Job &given) {
+    const Call &call = given.call;
+    const Plan &plan = given.plan;
     const Sizes n(call);
     const PackedLevels &levels = plan.packed_value;
     char *memory = levels.bytes > 0 ? static_cast<char *>(malloc(size_t(levels.bytes) + 64)) : nullptr;
     char *packed = memory ? memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) : nullptr;
-    const Job job{call, plan, packed};
+    const Job job{call, plan, packed, given.reference_sums};
     const int64_t items = QueryBlocks(call, packed != nullptr).count();
     if (!packed) return parallel<Worker>(call.num_threads, items, job);
     const int64_t bytes = n.channels * element_size(call.value.dtype);

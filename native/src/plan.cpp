@@ -13,7 +13,9 @@ int64_t num_rows(const Level &level) { return level.height * level.width; }
 // prepare.cpp widens value to double as soon as one input is double.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
-bool samples_wanted(const Call &call) { return call.grad_locations.data || call.grad_weights.data; }
+bool samples_wanted(const Call &call) {
+    return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data;
+}
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
 
@@ -37,7 +39,7 @@ constexpr int64_t PACK_READS = 8;
 
 PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
     const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
-    const int64_t reads = call.locations.shape[1] * call.locations.shape[4] * corners;
+    const int64_t reads = call.weights.shape[1] * call.weights.shape[4] * corners;
     const double value_bytes =
         double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
     const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
@@ -62,7 +64,7 @@ constexpr int64_t QUERIES_OF_A_THREAD = 512;
 PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = floating_size(call.value.dtype), row_bytes = call.value.shape[3] * size;
     if (call.value.strides[1] * size <= row_bytes) return NONE; // rows lie side by side already
-    if (call.locations.shape[1] < QUERIES_OF_A_THREAD * num_threads(call)) return NONE;
+    if (call.weights.shape[1] < QUERIES_OF_A_THREAD * num_threads(call)) return NONE;
     return choose_levels(call, row_bytes, 1, offset);
 }
 
@@ -115,7 +117,7 @@ double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_level
 // Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
 // of two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
-    return call.op != AGGREGATION && call.locations.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
+    return call.op != AGGREGATION && call.weights.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
 }
 
 // The cut that is finished first.

@@ -101,6 +101,7 @@ mxd_tensor readable_value(const Call &call) {
     const int axes = axes_of(call.op).value;
     bool wide = false;
     for (const mxd_tensor *t : {&value, &call.locations, &call.weights}) wide = wide || t->dtype == MXD_FLOAT64;
+    wide = wide || (call.with_logits && call.reference.dtype == MXD_FLOAT64);
     const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
     return channels_lie_apart(value, axes) || dtype != value.dtype ? contiguous(value, axes, dtype) : value;
 }

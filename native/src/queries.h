@@ -2,26 +2,11 @@
 // num_heads, embed_dims], a query [num_heads, num_levels, num_points].
 #pragma once
 
-#include "kernels.h"
-#include "sampling.h"
+#include "logits.h"
 
 namespace mxd {
 namespace MXD_ISA {
 namespace {
-
-struct Sizes {
-    int64_t batch, keys, heads, channels, queries, levels, points;
-
-    explicit Sizes(const Call &call)
-        : batch(call.value.shape[0]), keys(call.value.shape[1]), heads(call.value.shape[2]),
-          channels(call.value.shape[3]), queries(call.locations.shape[1]), levels(call.num_levels),
-          points(call.locations.shape[4]) {}
-    int64_t room() const { return round_up(levels * points, LANES); } // samples of a query, padded
-};
-
-inline int64_t offset3(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
-    return i * t.strides[0] + j * t.strides[1] + k * t.strides[2];
-}
 
 // How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
 // apart: the hardware's prefetcher does not follow that.
@@ -133,9 +118,10 @@ template <class T> class QueryReader {
   public:
     int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Sizes &n) { return Maps<T>::bytes(n.room()); }
+    static int64_t bytes(const Sizes &n) { return Maps<T>::bytes(n.room()) + Logits<T>::bytes(n); }
     QueryReader(const Call &c, const Sizes &sizes, Arena &arena)
-        : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()) {
+        : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()),
+          logits(c, n, arena) {
         use_levels(0, n.levels);
     }
 
@@ -143,7 +129,12 @@ template <class T> class QueryReader {
         first_level = first;
         samples = (last - first) * n.points;
         padded = round_up(samples, LANES);
-        locations.shape[0] = weights.shape[0] = last - first;
+        // the softmax is of all levels
+        weight_samples = n.with_logits ? n.levels * n.points : samples;
+        weights_padded = n.with_logits ? round_up(weight_samples, SOFTMAX_LANES<T>) : padded;
+        locations.shape[0] = last - first;
+        weights.shape[0] = n.with_logits ? n.levels : last - first;
+        logits.use_levels(first, last);
         maps_.set_levels(call.levels, first, last, n.points, padded);
     }
     const Maps<T> &maps() const { return maps_; }
@@ -151,19 +142,24 @@ template <class T> class QueryReader {
     // The queries of this (batch, head) are read from now on.
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[3];
-        const int64_t weight_skip = first_level * call.weights.strides[3];
+        const int64_t weight_skip = n.with_logits ? 0 : first_level * call.weights.strides[3];
         // with the padding, which is read, too
         location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
-        weight_rows = QueryRows(call.weights, b, h, padded, weight_skip);
+        weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
+        logits.open(b);
         locations_until = locations.contiguous
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
-        weights_until = weights.contiguous ? last_in_vectors(call.weights, b, h, weight_skip, samples, padded, 5) : -1;
+        weights_until = weights.contiguous
+                            ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5)
+                            : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
         const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
-        in_place_until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
+        const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
+        in_place_until = n.with_logits ? -1 : until;
+        turned_in_place_until = until;
     }
-    MXD_INLINE void read(int64_t q, Query<T> &query) const {
+    MXD_INLINE void read(int64_t q, Query<T> &query) {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
         query.whole = whole;
         query.xy = location;
@@ -171,13 +167,16 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
+        if (n.with_logits) return read_turned(q, query);
         if (whole)
             query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
         else
-            query.xy = values(locations, location, q <= locations_until, 2, T(__builtin_nan("")),
+            query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
                               static_cast<T *>(query.xy_copy));
-        query.weights = values(weights, weight, q <= weights_until, 1, T(0), query.weight_copy);
+        query.weights = values(weights, weight, q <= weights_until, samples, padded, T(0), query.weight_copy);
     }
+    // From gradients of locations and weights to those of offsets and logits; see Logits.
+    const Logits<T> &with_logits() const { return logits; }
 
   private:
     const Call &call;
@@ -185,11 +184,40 @@ template <class T> class QueryReader {
     TrailingAxes<3> locations;
     TrailingAxes<2> weights;
     Maps<T> maps_;
+    Logits<T> logits;
     int64_t first_level = 0, samples = 0;
+    int64_t weight_samples = 0, weights_padded = 0; // of a query, as they are read
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
+    int64_t turned_in_place_until = -1;               // the same of offsets and logits
     bool whole = false;                               // locations are whole numbers
+
+    MXD_INLINE void read_turned(int64_t q, Query<T> &query) {
+        if (q >= logits.turned_until()) turn(q);
+        query.xy = logits.of(q).locations;
+        query.weights = logits.weights(q);
+    }
+    // TURNED queries together, because a query by itself waits for each step of its softmax: q and those that follow.
+    __attribute__((noinline)) void turn(int64_t q) {
+        const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
+        if (last - 1 <= turned_in_place_until) { // nearly always
+            for (int64_t i = q; i < last; ++i) {
+                auto &turned = logits.of(i);
+                turned.offsets = reinterpret_cast<const T *>(location_rows.at(i));
+                turned.logits = reinterpret_cast<const T *>(weight_rows.at(i));
+            }
+            return logits.turn(q, last);
+        }
+        for (int64_t i = q; i < last; ++i) {
+            auto &turned = logits.of(i);
+            turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
+                                    T(__builtin_nan("")), turned.offset_copy);
+            turned.logits = values(weights, weight_rows.at(i), i <= weights_until, weight_samples, weights_padded, T(0),
+                                   turned.logit_copy);
+        }
+        logits.turn(q, last);
+    }
 
     // Copies `count` elements, a multiple of LANES, as T. False: this dtype is read another way.
     static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
@@ -201,19 +229,20 @@ template <class T> class QueryReader {
         if (dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(from));
         return false;
     }
-    // Locations or weights of a query, `of_each` elements a sample: in place, or copied to `memory`.
+    // `count` elements of a query's locations or weights, padded to `room`: in place, or copied to `memory`.
     template <class Input>
-    MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t of_each, T pad,
-                               T *memory) const {
+    MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
+                               T pad, T *memory) const {
         if (in_vectors && input.tensor.dtype == OWN<T>) return reinterpret_cast<const T *>(from);
-        if (!in_vectors || !widened(from, input.tensor.dtype, of_each * padded, memory))
-            copy(input, from, of_each, pad, memory);
+        if (!in_vectors || !widened(from, input.tensor.dtype, room, memory))
+            copy(input, from, count, room, pad, memory);
         return memory;
     }
     template <class Input>
-    __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t of_each, T pad, T *memory) const {
+    __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t count, int64_t room, T pad,
+                                        T *memory) const {
         input.read_at(from, memory);
-        for (int64_t i = of_each * samples; i < of_each * padded; ++i) memory[i] = pad;
+        for (int64_t i = count; i < room; ++i) memory[i] = pad;
     }
     // Locations as int64: in place, or copied to `memory`.
     MXD_INLINE const int64_t *whole_numbers(const char *from, bool in_vectors, int64_t *memory) const {

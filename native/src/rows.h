@@ -140,42 +140,49 @@ inline void weighted_sum(const int64_t *address, const T *share, const int64_t *
     });
 }
 
-// The sums of four vectors, side by side. Folding them together takes half the steps of folding each by itself.
+// Four vectors, each folded to one number, side by side. Folding them together takes half the steps of folding each by
+// itself. fold(a, b) is lane by lane.
+template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec<T, N> (&v)[4], Fold &&fold) {
+    typedef Vec<int32_t, N> I;
+    if constexpr (!same_type<T, float>) {
+        const auto folded = [&](Vec<T, N> x) __attribute__((always_inline)) { return folded_lanes<T, N>(x, fold); };
+        return Vec<T, 4>{folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
+    } else if constexpr (N == 4) {
+        const Vec<float, 4> a = fold(MXD_SHUFFLE(v[0], v[1], I, 0, 4, 1, 5), MXD_SHUFFLE(v[0], v[1], I, 2, 6, 3, 7));
+        const Vec<float, 4> b = fold(MXD_SHUFFLE(v[2], v[3], I, 0, 4, 1, 5), MXD_SHUFFLE(v[2], v[3], I, 2, 6, 3, 7));
+        return fold(MXD_SHUFFLE(a, b, I, 0, 1, 4, 5), MXD_SHUFFLE(a, b, I, 2, 3, 6, 7));
+    } else if constexpr (N == 8) {
+        const auto halves = [&](Vec<float, 8> a, Vec<float, 8> b) __attribute__((always_inline)) { // of a, then of b
+            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11),
+                        MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15));
+        };
+        const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+        const Vec<float, 8> pairs = // of 0, 2, 1, 3
+            fold(MXD_SHUFFLE(a, b, I, 0, 1, 8, 9, 4, 5, 12, 13), MXD_SHUFFLE(a, b, I, 2, 3, 10, 11, 6, 7, 14, 15));
+        const Vec<float, 8> all = fold(pairs, MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6));
+        return four_of<0>(MXD_SHUFFLE(all, all, I, 0, 4, 2, 6, 0, 4, 2, 6));
+    } else {
+        const auto halves = [&](Vec<float, 16> a, Vec<float, 16> b) __attribute__((always_inline)) { // of a, then of b
+            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                        MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+        };
+        const Vec<float, 16> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+        const Vec<float, 16> quarters =
+            fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                 MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+        const Vec<float, 16> pairs =
+            fold(quarters, MXD_SHUFFLE(quarters, quarters, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+        const Vec<float, 16> all =
+            fold(pairs, MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+        const Vec<float, 16> four = MXD_SHUFFLE(all, all, I, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+        return raw_load<float, 4>(&four);
+    }
+}
 template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
-    return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
-}
-template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 4>(const Vec<float, 4> (&v)[4]) {
-    typedef Vec<int32_t, 4> I;
-    const Vec<float, 4> a = MXD_SHUFFLE(v[0], v[1], I, 0, 4, 1, 5) + MXD_SHUFFLE(v[0], v[1], I, 2, 6, 3, 7);
-    const Vec<float, 4> b = MXD_SHUFFLE(v[2], v[3], I, 0, 4, 1, 5) + MXD_SHUFFLE(v[2], v[3], I, 2, 6, 3, 7);
-    return MXD_SHUFFLE(a, b, I, 0, 1, 4, 5) + MXD_SHUFFLE(a, b, I, 2, 3, 6, 7);
-}
-template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 8>(const Vec<float, 8> (&v)[4]) {
-    typedef Vec<int32_t, 8> I;
-    const auto halves = [](Vec<float, 8> a, Vec<float, 8> b) { // of a, then of b
-        return MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11) + MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15);
-    };
-    const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
-    const Vec<float, 8> pairs = // of 0, 2, 1, 3
-        MXD_SHUFFLE(a, b, I, 0, 1, 8, 9, 4, 5, 12, 13) + MXD_SHUFFLE(a, b, I, 2, 3, 10, 11, 6, 7, 14, 15);
-    const Vec<float, 8> sums = pairs + MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6);
-    return four_of<0>(MXD_SHUFFLE(sums, sums, I, 0, 4, 2, 6, 0, 4, 2, 6));
-}
-template <> MXD_INLINE Vec<float, 4> sums_of_four<float, 16>(const Vec<float, 16> (&v)[4]) {
-    typedef Vec<int32_t, 16> I;
-    const auto halves = [](Vec<float, 16> a, Vec<float, 16> b) { // of a, then of b
-        return MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-               MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    };
-    const Vec<float, 16> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
-    const Vec<float, 16> quarters = MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-                                    MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    const Vec<float, 16> pairs =
-        quarters + MXD_SHUFFLE(quarters, quarters, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    const Vec<float, 16> sums =
-        pairs + MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    const Vec<float, 16> four = MXD_SHUFFLE(sums, sums, I, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
-    return raw_load<float, 4>(&four);
+    if constexpr (same_type<T, float> && N >= 4)
+        return folded_four<T, N>(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+    else
+        return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
 }
 
 // K vectors of g in each_vector's order.

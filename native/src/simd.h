@@ -316,6 +316,19 @@ template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
     return halves.low + halves.high;
 }
 
+// All lanes folded into one number by fold(a, b).
+template <class T, int N, class Fold> MXD_INLINE T folded_lanes(Vec<T, N> x, Fold &&fold) {
+    if constexpr (N == 1) {
+        return x;
+    } else {
+        struct Halves {
+            Vec<T, N / 2> low, high;
+        };
+        const Halves halves = bits_as<Halves>(x);
+        return folded_lanes<T, N / 2>(fold(halves.low, halves.high), fold);
+    }
+}
+
 template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
     if constexpr (N == 1)
         return x;

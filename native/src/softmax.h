@@ -1,0 +1,124 @@
+// exp and softmax, in steps that every machine has.
+#pragma once
+
+#include "rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// e^x = 2^n e^r with n the whole number nearest to x / ln 2. A polynomial for (e^r - 1 - r) / r^2 where |r| <= ln 2 /
+// 2, highest power first, from a Chebyshev fit: its relative error is below 0.2 units in the last place.
+template <class T> struct ExpOf;
+template <> struct ExpOf<float> {
+    typedef uint32_t Bits;
+    static constexpr int MANTISSA = 23, BIAS = 127;
+    static constexpr float LEAST = -104; // e^x is 0 from here on
+    static constexpr float ROUND = 0x1.8p23f, LOG2_E = 0x1.715476p0f;
+    static constexpr float LN2_HIGH = 0x1.62cp-1f, LN2_LOW = 0x1.217f7ep-12f; // n * LN2_HIGH is exact
+    static constexpr int UP = 64; // 2^(n + UP) is a normal number for every n
+    static constexpr float DOWN = 0x1p-64f;
+    static constexpr float TERMS[] = {0x1.6d117cp-10f, 0x1.120be2p-7f, 0x1.555518p-5f, 0x1.5554dcp-3f, 0.5f};
+};
+template <> struct ExpOf<double> {
+    typedef uint64_t Bits;
+    static constexpr int MANTISSA = 52, BIAS = 1023;
+    static constexpr double LEAST = -746;
+    static constexpr double ROUND = 0x1.8p52, LOG2_E = 0x1.71547652b82fep0;
+    static constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
+    static constexpr int UP = 512;
+    static constexpr double DOWN = 0x1p-512;
+    static constexpr double TERMS[] = {0x1.af390ba7e6f47p-26, 0x1.2891d4ffbb0f9p-22, 0x1.71de0d85293b8p-19,
+                                       0x1.a019b8ca26fcfp-16, 0x1.a01a01a7cebcdp-13, 0x1.6c16c1789d1d7p-10,
+                                       0x1.11111111109a6p-7,  0x1.5555555553d37p-5,  0x1.5555555555556p-3,
+                                       0x1.0000000000001p-1};
+};
+
+// e^x for x <= 0, to two units in the last place; 0 for -inf, NaN for NaN.
+template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
+    typedef ExpOf<T> E;
+    typedef Vec<typename E::Bits, N> Bits;
+    const Vec<T, N> least = broadcast<T, N>(E::LEAST);
+    x = least > x ? least : x; // a NaN stays
+    const Vec<T, N> shifted = x * E::LOG2_E + E::ROUND, n = shifted - E::ROUND;
+    const Vec<T, N> r = x - n * E::LN2_HIGH - n * E::LN2_LOW;
+    Vec<T, N> p = broadcast<T, N>(E::TERMS[0]);
+    MXD_UNROLL
+    for (int k = 1; k < int(sizeof E::TERMS / sizeof(T)); ++k) p = p * r + E::TERMS[k];
+    p = p * (r * r) + r + 1;
+    // the lowest bits of `shifted` are n, and its upper ones leave
+    const Bits power = (bits_as<Bits>(shifted) << E::MANTISSA) + (typename E::Bits(E::BIAS + E::UP) << E::MANTISSA);
+    return p * bits_as<Vec<T, N>>(power) * E::DOWN;
+}
+
+// Numbers of one row that are worked on together.
+template <class T>
+constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
+
+// Whether lanes i, i + 1, .. are among the first `count`.
+template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
+    typedef typename IntOfSize<sizeof(T)>::type I;
+    static constexpr I NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
+}
+
+// Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
+// whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
+// Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
+template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    constexpr int N = SOFTMAX_LANES<T>;
+    typedef Vec<T, N> Lanes;
+    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const int64_t last = (count - 1) / N * N;
+    const Lanes none = broadcast<T, N>(-T(__builtin_inf()));
+    const auto of_row = lanes_below<T, N>(count - last);
+    Lanes tail[4], top[4], sums[4];
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) top[r] = tail[r] = of_row ? raw_load<T, N>(rows[r] + last) : none;
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) top[r] = larger(raw_load<T, N>(rows[r] + i), top[r]);
+    }
+    const Vec<T, 4> most = folded_four<T, N>(top, larger);
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) sums[r] = tail[r] = exp_below_zero<T, N>(tail[r] - most[r]);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) {
+            const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(rows[r] + i) - most[r]);
+            store<T, N>(weights[r] + i, e);
+            sums[r] += e;
+        }
+    }
+    const Vec<T, 4> share = 1 / sums_of_four<T, N>(sums);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * share[r]);
+    }
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * share[r]);
+}
+
+// weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
+// LANES are read and written; those from `in_place` on are written over the gradient of the weights.
+template <class T>
+MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights, int64_t in_place, T *of_logits) {
+    typedef Vec<T, LANES> Lanes;
+    const int64_t last = count / LANES * LANES;
+    Lanes sums = {};
+    for (int64_t i = 0; i < last; i += LANES)
+        sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
+    if (last < count) {
+        const auto mine = lanes_below<T, LANES>(count - last);
+        const Lanes products = raw_load<T, LANES>(of_weights + last) * raw_load<T, LANES>(weights + last);
+        sums += mine ? products : Lanes{};
+    }
+    const Lanes total = broadcast<T, LANES>(sum<T, LANES>(sums));
+    for (int64_t i = 0; i < count; i += LANES)
+        store<T, LANES>((i < in_place ? of_logits : of_weights) + i,
+                        raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(of_weights + i) - total));
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd
