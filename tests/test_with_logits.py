@@ -163,7 +163,7 @@ def test_pixels_are_rounded_half_to_even(implementation, x, column, dtype):
     """On a map four pixels wide 0.125 is half a pixel, and what is beyond a border is on it."""
     value = torch.arange(4.0).view(1, 4, 1, 1)
     reference = torch.tensor([x, 0.0], dtype=dtype).view(1, 1, 1, 2)
-    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), reference, torch.zeros(1, 2), torch.zeros(1, 1, 1, 1))
+    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), reference, torch.tensor([[0, 0]]), torch.zeros(1, 1, 1, 1))
     assert cases.forward_of(implementation, GEOMETRIC_LOGITS)(*args).item() == column
 
 

@@ -139,7 +139,8 @@ ROWS = [
             ),
             (4, lambda a: a[0], ValueError, "window must have shape (num_points, 2); got (2,)"),
             (4, lambda a: a[:, :1], ValueError, "window must have shape (num_points=2, 2); got (2, 1)"),
-            (4, lambda a: a.bool(), TypeError, "window must have a floating or an integer dtype; got bool"),
+            (4, lambda a: a.bool(), TypeError, "window must have dtype int32 or int64; got bool"),
+            (4, lambda a: a.float(), TypeError, "window must have dtype int32 or int64; got float32"),
             (3, lambda a: a.long(), TypeError, f"reference_points must {FLOATING}; got int64"),
             (2, lambda a: a[:1], ValueError, "level_start_index must have shape (num_levels=2); got (1,)"),
             (

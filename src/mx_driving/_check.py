@@ -18,11 +18,11 @@ from ._operators import LOCATIONS, OPERATORS, VALUE, Operator
 FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 INDEX = frozenset((torch.int32, torch.int64))
 _INTEGER = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-LOCATION = FLOATING | _INTEGER
+_LOCATION = FLOATING | _INTEGER
 
 FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
 INDEX_RULE = "have dtype int32 or int64"
-LOCATION_RULE = "have a floating or an integer dtype"
+_LOCATION_RULE = "have a floating or an integer dtype"
 
 Named = tuple[str, Any]
 
@@ -85,7 +85,7 @@ def attention(
     integer_locations: bool = False,
 ) -> None:
     """Check the inputs of an attention operator; both attention operators take the same shapes."""
-    if _attention_agrees(value, shapes, starts, locations, weights, LOCATION if integer_locations else FLOATING):
+    if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else FLOATING):
         return
     named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
     tensors(*named)
@@ -105,7 +105,7 @@ def attention(
     need_dtype(names[1], shapes, INDEX, INDEX_RULE)
     need_dtype(names[2], starts, INDEX, INDEX_RULE)
     if integer_locations:
-        need_dtype(names[3], locations, LOCATION, LOCATION_RULE)
+        need_dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
     else:
         need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
     need_dtype(names[4], weights, FLOATING, FLOATING_RULE)

@@ -14,8 +14,6 @@ from ._check import (
     INDEX,
     INDEX_RULE,
     INPUTS,
-    LOCATION,
-    LOCATION_RULE,
     Named,
     fail,
     need_axes,
@@ -77,10 +75,10 @@ def need_logits(name: str, logits: Tensor, bs: int, queries: int, heads: int, le
         need_shape(name, logits, axes, bs, queries, heads, levels * points)
 
 
-def _need_dtypes(named: list[Named]) -> None:
-    """Value floating, the index tables integers, all others floating."""
+def _need_dtypes(named: list[Named], integers: tuple[int, ...] = (1, 2)) -> None:
+    """The index tables, or what is in `integers`, are whole numbers, and all others floating."""
     for place, (name, t) in enumerate(named):
-        if place in (1, 2):
+        if place in integers:
             need_dtype(name, t, INDEX, INDEX_RULE)
         else:
             need_dtype(name, t, FLOATING, FLOATING_RULE)
@@ -150,8 +148,7 @@ def geometric_kernel_attention(
     need_shape(names[3], reference_points, "bs, num_queries, num_heads, 2", bs, queries, heads, 2)
     need_shape(names[4], window, "num_points, 2", points, 2)
     need_logits(names[5], logits, bs, queries, heads, levels, points)
-    need_dtype(names[4], window, LOCATION, LOCATION_RULE)
-    _need_dtypes([pair for pair in named if pair[0] != names[4]])
+    _need_dtypes(named, integers=(1, 2, 4))
     need_one_device(*named)
 
 
@@ -172,7 +169,7 @@ def _geometric_agrees(value: Any, shapes: Any, starts: Any, reference_points: An
         and shapes.dtype in INDEX
         and starts.dtype in INDEX
         and reference_points.dtype in FLOATING
-        and window.dtype in LOCATION
+        and window.dtype in INDEX
         and logits.dtype in FLOATING
         and value.device == shapes.device == starts.device == reference_points.device == window.device == logits.device
     )

@@ -32,7 +32,7 @@ def geometric_kernel_attention_with_logits(
         spatial_shapes: [num_levels, 2], (H, W) of each level. int32 or int64.
         level_start_index: [num_levels], the row of num_keys where each level begins; used as given. int32 or int64.
         reference_points: [bs, num_queries, num_heads, 2] (x, y); 0..1 is the map. Any floating dtype.
-        window: [num_points, 2], whole pixels (x, y) beside the reference, the same for all queries. Floating or integer.
+        window: [num_points, 2], whole pixels (x, y) beside the reference, the same for all queries. int32 or int64.
         attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or with an axis for each. Any floating dtype.
 
     Outside: a pixel is clamped to the border; NaN and -inf go to 0, +inf to the last pixel. A logit of -inf is a weight of 0;
