@@ -72,7 +72,7 @@ template <class T> class Logits {
             query.all_weights = arena.take<T>(weight_room(n));
         }
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
-                   (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
+                   (n.has_window || c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
         step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
@@ -218,19 +218,19 @@ template <class T> class Logits {
     // not be rounded well: it is clamped to 0. Each operation rounds by itself, as in torch, because another pixel is
     // another row: the compiler must not make one of a product and a sum.
     MXD_INLINE void locate_window(int64_t q, T *locations) const {
-        constexpr int N = LANES;
         constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
-        T reference[2] = {};
-        read_elements(reinterpret_cast<const char *>(first + q * step), call.reference.dtype, call.reference.strides[3],
-                      2, reference);
-        for (int64_t i = 0; i < 2 * round_up(samples, LANES); i += 2) {
-            locations[i] = reference[0] * divisor[i];
-            locations[i + 1] = reference[1] * divisor[i + 1];
+        const T *reference = reinterpret_cast<const T *>(first + q * step);
+        if (!in_place) {
+            read_elements(reinterpret_cast<const char *>(reference), call.reference.dtype, call.reference.strides[3], 2,
+                          copy);
+            reference = copy;
         }
+        const Vec<T, 8> pairs = four_pairs<true>(reference, place);
+        for (int64_t i = 0; i < 2 * samples; i += 8) store<T, 8>(locations + i, pairs * raw_load<T, 8>(divisor + i));
         __asm__ volatile("" ::: "memory");
-        for (int64_t i = 0; i < 2 * round_up(samples, LANES); i += N) {
-            const Vec<T, N> x = raw_load<T, N>(locations + i) + raw_load<T, N>(window + i);
-            store<T, N>(locations + i, x < WHOLE ? (x + WHOLE) - WHOLE : x);
+        for (int64_t i = 0; i < 2 * samples; i += 8) {
+            const Vec<T, 8> x = raw_load<T, 8>(locations + i) + raw_load<T, 8>(window + i);
+            store<T, 8>(locations + i, x < WHOLE ? (x + WHOLE) - WHOLE : x);
         }
     }
 
