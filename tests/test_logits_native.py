@@ -267,7 +267,7 @@ def test_every_way(name, dtype):
 
 def test_a_plan_packs_as_the_bare_operator_does():
     case = WAYS["many queries"][0]
-    assert plan(case, cast(make(case), torch.float32), 1)["packed_value"].startswith("2 of 3 levels")
+    assert plan(case, cast(make(case), torch.float32), 1)["packed_value"].startswith("3 of 3 levels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -397,3 +397,66 @@ def test_refused(spoil, status):
     tensors = [changes.get(i, t) for i, t in enumerate(tensors)]
     assert (forward(case, tensors, status=status) == 7).all()
     assert all(t is None or (t == 7).all() for t in backward(case, tensors, status=status))
+
+
+class Windowed(NamedTuple):
+    """geometric_kernel_attention's: value, tables, reference_points, window, attention_logits, grad_output."""
+
+    tensors: list[Tensor]
+
+    def locations(self) -> Tensor:
+        _, shapes, _, references, window, logits, _ = self.tensors
+        wide = (
+            torch.float64 if computed_in([t for t in self.tensors if t.is_floating_point()]) == torch.float64 else torch.float32
+        )
+        scaled = references.to(wide)[:, :, :, None] * shapes.flip(-1).to(wide)
+        return (scaled[:, :, :, :, None] + window.to(wide)).round().expand(*logits.shape, 2)
+
+    def truth(self) -> list[Tensor]:
+        value, shapes, starts, _, _, logits, grad = self.tensors
+        value, logits = value.double().requires_grad_(), logits.double().requires_grad_()
+        weights = logits.flatten(3).softmax(-1).view_as(logits)
+        out = reference.geometric_kernel_attention(value, shapes, starts, self.locations().double(), weights).reshape(
+            grad.shape
+        )
+        return [out.detach(), *torch.autograd.grad(out, (value, logits), grad.double())]
+
+    def run(self, threads: int = 1) -> list[Tensor]:
+        name, inputs = "mxd_geometric_kernel_attention_with_logits", [pack(t) for t in self.tensors[:6]]
+        value, logits, grad = (self.tensors[i] for i in (0, 5, 6))
+        found = [torch.full(t.shape, 7, dtype=t.dtype) for t in (value, logits)]
+        out = torch.empty(grad.shape, dtype=value.dtype)
+        assert getattr(_native._library(), name)(*inputs, pack(out), threads) == 0
+        assert getattr(_native._library(), name + "_backward")(pack(grad), *inputs, *map(pack, found), threads) == 0
+        return [out, *found]
+
+
+def windowed(shapes: list[tuple[int, int]], points: int, queries: int, dtype: torch.dtype, heads: int = 4) -> Windowed:
+    """References on a grid of 1 / 8 of a map, where many pixels are ties, and some beyond the map or no number."""
+    value, tables, starts, _, _, logits, grad = make(Case(heads, 16, shapes, points, queries, 1, 2))
+    generator = torch.Generator().manual_seed(2)
+    references = torch.randint(-2, 11, (2, queries, heads, 2), generator=generator).double() / 8
+    references[0, :3, 0, 0] = torch.tensor([float("nan"), float("inf"), -float("inf")], dtype=torch.float64)
+    window = torch.randint(-3, 4, (points, 2), generator=generator)
+    return Windowed(cast([value, tables, starts, references, window, logits, grad], dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("shapes", "points", "queries"),
+    [([(20, 10)], 15, 40), ([(20, 10)], 16, 600), (PYRAMID[:3], 4, 60), ([(5, 7), (3, 4)], 3, 30), ([(3, 3)], 1, 9)],
+)
+def test_windows(dtype, shapes, points, queries):
+    """The same pixels as torch finds, ties included: another pixel would be another row."""
+    call = windowed(shapes, points, queries, dtype)
+    first, true = call.run(), call.truth()
+    for one, exact in zip(first, true, strict=True):
+        computed = torch.float64 if dtype == torch.float64 else torch.float32
+        allowed = 64 * torch.finfo(computed).eps * exact.abs().max() + torch.finfo(dtype).eps * exact.abs()
+        assert ((one.double() - exact).abs() <= allowed + (2.0**-24 if dtype == torch.float16 else 0)).all()
+    for threads in THREADS[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(first, call.run(threads), strict=True))
+    strided = Windowed([apart(t) for t in call.tensors])
+    assert all(torch.equal(a, b) for a, b in zip(first, strided.run(), strict=True))
+    narrow = Windowed([t.int() if i == 4 else t for i, t in enumerate(call.tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(first, narrow.run(2), strict=True))

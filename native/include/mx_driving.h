@@ -97,6 +97,20 @@ MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_outpu
                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
                                                     const mxd_tensor *grad_attention_weights, int num_threads);
 
+/* The same from where a model's linear layers end: reference_points [bs, num_queries, num_heads, 2] normalised; window
+ * [num_points, 2] whole pixels (x, y), integer; attention_logits have the shape of attention_weights, which are their
+ * softmax for each head. Pixel = reference * (W, H) + window, rounded, half to even. */
+MXD_API int mxd_geometric_kernel_attention_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+                                                       const mxd_tensor *level_start_index,
+                                                       const mxd_tensor *reference_points, const mxd_tensor *window,
+                                                       const mxd_tensor *attention_logits, const mxd_tensor *output,
+                                                       int num_threads);
+MXD_API int mxd_geometric_kernel_attention_with_logits_backward(
+    const mxd_tensor *grad_output, const mxd_tensor *value, const mxd_tensor *spatial_shapes,
+    const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *window,
+    const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits,
+    int num_threads);
+
 /* Writes to `text` how a function would do its work: a line "name: what" for each decision, at most size - 1
  * characters. Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_";
  * arguments: its tensors, in order. Returns the status of the function's own checks, or MXD_BAD_NAME. */

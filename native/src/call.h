@@ -15,8 +15,9 @@ struct Call {
     Operator op;
     bool backward;
     mxd_tensor value, shapes, starts, locations, weights; // value: feature_maps for deformable_aggregation
-    bool with_logits;        // then locations are offsets from reference points, and weights are logits
-    mxd_tensor reference;    // [bs, num_queries, R, 2 or 4]
+    bool with_logits;     // then locations are offsets from reference points, and weights are logits
+    mxd_tensor reference; // [bs, num_queries, R, 2 or 4]; geometric_kernel_attention: [bs, num_queries, num_heads, 2]
+    mxd_tensor window;    // of geometric_kernel_attention, [num_points, 2], in place of locations
     bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
     mxd_tensor output;       // forward: written
     mxd_tensor grad_output;  // backward: read

@@ -34,14 +34,17 @@ bool reference_fits(const Call &call) {
 }
 
 bool attention_shapes_agree(const Call &call) {
-    const int64_t *v = call.value.shape, *l = call.locations.shape;
-    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = l[1], levels = call.starts.shape[0],
-                  points = l[4];
+    const int64_t *v = call.value.shape, *w = call.weights.shape;
+    const int64_t bs = v[0], keys = v[1], heads = v[2], channels = v[3], queries = w[1], levels = call.starts.shape[0],
+                  points = w[4];
+    const bool located = call.op == GEOMETRIC && call.with_logits
+                             ? has_shape(call.reference, {bs, queries, heads, 2}) && has_shape(call.window, {points, 2})
+                             : has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
+                                   (!call.with_logits || reference_fits(call));
     return has_shape(call.value, {bs, keys, heads, channels}) && has_shape(call.shapes, {levels, 2}) &&
-           has_shape(call.starts, {levels}) && has_shape(call.locations, {bs, queries, heads, levels, points, 2}) &&
+           has_shape(call.starts, {levels}) && located &&
            has_shape(call.weights, {bs, queries, heads, levels, points}) &&
-           has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels}) &&
-           (!call.with_logits || reference_fits(call));
+           has_shape(call.backward ? call.grad_output : call.output, {bs, queries, heads, channels});
 }
 
 bool aggregation_shapes_agree(const Call &call) {
@@ -73,6 +76,7 @@ bool dtypes_fit(const Call &call) {
     // The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
     if (call.backward ? !is_floating(call.grad_output) : call.output.dtype != call.value.dtype) return false;
     if (call.with_logits && !is_floating(call.reference)) return false;
+    if (call.with_logits && call.op == GEOMETRIC && !is_integer(call.window)) return false;
     return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) && is_integer(call.starts) &&
            (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
 }

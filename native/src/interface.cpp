@@ -163,6 +163,16 @@ void set_reference(Call &call, const mxd_tensor *reference, bool by_point) {
     call.reference_by_point = by_point;
 }
 
+Call call_with_window(const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
+                      const mxd_tensor *reference, const mxd_tensor *window, const mxd_tensor *logits,
+                      int num_threads) {
+    static const mxd_tensor NO_LOCATIONS{};
+    Call call = call_of(GEOMETRIC, value, shapes, starts, &NO_LOCATIONS, logits, num_threads);
+    set_reference(call, reference, false);
+    call.window = *window;
+    return call;
+}
+
 // The operator and the direction of a function, by its name without "mxd_".
 bool find_function(const char *name, Operator &op, bool &backward, bool &with_logits) {
     static const char LOGITS[] = "_with_logits";
@@ -173,7 +183,7 @@ bool find_function(const char *name, Operator &op, bool &backward, bool &with_lo
         if (std::strncmp(name, NAMES[candidate], length) != 0) continue;
         op = candidate;
         const char *rest = name + length;
-        with_logits = op == MULTI_SCALE && std::strncmp(rest, LOGITS, sizeof LOGITS - 1) == 0;
+        with_logits = op != AGGREGATION && std::strncmp(rest, LOGITS, sizeof LOGITS - 1) == 0;
         if (with_logits) rest += sizeof LOGITS - 1;
         backward = rest[0] != 0;
         return !backward || std::strcmp(rest, "_backward") == 0;
@@ -182,8 +192,16 @@ bool find_function(const char *name, Operator &op, bool &backward, bool &with_lo
 }
 
 // The same, with logits. Which axis reference points belong to makes no difference to a plan: the one that fits.
-Call call_with_logits(bool backward, const mxd_tensor *const *arguments, int num_threads) {
+Call call_with_logits(Operator op, bool backward, const mxd_tensor *const *arguments, int num_threads) {
     const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + 6;
+    if (op == GEOMETRIC) {
+        Call call = call_with_window(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], num_threads);
+        if (!backward)
+            call.output = *results[0];
+        else
+            set_gradients(call, arguments[0], results[0], nullptr, results[1]);
+        return call;
+    }
     Call call = call_of(MULTI_SCALE, inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], num_threads);
     const int64_t references = inputs[3]->shape[2];
     set_reference(call, inputs[3], references != 1 && references != call.starts.shape[0]);
@@ -299,11 +317,30 @@ int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const
     return mxd::run(call);
 }
 
+int mxd_geometric_kernel_attention_with_logits(const mxd_tensor *value, const mxd_tensor *shapes,
+                                               const mxd_tensor *starts, const mxd_tensor *reference,
+                                               const mxd_tensor *window, const mxd_tensor *logits,
+                                               const mxd_tensor *output, int num_threads) {
+    mxd::Call call = mxd::call_with_window(value, shapes, starts, reference, window, logits, num_threads);
+    call.output = *output;
+    return mxd::run(call);
+}
+
+int mxd_geometric_kernel_attention_with_logits_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
+                                                        const mxd_tensor *shapes, const mxd_tensor *starts,
+                                                        const mxd_tensor *reference, const mxd_tensor *window,
+                                                        const mxd_tensor *logits, const mxd_tensor *grad_value,
+                                                        const mxd_tensor *grad_logits, int num_threads) {
+    mxd::Call call = mxd::call_with_window(value, shapes, starts, reference, window, logits, num_threads);
+    mxd::set_gradients(call, grad_output, grad_value, nullptr, grad_logits);
+    return mxd::run(call);
+}
+
 int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {
     mxd::Operator op;
     bool backward, with_logits;
     if (!mxd::find_function(name, op, backward, with_logits)) return MXD_BAD_NAME;
-    mxd::Call call = with_logits ? mxd::call_with_logits(backward, arguments, num_threads)
+    mxd::Call call = with_logits ? mxd::call_with_logits(op, backward, arguments, num_threads)
                                  : mxd::call_of_function(op, backward, arguments, num_threads);
     return mxd::out_of_memory_if_thrown([&] {
         std::string plan;

@@ -2,6 +2,7 @@
 //
 //   location = reference + offset / (W, H)                      reference is a point
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
+//   pixel    = reference * (W, H) + window, rounded             geometric_kernel_attention
 //   weights  = softmax of the logits of all levels and points
 //
 // Nothing of this goes to memory but a query's scratch.
@@ -53,15 +54,17 @@ template <class T> class Logits {
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
         return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
+               (n.has_window ? Arena::bytes<T>(2 * n.room()) : 0) +
                2 * TURNED * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
     }
     Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
         if (!n.with_logits) return;
-        boxes = c.reference.shape[3] == 4;
+        boxes = !n.has_window && c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
         inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
+        if (n.has_window) window = arena.take<T>(2 * n.room());
         for (Turned &query : ring) {
             query.offset_copy = arena.take<T>(2 * n.room());
             query.locations = arena.take<T>(2 * n.room());
@@ -69,7 +72,7 @@ template <class T> class Logits {
             query.all_weights = arena.take<T>(weight_room(n));
         }
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
-                   (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
+                   (n.has_window || c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
         step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
@@ -82,6 +85,9 @@ template <class T> class Logits {
         for (int64_t i = 0; i < padded; ++i) {
             const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
             const Level &level = call.levels[first + sample / n.points];
+            if (n.has_window)
+                read_elements(at(call.window, sample % n.points * call.window.strides[0]), call.window.dtype,
+                              call.window.strides[1], 2, window + 2 * i);
             place[i] = place_of(first + sample / n.points, sample % n.points);
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
@@ -90,9 +96,11 @@ template <class T> class Logits {
         }
     }
 
-    // The queries of this batch are read from now on, from any query on.
-    void open(int64_t b) {
-        if (n.with_logits) first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
+    // The queries of this (batch, head) are read from now on, from any query on.
+    void open(int64_t b, int64_t h) {
+        const mxd_tensor &t = call.reference;
+        if (n.with_logits)
+            first = reinterpret_cast<int64_t>(at(t, b * t.strides[0] + (n.has_window ? h * t.strides[2] : 0)));
         turned = 0;
     }
 
@@ -111,7 +119,11 @@ template <class T> class Logits {
     void turn(int64_t q, int64_t last) {
         turned = q + TURNED;
         if (samples == 0) return;
-        for (int64_t i = q; i < last; ++i) locate(reference_of(i), of(i).offsets, of(i).locations);
+        for (int64_t i = q; i < last; ++i)
+            if (n.has_window)
+                locate_window(i, of(i).locations);
+            else
+                locate(reference_of(i), of(i).offsets, of(i).locations);
         const T *rows[TURNED];
         T *weights[TURNED];
         for (int64_t i = 0; i < TURNED; ++i) {
@@ -128,7 +140,8 @@ template <class T> class Logits {
                               T *of_reference) const {
         if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
+        for (int64_t i = 0; i < samples && !n.has_window;
+             i += 4) { // as they were stored: a wider load would wait for the stores
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
             if (size)
@@ -148,6 +161,7 @@ template <class T> class Logits {
     // are whole pixels, where a slope jumps with the last bit.
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
+    T *window = nullptr;                   // pairs
     bool in_place = false;                 // reference points are read as they lie
     int64_t first = 0, step = 0;           // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
@@ -157,7 +171,7 @@ template <class T> class Logits {
     static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
 
     int64_t place_of(int64_t level, int64_t point) const {
-        const int64_t references = call.reference.shape[2];
+        const int64_t references = n.has_window ? 1 : call.reference.shape[2];
         const int64_t r = call.reference_by_point ? point % references : references == 1 ? 0 : level;
         return r * call.reference.shape[3];
     }
@@ -197,6 +211,26 @@ template <class T> class Logits {
                 store<T, 2 * LOCATED<T>>(locations + 2 * k, pairs_at<SHARED>(reference, places + k) +
                                                                 offset / raw_load<T, 2 * LOCATED<T>>(divisors + 2 * k));
             }
+        }
+    }
+
+    // The pixel nearest to reference * (W, H) + window, half to even, as a whole number in T. What is not positive need
+    // not be rounded well: it is clamped to 0. Each operation rounds by itself, as in torch, because another pixel is
+    // another row: the compiler must not make one of a product and a sum.
+    MXD_INLINE void locate_window(int64_t q, T *locations) const {
+        constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
+        const T *reference = reinterpret_cast<const T *>(first + q * step);
+        if (!in_place) {
+            read_elements(reinterpret_cast<const char *>(reference), call.reference.dtype, call.reference.strides[3], 2,
+                          copy);
+            reference = copy;
+        }
+        const Vec<T, 8> pairs = four_pairs<true>(reference, place);
+        for (int64_t i = 0; i < 2 * samples; i += 8) store<T, 8>(locations + i, pairs * raw_load<T, 8>(divisor + i));
+        __asm__ volatile("" ::: "memory");
+        for (int64_t i = 0; i < 2 * samples; i += 8) {
+            const Vec<T, 8> x = raw_load<T, 8>(locations + i) + raw_load<T, 8>(window + i);
+            store<T, 8>(locations + i, x < WHOLE ? (x + WHOLE) - WHOLE : x);
         }
     }
 

@@ -146,15 +146,17 @@ template <class T> class QueryReader {
         // with the padding, which is read, too
         location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
-        logits.open(b);
+        logits.open(b, h);
         locations_until = locations.contiguous
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
+        if (n.has_window) locations_until = INT64_MAX;
         weights_until = weights.contiguous
                             ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5)
                             : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
-        const bool own = call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>) && call.weights.dtype == OWN<T>;
+        const bool own_locations = n.has_window || call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>);
+        const bool own = own_locations && call.weights.dtype == OWN<T>;
         const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
         in_place_until = n.with_logits ? -1 : until;
         turned_in_place_until = until;
@@ -211,8 +213,9 @@ template <class T> class QueryReader {
         }
         for (int64_t i = q; i < last; ++i) {
             auto &turned = logits.of(i);
-            turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
-                                    T(__builtin_nan("")), turned.offset_copy);
+            if (!n.has_window)
+                turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
+                                        T(__builtin_nan("")), turned.offset_copy);
             turned.logits = values(weights, weight_rows.at(i), i <= weights_until, weight_samples, weights_padded, T(0),
                                    turned.logit_copy);
         }

@@ -11,12 +11,13 @@ namespace {
 
 struct Sizes {
     int64_t batch, keys, heads, channels, queries, levels, points;
-    bool with_logits;
+    bool with_logits, has_window;
 
     explicit Sizes(const Call &call)
         : batch(call.value.shape[0]), keys(call.value.shape[1]), heads(call.value.shape[2]),
           channels(call.value.shape[3]), queries(call.weights.shape[1]), levels(call.num_levels),
-          points(call.weights.shape[4]), with_logits(call.with_logits) {}
+          points(call.weights.shape[4]), with_logits(call.with_logits),
+          has_window(call.op == GEOMETRIC && call.with_logits) {}
     int64_t room() const { return round_up(levels * points, LANES); } // samples of a query, padded
 };
 
