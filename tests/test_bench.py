@@ -185,15 +185,16 @@ def test_corner_rows_are_the_operators_own():
 
 
 def test_memory_beside_inputs_and_outputs_is_within_16_megabytes():
-    """The median of three, because Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value."""
+    """The median of three, because Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value, and there are
+    two threads."""
     encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
     runs = [extra_memory(encoder, "float32") for _ in range(3)]
     forward, backward = (statistics.median(shares) for shares in zip(*runs, strict=True))
     value = encoder.make(torch.Generator())[0]
     limit = (16 << 20) / (value.numel() * value.itemsize)
-    head = 1 / value.shape[2]
-    assert 0.9 * head < forward < limit  # a copy of one head
-    assert 0.9 * head < backward < limit  # or of one head for each thread
+    head = 1 / value.shape[2] - 2 * 0.014
+    assert head < forward < limit  # a copy of one head
+    assert head < backward < limit  # or of one head for each thread
 
 
 def test_memory_of_a_16_bit_gradient_is_one_head_of_float32_for_each_thread():
