@@ -12,12 +12,15 @@ from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, Case
 
 from mx_driving import _native
 
-# test_plan.py has calls for every way of the native kernels.
+# test_plan.py says which way the native kernels go in such calls, and has one for each way.
 PYRAMID = [(20, 30), (10, 15), (5, 8)]
 LARGE = [
     Case(MULTI_SCALE, "3 points", lambda: cases.multi_scale(1, 700, 40, 3, PYRAMID, 3)),
+    Case(MULTI_SCALE, "4 points", lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4)),
+    Case(MULTI_SCALE, "4 points, one level", lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4)),
     Case(AGGREGATION, "three cameras", lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3)),
     Case(GEOMETRIC, "3 points", lambda: cases.geometric(1, 700, 40, 3, PYRAMID[:2], 3)),
+    Case(GEOMETRIC, "4 points", lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4)),
 ]
 
 

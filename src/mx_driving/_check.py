@@ -7,7 +7,7 @@ handful of comparisons; a sentence is made only when one of them fails.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -50,6 +50,15 @@ def need_one_device(first: Named, *others: Named) -> None:
 def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str) -> None:
     if t.dtype not in allowed:
         fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
+
+
+def need_dtypes(named: Sequence[Named], integers: tuple[int, ...] = (1, 2)) -> None:
+    """The index tables, or what is in `integers`, are whole numbers, and all others floating."""
+    for place, (name, t) in enumerate(named):
+        if place in integers:
+            need_dtype(name, t, INDEX, INDEX_RULE)
+        else:
+            need_dtype(name, t, FLOATING, FLOATING_RULE)
 
 
 def need_axes(name: str, t: Tensor, axes: str) -> None:
@@ -171,11 +180,7 @@ def aggregation(
     need_shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
     need_shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
     need_groups(names[4], groups, channels)
-    need_dtype(names[0], feature_maps, FLOATING, FLOATING_RULE)
-    need_dtype(names[1], shapes, INDEX, INDEX_RULE)
-    need_dtype(names[2], starts, INDEX, INDEX_RULE)
-    need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
-    need_dtype(names[4], weight, FLOATING, FLOATING_RULE)
+    need_dtypes(named)
     need_one_device(*named)
 
 

@@ -10,15 +10,12 @@ from torch import Tensor
 
 from ._check import (
     FLOATING,
-    FLOATING_RULE,
     INDEX,
-    INDEX_RULE,
     INPUTS,
-    Named,
     fail,
     need_axes,
     need_batch_and_heads,
-    need_dtype,
+    need_dtypes,
     need_groups,
     need_one_device,
     need_shape,
@@ -61,7 +58,7 @@ def multi_scale_deformable_attn(
     if not _has_references(reference_points, bs, queries, levels, points, reference_axis):
         rule = f"have shape (bs={bs}, num_queries={queries}, {references}, 2 or 4)"
         fail(ValueError, names[3], rule, tuple(reference_points.shape))
-    _need_dtypes(named)
+    need_dtypes(named)
     need_one_device(*named)
 
 
@@ -73,15 +70,6 @@ def need_logits(name: str, logits: Tensor, bs: int, queries: int, heads: int, le
     else:
         axes = "bs, num_queries, num_heads, num_levels * num_points"
         need_shape(name, logits, axes, bs, queries, heads, levels * points)
-
-
-def _need_dtypes(named: list[Named], integers: tuple[int, ...] = (1, 2)) -> None:
-    """The index tables, or what is in `integers`, are whole numbers, and all others floating."""
-    for place, (name, t) in enumerate(named):
-        if place in integers:
-            need_dtype(name, t, INDEX, INDEX_RULE)
-        else:
-            need_dtype(name, t, FLOATING, FLOATING_RULE)
 
 
 def _has_references(t: Tensor, bs: int, queries: int, levels: int, points: int, axis: str) -> bool:
@@ -148,7 +136,7 @@ def geometric_kernel_attention(
     need_shape(names[3], reference_points, "bs, num_queries, num_heads, 2", bs, queries, heads, 2)
     need_shape(names[4], window, "num_points, 2", points, 2)
     need_logits(names[5], logits, bs, queries, heads, levels, points)
-    _need_dtypes(named, integers=(1, 2, 4))
+    need_dtypes(named, integers=(1, 2, 4))
     need_one_device(*named)
 
 
@@ -207,7 +195,7 @@ def deformable_aggregation(
         need_shape(names[6], image_size, "bs, cam, 2", bs, cams, 2)
     if pair_scale is not None:
         need_shape(names[7], pair_scale, "bs, anchor, cam, pts", bs, anchors, cams, points)
-    _need_dtypes(named)
+    need_dtypes(named)
     need_one_device(*named)
 
 
