@@ -12,26 +12,27 @@ namespace {
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
+    static int64_t bytes(const Sizes &n) { return 2 * Arena::bytes<T>(OF_EACH * n.room()); }
     SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
         : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
+          direct(t.data && axes.contiguous && t.dtype == OWN<T>),
+          scratch{arena.take<T>(OF_EACH * n.room()), arena.take<T>(OF_EACH * n.room())} {}
 
     void open(int64_t b, int64_t h) {
         if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
     }
     MXD_INLINE T *begin(int64_t q) const {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
-        return direct ? reinterpret_cast<T *>(to) : scratch;
+        return direct ? reinterpret_cast<T *>(to) : memory(q);
     }
     // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
-    MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
-    T *memory() const { return scratch; }
+    MXD_INLINE T *of_vector(int64_t q, T *begun, int64_t i) const { return i < in_vectors ? begun : memory(q); }
+    T *memory(int64_t q) const { return scratch[q & 1]; }
     int64_t whole_vectors() const { return in_vectors; }
     MXD_INLINE void end(int64_t q, T *begun) const {
-        if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
+        if (tensor.data && !direct) axes.write_at(queries.at(q), memory(q));
         if (direct && in_vectors < samples)
-            memcpy(begun + in_vectors * OF_EACH, scratch + in_vectors * OF_EACH,
+            memcpy(begun + in_vectors * OF_EACH, memory(q) + in_vectors * OF_EACH,
                    size_t((samples - in_vectors) * OF_EACH) * sizeof(T));
     }
 
@@ -40,7 +41,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     TrailingAxes<AXES> axes;
     int64_t samples, in_vectors;
     bool direct;
-    T *scratch;
+    T *scratch[2]; // of a query, and of the one before
     QueryRows queries;
 };
 
@@ -62,15 +63,18 @@ template <class T, template <class> class Rule> class SampleOutputs {
         weights.open(b, h);
         sums.open(b, h);
     }
-    MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) const {
+    MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        if (n.with_logits) return write_turned(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
-        if (n.with_logits)
-            write_turned(q, query, reader, grad_xy, grad_weight);
-        else
-            for (int64_t i = 0; i < reader.padded; i += LANES)
-                Rule<T>::gradients(query, dot, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+        for (int64_t i = 0; i < reader.padded; i += LANES)
+            Rule<T>::gradients(query, dot, i, xy.of_vector(q, grad_xy, i), weights.of_vector(q, grad_weight, i));
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
+    }
+    // After the last query that was written.
+    void finish(const QueryReader<T> &reader) {
+        if (late >= 0) write_logits(reader);
+        late = -1;
     }
 
   private:
@@ -78,13 +82,24 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
     ReferenceSums<T> sums;
+    // With logits: the query whose gradients of logits are not written yet. They wait for a sum over the query, so they
+    // are written while the next query's rows are multiplied.
+    int64_t late = -1;
+    T *grad_logits = nullptr;
 
-    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader,
-                                                T *grad_offsets, T *grad_logits) const {
+    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         for (int64_t i = 0; i < reader.padded; i += LANES)
-            Rule<T>::gradients(query, dot, i, xy.memory(), weights.memory());
-        reader.with_logits().gradients(q, xy.memory(), weights.memory(), xy.whole_vectors(), grad_offsets, grad_logits,
-                                       sums.of(q));
+            Rule<T>::gradients(query, dot, i, xy.memory(q), weights.memory(q));
+        T *grad_offsets = xy.begin(q);
+        reader.with_logits().offset_gradients(q, xy.memory(q), xy.whole_vectors(), grad_offsets, sums.of(q));
+        xy.end(q, grad_offsets);
+        if (late >= 0) write_logits(reader);
+        late = q;
+        grad_logits = weights.begin(q);
+    }
+    MXD_INLINE void write_logits(const QueryReader<T> &reader) const {
+        reader.with_logits().logit_gradients(late, weights.memory(late), weights.whole_vectors(), grad_logits);
+        weights.end(late, grad_logits);
     }
 };
 
@@ -112,6 +127,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
                 dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
+        samples.finish(this->reader);
     }
 
   private:

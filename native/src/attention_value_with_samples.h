@@ -41,6 +41,7 @@ template <class T, template <class> class Rule> class AllGradients : QueryWorker
                                         this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
+        samples.finish(this->reader);
     }
 
   private:

@@ -69,7 +69,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     MXD_INLINE void queries(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
         ahead(
             begin, end,
-            [&](int64_t q, int number) {
+            [&](int64_t q, int number) __attribute__((always_inline)) {
                 Slot<T> &slot = slots[number];
                 reader.read(q, slot.query);
                 for (int64_t i = 0; i < reader.padded; i += LANES) {
@@ -78,7 +78,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                     prepare(slot, i, sampled);
                 }
             },
-            [&](int64_t q, int number, int next) { finish(q, slots[number], slots[next]); });
+            [&](int64_t q, int number, int next)
+                __attribute__((always_inline)) { finish(q, slots[number], slots[next]); });
     }
 
     template <class Sampled> static MXD_INLINE void put_shares(Slot<T> &slot, int64_t i, const Sampled &sampled) {

@@ -44,7 +44,10 @@ template <class T> struct Nearest {
             y = nearest<T>(location_y, last_y);
         } else {
             RealLanes<T> location_x, location_y;
-            query.location(i, location_x, location_y);
+            if (query.has_window())
+                query.window_pixel(i, location_x, location_y);
+            else
+                query.location(i, location_x, location_y);
             x = nearest<T>(location_x, last_x);
             y = nearest<T>(location_y, last_y);
         }

@@ -2,10 +2,10 @@
 //
 //   location = reference + offset / (W, H)                      reference is a point
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
-//   pixel    = reference * (W, H) + window, rounded             geometric_kernel_attention
 //   weights  = softmax of the logits of all levels and points
 //
-// Nothing of this goes to memory but a query's scratch.
+// Nothing of this goes to memory but a query's scratch. Of geometric_kernel_attention, which has a window instead of
+// offsets, only the weights are found here.
 #pragma once
 
 #include "sizes.h"
@@ -45,34 +45,35 @@ template <bool SHARED, class T> MXD_INLINE Pairs<T> pairs_at(const T *from, cons
                                                    bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
-// Queries that are turned together. A query stays while those AHEAD of it are prepared, so there is room for twice as
-// many.
-constexpr int64_t TURNED = 4;
+// Queries that are turned together: the four of a softmax, or twice as many if they are short, because the softmax of
+// one four does not wait for that of the other. A query stays while those AHEAD of it are prepared, so there is room
+// for twice as many.
+constexpr int64_t MOST_TURNED = 8;
+inline int64_t turned_together(const Sizes &n) { return n.levels * n.points <= LANES ? MOST_TURNED : 4; }
 
 template <class T> class Logits {
   public:
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
         return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
-               (n.has_window ? Arena::bytes<T>(2 * n.room()) : 0) +
-               2 * TURNED * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
+               2 * turned_together(n) * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
     }
-    Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
+    Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes), together(turned_together(sizes)) {
         if (!n.with_logits) return;
         boxes = !n.has_window && c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
         inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
-        if (n.has_window) window = arena.take<T>(2 * n.room());
-        for (Turned &query : ring) {
+        for (int64_t i = 0; i < 2 * together; ++i) {
+            Turned &query = ring[i];
             query.offset_copy = arena.take<T>(2 * n.room());
             query.locations = arena.take<T>(2 * n.room());
             query.logit_copy = arena.take<T>(weight_room(n));
             query.all_weights = arena.take<T>(weight_room(n));
         }
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
-                   (n.has_window || c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
+                   (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
         step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
@@ -85,9 +86,6 @@ template <class T> class Logits {
         for (int64_t i = 0; i < padded; ++i) {
             const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
             const Level &level = call.levels[first + sample / n.points];
-            if (n.has_window)
-                read_elements(at(call.window, sample % n.points * call.window.strides[0]), call.window.dtype,
-                              call.window.strides[1], 2, window + 2 * i);
             place[i] = place_of(first + sample / n.points, sample % n.points);
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
@@ -96,11 +94,9 @@ template <class T> class Logits {
         }
     }
 
-    // The queries of this (batch, head) are read from now on, from any query on.
-    void open(int64_t b, int64_t h) {
-        const mxd_tensor &t = call.reference;
-        if (n.with_logits)
-            first = reinterpret_cast<int64_t>(at(t, b * t.strides[0] + (n.has_window ? h * t.strides[2] : 0)));
+    // The queries of this batch and of a head are read from now on, from any query on.
+    void open(int64_t b) {
+        if (n.with_logits) first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
         turned = 0;
     }
 
@@ -110,50 +106,51 @@ template <class T> class Logits {
         const T *offsets, *logits;   // whole vectors
         T *locations, *all_weights;
     };
-    Turned &of(int64_t q) { return ring[q & (2 * TURNED - 1)]; }
-    const Turned &of(int64_t q) const { return ring[q & (2 * TURNED - 1)]; }
+    Turned &of(int64_t q) { return ring[q & (2 * together - 1)]; }
+    const Turned &of(int64_t q) const { return ring[q & (2 * together - 1)]; }
     const T *weights(int64_t q) const { return of(q).all_weights + first_sample; } // of the levels in use
     int64_t turned_until() const { return turned; }
+    int64_t turned_at_once() const { return together; }
 
-    // Queries q..q+TURNED-1, whose offsets and logits are known; those from `last` on do not exist.
+    // Queries q..last-1, at most `together`, whose offsets and logits are known.
     void turn(int64_t q, int64_t last) {
-        turned = q + TURNED;
+        turned = last;
         if (samples == 0) return;
-        for (int64_t i = q; i < last; ++i)
-            if (n.has_window)
-                locate_window(i, of(i).locations);
-            else
-                locate(reference_of(i), of(i).offsets, of(i).locations);
-        const T *rows[TURNED];
-        T *weights[TURNED];
-        for (int64_t i = 0; i < TURNED; ++i) {
-            rows[i] = of(q + i < last ? q + i : q).logits;
-            weights[i] = of(q + i).all_weights;
+        for (int64_t i = q; i < last && !n.has_window; ++i) locate(reference_of(i), of(i).offsets, of(i).locations);
+        for (; q < last; q += 4) {
+            const T *rows[4];
+            T *weights[4];
+            for (int64_t i = 0; i < 4; ++i) {
+                rows[i] = of(q + i < last ? q + i : q).logits;
+                weights[i] = of(q + i).all_weights;
+            }
+            softmax<T>(rows, n.levels * n.points, weights);
         }
-        softmax<T>(rows, n.levels * n.points, weights);
     }
 
-    // From the gradients of the locations and weights of a query to those of its offsets and logits, and to those of
-    // its reference points, where they are wanted. What lies before sample `direct_until` is written to memory of its
-    // own. All levels are in use.
-    MXD_INLINE void gradients(int64_t q, T *of_xy, T *of_weights, int64_t direct_until, T *of_offsets, T *of_logits,
-                              T *of_reference) const {
+    // From the gradients of a query's locations to those of its offsets, and of its reference points where they are
+    // wanted. What lies before sample `direct_until` is written to memory of its own. All levels are in use.
+    MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
+        if (n.has_window) return;
         if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples && !n.has_window;
-             i += 4) { // as they were stored: a wider load would wait for the stores
+        for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
             if (size)
                 g = g == 0 ? g : g * (shared ? four_pairs<true>(size, place + i) : four_pairs<false>(size, place + i));
             store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g * raw_load<T, 8>(inverse + 2 * i));
         }
+    }
+    // The same from the gradients of weights to those of logits.
+    MXD_INLINE void logit_gradients(int64_t q, T *of_weights, int64_t direct_until, T *of_logits) const {
         softmax_gradient<T>(of(q).all_weights, samples, of_weights, direct_until, of_logits);
     }
 
   private:
     const Call &call;
     Sizes n;
+    int64_t together; // queries that are turned at once: a power of two
     bool boxes = false;
     bool shared = true;       // four samples belong to the same reference point
     int64_t *place = nullptr; // where a sample's reference point is, among the query's numbers
@@ -161,17 +158,16 @@ template <class T> class Logits {
     // are whole pixels, where a slope jumps with the last bit.
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
-    T *window = nullptr;                   // pairs
     bool in_place = false;                 // reference points are read as they lie
     int64_t first = 0, step = 0;           // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
     int64_t turned = 0;
-    Turned ring[2 * TURNED];
+    Turned ring[2 * MOST_TURNED];
 
     static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
 
     int64_t place_of(int64_t level, int64_t point) const {
-        const int64_t references = n.has_window ? 1 : call.reference.shape[2];
+        const int64_t references = call.reference.shape[2];
         const int64_t r = call.reference_by_point ? point % references : references == 1 ? 0 : level;
         return r * call.reference.shape[3];
     }
@@ -211,26 +207,6 @@ template <class T> class Logits {
                 store<T, 2 * LOCATED<T>>(locations + 2 * k, pairs_at<SHARED>(reference, places + k) +
                                                                 offset / raw_load<T, 2 * LOCATED<T>>(divisors + 2 * k));
             }
-        }
-    }
-
-    // The pixel nearest to reference * (W, H) + window, half to even, as a whole number in T. What is not positive need
-    // not be rounded well: it is clamped to 0. Each operation rounds by itself, as in torch, because another pixel is
-    // another row: the compiler must not make one of a product and a sum.
-    MXD_INLINE void locate_window(int64_t q, T *locations) const {
-        constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
-        const T *reference = reinterpret_cast<const T *>(first + q * step);
-        if (!in_place) {
-            read_elements(reinterpret_cast<const char *>(reference), call.reference.dtype, call.reference.strides[3], 2,
-                          copy);
-            reference = copy;
-        }
-        const Vec<T, 8> pairs = four_pairs<true>(reference, place);
-        for (int64_t i = 0; i < 2 * samples; i += 8) store<T, 8>(locations + i, pairs * raw_load<T, 8>(divisor + i));
-        __asm__ volatile("" ::: "memory");
-        for (int64_t i = 0; i < 2 * samples; i += 8) {
-            const Vec<T, 8> x = raw_load<T, 8>(locations + i) + raw_load<T, 8>(window + i);
-            store<T, 8>(locations + i, x < WHOLE ? (x + WHOLE) - WHOLE : x);
         }
     }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "logits.h"
+#include "window.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -19,7 +20,7 @@ constexpr int SLOTS = 4; // queries that are prepared at once: a power of two ab
 
 // prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
 template <class Prepare, class Finish>
-inline void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     for (int64_t q = begin; q < end + AHEAD; ++q) {
         const int slot = int(q - begin) & (SLOTS - 1);
         if (q < end) prepare(q, slot);
@@ -102,9 +103,17 @@ template <class T> class Query {
         const auto a = raw_load<int64_t, LANES>(from), b = raw_load<int64_t, LANES>(from + LANES);
         separate<int64_t, LANES>(a, b, x, y);
     }
+    // Instead of locations there may be a reference point, around which a window lies: window_pixel() reads them then.
+    bool has_window() const { return window.exists(); }
+    MXD_INLINE void window_pixel(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
+        window.pixel(reference, maps_, sample, x, y);
+    }
 
   private:
     template <class> friend class QueryReader;
+    Window<T> window;
+    const T *reference; // a pair
+    T reference_copy[2];
     const void *xy = nullptr; // T, or int64_t where they are whole
     const T *weights = nullptr;
     bool whole = false;
@@ -118,10 +127,12 @@ template <class T> class QueryReader {
   public:
     int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Sizes &n) { return Maps<T>::bytes(n.room()) + Logits<T>::bytes(n); }
+    static int64_t bytes(const Sizes &n) {
+        return Maps<T>::bytes(n.room()) + Logits<T>::bytes(n) + Window<T>::bytes(n);
+    }
     QueryReader(const Call &c, const Sizes &sizes, Arena &arena)
         : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()),
-          logits(c, n, arena) {
+          logits(c, n, arena), window(n, arena) {
         use_levels(0, n.levels);
     }
 
@@ -135,6 +146,7 @@ template <class T> class QueryReader {
         locations.shape[0] = last - first;
         weights.shape[0] = n.with_logits ? n.levels : last - first;
         logits.use_levels(first, last);
+        if (n.has_window) window.set(call.window, samples);
         maps_.set_levels(call.levels, first, last, n.points, padded);
     }
     const Maps<T> &maps() const { return maps_; }
@@ -144,9 +156,10 @@ template <class T> class QueryReader {
         const int64_t location_skip = first_level * call.locations.strides[3];
         const int64_t weight_skip = n.with_logits ? 0 : first_level * call.weights.strides[3];
         // with the padding, which is read, too
-        location_rows = QueryRows(call.locations, b, h, 2 * padded, location_skip);
+        location_rows = n.has_window ? QueryRows(call.reference, b, h, 2)
+                                     : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
-        logits.open(b, h);
+        logits.open(b);
         locations_until = locations.contiguous
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
@@ -169,7 +182,7 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        if (n.with_logits) return read_turned(q, query);
+        if (n.with_logits) return read_turned(q, location, query);
         if (whole)
             query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
         else
@@ -187,6 +200,7 @@ template <class T> class QueryReader {
     TrailingAxes<2> weights;
     Maps<T> maps_;
     Logits<T> logits;
+    Window<T> window;
     int64_t first_level = 0, samples = 0;
     int64_t weight_samples = 0, weights_padded = 0; // of a query, as they are read
     QueryRows location_rows, weight_rows;
@@ -195,14 +209,20 @@ template <class T> class QueryReader {
     int64_t turned_in_place_until = -1;               // the same of offsets and logits
     bool whole = false;                               // locations are whole numbers
 
-    MXD_INLINE void read_turned(int64_t q, Query<T> &query) {
+    MXD_INLINE void read_turned(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.turned_until()) turn(q);
-        query.xy = logits.of(q).locations;
+        if (n.has_window) {
+            query.window = window;
+            query.reference =
+                row_as(location, call.reference.dtype, call.reference.strides[3], 2, query.reference_copy);
+        } else {
+            query.xy = logits.of(q).locations;
+        }
         query.weights = logits.weights(q);
     }
-    // TURNED queries together, because a query by itself waits for each step of its softmax: q and those that follow.
+    // q and those that follow, together, because a query by itself waits for each step of its softmax.
     __attribute__((noinline)) void turn(int64_t q) {
-        const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
+        const int64_t after = q + logits.turned_at_once(), last = after < n.queries ? after : n.queries;
         if (last - 1 <= turned_in_place_until) { // nearly always
             for (int64_t i = q; i < last; ++i) {
                 auto &turned = logits.of(i);

@@ -28,7 +28,7 @@ template <int N> struct Count {
 };
 
 // op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
-template <class T, class Op> inline void for_pieces(int64_t channels, Op &&op) {
+template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&op) {
     // nearly every model has 32 channels a head: one piece, which the compiler knows to begin at 0
     if constexpr (sizeof(T) == 4)
         if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
@@ -266,8 +266,9 @@ struct OtherRows {
 // One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
 // store whose address ends like its own, and the addresses of a row in two tensors may end alike.
 template <class T, int N, int K>
-inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
-                                       int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
+MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next,
+                                           OtherRows others, int64_t n, int64_t channel, const T *g, T *dot,
+                                           bool accumulate) {
     Vec<T, N> factor[K];
     read_factors<T, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
@@ -288,9 +289,9 @@ inline void dots_and_scatter_add_piece(const int64_t *address, const T *share, c
 }
 
 template <class T>
-inline void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
-                                 int64_t n, int64_t channels, const T *g, T *dot) {
-    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
+                                     int64_t n, int64_t channels, const T *g, T *dot) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
         dots_and_scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, others, n, c, g + c, dot,
                                                                   c > 0);
     });

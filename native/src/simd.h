@@ -122,6 +122,14 @@ template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
 #endif
 }
 
+// The lanes of a, then those of b.
+template <class T, int N> MXD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N> b) {
+    if constexpr (N == 4)
+        return eight_of<T>(a, b);
+    else
+        return bits_as<Vec<T, 2 * N>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(a), bits_as<Vec<int64_t, 4>>(b)));
+}
+
 // a0 b0 a1 b1 ...
 template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &low, Vec<T, N> &high) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
@@ -305,6 +313,12 @@ template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
     float lanes[N];
     memcpy(lanes, &y, sizeof lanes);
     for (int i = 0; i < N; ++i) to[i].bits = float_to_half(lanes[i]);
+}
+
+// x as it would be in memory: the compiler cannot make one operation of what gave it and what uses it.
+template <class V> MXD_INLINE V rounded(V x) {
+    __asm__("" : "+m"(x));
+    return x;
 }
 
 // The lower and the upper half added, lane by lane.

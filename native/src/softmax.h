@@ -62,11 +62,50 @@ template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
     return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
 }
 
+// What the numbers in each half of a vector fold into, in all lanes of that half.
+template <class T, int N, class Fold> MXD_INLINE Vec<T, N> folded_halves(Vec<T, N> x, Fold &&fold) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    if constexpr (N == 16) {
+        x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+        x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+        return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    } else {
+        static_assert(N == 8, "8 or 16 lanes");
+        x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5));
+        return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6));
+    }
+}
+
+// The same as softmax for rows of at most LANES numbers, half a vector: two rows share one.
+template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    constexpr int N = 2 * LANES;
+    typedef Vec<T, LANES> Row;
+    struct Two {
+        Row first, second;
+    };
+    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const auto total = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+    const Row none = broadcast<T, LANES>(-T(__builtin_inf()));
+    const auto of_row = lanes_below<T, LANES>(count);
+    MXD_UNROLL
+    for (int r = 0; r < 4; r += 2) {
+        const Row first = of_row ? raw_load<T, LANES>(rows[r]) : none;
+        const Row second = of_row ? raw_load<T, LANES>(rows[r + 1]) : none;
+        const Vec<T, N> logits = joined<T, LANES>(first, second);
+        const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_halves<T, N>(logits, larger));
+        const Two both = bits_as<Two>(Vec<T, N>(e / folded_halves<T, N>(e, total)));
+        store<T, LANES>(weights[r], both.first);
+        store<T, LANES>(weights[r + 1], both.second);
+    }
+}
+
 // Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
 // whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
 // Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
 template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
+    if constexpr (N == 2 * LANES)
+        if (count <= LANES) return softmax_of_halves<T>(rows, count, weights);
     typedef Vec<T, N> Lanes;
     const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
     const int64_t last = (count - 1) / N * N;
