@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import pathlib
 import shutil
 import statistics
@@ -15,37 +16,82 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import mx_driving
+from mx_driving import _native
+from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
-from mx_driving.measure import floor, plain
-from mx_driving.measure.accuracy import Checked
+from mx_driving.measure import floor, modules
+from mx_driving.measure.accuracy import Checked, check_one
 from mx_driving.measure.floor import add_rows, corner_rows
+from mx_driving.measure.modules import MODULES
+from mx_driving.measure.plans import plans
 from mx_driving.measure.report import slower
+from mx_driving.measure.rivals import ours, rivals
 from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
-from mx_driving.measure.workloads import AGGREGATION, EXAMPLES, WORKLOADS
+from mx_driving.measure.workloads import AGGREGATION, CHECKED, EXAMPLES, GEOMETRIC, WORKLOADS, cast, some_queries
 
 SMALL = "RT-DETR*"
 needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
 
 
 def test_names_are_unique_and_every_operator_is_there():
-    assert len({w.name for w in WORKLOADS}) == len(WORKLOADS)
-    assert len({w.operator for w in WORKLOADS}) == 3
+    assert len({w.name for w in (*WORKLOADS, *MODULES)}) == len(WORKLOADS) + len(MODULES)
+    assert {w.operator for w in WORKLOADS} == {w.operator for w in CHECKED} == set(OPERATORS)
 
 
-@pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]"])
-def test_plain_forms_compute_the_same(name):
-    """Each rival computes what we do, on some queries of a workload."""
-    workload = next(w for w in WORKLOADS if w.name == name)
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = (*args[:3], args[3][:, :40], args[4][:, :40])
-    ours = getattr(mx_driving, workload.operator)(*args)
-    torch.testing.assert_close(getattr(plain, workload.operator)(*args), ours, rtol=1e-4, atol=1e-5)
-    assert ours.abs().max() > 1e-3
+def named(name):
+    return next(w for w in (*WORKLOADS, *CHECKED) if w.name == name)
 
 
-def test_sparse4d_points_are_seen_by_one_or_two_cameras():
-    workload = next(w for w in WORKLOADS if w.operator == AGGREGATION)
-    locations = workload.make(torch.Generator().manual_seed(0))[3]
+LOGITS = ["Deformable-DETR decoder, 300 queries, with logits", "Sparse4D 2 scales, with logits", "MapTR nano, with logits"]
+PILLARS = "BEVFormer spatial cross-attention, 6 x 2500, with logits"
+BARE = ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]"]
+
+
+@pytest.mark.parametrize("name", [*BARE, *LOGITS, PILLARS])
+def test_rivals_compute_the_same(name):
+    """Each computes what we do, on some queries of a workload: plain torch, and the bare operator on ready samples."""
+    workload = named(name)
+    args = some_queries(workload.operator, workload.inputs(), 0, 40)
+    output = getattr(mx_driving, workload.operator)(*args)
+    assert output.abs().max() > 1e-3
+    for function, given, _ in (*rivals(workload, args, False).values(), *ours(workload, args).values()):
+        torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
+    assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_errors_with_logits(name, monkeypatch):
+    """Of the output and of every gradient. The reference does some queries at a time: what queries share has a gradient that
+    is added up over them."""
+    monkeypatch.setattr("mx_driving.measure.accuracy.CHUNK", 50)
+    workload = named(name)
+    found = check_one(workload, "float32", "cpu", quick=True, timed=False)
+    assert found.failures == []
+    assert list(found.errors) == ["output", *workload.gradients]
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_every_dtype_samples_at_the_same_places_off_the_lattice(name):
+    """So errors of 16 bits are those of arithmetic: a location's gradient jumps at pixel centres."""
+    workload = named(name)
+    wide = cast(workload.inputs(), torch.float64)
+    operator, (_, shapes, _, locations, _) = workload.bare(wide)
+    for dtype in ("float16", "bfloat16"):
+        assert torch.equal(workload.bare(cast(workload.inputs(dtype), torch.float64))[1][3], locations)
+    if operator == GEOMETRIC:
+        assert torch.equal(locations, locations.round())
+        return
+    seen = ((locations > 0) & (locations < 1)).all(-1)
+    size = shapes.flip(-1) if operator == AGGREGATION else shapes.flip(-1)[:, None]
+    places = locations[..., None, :] if operator == AGGREGATION else locations
+    pixels = (places * size - 0.5)[seen]
+    assert (pixels - pixels.round()).abs().min() > (0.0019 if operator == AGGREGATION else 0.0099)
+
+
+@pytest.mark.parametrize("name", ["Sparse4D v3", "Sparse4D 2 scales, with logits"])
+def test_sparse4d_points_are_seen_by_one_or_two_cameras(name):
+    workload = named(name)
+    locations = workload.bare(workload.inputs())[1][3]
     seen = ((locations > 0) & (locations < 1)).all(-1).sum(-1).float()
     assert 0.9 < seen.mean() < 2
     assert seen.max() <= 2
@@ -62,6 +108,20 @@ def test_explain_prints_a_plan_and_measures_nothing(monkeypatch):
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "value gradient" in line]
     assert ["BY_PARTS, 3 a head" in lines[0], "BY_BANDS, 3, buffered" in lines[1]] == [True, True]
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_a_plan_with_logits_is_that_of_the_bare_operator(name):
+    """Where the operator is a composition, the plan says so."""
+    workload = named(name)
+    operator, args = workload.bare(workload.inputs())
+    expected = {
+        "forward": _native.describe_plan(operator, args),
+        "backward": _native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
+    }
+    if not _native.has(workload.operator):
+        expected = {way: {"composed_over": operator, **plan} for way, plan in expected.items()}
+    assert plans(workload, "float32") == expected
 
 
 @pytest.mark.parametrize("with_floor", [pytest.param(True, marks=needs_the_floor), False])
@@ -189,7 +249,7 @@ def test_memory_beside_inputs_and_outputs_is_within_16_megabytes():
     two threads."""
     encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
     runs = [extra_memory(encoder, "float32") for _ in range(3)]
-    forward, backward = (statistics.median(shares) for shares in zip(*runs, strict=True))
+    forward, backward, _ = (statistics.median(shares) for shares in zip(*(r.values() for r in runs), strict=True))
     value = encoder.make(torch.Generator())[0]
     limit = (16 << 20) / (value.numel() * value.itemsize)
     head = 1 / value.shape[2] - 2 * 0.014
@@ -199,10 +259,71 @@ def test_memory_beside_inputs_and_outputs_is_within_16_megabytes():
 
 def test_memory_of_a_16_bit_gradient_is_one_head_of_float32_for_each_thread():
     encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
-    forward, backward = extra_memory(encoder, "bfloat16")
+    forward, backward, _ = extra_memory(encoder, "bfloat16").values()
     heads = encoder.make(torch.Generator())[0].shape[2]
     assert forward == pytest.approx(1 / heads, abs=0.05)
     assert backward == pytest.approx(2 * torch.get_num_threads() / heads, abs=0.05)
+
+
+def test_training_with_logits_keeps_no_locations_or_weights():
+    """Forward and backward together need less than value's size beside inputs, outputs and gradients. Locations and weights
+    would be 1.5 times value's size here."""
+    found = extra_memory(named("Deformable-DETR encoder, with logits"), "float32")
+    assert found["forward + backward"] < 1
+    assert found["forward + backward"] == pytest.approx(max(found["forward"], found["backward"]), abs=0.05)
+
+
+SMALL_MODULES = {
+    "transformers, mmcv": lambda g: modules._encoder(g, [(6, 8), (3, 4)]),
+    "geometric": lambda g: modules._geometric(g, (5, 6), (3, 4)),
+    "aggregation": lambda g: modules._aggregation(g, 12, [(8, 22), (4, 11)]),
+}
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Compiling takes longer than everything else here."""
+    monkeypatch.setattr(torch, "compile", lambda run: run)
+
+
+@pytest.mark.parametrize("name", SMALL_MODULES)
+def test_rows_of_a_module(name, eager):
+    rows = modules.measure_module(modules.ModuleWorkload(name, SMALL_MODULES[name]), True, 0)
+    packages = [p for p in name.split(", ") if importlib.util.find_spec(p)]
+    implementations = {
+        *("mx_driving", "plain torch", "torch.compile", "layers + operator"),
+        *(["layers + floor"] if floor.why_not() is None else []),
+        *packages,
+        *(f"{p}, compiled" for p in packages),
+    }
+    directions = ("forward", "forward + backward")
+    assert {(r["direction"], r["implementation"]) for r in rows} == {(d, i) for d in directions for i in implementations}
+
+
+@pytest.mark.parametrize("name", SMALL_MODULES)
+def test_the_layers_of_a_module_are_all_it_has(name):
+    """Every parameter belongs to one of them, and each is given an input as wide as it is."""
+    subject = SMALL_MODULES[name](torch.Generator().manual_seed(0))
+    of_layers = [p for layer, _ in subject.layers for p in layer.parameters()]
+    assert {id(p) for p in of_layers} == {id(p) for p in subject.module.parameters() if p.requires_grad}
+    assert all(layer(x).isfinite().all() for layer, x in subject.layers)
+
+
+@pytest.mark.parametrize(("spoilt", "word"), [("output", "output of"), ("gradient", "gradients of")])
+def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
+    """A rival whose output or gradient is off by a thousandth, or a tenth."""
+
+    def make(generator):
+        subject = SMALL_MODULES["geometric"](generator)
+
+        def off(*inputs):
+            output = subject.plainly(*inputs)
+            return output * 1.001 if spoilt == "output" else output.detach() + 0.9 * (output - output.detach())
+
+        return subject._replace(plainly=off)
+
+    with pytest.raises(ValueError, match=f"{word} plain torch must be those of mx_driving"):
+        modules.measure_module(modules.ModuleWorkload("m", make), False, 0)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
@@ -222,12 +343,12 @@ def test_what_import_and_a_call_cost(monkeypatch):
     assert recorded > 0
 
 
-def test_traits_come_in_pairs():
-    """Each figure of the vendor's small example is (forward, backward)."""
+def test_traits_of_a_workload():
+    """Each figure of the vendor's small example is (forward, backward); memory has forward + backward, too."""
     found = traits(next(w for w in WORKLOADS if w.name.startswith("Vendor example small")), 0.01)
     assert set(found) == {
         *("bfloat16 / float32, time", "float16 / float32, time", "1 thread / 2 threads, time"),
         *("float32, scratch memory / value", "bfloat16, scratch memory / value"),
     }
-    assert all(float(number) >= 0 for name, pair in found.items() if "time" in name for number in pair)
-    assert all(len(pair) == 2 for pair in found.values())
+    assert all(float(number) >= 0 for name, figures in found.items() if "time" in name for number in figures)
+    assert [len(figures) for figures in found.values()] == [2, 2, 2, 3, 3]

@@ -21,7 +21,7 @@ from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
 from mx_driving.cli import models as models_module
 from mx_driving.cli.app import app, main
-from mx_driving.measure.workloads import EXAMPLES, WORKLOADS
+from mx_driving.measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def _wide_terminal(monkeypatch):
 
 @pytest.fixture
 def small_examples(monkeypatch):
-    """Only the two small ones of the four examples."""
-    monkeypatch.setattr(check_module, "EXAMPLES", (EXAMPLES[0], EXAMPLES[2]))
+    """Only the two small ones of the vendor's examples."""
+    monkeypatch.setattr(check_module, "CHECKED", (EXAMPLES[0], EXAMPLES[2]))
 
 
 def run(*args):
@@ -154,7 +154,7 @@ def test_check_fails_when_a_kernel_is_wrong(name):
         "from mx_driving.cli.app import app\n"
         "from mx_driving.cli import check as module\n"
         "from mx_driving.measure.workloads import EXAMPLES\n"
-        "module.EXAMPLES = (EXAMPLES[0], EXAMPLES[2])\n"
+        "module.CHECKED = (EXAMPLES[0], EXAMPLES[2])\n"
         f"right = _native.kernel('{name.removesuffix('_backward')}', {name.endswith('_backward')})\n"
         "def off(x):\n"
         "    return tuple(t * 1.00001 for t in x) if isinstance(x, tuple) else x * 1.00001\n"
@@ -361,11 +361,14 @@ def test_no_workload_of_that_name(mx, no_work, name, options):
     assert found[2].endswith("; got 'yolo*'\n")
 
 
+MAPTR = "MapTR tiny\nMapTR nano\nMapTR tiny, with logits\nMapTR nano, with logits\n"
+
+
 def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
     name = WORKLOADS[-1].name
     for option in ("--only", "--workload"):
         assert mx("bench", "--list", option, name)[1] == name + "\n"
-        assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == "MapTR tiny\nMapTR nano\n"
+        assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == MAPTR
 
 
 def test_no_model_of_that_name(mx, no_work, monkeypatch):
@@ -397,10 +400,11 @@ def long_rows(workload, dtype, *rest):
 MODEL = ["1e-07", "300", "12345", "12345", "12.34", "12345.6", "12345.7", "123.4"]
 TRAITS = {"bfloat16, scratch memory / value": ("123.4%", "567.8%")}
 DEMO = demo_module.DemoResult(Path("a" * 90 + ".png"), 29.4, 60.1, [0.123, 1e-12], 0.87, 1.0)
+CHECKED_WORDS = [word for w in CHECKED for word in (w.row.bare or w.operator, *w.name.split(), *w.gradients)]
 TABLES = [
-    (["check", "--quick", "--dtype", "bfloat16"], [w for e in EXAMPLES for w in (e.operator, *e.name.split(), *e.gradients)]),
+    (["check", "--quick", "--dtype", "bfloat16"], CHECKED_WORDS),
     (["bench", "--traits", "--dtype", "bfloat16"], [w for x in WORKLOADS for w in x.name.split()] + ["123456.78", "1234.56"]),
-    (["bench", "--traits"], ["torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
+    (["bench", "--traits"], ["Module:", "torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
     (["models"], ["mm_grounding_dino", *MODEL]),
     (["demo"], ["29.4", "26", "0.123", "1e-12", "(123000000000", "60.1", "87", "a" * 90 + ".png"]),
 ]

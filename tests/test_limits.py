@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import cases
+import logits_cases
 import pytest
 import torch
 
@@ -68,7 +69,45 @@ PAST = [
         "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256",
     ),
 ]
+
+
+def multi_scale_logits(heads=1, levels=1, points=1):
+    args = logits_cases.multi_scale(1, 1, 8, heads, [(2, 2)] * levels, points)
+    return cases.MULTI_SCALE_LOGITS, args
+
+
+def aggregation_logits(groups=8, ahead=True):
+    """A camera that sees its point at (1 / 2, 1 / 2), or one that has it behind itself."""
+    args = list(logits_cases.aggregation(1, 1, 1, 64, groups, [[(1, 1)]], False, False))
+    args[3] = torch.tensor([1.0, 1.0, 2.0 if ahead else -2.0]).view(1, 1, 1, 3)
+    args[4] = torch.eye(4)[None, None]
+    return cases.AGGREGATION_LOGITS, tuple(args)
+
+
+def geometric_logits(heads=1, levels=1, window=(1, 1)):
+    return cases.GEOMETRIC_LOGITS, logits_cases.geometric(1, 1, 8, heads, [(2, 2)] * levels, window)
+
+
+PAST += [  # with logits, in the words of the bare operator
+    (
+        lambda: multi_scale_logits(levels=5, points=13),
+        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
+    ),
+    (lambda: multi_scale_logits(heads=9), "value must have num_heads <= 8 (Atlas A2 limit); got 9"),
+    (lambda: aggregation_logits(groups=4), "weight must have group == 8 (Atlas A2 limit); got 4"),
+    (
+        lambda: aggregation_logits(ahead=False),
+        "sample_locations must lie in [0, 1] (Atlas A2 limit); got ",
+    ),
+    (
+        lambda: geometric_logits(heads=8, levels=4, window=(2, 4)),
+        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256",
+    ),
+]
 WITHIN = [
+    lambda: multi_scale_logits(heads=8, levels=7, points=9),
+    aggregation_logits,
+    lambda: geometric_logits(heads=31, window=(2, 4)),
     lambda: multi_scale(heads=8, dims=64, levels=7, points=9),
     lambda: multi_scale(heads=7, dims=64, levels=8, points=8),
     lambda: aggregation(bs=128, cams=6, scales=4),

@@ -6,6 +6,7 @@ import io
 import pickle
 
 import cases
+import logits_cases
 import pytest
 import torch
 
@@ -32,6 +33,19 @@ def test_recording_sees_every_operator_and_no_backward():
     ]
     assert torch.equal(looks[0].weights, weights)
     assert not looks[0].table.requires_grad
+
+
+@pytest.mark.parametrize("operator", cases.WITH_LOGITS)
+def test_a_look_at_an_operator_with_logits_repeats_its_call(operator):
+    """It has the locations and weights that the operator works out, for the bare operator."""
+    case = next(c for c in logits_cases.CASES if c.operator == operator)
+    args = cases.cast(case.make(), torch.float32)
+    with viz.recording() as looks:
+        output = getattr(mx_driving, operator)(*args)
+    (look,) = looks
+    again = getattr(mx_driving, look.operator)(look.table, look.shapes, look.starts, look.locations, look.weights)
+    assert look.operator == operator.removesuffix("_with_logits")
+    torch.testing.assert_close(again, output, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("channels_first", [False, True])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import _check
+from . import _check, _with_logits
 from ._flags import flag
+from ._operators import OPERATORS
 
 MULTI_SCALE = {"points_times_levels": 64, "num_heads": 8, "embed_dims": 64, "embed_dims_multiple": 8}
 # one head fewer if points * levels is 64 and embed_dims fills eight blocks of eight
@@ -30,6 +33,9 @@ _open = int(flag("MX_DRIVING_ATLAS_LIMITS"))
 def atlas_limits() -> Iterator[None]:
     """Hold every call inside to the limits that the vendor documents for Atlas A2; a call past one raises ValueError.
 
+    The vendor has no operators with logits. There a model makes locations and weights itself and calls the bare operator, so
+    these are held to the bare operator's limits, and the sentence names its inputs. All locations are worked out for it.
+
     Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` (true, yes, on) in the environment does the same for a whole
     program; a word that is neither on nor off is a ValueError when the package is imported.
     """
@@ -45,7 +51,14 @@ def enforced() -> bool:
     return _open > 0
 
 
-def multi_scale_deformable_attn(value: Tensor, locations: Tensor) -> None:
+def hold(operator: str, *args: Any) -> None:
+    """Refuse a call that passes a limit."""
+    bare = OPERATORS[operator].bare
+    with torch.no_grad():
+        _RULES[bare or operator](*(_with_logits.bare_inputs(operator, *args) if bare else args))
+
+
+def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
     _, _, heads, dims = value.shape
     samples = locations.shape[3] * locations.shape[4]
     if samples > MULTI_SCALE["points_times_levels"]:
@@ -58,7 +71,7 @@ def multi_scale_deformable_attn(value: Tensor, locations: Tensor) -> None:
         _check.limit("value", "have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64", heads)
 
 
-def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, locations: Tensor, weight: Tensor) -> None:
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
     bs, num_feat, c = feature_maps.shape
     _, anchor, pts, cam, scale, group = weight.shape
     sizes = {"bs": bs, "c": c, "cam": cam, "scale": scale, "anchor": anchor, "pts": pts}
@@ -80,7 +93,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, locations: Tens
         _check.limit("sample_locations", "lie in [0, 1]", f"a value {worst:.4g} away from the far edge")
 
 
-def geometric_kernel_attention(value: Tensor, locations: Tensor) -> None:
+def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
     _, _, heads, dim = value.shape
     product = heads * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
     if dim % GEOMETRIC_DIM_MULTIPLE:
@@ -91,3 +104,10 @@ def geometric_kernel_attention(value: Tensor, locations: Tensor) -> None:
     if product >= GEOMETRIC_PRODUCT:
         rule = "have num_heads * num_levels * num_points (rounded up to 8) < 256"
         _check.limit("sampling_locations", rule, product)
+
+
+_RULES: dict[str, Callable[..., None]] = {
+    "multi_scale_deformable_attn": multi_scale_deformable_attn,
+    "deformable_aggregation": deformable_aggregation,
+    "geometric_kernel_attention": geometric_kernel_attention,
+}

@@ -270,11 +270,11 @@ def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]
     return tensors, [_REFERENCE_AXIS[option] for option in args[len(row.inputs) :]]
 
 
-def _forward_with_logits(operator: str, *args: Any) -> Tensor:
+def _forward_with_logits(function_of: FunctionOf, operator: str, *args: Any) -> Tensor:
     tensors, numbers = _taken(operator, args)
     value, logits = tensors[0], tensors[OPERATORS[operator].weights]
     output = _output(value, tensors[LOCATIONS])
-    status = _library_function(operator)(
+    status = function_of(operator)(
         *map(_pack, tensors),
         _pack_output(output, value.shape),
         *numbers,
@@ -285,14 +285,14 @@ def _forward_with_logits(operator: str, *args: Any) -> Tensor:
     return output
 
 
-def _backward_with_logits(operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _backward_with_logits(function_of: FunctionOf, operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *inputs, mask = rest
     row = OPERATORS[operator]
     tensors, numbers = _taken(operator, inputs)
     value = tensors[0]
     found = gradients([inputs[i] for i in row.differentiable], mask)
     outputs = [g.view(tensors[i].shape) if asked else None for i, g, asked in zip(row.differentiable, found, mask, strict=True)]
-    status = _library_function(operator + "_backward")(
+    status = function_of(operator + "_backward")(
         _pack_output(grad, value.shape),
         *map(_pack, tensors),
         *[None if t is None else _pack(t) for t in outputs],
@@ -304,32 +304,37 @@ def _backward_with_logits(operator: str, grad: Tensor, *rest: Any) -> tuple[Tens
     return tuple(found)
 
 
+def _kernels(operator: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(forward, backward)"""
+    return (_forward_with_logits, _backward_with_logits) if OPERATORS[operator].bare else (_forward, _backward)
+
+
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
-    if OPERATORS[operator].bare:
-        return functools.partial(_backward_with_logits if backward else _forward_with_logits, operator)
-    return functools.partial(_backward if backward else _forward, _library_function, operator)
+    return functools.partial(_kernels(operator)[backward], _library_function, operator)
 
 
-def describe_plan(operator: str, tensors: Sequence[Tensor], mask: list[bool] | None = None) -> dict[str, str]:
+def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
     """How a call would be done: each decision by its name, as mxd_describe_plan tells it.
 
     Args:
-        tensors: the operator's inputs.
+        inputs: the operator's inputs, and its options.
         mask: which gradients are wanted; None for the forward direction.
     """
     text = ctypes.create_string_buffer(1024)
 
     def describing(name: str) -> Callable[..., int]:
         def describe(*arguments: Any) -> int:
-            *packed, threads = arguments
+            *given, threads = arguments
+            packed = [a for a in given if not isinstance(a, int)]  # options are integers, and no part of a plan
             pointers = (ctypes.c_char_p * len(packed))(*packed)
             return _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
 
         return describe
 
+    forward, backward = _kernels(operator)
     if mask is None:
-        _forward(describing, operator, *tensors)
+        forward(describing, operator, *inputs)
     else:
-        _backward(describing, operator, _output(tensors[0], tensors[3]), *tensors, mask)
+        backward(describing, operator, _output(inputs[0], inputs[3]), *inputs, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())

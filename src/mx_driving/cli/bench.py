@@ -12,12 +12,20 @@ from .._programs.files import writable, writable_picture
 from .._programs.problems import matching
 from .._programs.show import open_console, say, show
 from ..measure import floor, report
+from ..measure.modules import MODULES, ModuleWorkload, measure_module
 from ..measure.plans import plans
 from ..measure.report import OURS, Row
-from ..measure.speed import measure
+from ..measure.speed import measure as measure_call
 from ..measure.traits import of_the_package, traits
-from ..measure.workloads import WORKLOADS
+from ..measure.workloads import WORKLOADS, Workload
 from .options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+
+
+def measure(one: Workload | ModuleWorkload, dtype: str, peers: bool, seconds: float) -> list[Row]:
+    """The rows of a workload."""
+    if isinstance(one, ModuleWorkload):
+        return measure_module(one, peers, seconds)
+    return measure_call(one, dtype, peers, seconds)
 
 
 def bench(
@@ -25,7 +33,7 @@ def bench(
     dtype: DTypes = None,
     threads: Threads = 0,
     peers: Annotated[
-        bool, typer.Option("--peers", help="Also plain torch under torch.compile, and torch-ms-deform-attn where installed.")
+        bool, typer.Option("--peers", help="Also plain torch under torch.compile, and other packages where installed.")
     ] = False,
     seconds: Seconds = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
@@ -50,22 +58,29 @@ def bench(
     floor" is a native loop that knows the rows beforehand and only reads and adds them: what memory allows. A
     wheel does not hold it; `make native` in the source tree builds it.
 
+    Beside an operator with logits, "bare operator" is given locations and weights that are ready. A row "Module: ..." is a
+    module of `mx_driving.nn`, always in float32: its forward without gradients, and forward and backward with those of its
+    parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are ready.
+
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 
     Example: `mx-driving bench --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png`
     """
     from rich.progress import track
 
-    wanted = matching("--only", only, [w.name for w in WORKLOADS])
+    wanted = matching("--only", only, [w.name for w in (*WORKLOADS, *MODULES)])
     if names:
         print("\n".join(wanted))
         return
+    dtypes = [d.value for d in dtype or [DType.float32]]
     chosen = [w for w in WORKLOADS if w.name in wanted]
-    work = [(w, d.value) for d in dtype or [DType.float32] for w in chosen]
+    modules = [w for w in MODULES if w.name in wanted]
+    calls = [(w, d) for d in dtypes for w in chosen]
+    work = [*calls, *((w, d) for w in modules for d in dtypes if d == DType.float32.value)]
     use_threads(threads)
     if explain:
         console = open_console(f"mx-driving bench --explain: {report.machine()}")
-        for one, name in work:
+        for one, name in calls:
             show(console, report.plans_table(f"{one.name}, {name}", plans(one, name)))
         return
     before = report.read(compare) if compare else None  # read first: --csv may overwrite this file

@@ -1,4 +1,4 @@
-"""`mx-driving check`: every operator on the vendor documents' examples, against the float64 reference."""
+"""`mx-driving check`: every operator, against the float64 reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.markup import escape
 from .._programs.problems import matching, ruled
 from .._programs.show import grid, open_console, say, show
 from ..measure.accuracy import QUICK, Checked, check_one
-from ..measure.workloads import EXAMPLES
+from ..measure.workloads import CHECKED
 from .options import DType, DTypes, Only, Threads, use_threads
 
 
@@ -21,7 +21,8 @@ def _table(rows: list[Checked]) -> Any:
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
         name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes have a line of their own
-        table.add_row(f"[bold]{row.workload.operator}[/]\n{escape(name)}\n{row.dtype}")
+        operator = row.workload.row.bare or row.workload.operator  # the workload's name says "with logits"
+        table.add_row(f"[bold]{operator}[/]\n{escape(name)}\n{row.dtype}")
         errors = "\n".join(
             f"[{'red' if not error <= row.allowed[what] else 'green'}]{error:.1e}[/] / {row.allowed[what]:.1e}"
             for what, error in row.errors.items()
@@ -58,7 +59,7 @@ def check(
     threads: Threads = 0,
     quick: Annotated[bool, typer.Option("--quick", help=f"Only {QUICK} queries of each example.")] = False,
 ) -> None:
-    """Run every operator, forward and backward, on the vendor documents' own examples.
+    """Run every operator, forward and backward: on the vendor documents' own examples, and with logits on calls of models.
 
     Each row compares the output and every gradient with the float64 reference. An error is the largest difference divided
     by the largest true entry. What the plain reference loses in that dtype on the same inputs is allowed, plus 16 units in
@@ -72,8 +73,8 @@ def check(
     from rich.progress import Progress
 
     device = _usable(device)
-    wanted = matching("--only", only, [w.name for w in EXAMPLES])
-    chosen = [w for w in EXAMPLES if w.name in wanted]
+    wanted = matching("--only", only, [w.name for w in CHECKED])
+    chosen = [w for w in CHECKED if w.name in wanted]
     use_threads(threads)
     console = open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     rows: list[Checked] = []

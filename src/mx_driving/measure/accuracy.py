@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _library, reference
-from . import plain
-from .workloads import Workload
+from .rivals import plain_form, recorded
+from .workloads import Args, Workload, cast, some_queries
 
 CHUNK = 605  # queries at a time through the reference, which keeps every sample of a level in memory
 QUICK = 121  # queries with --quick
@@ -42,35 +42,28 @@ class Checked(NamedTuple):
         return wrong
 
 
-def _queries(args: tuple[Tensor, ...], begin: int, end: int) -> tuple[Tensor, ...]:
-    """The same call for some of its queries (or anchors)."""
-    return (*args[:3], args[3][:, begin:end], args[4][:, begin:end])
+def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
+    """The output and all gradients."""
+    forward, backward = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
+    return [forward(*args), *backward(grad, *args, [True] * len(workload.gradients))]
 
 
-def _cast(args: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
-
-
-def _with_gradients(run: tuple[Callable[..., Any], Callable[..., Any]], args: tuple[Tensor, ...], grad: Tensor, n: int):
-    forward, backward = run
-    return [forward(*args), *backward(grad, *args, [True] * n)]
-
-
-def _in_float64(workload: Workload, args: tuple[Tensor, ...], grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
-    """The reference in float64, some queries at a time. The gradients of value are added, all other results joined."""
-    run = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
-    wide, wide_grad = _cast(args, torch.float64), grad.double()
-    parts, total = [], torch.zeros_like(wide[0])
-    for begin in range(0, args[3].shape[1], CHUNK):
-        end = begin + CHUNK
-        output, grad_value, *rest = _with_gradients(
-            run, _queries(wide, begin, end), wide_grad[:, begin:end], len(workload.gradients)
-        )
-        total += grad_value
-        parts.append((output, *rest))
+def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
+    """The reference in float64, some queries at a time. What belongs to queries is joined, gradients of the rest are added."""
+    wide, wide_grad = cast(args, torch.float64), grad.double()
+    of_inputs = workload.row.axes[workload.row.queries]
+    axes = (of_inputs[-1], *(of_inputs[i] for i in workload.differentiable))
+    found: list[list[Tensor]] = [[] for _ in axes]
+    for begin in range(0, grad.shape[1], CHUNK):
+        some = some_queries(workload.operator, wide, begin, begin + CHUNK)
+        results = _by_reference(workload, some, wide_grad[:, begin : begin + CHUNK])
+        for axis, parts, result in zip(axes, found, results, strict=True):
+            if axis is None and parts:
+                parts[0] += result
+            else:
+                parts.append(result)
         tick()
-    output, *rest = (torch.cat(results, 1) for results in zip(*parts, strict=True))
-    return [output, total, *rest]
+    return [parts[0] if axis is None else torch.cat(parts, axis) for axis, parts in zip(axes, found, strict=True)]
 
 
 def _errors(workload: Workload, got: list[Tensor], true: list[Tensor]) -> dict[str, float]:
@@ -100,44 +93,32 @@ def _timed(function: Callable[[], Any], device: str) -> float:
     return best
 
 
-def _forward_backward(function: Callable[..., Tensor], workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Any:
-    leaves = tuple(a.detach().requires_grad_(i in workload.differentiable) for i, a in enumerate(args))
-    return lambda: torch.autograd.grad(function(*leaves), [leaves[i] for i in workload.differentiable], grad)
-
-
-def _times(workload: Workload, args: tuple[Tensor, ...], grad: Tensor, device: str) -> tuple[float, float]:
+def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[float, float]:
     """Seconds of this package and of plain torch."""
-    op = getattr(torch.ops.mx_driving, workload.operator).default
-    ours = _timed(_forward_backward(op, workload, args, grad), device)
+    op, places = getattr(torch.ops.mx_driving, workload.operator).default, workload.differentiable
+    ours = _timed(recorded(op, args, places, grad), device)
     # grid_sample has no 16-bit form on a CPU: there people compute in float32
-    usual = args if args[0].dtype in (torch.float32, torch.float64) else _cast(args, torch.float32)
-    usually = getattr(plain, workload.operator)
-    return ours, _timed(_forward_backward(usually, workload, usual, grad.to(usual[0].dtype)), device)
+    usual = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
+    usually = plain_form(workload.operator)
+    return ours, _timed(recorded(usually, usual, places, grad.to(usual[0].dtype)), device)
 
 
 def check_one(
     workload: Workload, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
 ) -> Checked:
     """Errors on all queries (some of them when quick), times on the same call."""
-    generator = torch.Generator().manual_seed(0)
-    args = workload.make(generator)
+    args = workload.inputs(dtype)
     if quick:
-        args = _queries(args, 0, QUICK)
-    args = tuple(a.to(device) for a in _cast(args, getattr(torch, dtype)))
+        args = some_queries(workload.operator, args, 0, QUICK)
+    args = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
     op = getattr(torch.ops.mx_driving, workload.operator).default
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    n = len(workload.gradients)
     output = op(*args)
-    grad = torch.rand(output.shape, generator=generator).to(output)
+    grad = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     true = _in_float64(workload, args, grad, tick)
-    errors = _errors(workload, [output, *backward(grad, *args, [True] * n)], true)
-    some = _queries(args, 0, QUICK)
-    plainly = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
-    lost = _errors(
-        workload,
-        _with_gradients(plainly, some, grad[:, :QUICK], n),
-        _in_float64(workload, some, grad[:, :QUICK], lambda: None),
-    )
+    errors = _errors(workload, [output, *backward(grad, *args, [True] * len(workload.gradients))], true)
+    some, some_grad = some_queries(workload.operator, args, 0, QUICK), grad[:, :QUICK]
+    lost = _errors(workload, _by_reference(workload, some, some_grad), _in_float64(workload, some, some_grad, lambda: None))
     allowed = {what: loss + ULPS * torch.finfo(args[0].dtype).eps for what, loss in lost.items()}
     ours = theirs = 0.0
     if timed:

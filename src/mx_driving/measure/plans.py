@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import torch
-
 from .. import _native
+from .._operators import OPERATORS
 from .workloads import Workload
 
 Plans = dict[str, dict[str, str]]  # of each direction: decision -> what was decided
 
 
 def plans(workload: Workload, dtype: str) -> Plans:
-    """The plans of the forward, and of a backward that gives all gradients."""
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = [a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args]
-    return {
-        "forward": _native.describe_plan(workload.operator, args),
-        "backward": _native.describe_plan(workload.operator, args, [True] * len(workload.differentiable)),
+    """The plans of the forward, and of a backward that gives all gradients. An operator that is a composition has the plans of
+    its bare operator."""
+    operator, args = workload.operator, workload.inputs(dtype)
+    composed = not _native.has(operator)
+    if composed:
+        operator, args = workload.bare(args)
+    found = {
+        "forward": _native.describe_plan(operator, args),
+        "backward": _native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
     }
+    return {way: {"composed_over": operator, **plan} for way, plan in found.items()} if composed else found

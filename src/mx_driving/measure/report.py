@@ -21,6 +21,9 @@ from .._programs.show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
+BARE = "bare operator"  # beside an operator with logits: on locations and weights that are ready
+FLOOR = "gather floor"
+PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
 KEY = ("workload", "dtype", "direction", "implementation")
 
 
@@ -56,11 +59,11 @@ def tables(rows: list[Row]) -> Iterator[Any]:
         yield shown
 
 
-def traits_table(workload: str, traits: dict[str, tuple[str, str]]) -> Any:
+def traits_table(workload: str, traits: dict[str, tuple[str, ...]]) -> Any:
     """A table of ratios of this package with itself."""
-    shown = grid(workload, {"mx_driving with itself": 42}, {"forward": 10, "backward": 10})
-    for name, pair in traits.items():
-        shown.add_row(name, *pair)
+    shown = grid(workload, {"mx_driving with itself": 32}, dict.fromkeys(("forward", "backward", "forward +\nbackward"), 10))
+    for name, figures in traits.items():
+        shown.add_row(name, *figures)
     return shown
 
 

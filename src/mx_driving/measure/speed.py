@@ -3,41 +3,38 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
+from .._operators import OPERATORS
 from .._programs.problems import Problem
 from . import floor
 from .accuracy import check_one
-from .report import OURS, Row
-from .rivals import rivals
+from .report import BARE, FLOOR, OURS, Row
+from .rivals import Rival, ours, recorded, rivals
 from .timing import Call, interleaved
-from .workloads import Workload
+from .workloads import Args, Workload
 
-FLOOR = "gather floor"
+Calls = dict[str, dict[str, Call]]  # of each implementation: direction -> call
 
 
-def _calls(workload: Workload, function: Callable[..., Tensor], args: tuple[Tensor, ...], grad: Tensor) -> dict[str, Call]:
-    places = workload.differentiable
-    leaves = tuple(a.detach().requires_grad_(i in places) for i, a in enumerate(args))
-    wanted = [leaves[i] for i in places]
+def _calls(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
+    function, args, differentiable = rival
     return {
         "forward": lambda: function(*args),
-        "forward + backward": lambda: torch.autograd.grad(function(*leaves), wanted, grad),
+        "forward + backward": recorded(function, args, differentiable, grad),
     }
 
 
-def _backward(workload: Workload, args: tuple[Tensor, ...], grad: Tensor) -> Call:
-    operator = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    return lambda: operator(grad, *args, [True] * len(workload.differentiable))
+def _backward(operator: str, args: Args, grad: torch.Tensor) -> Call:
+    function = getattr(torch.ops.mx_driving, operator + "_backward").default
+    return lambda: function(grad, *args, [True] * len(OPERATORS[operator].differentiable))
 
 
-def _floor(workload: Workload, args: tuple[Tensor, ...], dtype: str) -> dict[str, Call]:
-    found = {"forward": floor.gather_floor(workload.operator, args, backward=False)}
+def _floor(operator: str, args: Args, dtype: str) -> dict[str, Call]:
+    found = {"forward": floor.gather_floor(operator, args, backward=False)}
     if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
-        found["backward"] = floor.gather_floor(workload.operator, args, backward=True)
+        found["backward"] = floor.gather_floor(operator, args, backward=True)
     return found
 
 
@@ -46,31 +43,38 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = tuple(a.to(getattr(torch, dtype)) if a.is_floating_point() else a for a in args)
-    found = rivals(workload, args, peers)
-    if dtype in ("float16", "bfloat16"):
-        found = {OURS: found[OURS]}  # no rival computes 16 bits on a CPU
-    output = found[OURS](*args)
+    args = workload.inputs(dtype)
+    own = ours(workload, args)
+    output = own[OURS].function(*args)
     grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype)
-    calls = {name: _calls(workload, rival, args, grad) for name, rival in found.items()}
-    calls[OURS]["backward"] = _backward(workload, args, grad)
+    calls: Calls = {name: _calls(rival, grad) for name, rival in own.items()}
+    if dtype in ("float32", "float64"):  # no rival computes 16 bits on a CPU
+        calls |= {name: _calls(rival, grad) for name, rival in rivals(workload, args, peers).items()}
+    bare, bare_args = workload.bare(args)
+    calls[OURS]["backward"] = _backward(workload.operator, args, grad)
+    if BARE in calls:
+        calls[BARE]["backward"] = _backward(bare, bare_args, grad)
     if floor.why_not() is None:
-        calls[FLOOR] = _floor(workload, args, dtype)
+        calls[FLOOR] = _floor(bare, bare_args, dtype)
+    return timed_rows(workload.name, dtype, calls, seconds)
+
+
+def timed_rows(name: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
+    """All implementations of a direction in turn, round after round; directions are those of this package."""
     rows = []
     for direction in calls[OURS]:
-        times = interleaved({name: by[direction] for name, by in calls.items() if direction in by}, seconds)
-        medians = {name: statistics.median(t) for name, t in times.items()}
+        times = interleaved({one: by[direction] for one, by in calls.items() if direction in by}, seconds)
+        medians = {one: statistics.median(t) for one, t in times.items()}
         rows += [
             {
-                "workload": workload.name,
+                "workload": name,
                 "dtype": dtype,
                 "direction": direction,
-                "implementation": name,
+                "implementation": one,
                 "milliseconds": round(median * 1e3, 4),
                 "times ours": round(median / medians[OURS], 3),
-                "rounds": len(times[name]),
+                "rounds": len(times[one]),
             }
-            for name, median in medians.items()
+            for one, median in medians.items()
         ]
     return rows

@@ -3,6 +3,7 @@ calling."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import subprocess
@@ -14,11 +15,12 @@ import torch
 
 import mx_driving
 
-from .._operators import OPERATORS
+from .rivals import operator_of, recorded
 from .timing import Call, interleaved
 from .workloads import WORKLOADS, Workload
 
 PROCESSES = 5  # fresh ones, for the time of an import
+TIMED = ("forward", "backward")
 CALLS = 500  # timed together, because one takes microseconds
 
 
@@ -36,40 +38,36 @@ def _with_threads(threads: int, call):
     return run
 
 
-def _calls(workload: Workload, dtype: torch.dtype):
-    """(forward, backward)"""
-    args = workload.make(torch.Generator().manual_seed(0))
-    args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
-    forward = getattr(torch.ops.mx_driving, workload.operator).default
+def _calls(workload: Workload, dtype: str) -> dict[str, Call]:
+    args = workload.inputs(dtype)
+    function, _, places = operator_of(workload.operator, args)
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
-    grad = torch.ones_like(forward(*args))
-    mask = [True] * len(OPERATORS[workload.operator].differentiable)
-    return lambda: forward(*args), lambda: backward(grad, *args, mask)
+    grad = torch.ones_like(function(*args))
+    return {
+        "forward": lambda: function(*args),
+        "backward": lambda: backward(grad, *args, [True] * len(places)),
+        "forward + backward": recorded(function, args, places, grad),
+    }
 
 
-def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, str]]:
-    """Figure -> (forward, backward)."""
+def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, ...]]:
+    """Figure -> (forward, backward), of memory also forward + backward."""
     threads = torch.get_num_threads()
-    forward, backward = _calls(workload, torch.float32)
+    own = _calls(workload, "float32")
     found = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        pairs = zip(_calls(workload, dtype), (forward, backward), strict=True)
-        found[f"{_name(dtype)} / float32, time"] = _pair(_ratio({"16": a, "32": b}, seconds) for a, b in pairs)
-    both = [{"1": _with_threads(1, call), "2": _with_threads(2, call)} for call in (forward, backward)]
-    found["1 thread / 2 threads, time"] = _pair(_ratio(calls, seconds) for calls in both)
+    for dtype in ("bfloat16", "float16"):
+        shorter = _calls(workload, dtype)
+        found[f"{dtype} / float32, time"] = _figures(_ratio({"16": shorter[way], "32": own[way]}, seconds) for way in TIMED)
+    both = [{"1": _with_threads(1, own[way]), "2": _with_threads(2, own[way])} for way in TIMED]
+    found["1 thread / 2 threads, time"] = _figures(_ratio(calls, seconds) for calls in both)
     torch.set_num_threads(threads)
-    for dtype in (torch.float32, torch.bfloat16):
-        found[f"{_name(dtype)}, scratch memory / value"] = _pair(extra_memory(workload, _name(dtype)), ".1%")
+    for dtype in ("float32", "bfloat16"):
+        found[f"{dtype}, scratch memory / value"] = _figures(extra_memory(workload, dtype).values(), ".1%")
     return found
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _pair(numbers: Iterable[float], form: str = ".2f") -> tuple[str, str]:
-    forward, backward = numbers
-    return format(forward, form), format(backward, form)
+def _figures(numbers: Iterable[float], form: str = ".2f") -> tuple[str, ...]:
+    return tuple(format(number, form) for number in numbers)
 
 
 def of_the_package() -> str:
@@ -107,14 +105,15 @@ def one_query() -> tuple[float, float]:
     return plain, recorded
 
 
-def extra_memory(workload: Workload, dtype: str) -> tuple[float, float]:
-    """Peak memory of forward and backward beside inputs and outputs, as a share of value's size. The fresh process has an
-    allocator that gives every block above 64 KB back at once, so that memory gone after the call was scratch."""
+def extra_memory(workload: Workload, dtype: str) -> dict[str, float]:
+    """Peak memory of each direction beside inputs, outputs and gradients, as a share of value's size. Forward + backward is
+    recorded, so that what autograd keeps counts. The fresh process has an allocator that gives every block above 64 KB back at
+    once, so that memory gone after the call was scratch."""
     call = f"_child({workload.name!r}, {dtype!r}, {torch.get_num_threads()})"
     command = [sys.executable, "-c", f"from {__name__} import _child; {call}"]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
-    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()
-    return float(out[-2]), float(out[-1])
+    out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+    return json.loads(out.splitlines()[-1])
 
 
 def _status(name: str) -> int:
@@ -124,15 +123,12 @@ def _status(name: str) -> int:
 
 def _child(name: str, dtype: str, threads: int) -> None:
     torch.set_num_threads(threads)
-    of_dtype: torch.dtype = getattr(torch, dtype)
     workload = next(w for w in WORKLOADS if w.name == name)
-    warm, _ = _calls(next(w for w in WORKLOADS if w.operator == workload.operator and "Vendor" in w.name), of_dtype)
-    warm()  # starts the thread pool and loads the library
-    size = workload.make(torch.Generator().manual_seed(0))[0].numel() * of_dtype.itemsize
-    shares = []
-    for call in _calls(workload, of_dtype):
+    value = workload.inputs(dtype)[0]
+    shares = {}
+    for way, call in _calls(workload, dtype).items():
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         kept = call()
-        shares.append((_status("VmHWM") - _status("VmRSS")) / size)
+        shares[way] = (_status("VmHWM") - _status("VmRSS")) / value.nbytes
         del kept
-    print(*shares)
+    print(json.dumps(shares))

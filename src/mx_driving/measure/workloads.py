@@ -3,33 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._operators import OPERATORS, Inputs
+from .. import _with_logits
+from .._operators import OPERATORS, Operator
+from ..demo.rig import surround
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 Sizes = list[tuple[int, int]]
+Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be left out, options
 
 
 class Workload(NamedTuple):
-    """A call of an operator. `make` draws its five tensors from a generator."""
+    """A call of an operator. `make` draws its arguments from a generator, in float32."""
 
     name: str
     operator: str
-    make: Callable[[torch.Generator], tuple[Tensor, ...]]
+    make: Callable[[torch.Generator], Args]
+
+    @property
+    def row(self) -> Operator:
+        return OPERATORS[self.operator]
 
     @property
     def differentiable(self) -> tuple[int, ...]:
-        """Which of the five inputs have a gradient."""
-        return OPERATORS[self.operator].differentiable
+        """Which of the inputs have a gradient."""
+        return self.row.differentiable
 
     @property
     def gradients(self) -> tuple[str, ...]:
         """Their names."""
-        return tuple(Inputs._fields[i] for i in self.differentiable)
+        return tuple(self.row.inputs[i] for i in self.differentiable)
+
+    def inputs(self, dtype: str = "float32") -> Args:
+        """The arguments that every measurement is made with."""
+        return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
+
+    def bare(self, args: Args) -> tuple[str, Args]:
+        """The bare operator that reads the same samples, and its arguments: locations and weights in the dtype of logits."""
+        if not self.row.bare:
+            return self.operator, args
+        return self.row.bare, cast(_with_logits.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
+
+
+def cast(args: Args, dtype: torch.dtype) -> Args:
+    """Arguments whose floating tensors have this dtype."""
+    return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
+
+
+def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
+    """The same call for some of its queries (or anchors)."""
+    row = OPERATORS[operator]
+    axes = (*row.axes[row.queries][:-1], *(None for _ in row.options))
+    return tuple(
+        a if axis is None or a is None else a.narrow(axis, begin, min(end, a.shape[axis]) - begin)
+        for a, axis in zip(args, axes, strict=True)
+    )
 
 
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
@@ -58,7 +90,7 @@ def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tenso
     return value, shapes, starts, locations, weights.view(bs, queries, 8, levels, points)
 
 
-def _grid(height: int, width: int) -> Tensor:
+def pixel_centres(height: int, width: int) -> Tensor:
     """Pixel centres, row by row, normalised (x, y)."""
     y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
     return torch.stack([x, y], -1).view(-1, 2)
@@ -66,7 +98,7 @@ def _grid(height: int, width: int) -> Tensor:
 
 def _encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
     """A query per pixel of every level, looking near its own position."""
-    return _attention(generator, bs, sizes, torch.cat([_grid(*size) for size in sizes]), 4, 3.0)
+    return _attention(generator, bs, sizes, torch.cat([pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
 def _decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
@@ -78,12 +110,12 @@ def _bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor
     """Six cameras; the queries of each are ground pillars in the order of the BEV grid, which sweep over the image."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
-    return _attention(generator, 6, [(116, 200), (58, 100), (29, 50), (15, 25)], centres, 8, 4.0)
+    return _attention(generator, 6, BEVFORMER, centres, 8, 4.0)
 
 
 def _sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
     """Six cameras of four scales, 256 channels in 8 groups; a point is seen by one camera, sometimes by its neighbour."""
-    sizes = [(64, 176), (32, 88), (16, 44), (8, 22)]
+    sizes = SPARSE4D
     shapes, starts = _pyramid(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     heading = torch.rand(1, anchors, 1, 1, generator=generator) * 6
@@ -101,9 +133,102 @@ def _sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Te
 
 def _maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
     """Each BEV cell reads a few pixels of six camera images near where it projects; integral locations."""
-    centres = _grid(*bev).flip(-1)[None]
+    centres = pixel_centres(*bev).flip(-1)[None]
     value, shapes, starts, locations, weights = _attention(generator, 6, sizes, centres, points, 3.0)
     return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
+
+
+def _held(t: Tensor) -> Tensor:
+    """Rounded to numbers that every dtype holds. So a row in 16 bits samples where the same row in float32 does."""
+    return (t.bfloat16() * 4096).round().float() / 4096
+
+
+def _attention_with_logits(
+    generator: torch.Generator, bs: int, sizes: Sizes, reference: Tensor, points: int, spread: float, axis: str = "level"
+) -> Args:
+    """What `_attention` draws, from where the linear layers end. reference: [bs, queries, levels or pillars, 2]. Samples are
+    away from pixel centres, where the gradient of a location jumps."""
+    shapes, starts = _pyramid(sizes)
+    levels, queries = len(sizes), reference.shape[1]
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
+    reference = _held(reference.expand(bs, -1, -1, -1))
+    offsets = _held(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
+    logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
+    of_samples = _with_logits.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
+    pixels = of_samples.locations * shapes.flip(-1)[:, None] - 0.5
+    near = (pixels - pixels.round()).abs() < 0.01
+    offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
+    return value, shapes, starts, reference, _held(offsets), logits, axis
+
+
+def _encoder_with_logits(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> Args:
+    centres = torch.cat([pixel_centres(*size) for size in sizes])
+    return _attention_with_logits(generator, bs, sizes, centres[None, :, None].expand(-1, -1, len(sizes), -1), 4, 3.0)
+
+
+def _decoder_with_logits(generator: torch.Generator, sizes: Sizes, queries: int) -> Args:
+    centres = torch.rand(1, queries, 1, 2, generator=generator).expand(-1, -1, len(sizes), -1)
+    return _attention_with_logits(generator, 1, sizes, centres, 4, 4.0)
+
+
+def _bevformer_spatial_with_logits(generator: torch.Generator, queries: int) -> Args:
+    """A pillar has four reference points, one above the other; two of a query's eight points belong to each."""
+    sweep = torch.linspace(0, 1, queries)
+    centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1)
+    height = torch.tensor([0.06, 0.02, -0.02, -0.06])
+    pillars = centres[None, :, None] + torch.stack([0 * height, height], -1)
+    return _attention_with_logits(generator, 6, BEVFORMER, pillars, 8, 4.0, "point")
+
+
+def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], window: tuple[int, int]) -> Args:
+    """Each head of a BEV cell reads a window of (height, width) pixels at the projection of a height of its own."""
+    shapes, starts = _pyramid(sizes)
+    value = torch.randn(6, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
+    above = torch.stack([torch.zeros(8), torch.linspace(-0.2, 0.2, 8)], -1)
+    reference = _held((pixel_centres(*bev).flip(-1)[:, None] + above).expand(6, -1, -1, -1))
+    y, x = (torch.arange(n) - n // 2 for n in window)
+    points = torch.cartesian_prod(x, y)
+    logits = torch.rand(6, reference.shape[1], 8, len(sizes) * len(points), generator=generator)
+    return value, shapes, starts, reference, points, logits
+
+
+def nuscenes_rig() -> tuple[Tensor, Tensor]:
+    """Six cameras as Sparse4D sees them: projection [6, 4, 4] from metres to pixels, and image_size [6, 2]. Pictures are 704
+    pixels wide; the upper 140 of their 396 rows are cut off."""
+    projection = torch.eye(4, dtype=torch.float64).repeat(6, 1, 1)
+    projection[:, :3] = torch.stack([camera.matrix for camera in surround(396, 704)])
+    projection[:, 1] -= 140 * projection[:, 2]
+    return _held(projection.float()), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
+
+
+def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
+    """Boxes of a car's size up to 50 metres away, seen by the six cameras of nuScenes."""
+    shapes, starts = _pyramid(sizes * 6)
+    features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
+    shapes, starts = shapes.view(6, -1, 2), starts.view(6, -1)
+    projection, image_size = (t[None] for t in nuscenes_rig())
+    angle, distance = torch.rand(2, 1, anchors, 1, generator=generator)
+    distance = 4 + 46 * distance
+    centres = torch.stack([distance * (6.2832 * angle).cos(), distance * (6.2832 * angle).sin(), 0 * angle + 0.8], -1)
+    logits = torch.rand(1, anchors, 6, len(sizes), points, 8, generator=generator)
+    key_points = torch.zeros(1, anchors, points, 3)
+    again = torch.ones(1, anchors, points, dtype=torch.bool)
+    while again.any():
+        drawn = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
+        key_points = torch.where(again[..., None], _held(centres + drawn), key_points)
+        again = _near_a_jump(shapes, key_points, projection, logits, image_size)
+    return features, shapes, starts, key_points, projection, logits, image_size, None
+
+
+def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
+    """Which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location jumps."""
+    given = (key_points.double(), projection.double(), logits, image_size.double())
+    locations = _with_logits.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
+    seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
+    border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
+    pixels = locations[..., None, :] * shapes.flip(-1) - 0.5
+    lattice = ((pixels - pixels.round()).abs() < 0.002).any(-1).any(-1)
+    return (seen & (border | lattice)).any(-1)
 
 
 def _vendor_attention(
@@ -140,6 +265,25 @@ EXAMPLES = (
     Workload("Vendor example geometric [6, 9680, 32, 8, 4, 4]", GEOMETRIC, _vendor_geometric),
 )
 DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
+BEVFORMER = [(116, 200), (58, 100), (29, 50), (15, 25)]
+
+SPARSE4D = [(64, 176), (32, 88), (16, 44), (8, 22)]
+
+
+def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args]) -> Workload:
+    return Workload(f"{name}, with logits", f"{bare}_with_logits", make)
+
+
+# From where linear layers end. Each has the sizes of the row whose name it continues.
+WITH_LOGITS = (
+    _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR)),
+    _from_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder_with_logits(g, DETR, 300)),
+    _from_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder_with_logits(g, [(200, 200)], 2)),
+    _from_logits("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial_with_logits(g, 2500)),
+    _from_logits("Sparse4D v3", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D)),
+    _from_logits("MapTR tiny", GEOMETRIC, lambda g: _maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),
+    _from_logits("MapTR nano", GEOMETRIC, lambda g: _maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
+)
 WORKLOADS = (
     Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder(g, DETR)),
     Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 300)),
@@ -152,7 +296,15 @@ WORKLOADS = (
     Workload("SparseDrive map head", AGGREGATION, lambda g: _sparse4d(g, 100, 300)),
     Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
     Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
+    *WITH_LOGITS,
     *EXAMPLES,
+)
+
+# What `mx-driving check` runs: every operator, on sizes that the float64 reference does in seconds.
+CHECKED = (
+    *EXAMPLES,
+    *(w for w in WITH_LOGITS if w.name.startswith(("Deformable-DETR decoder", "MapTR nano"))),
+    _from_logits("Sparse4D 2 scales", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D[2:])),
 )
 
 

@@ -70,7 +70,9 @@ def geometric_kernel_attention(
         integer_locations=True,
     )
     if _limits.enforced():
-        _limits.geometric_kernel_attention(value, sampling_locations)
+        _limits.hold(
+            "geometric_kernel_attention", value, spatial_shapes, level_start_index, sampling_locations, attention_weights
+        )
     op = torch.ops.mx_driving.geometric_kernel_attention.default
     return _distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
 

@@ -66,7 +66,14 @@ def multi_scale_deformable_attn(
     """
     _check.attention(_NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
     if _limits.enforced():
-        _limits.multi_scale_deformable_attn(value, sampling_locations)
+        _limits.hold(
+            "multi_scale_deformable_attn",
+            value,
+            value_spatial_shapes,
+            value_level_start_index,
+            sampling_locations,
+            attention_weights,
+        )
     op = torch.ops.mx_driving.multi_scale_deformable_attn.default
     return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 

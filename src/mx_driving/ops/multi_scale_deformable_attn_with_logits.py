@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check_with_logits, _distributed, _library  # noqa: F401  (_library registers the operator that is called below)
+from .. import _check_with_logits, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
 from .._operators import OPERATORS
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
@@ -79,4 +79,6 @@ def multi_scale_deformable_attn_with_logits(
         reference_axis,
     )
     _check_with_logits.multi_scale_deformable_attn(_NAMES, *inputs)
+    if _limits.enforced():
+        _limits.hold("multi_scale_deformable_attn_with_logits", *inputs)
     return _distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default, *inputs)

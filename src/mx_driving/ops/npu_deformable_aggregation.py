@@ -65,7 +65,7 @@ def deformable_aggregation(
     """
     _check.aggregation(_NAMES, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     if _limits.enforced():
-        _limits.deformable_aggregation(feature_maps, spatial_shape, sample_locations, weight)
+        _limits.hold("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     op = torch.ops.mx_driving.deformable_aggregation.default
     return _distributed.call(op, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
