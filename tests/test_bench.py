@@ -137,7 +137,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     assert {(r["direction"], r["implementation"]) for r in rows} == {
         *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
         ("backward", "mx_driving"),
-        *((d, "gather floor") for d in ("forward", "backward") if with_floor),
+        *((d, i) for d in ("forward", "backward") for i in ("gather floor", "gather floor, head-major") if with_floor),
     }
     assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)
     assert "torch " + torch.__version__ in rows[0]["machine"]
@@ -223,6 +223,9 @@ def test_the_gather_floor_reads_and_adds_the_rows(name):
     output = torch.empty(expected.shape)
     add_rows(value, rows, output)
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
+    head_major = torch.empty(expected.shape)
+    add_rows(value.transpose(1, 2).contiguous().transpose(1, 2), rows, head_major)
+    assert torch.equal(head_major, output)
     grad_value, one = torch.zeros_like(value), torch.ones_like(output)
     add_rows(value, rows, one, grad_value)
     keys = value.shape[1]

@@ -1,4 +1,4 @@
-"""The gather floor of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
+"""The gather floors of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
 
 The loop (native/floor) is a library of its own, which wheels do not hold.
 """
@@ -84,11 +84,19 @@ def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
     return rows.to(torch.int32).contiguous()
 
 
-def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool) -> Callable[[], object]:
-    """A call that does one direction's share of reading and adding; "backward" is the backward direction alone."""
+def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool, head_major: bool = False) -> Callable[[], object]:
+    """A call that does one direction's share of reading and adding; "backward" is the backward direction alone, with the
+    gradient of value set to zero first. With head_major, the rows of a head lie side by side, in value and its gradient:
+    the best layout known. Nobody pays for it here."""
     value = args[0].unsqueeze(2) if operator == AGGREGATION else args[0]
     rows = corner_rows(operator, args)
     bs, heads, queries, _ = rows.shape
     output = torch.zeros(bs, queries, heads, value.shape[-1], dtype=value.dtype)
-    grad_value = torch.zeros_like(value) if backward else None
-    return lambda: add_rows(value, rows, output, grad_value)
+    laid_out = value.transpose(1, 2).contiguous() if head_major else value
+
+    def in_order(t: Tensor) -> Tensor:
+        return t.transpose(1, 2) if head_major else t
+
+    if backward:
+        return lambda: add_rows(in_order(laid_out), rows, output, in_order(torch.zeros_like(laid_out)))
+    return lambda: add_rows(in_order(laid_out), rows, output)

@@ -22,7 +22,7 @@ from .._programs.show import grid
 Row = dict[str, Any]
 OURS = "mx_driving"
 BARE = "bare operator"  # beside an operator with logits: on locations and weights that are ready
-FLOOR = "gather floor"
+FLOOR, HEAD_MAJOR_FLOOR = "gather floor", "gather floor, head-major"
 PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
 KEY = ("workload", "dtype", "direction", "implementation")
 

@@ -10,7 +10,7 @@ from .._operators import OPERATORS
 from .._programs.problems import Problem
 from . import floor
 from .accuracy import check_one
-from .report import BARE, FLOOR, OURS, Row
+from .report import BARE, FLOOR, HEAD_MAJOR_FLOOR, OURS, Row
 from .rivals import Rival, ours, recorded, rivals
 from .timing import Call, interleaved
 from .workloads import Args, Workload
@@ -31,10 +31,10 @@ def _backward(operator: str, args: Args, grad: torch.Tensor) -> Call:
     return lambda: function(grad, *args, [True] * len(OPERATORS[operator].differentiable))
 
 
-def _floor(operator: str, args: Args, dtype: str) -> dict[str, Call]:
-    found = {"forward": floor.gather_floor(operator, args, backward=False)}
+def _floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
+    found = {"forward": floor.gather_floor(operator, args, backward=False, head_major=head_major)}
     if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
-        found["backward"] = floor.gather_floor(operator, args, backward=True)
+        found["backward"] = floor.gather_floor(operator, args, backward=True, head_major=head_major)
     return found
 
 
@@ -55,7 +55,9 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     if BARE in calls:
         calls[BARE]["backward"] = _backward(bare, bare_args, grad)
     if floor.why_not() is None:
-        calls[FLOOR] = _floor(bare, bare_args, dtype)
+        calls[FLOOR] = _floor(bare, bare_args, dtype, head_major=False)
+        if OPERATORS[bare].blocks == "num_heads":
+            calls[HEAD_MAJOR_FLOOR] = _floor(bare, bare_args, dtype, head_major=True)
     return timed_rows(workload.name, dtype, calls, seconds)
 
 
