@@ -24,6 +24,9 @@ struct Sizes {
 
 inline int64_t offset2(const mxd_tensor &t, int64_t i, int64_t j) { return i * t.strides[0] + j * t.strides[1]; }
 
+// With logits: the rows of one anchor are used when those of the next have been found, and the one after it is turned.
+constexpr int64_t KNOWN_ANCHORS = 3;
+
 // Items: (batch, block of anchors).
 struct AnchorBlocks {
     int64_t anchors, size, blocks;

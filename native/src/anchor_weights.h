@@ -71,29 +71,32 @@ template <class T> class AnchorWeights {
   public:
     static int64_t bytes(const Sizes &n) {
         const int64_t rows = rows_of(n);
-        return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + 2 * AnchorSoftmax<T>::bytes(n, rows);
+        return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + KNOWN_ANCHORS * AnchorSoftmax<T>::bytes(n, rows);
     }
     AnchorWeights(const Job &job, const Sizes &sizes, Arena &arena)
         : call(job.call), n(sizes), axes(job.call), of_pair(job.call.weights, 4), of_anchor(job.call.weights, 2),
           in_place(of_anchor.contiguous && call.weights.dtype == OWN<T>), pair_scale(job.call, sizes), totals(job),
-          softmax(rows_of(n), n.groups, arena), anchors{{n, rows_of(n), arena}, {n, rows_of(n), arena}} {}
+          softmax(rows_of(n), n.groups, arena),
+          anchors{{n, rows_of(n), arena}, {n, rows_of(n), arena}, {n, rows_of(n), arena}} {}
 
-    // With logits, before the weights of an anchor's pairs are read. The anchor before it is still known.
+    // With logits, before the weights of an anchor's pairs are read. The two anchors before it are still known.
     void turn(int64_t b, int64_t anchor) {
-        AnchorSoftmax<T> &to = anchors[anchor & 1];
+        AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset2(call.weights, b, anchor);
         if (totals) {
             to.most = totals.most(b, anchor);
             to.share = totals.share(b, anchor);
         }
         if (!in_place) of_anchor.read(offset, to.exps);
-        softmax(in_place ? reinterpret_cast<const T *>(at(call.weights, offset)) : to.exps, to.exps, to.most, to.share);
+        const T *logits = in_place ? reinterpret_cast<const T *>(at(call.weights, offset)) : to.exps;
+        const int64_t step = in_place ? call.weights.strides[1] * int64_t(sizeof(T)) : 0; // to the next anchor
+        softmax(logits, reinterpret_cast<int64_t>(logits) + step, to.exps, to.most, to.share);
     }
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
         if (!n.with_logits) return of_pair.read(first(b, anchor, pair), to);
-        const AnchorSoftmax<T> &from = anchors[anchor & 1];
+        const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s)
             multiply(exps + s * n.points * n.groups, from.share, scale, to + s * n.groups);
@@ -106,7 +109,7 @@ template <class T> class AnchorWeights {
     // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
     // mean[group]: the sum of weights times gradients. of_weights and the anchor's exps are written over.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *of_weights, T *mean) {
-        AnchorSoftmax<T> &from = anchors[anchor & 1];
+        AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const mxd_tensor &grad = call.grad_weights;
         const TrailingAxes<4> out(grad, 2);
         const bool direct = out.contiguous && grad.dtype == OWN<T>;
@@ -137,7 +140,7 @@ template <class T> class AnchorWeights {
     PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
-    AnchorSoftmax<T> anchors[2];
+    AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
 
     static int64_t rows_of(const Sizes &n) { return n.with_logits ? n.cameras * n.scales * n.points : 0; }
     int64_t first(int64_t b, int64_t anchor, int64_t pair) const {

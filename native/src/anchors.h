@@ -26,12 +26,12 @@ template <class T> class AnchorReader {
 
     static int64_t bytes(const Sizes &n) {
         return Arena::bytes<int64_t>(n.pairs()) + Arena::bytes<T>(n.with_logits ? 0 : 2 * n.pairs()) +
-               Cameras<T>::bytes(n) + 2 * SeenPoints<T>::bytes(n);
+               Cameras<T>::bytes(n) + KNOWN_ANCHORS * SeenPoints<T>::bytes(n);
     }
     AnchorReader(const Call &c, const Sizes &sizes, Arena &arena)
         : call(c), n(sizes), axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
           found(arena.take<int64_t>(n.pairs())), copy(arena.take<T>(n.with_logits ? 0 : 2 * n.pairs())),
-          cameras(c, n, arena), anchors{{n, arena}, {n, arena}}, last_camera(n.cameras) {}
+          cameras(c, n, arena), anchors{{n, arena}, {n, arena}, {n, arena}}, last_camera(n.cameras) {}
 
     // Anchors of this batch are read from now on; with logits, as the cameras first..last-1 see them.
     void open(int64_t b, int64_t first, int64_t last) {
@@ -42,8 +42,8 @@ template <class T> class AnchorReader {
     void read(int64_t b, int64_t anchor) {
         const int64_t offset = offset2(call.locations, b, anchor);
         if (n.with_logits) {
-            cameras.find_seen(offset, first_camera, last_camera, anchors[anchor & 1]);
-            xy = anchors[anchor & 1].xy;
+            cameras.find_seen(offset, first_camera, last_camera, anchors[anchor % KNOWN_ANCHORS]);
+            xy = anchors[anchor % KNOWN_ANCHORS].xy;
         } else if (in_place) {
             xy = reinterpret_cast<const T *>(at(call.locations, offset));
         } else {
@@ -52,7 +52,7 @@ template <class T> class AnchorReader {
         }
     }
     const T *location(int64_t pair) const { return xy + pair * 2; }
-    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor & 1]; }
+    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
     const Cameras<T> &all_cameras() const { return cameras; }
 
     // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
@@ -94,7 +94,7 @@ template <class T> class AnchorReader {
     int64_t *found;
     T *copy;
     Cameras<T> cameras;
-    SeenPoints<T> anchors[2];
+    SeenPoints<T> anchors[KNOWN_ANCHORS];
     int64_t first_camera = 0, last_camera;
     const T *xy = nullptr;
 

@@ -25,8 +25,9 @@ template <class T> class GroupedSoftmax {
           used(cycle < padded ? cycle : padded), lanes(arena.take<T>(padded + of_row)) {}
 
     // exps = e^(logit - most[group]) and share[group] = 1 / their sum, as torch computes softmax: a group is NaN whose
-    // largest logit is infinite, or that has a NaN. logits may be exps.
-    void operator()(const T *logits, T *exps, T *most, T *share) const {
+    // largest logit is infinite, or that has a NaN. logits may be exps. next: as many bytes to prefetch; any address is
+    // harmless.
+    void operator()(const T *logits, int64_t next, T *exps, T *most, T *share) const {
         if (count == 0) return;
         const Lanes least = broadcast<T, N>(-T(__builtin_inf()));
         for (int64_t i = whole; i < padded; ++i) exps[i] = i < count ? logits[i] : least[0];
@@ -50,6 +51,7 @@ template <class T> class GroupedSoftmax {
                 const T *from = (i < whole ? logits : exps) + i;
                 MXD_UNROLL
                 for (int k = 0; k < 4; ++k) {
+                    ask_for<int(sizeof(Lanes))>(next + (i + k * N) * int64_t(sizeof(T)));
                     const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(from + k * N) - top[k]);
                     store<T, N>(exps + i + k * N, e);
                     sums[k] += e;
