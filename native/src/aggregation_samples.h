@@ -21,11 +21,12 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     }
     SampleGradients(const Job &job, Arena arena)
         : Base(job, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
-          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, 4), turned(job, this->n, arena) {}
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, 4),
+          of_anchor(job, this->n, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
-        turned.open(item);
+        of_anchor.open(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
             [&](int64_t a, int64_t unseen) {
@@ -39,7 +40,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     T *dot;  // [row, groups]
     T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
     TrailingAxes<2> weights_out;
-    AnchorGradients<T> turned; // with logits
+    AnchorGradients<T> of_anchor; // with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
@@ -54,17 +55,17 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
     void serve(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
-        if (n.with_logits && bundle.first) turned.begin();
+        if (n.with_logits && bundle.first) of_anchor.begin();
         if (bundle.num_pairs > 0) find_dots(b, bundle);
         for (int64_t i = 0; i < bundle.num_pairs; ++i) {
-            T location[2] = {0, 0}, *weight = n.with_logits ? turned.of_next_pair() : pair;
+            T location[2] = {0, 0}, *weight = n.with_logits ? of_anchor.of_next_pair() : pair;
             for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
             if (n.with_logits)
-                turned.add(this->locations, bundle, i, location, weight);
+                of_anchor.add(this->locations, bundle, i, location, weight);
             else
                 write(b, bundle.anchor, bundle.pairs[i], location, weight);
         }
-        if (n.with_logits && bundle.last) turned.write(b, bundle.anchor, this->locations, this->weights);
+        if (n.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
     }
 
     void find_dots(int64_t b, const Bundle<T> &bundle) {

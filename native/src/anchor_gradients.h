@@ -63,11 +63,9 @@ template <class T> class AnchorGradients {
     int64_t num_pairs = 0;
 
     void add_products(const T *of_weight, const T *weight) {
-        for_pieces<T>(n.groups, [&](auto lanes, auto vectors, int64_t g) {
+        for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
-            for (int v = 0; v < vectors.value; ++v, g += N)
-                store<T, N>(mean + g,
-                            raw_load<T, N>(mean + g) + raw_load<T, N>(of_weight + g) * raw_load<T, N>(weight + g));
+            store<T, N>(mean + g, load<T, N>(mean + g) + load<T, N>(of_weight + g) * load<T, N>(weight + g));
         });
     }
 };

@@ -1,4 +1,4 @@
-// With logits, deformable_aggregation's locations: a camera's projection turns a key point into (u, v, d), and
+// With logits, deformable_aggregation's locations: (u, v, d) = projection (point, 1), and
 //
 //   location = (u, v) / max(d, 1e-5) / image_size
 //
@@ -84,13 +84,13 @@ template <class T> class Cameras {
         const bool in_front = seen.depth[pair] >= NEAREST<T>;
         const T depth = in_front ? seen.depth[pair] : NEAREST<T>;
         const T inner = of_location[0] * location[0] + of_location[1] * location[1];
-        const T of_turned[3] = {of_location[0] / size[0] / depth, of_location[1] / size[1] / depth, -inner / depth};
+        const T of_projected[3] = {of_location[0] / size[0] / depth, of_location[1] / size[1] / depth, -inner / depth};
         T *to = of_matrices ? of_matrices + cam * OF_MATRIX : nullptr;
         for (int r = 0; r < (in_front ? 3 : 2); ++r) {
-            for (int k = 0; k < 3; ++k) of_point[k] += of_turned[r] * m[4 * r + k];
+            for (int k = 0; k < 3; ++k) of_point[k] += of_projected[r] * m[4 * r + k];
             if (!to) continue;
-            for (int k = 0; k < 3; ++k) to[4 * r + k] += of_turned[r] * seen.points[k * seen.room + p];
-            to[4 * r + 3] += of_turned[r];
+            for (int k = 0; k < 3; ++k) to[4 * r + k] += of_projected[r] * seen.points[k * seen.room + p];
+            to[4 * r + 3] += of_projected[r];
         }
     }
 
@@ -112,15 +112,15 @@ template <class T> class Cameras {
     // The same for points p..p+LANES-1.
     MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
-        RealLanes<T> point[3], turned[3];
+        RealLanes<T> point[3], projected[3]; // u, v, d
         MXD_UNROLL
         for (int k = 0; k < 3; ++k) point[k] = raw_load<T, LANES>(to.points + k * to.room + p);
         MXD_UNROLL
         for (int r = 0; r < 3; ++r)
-            turned[r] = point[0] * m[4 * r] + point[1] * m[4 * r + 1] + point[2] * m[4 * r + 2] + m[4 * r + 3];
+            projected[r] = point[0] * m[4 * r] + point[1] * m[4 * r + 1] + point[2] * m[4 * r + 2] + m[4 * r + 3];
         const RealLanes<T> nearest = broadcast<T, LANES>(NEAREST<T>);
-        const RealLanes<T> depth = nearest > turned[2] ? nearest : turned[2]; // a NaN stays
-        const RealLanes<T> x = turned[0] / depth / size[0], y = turned[1] / depth / size[1];
+        const RealLanes<T> depth = nearest > projected[2] ? nearest : projected[2]; // a NaN stays
+        const RealLanes<T> x = projected[0] / depth / size[0], y = projected[1] / depth / size[1];
         const IntLanes<T> inside = (x > 0) & (x < 1) & (y > 0) & (y < 1);
         if (!any(inside)) return;
         for (int lane = 0; lane < LANES; ++lane) {
@@ -129,7 +129,7 @@ template <class T> class Cameras {
             to.pairs[to.count++] = pair;
             to.xy[2 * pair] = x[lane];
             to.xy[2 * pair + 1] = y[lane];
-            to.depth[pair] = turned[2][lane];
+            to.depth[pair] = projected[2][lane];
         }
     }
 };
