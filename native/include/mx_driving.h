@@ -85,6 +85,23 @@ MXD_API int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, c
                                                 const mxd_tensor *grad_sample_locations, const mxd_tensor *grad_weight,
                                                 int num_threads);
 
+/* The same from where a model's linear layers end: key_points [bs, anchor, pts, 3]; projection [bs, cam, 4, 4], of
+ * which the last row is not read; logits [bs, anchor, cam, scale, pts, group]; image_size [bs, cam, 2] (width, height),
+ * or a null pointer if the projection gives 0..1; pair_scale [bs, anchor, cam, pts], or a null pointer. (u, v, d) =
+ * projection (point, 1); location = (u, v) / max(d, 1e-5) / image_size. Weights are the softmax of a group's logits of
+ * all cameras, scales and points, times pair_scale. */
+MXD_API int mxd_deformable_aggregation_with_logits(const mxd_tensor *feature_maps, const mxd_tensor *spatial_shape,
+                                                   const mxd_tensor *scale_start_index, const mxd_tensor *key_points,
+                                                   const mxd_tensor *projection, const mxd_tensor *logits,
+                                                   const mxd_tensor *image_size, const mxd_tensor *pair_scale,
+                                                   const mxd_tensor *output, int num_threads);
+MXD_API int mxd_deformable_aggregation_with_logits_backward(
+    const mxd_tensor *grad_output, const mxd_tensor *feature_maps, const mxd_tensor *spatial_shape,
+    const mxd_tensor *scale_start_index, const mxd_tensor *key_points, const mxd_tensor *projection,
+    const mxd_tensor *logits, const mxd_tensor *image_size, const mxd_tensor *pair_scale,
+    const mxd_tensor *grad_feature_maps, const mxd_tensor *grad_key_points, const mxd_tensor *grad_projection,
+    const mxd_tensor *grad_logits, int num_threads);
+
 /* Shapes as in mxd_multi_scale_deformable_attn; sampling_locations are pixels, floating or integer. */
 MXD_API int mxd_geometric_kernel_attention(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                            const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,

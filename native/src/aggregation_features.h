@@ -19,7 +19,7 @@ template <class T> class FeatureGradient {
                Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(job.call.num_levels);
     }
     FeatureGradient(const Job &job, Arena arena)
-        : call(job.call), plan(job.plan), n(call), locations(call, n, arena), samples(call, n, arena),
+        : call(job.call), plan(job.plan), n(call), locations(call, n, arena), weights(job, n), samples(call, n, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
           address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), shares(arena.take<T>(4 * n.room() * n.groups)),
           band(call, plan, n.channels, arena), reach(arena, call.num_levels) {}
@@ -30,6 +30,8 @@ template <class T> class FeatureGradient {
         band.open(item % plan.num_bands, b * grad.strides[0], grad.strides[1], grad.strides[2]);
         reach.set_levels(call.levels, 0, call.num_levels, 1, call.num_levels, band);
         band.levels_touched(first_map, end_map);
+        if (first_map >= end_map) return band.close();
+        locations.open(b, first_map / n.scales, (end_map - 1) / n.scales + 1);
         for (int64_t a = 0; a < n.anchors; ++a) anchor(b, a);
         band.close();
     }
@@ -39,6 +41,7 @@ template <class T> class FeatureGradient {
     const Plan &plan;
     Sizes n;
     AnchorReader<T> locations;
+    SampleWeights<T> weights;
     Samples<T> samples;
     T *row;
     T *sink; // never written: prefetched where no row is ahead
@@ -53,13 +56,13 @@ template <class T> class FeatureGradient {
         for (int64_t map = first_map; map < end_map; ++map) {
             if (!band.touches(call.levels[map])) continue;
             const int64_t cam = map / n.scales, scale = map % n.scales;
-            locations.find_seen(cam, map, reach);
-            const int64_t skipped = scale * call.weights.strides[4];
+            locations.find_seen(a, cam, map, reach);
             for (int64_t i = 0; i < locations.num_seen; ++i) {
                 if (samples.count == n.room()) serve(b, a);
-                locations.ask_for_weights(b, a, i + WEIGHTS_AHEAD, skipped, n.groups);
-                const T *xy = locations.location(locations.seen[i]);
-                samples.add(xy[0], xy[1], cam, scale, locations.weights_of(b, a, i));
+                const int64_t pair = locations.seen[i], ahead = i + WEIGHTS_AHEAD;
+                if (ahead < locations.num_seen) weights.ask_for(b, a, locations.seen[ahead], scale);
+                const T *xy = locations.location(pair);
+                weights.read(b, a, pair, scale, samples.add(xy[0], xy[1], map));
             }
         }
         serve(b, a);

@@ -13,11 +13,12 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 
   public:
     using Base::items;
-    static int64_t scratch_bytes(const Call &call) {
-        const Sizes n(call);
-        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups);
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups);
     }
-    Forward(const Call &c, Arena arena) : Base(c, arena), shares(arena.take<T>(4 * this->n.room() * this->n.groups)) {}
+    Forward(const Job &job, Arena arena)
+        : Base(job, arena), shares(arena.take<T>(4 * this->n.room() * this->n.groups)) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);

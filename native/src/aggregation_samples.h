@@ -1,6 +1,7 @@
-// The gradients of sample_locations and weights.
+// The gradients of sample_locations and weights; with logits, of key points, the projection and logits.
 #pragma once
 
+#include "anchor_gradients.h"
 #include "anchors.h"
 
 namespace mxd {
@@ -13,16 +14,19 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
   public:
     using Base::items;
-    static int64_t scratch_bytes(const Call &call) {
-        const Sizes n(call);
-        return Base::scratch_bytes(call) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(pair_size(n));
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(pair_size(n)) +
+               AnchorGradients<T>::bytes(n);
     }
-    SampleGradients(const Call &c, Arena arena)
-        : Base(c, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
-          pair(arena.take<T>(pair_size(this->n))), weights_out(c.grad_weights, 4) {}
+    SampleGradients(const Job &job, Arena arena)
+        : Base(job, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, 4),
+          of_anchor(job, this->n, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
+        of_anchor.open(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
             [&](int64_t a, int64_t unseen) {
@@ -36,6 +40,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     T *dot;  // [row, groups]
     T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
     TrailingAxes<2> weights_out;
+    AnchorGradients<T> of_anchor; // with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
@@ -45,21 +50,30 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         if (l.data)
             write_elements(location, at(l, offset2(l, b, a) + p * l.strides[2] + cam * l.strides[3]), l.dtype,
                            l.strides[4], 2);
-        if (w.data) weights_out.write(weight_offset(w, b, a, p, cam), weight);
+        if (w.data) weights_out.write(offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3], weight);
     }
 
     void serve(int64_t b, const Bundle<T> &bundle) {
-        if (bundle.num_pairs == 0) return;
+        const Sizes &n = this->n;
+        if (n.with_logits && bundle.first) of_anchor.begin();
+        if (bundle.num_pairs > 0) find_dots(b, bundle);
+        for (int64_t i = 0; i < bundle.num_pairs; ++i) {
+            T location[2] = {0, 0}, *weight = n.with_logits ? of_anchor.of_next_pair() : pair;
+            for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
+            if (n.with_logits)
+                of_anchor.add(this->locations, bundle, i, location, weight);
+            else
+                write(b, bundle.anchor, bundle.pairs[i], location, weight);
+        }
+        if (n.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
+    }
+
+    void find_dots(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
         const mxd_tensor &grad = this->call.grad_output;
         const T *g =
             row_as(at(grad, offset2(grad, b, bundle.anchor)), grad.dtype, grad.strides[2], n.channels, this->row);
         grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
-        for (int64_t i = 0; i < bundle.num_pairs; ++i) {
-            T location[2] = {0, 0};
-            for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, pair + s * n.groups);
-            write(b, bundle.anchor, bundle.pairs[i], location, pair);
-        }
     }
 
     // Adds to location[0], location[1]; writes weight[groups].

@@ -4,103 +4,99 @@
 // are used, the first rows of the next are prefetched.
 #pragma once
 
+#include "anchor_weights.h"
 #include "grouped_rows.h"
-#include "kernels.h"
-#include "sampling.h"
+#include "projection.h"
 
 namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-struct Sizes {
-    int64_t batch, features, channels, anchors, points, cameras, scales, groups, group_channels;
-
-    explicit Sizes(const Call &call)
-        : batch(call.value.shape[0]), features(call.value.shape[1]), channels(call.value.shape[2]),
-          anchors(call.locations.shape[1]), points(call.locations.shape[2]), cameras(call.locations.shape[3]),
-          scales(call.weights.shape[4]), groups(call.weights.shape[5]),
-          group_channels(groups > 0 ? channels / groups : 0) {}
-    // Samples of a bundle: all scales of a pair (point, camera) stay together.
-    int64_t room() const { return round_up(scales > 64 ? scales : 64, LANES); }
-};
-
-inline int64_t offset2(const mxd_tensor &t, int64_t i, int64_t j) { return i * t.strides[0] + j * t.strides[1]; }
-
-inline int64_t weight_offset(const mxd_tensor &w, int64_t b, int64_t a, int64_t p, int64_t cam) {
-    return offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3];
-}
-
-// Items: (batch, block of anchors).
-struct AnchorBlocks {
-    int64_t anchors, size, blocks;
-
-    AnchorBlocks(const Call &call, const Sizes &n) : anchors(n.anchors) {
-        const int64_t wanted = n.batch * n.anchors / (8 * (call.num_threads > 1 ? call.num_threads : 1));
-        size = wanted < 1 ? 1 : wanted > 16 ? 16 : wanted;
-        blocks = (n.anchors + size - 1) / size;
-    }
-    int64_t batch(int64_t item) const { return item / blocks; }
-    int64_t begin(int64_t item) const { return item % blocks * size; }
-    int64_t end(int64_t item) const { return begin(item) + size < anchors ? begin(item) + size : anchors; }
-};
-
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
-template <class T> inline T pixel_of(T normalised, int64_t size) { return normalised * T(size) - T(0.5); }
+template <class T> inline T pixel_of(T normalised, T size) { return normalised * size - T(0.5); }
 
-// The locations of one anchor, [points, cameras, 2], as T, and which of its pairs (point, camera) are seen. A pair is
-// seen if it lies strictly inside the image.
+// The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
+// image. With logits the cameras say so; locations are known of pairs that are seen, and the anchor before is still
+// known.
 template <class T> class AnchorReader {
   public:
-    int64_t *seen, num_seen = 0; // pairs as point * cameras + camera
+    const int64_t *seen = nullptr;
+    int64_t num_seen = 0;
 
     static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<T>(n.points * n.cameras * 2) + Arena::bytes<int64_t>(n.points * n.cameras);
+        return Arena::bytes<int64_t>(n.pairs()) + Arena::bytes<T>(n.with_logits ? 0 : 2 * n.pairs()) +
+               Cameras<T>::bytes(n) + KNOWN_ANCHORS * SeenPoints<T>::bytes(n);
     }
-    AnchorReader(const Call &c, const Sizes &n, Arena &arena)
-        : seen(arena.take<int64_t>(n.points * n.cameras)), call(c), points(n.points), cameras(n.cameras),
-          axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
-          copy(arena.take<T>(n.points * n.cameras * 2)) {}
+    AnchorReader(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
+          found(arena.take<int64_t>(n.pairs())), copy(arena.take<T>(n.with_logits ? 0 : 2 * n.pairs())),
+          cameras(c, n, arena), anchors{{n, arena}, {n, arena}, {n, arena}}, last_camera(n.cameras) {}
+
+    // Anchors of this batch are read from now on; with logits, as the cameras first..last-1 see them.
+    void open(int64_t b, int64_t first, int64_t last) {
+        first_camera = first;
+        last_camera = last;
+        if (n.with_logits) cameras.open(b);
+    }
     void read(int64_t b, int64_t anchor) {
         const int64_t offset = offset2(call.locations, b, anchor);
-        xy = in_place ? reinterpret_cast<const T *>(at(call.locations, offset)) : copy;
-        if (!in_place) axes.read(offset, copy);
+        if (n.with_logits) {
+            cameras.find_seen(offset, first_camera, last_camera, anchors[anchor % KNOWN_ANCHORS]);
+            xy = anchors[anchor % KNOWN_ANCHORS].xy;
+        } else if (in_place) {
+            xy = reinterpret_cast<const T *>(at(call.locations, offset));
+        } else {
+            axes.read(offset, copy);
+            xy = copy;
+        }
     }
     const T *location(int64_t pair) const { return xy + pair * 2; }
+    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
+    const Cameras<T> &all_cameras() const { return cameras; }
 
-    // Finds all pairs that are seen, point by point; calls skip(pair) for the others.
-    template <class Skip> void find_seen(Skip &&skip) {
+    // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
+    template <class Skip> void find_seen(int64_t anchor, Skip &&skip) {
         num_seen = 0;
-        for (int64_t pair = 0; pair < points * cameras; ++pair)
+        if (n.with_logits) {
+            seen = points_of(anchor).pairs;
+            num_seen = points_of(anchor).count;
+            return;
+        }
+        for (int64_t pair = 0; pair < n.pairs(); ++pair)
             if (inside(pair))
-                seen[num_seen++] = pair;
+                found[num_seen++] = pair;
             else
                 skip(pair);
+        seen = found;
     }
     // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
-    void find_seen(int64_t camera, int64_t map, const BandReach<T> &band) {
+    void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
+        const T height = T(call.levels[map].height);
+        const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of(xy[2 * pair + 1], height), map); };
+        seen = found;
         num_seen = 0;
-        for (int64_t pair = camera; pair < points * cameras; pair += cameras)
-            if (inside(pair) && band.holds_one(pixel_of(xy[2 * pair + 1], call.levels[map].height), map))
-                seen[num_seen++] = pair;
-    }
-    // The first weight of pair seen[index].
-    int64_t weights_of(int64_t b, int64_t anchor, int64_t index) const {
-        return weight_offset(call.weights, b, anchor, seen[index] / cameras, seen[index] % cameras);
-    }
-    // Prefetches `count` weights of pair seen[index]: the weights of pairs lie apart. Callers are WEIGHTS_AHEAD pairs
-    // ahead.
-    MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index, int64_t skipped, int64_t count) const {
-        if (index < num_seen) prefetch(call.weights, weights_of(b, anchor, index) + skipped, count);
+        if (!n.with_logits) {
+            for (int64_t pair = camera; pair < n.pairs(); pair += n.cameras)
+                if (inside(pair) && reaches(pair)) found[num_seen++] = pair;
+            return;
+        }
+        const SeenPoints<T> &points = points_of(anchor);
+        for (int64_t i = points.begins[camera]; i < points.begins[camera + 1]; ++i)
+            if (reaches(points.pairs[i])) found[num_seen++] = points.pairs[i];
     }
 
   private:
     const Call &call;
-    int64_t points, cameras;
+    Sizes n;
     TrailingAxes<3> axes;
     bool in_place; // locations are read where they lie
-    const T *xy = nullptr;
+    int64_t *found;
     T *copy;
+    Cameras<T> cameras;
+    SeenPoints<T> anchors[KNOWN_ANCHORS];
+    int64_t first_camera = 0, last_camera;
+    const T *xy = nullptr;
 
     bool inside(int64_t pair) const {
         const T u = xy[2 * pair], v = xy[2 * pair + 1];
@@ -117,21 +113,21 @@ template <class T> class Samples {
         return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups);
     }
     Samples(const Call &c, const Sizes &sizes, Arena &arena)
-        : call(c), n(sizes), pair_weights(c.weights, 4), maps_(arena, n.room()), x(arena.take<T>(n.room())),
-          y(arena.take<T>(n.room())), weights(arena.take<T>(n.room() * n.groups)) {}
+        : call(c), n(sizes), maps_(arena, n.room()), x(arena.take<T>(n.room())), y(arena.take<T>(n.room())),
+          weights(arena.take<T>(n.room() * n.groups)) {}
 
-    // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. The pair's weights begin at
-    // element `offset`.
-    void add_pair(T u, T v, int64_t camera, int64_t offset) {
-        pair_weights.read(offset, weights + count * n.groups);
+    // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. Returns where their weights
+    // belong, [scales, groups].
+    T *add_pair(T u, T v, int64_t camera) {
+        T *of_pair = weights + count * n.groups;
         for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
+        return of_pair;
     }
-    // Adds the sample on one scale.
-    void add(T u, T v, int64_t camera, int64_t scale, int64_t offset) {
-        const mxd_tensor &w = call.weights;
-        read_elements(at(w, offset + scale * w.strides[4]), w.dtype, w.strides[5], n.groups,
-                      weights + count * n.groups);
-        place(u, v, call.levels[camera * n.scales + scale]);
+    // Adds a sample on one map, and returns where its weights belong, [groups].
+    T *add(T u, T v, int64_t map) {
+        T *of_sample = weights + count * n.groups;
+        place(u, v, call.levels[map]);
+        return of_sample;
     }
     // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
     int64_t pad() {
@@ -152,14 +148,13 @@ template <class T> class Samples {
   private:
     const Call &call;
     const Sizes n;
-    TrailingAxes<2> pair_weights;
     Maps<T> maps_;
     T *x, *y, *weights;
 
     void place(T u, T v, const Level &level) {
         maps_.set(count, level);
-        x[count] = pixel_of(u, level.width);
-        y[count] = pixel_of(v, level.height);
+        x[count] = pixel_of(u, T(level.width));
+        y[count] = pixel_of(v, T(level.height));
         ++count;
     }
 };
@@ -202,36 +197,39 @@ template <class T> struct Bundle {
     }
 };
 
-// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, serve(bundle)
-// for bundles in order, at least one for each anchor.
+// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, where
+// locations are given; serve(bundle) for bundles in order, at least one for each anchor.
 template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
     AnchorBlocks blocks;
     AnchorReader<T> locations;
+    AnchorWeights<T> weights;
     Bundle<T> bundles[2];
     V *zeros; // a row, for corners that are not on the map
     T *row;
     RowAddresses rows;
 
-    static int64_t scratch_bytes(const Call &call) {
-        const Sizes n(call);
-        return AnchorReader<T>::bytes(n) + 2 * Bundle<T>::bytes(n) + Arena::bytes<V>(n.channels) +
-               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return AnchorReader<T>::bytes(n) + AnchorWeights<T>::bytes(n) + 2 * Bundle<T>::bytes(n) +
+               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
-    static int64_t items(const Call &call) {
-        const Sizes n(call);
-        return n.batch * AnchorBlocks(call, n).blocks;
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * AnchorBlocks(job.call, n).blocks;
     }
-    AnchorWorker(const Call &c, Arena &arena)
-        : call(c), n(c), blocks(c, n), locations(c, n, arena), bundles{{c, n, arena}, {c, n, arena}},
-          zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), zeros) {
+    AnchorWorker(const Job &job, Arena &arena)
+        : call(job.call), n(call), blocks(call, n), locations(call, n, arena), weights(job, n, arena),
+          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
+          rows(arena, n.room(), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
 
     template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
         rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
         ready = nullptr;
+        locations.open(b, 0, n.cameras);
         see(b, begin, skip);
         for (int64_t a = begin; a < end; ++a) {
             open(a, true);
@@ -242,8 +240,8 @@ template <class V, class T> struct AnchorWorker {
                 }
                 const int64_t pair = locations.seen[i];
                 const T *xy = locations.location(pair);
-                locations.ask_for_weights(b, a, i + WEIGHTS_AHEAD, 0, n.scales * n.groups);
-                filling->samples.add_pair(xy[0], xy[1], pair % n.cameras, locations.weights_of(b, a, i));
+                ask_for_weights(b, a, i + WEIGHTS_AHEAD);
+                weights.read(b, a, pair, filling->samples.add_pair(xy[0], xy[1], pair % n.cameras));
                 filling->pairs[filling->num_pairs++] = pair;
             }
             if (a + 1 < end) see(b, a + 1, skip);
@@ -259,8 +257,14 @@ template <class V, class T> struct AnchorWorker {
 
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
-        locations.find_seen([&](int64_t pair) { skip(anchor, pair); });
-        for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) locations.ask_for_weights(b, anchor, i, 0, n.scales * n.groups);
+        locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
+        // a gradient is NaN where softmax is, seen or not
+        if (n.with_logits && (call.backward || locations.num_seen > 0)) weights.turn(b, anchor);
+        for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
+    }
+    // Prefetches the weights of the pair seen[index]: those of pairs lie apart.
+    MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index) const {
+        if (index < locations.num_seen) weights.ask_for(b, anchor, locations.seen[index]);
     }
     void open(int64_t anchor, bool first) {
         filling = ready == &bundles[0] ? &bundles[1] : &bundles[0];

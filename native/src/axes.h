@@ -11,12 +11,15 @@ namespace mxd {
 // How many axes tensors have, and where some axes are.
 struct Axes {
     int value, starts, locations, weights; // output has as many as value, shapes one more than starts
-    int points;                            // of locations and weights
+    int points, points_of_weights;         // of locations, and of weights
     int per_query;                         // of locations and weights: the first axis after the queries and heads
-    int reference = 4;                     // with logits
+    int reference = 4, projection = 4;     // with logits
 };
 
-inline Axes axes_of(Operator op) { return op == AGGREGATION ? Axes{3, 2, 5, 6, 2, 2} : Axes{4, 1, 6, 5, 4, 3}; }
+inline Axes axes_of(const Call &call) {
+    if (call.op != AGGREGATION) return {4, 1, 6, 5, 4, 4, 3};
+    return call.with_logits ? Axes{3, 2, 4, 6, 2, 4, 2} : Axes{3, 2, 5, 6, 2, 2, 2};
+}
 
 inline bool is_empty(const mxd_tensor &t, int axes) { return std::count(t.shape, t.shape + axes, 0) > 0; }
 

@@ -15,14 +15,18 @@ struct Call {
     Operator op;
     bool backward;
     mxd_tensor value, shapes, starts, locations, weights; // value: feature_maps for deformable_aggregation
-    bool with_logits;     // then locations are offsets from reference points, and weights are logits
+    // Then weights are logits, and locations are offsets from reference points, or the key points of
+    // deformable_aggregation.
+    bool with_logits;
     mxd_tensor reference; // [bs, num_queries, R, 2 or 4]; geometric_kernel_attention: [bs, num_queries, num_heads, 2]
     mxd_tensor window;    // of geometric_kernel_attention, [num_points, 2], in place of locations
+    mxd_tensor projection, image_size,
+        pair_scale;          // of deformable_aggregation; data == nullptr of the last two: not given
     bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
     mxd_tensor output;       // forward: written
     mxd_tensor grad_output;  // backward: read
     mxd_tensor grad_value, grad_locations, grad_weights; // backward: written; data == nullptr: not wanted
-    mxd_tensor grad_reference;                           // the same
+    mxd_tensor grad_reference, grad_projection;          // the same
     int num_threads;
     // Set by prepare_levels(). prepare_value() then makes value's channels contiguous, and value double as soon as one
     // input is.

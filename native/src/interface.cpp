@@ -80,21 +80,23 @@ std::atomic<const Isa *> &chosen_isa() {
 // Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can
 // have more queries than anyone can wait for.
 bool nothing_to_do(const Call &call) {
-    const Axes axes = axes_of(call.op);
+    const Axes axes = axes_of(call);
     if (!call.backward) return is_empty(call.output, axes.value);
     const auto nothing = [](const mxd_tensor &t, int n) { return !t.data || is_empty(t, n); };
     return nothing(call.grad_value, axes.value) && nothing(call.grad_locations, axes.locations) &&
-           nothing(call.grad_weights, axes.weights) && nothing(call.grad_reference, axes.reference);
+           nothing(call.grad_weights, axes.weights) && nothing(call.grad_reference, axes.reference) &&
+           nothing(call.grad_projection, axes.projection);
 }
 
 // Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
 void forget_queries_without_samples(Call &call) {
-    const Axes axes = axes_of(call.op);
+    const Axes axes = axes_of(call);
     if (!call.backward || !is_empty(call.weights, axes.weights)) return;
     if (call.grad_locations.data && !is_empty(call.grad_locations, axes.locations)) return;
     if (call.grad_reference.data && !is_empty(call.grad_reference, axes.reference)) return;
     call.grad_output.shape[1] = 0;
-    for (mxd_tensor *t : {&call.locations, &call.weights}) t->shape[1] = t->shape[axes.points] = 0;
+    call.locations.shape[1] = call.locations.shape[axes.points] = 0;
+    call.weights.shape[1] = call.weights.shape[axes.points_of_weights] = 0;
 }
 
 // Checks a call and reads its levels.
@@ -173,6 +175,17 @@ Call call_with_window(const mxd_tensor *value, const mxd_tensor *shapes, const m
     return call;
 }
 
+Call call_with_cameras(const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
+                       const mxd_tensor *key_points, const mxd_tensor *projection, const mxd_tensor *logits,
+                       const mxd_tensor *image_size, const mxd_tensor *pair_scale, int num_threads) {
+    Call call = call_of(AGGREGATION, features, shapes, starts, key_points, logits, num_threads);
+    call.with_logits = true;
+    call.projection = *projection;
+    if (image_size) call.image_size = *image_size;
+    if (pair_scale) call.pair_scale = *pair_scale;
+    return call;
+}
+
 // The operator and the direction of a function, by its name without "mxd_".
 bool find_function(const char *name, Operator &op, bool &backward, bool &with_logits) {
     static const char LOGITS[] = "_with_logits";
@@ -183,7 +196,7 @@ bool find_function(const char *name, Operator &op, bool &backward, bool &with_lo
         if (std::strncmp(name, NAMES[candidate], length) != 0) continue;
         op = candidate;
         const char *rest = name + length;
-        with_logits = op != AGGREGATION && std::strncmp(rest, LOGITS, sizeof LOGITS - 1) == 0;
+        with_logits = std::strncmp(rest, LOGITS, sizeof LOGITS - 1) == 0;
         if (with_logits) rest += sizeof LOGITS - 1;
         backward = rest[0] != 0;
         return !backward || std::strcmp(rest, "_backward") == 0;
@@ -193,7 +206,18 @@ bool find_function(const char *name, Operator &op, bool &backward, bool &with_lo
 
 // The same, with logits. Which axis reference points belong to makes no difference to a plan: the one that fits.
 Call call_with_logits(Operator op, bool backward, const mxd_tensor *const *arguments, int num_threads) {
-    const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + 6;
+    const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + (op == AGGREGATION ? 8 : 6);
+    if (op == AGGREGATION) {
+        Call call = call_with_cameras(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6],
+                                      inputs[7], num_threads);
+        if (!backward) {
+            call.output = *results[0];
+            return call;
+        }
+        set_gradients(call, arguments[0], results[0], results[1], results[3]);
+        if (results[2]) call.grad_projection = *results[2];
+        return call;
+    }
     if (op == GEOMETRIC) {
         Call call = call_with_window(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], num_threads);
         if (!backward)
@@ -296,6 +320,29 @@ int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd
                                         int num_threads) {
     mxd::Call call = mxd::call_of(mxd::AGGREGATION, features, shapes, starts, locations, weights, num_threads);
     mxd::set_gradients(call, grad_output, grad_features, grad_locations, grad_weights);
+    return mxd::run(call);
+}
+
+int mxd_deformable_aggregation_with_logits(const mxd_tensor *features, const mxd_tensor *shapes,
+                                           const mxd_tensor *starts, const mxd_tensor *key_points,
+                                           const mxd_tensor *projection, const mxd_tensor *logits,
+                                           const mxd_tensor *image_size, const mxd_tensor *pair_scale,
+                                           const mxd_tensor *output, int num_threads) {
+    mxd::Call call = mxd::call_with_cameras(features, shapes, starts, key_points, projection, logits, image_size,
+                                            pair_scale, num_threads);
+    call.output = *output;
+    return mxd::run(call);
+}
+
+int mxd_deformable_aggregation_with_logits_backward(
+    const mxd_tensor *grad_output, const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
+    const mxd_tensor *key_points, const mxd_tensor *projection, const mxd_tensor *logits, const mxd_tensor *image_size,
+    const mxd_tensor *pair_scale, const mxd_tensor *grad_features, const mxd_tensor *grad_key_points,
+    const mxd_tensor *grad_projection, const mxd_tensor *grad_logits, int num_threads) {
+    mxd::Call call = mxd::call_with_cameras(features, shapes, starts, key_points, projection, logits, image_size,
+                                            pair_scale, num_threads);
+    mxd::set_gradients(call, grad_output, grad_features, grad_key_points, grad_logits);
+    if (grad_projection) call.grad_projection = *grad_projection;
     return mxd::run(call);
 }
 

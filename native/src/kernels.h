@@ -25,6 +25,8 @@ struct Job {
     const Plan &plan;
     const char *packed_value; // plan.packed_value of the head that is worked on; null where nothing is packed
     char *reference_sums;     // the gradient of reference points, head by head; null where it is not wanted
+    // Of deformable_aggregation with logits, backward: SoftmaxTotals; ProjectionSums, null where they are not wanted.
+    char *softmax_totals = nullptr, *projection_sums = nullptr;
 };
 
 // fn(V*, T*) for the storage type of value and the type computed in.

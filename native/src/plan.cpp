@@ -14,7 +14,7 @@ int64_t num_rows(const Level &level) { return level.height * level.width; }
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
 bool samples_wanted(const Call &call) {
-    return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data;
+    return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data || call.grad_projection.data;
 }
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
@@ -169,7 +169,7 @@ constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
-    const int64_t channels = call.value.shape[axes_of(call.op).value - 1];
+    const int64_t channels = call.value.shape[axes_of(call).value - 1];
     const int64_t row_bytes = std::max<int64_t>(1, channels * computed_size(call));
     if (buffered) return std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
     return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.value.shape[1];
@@ -179,7 +179,7 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 
 // Whether grad_value has the type computed in and contiguous channels.
 bool can_be_added_to(const Call &call) {
-    const int last = axes_of(call.op).value - 1;
+    const int last = axes_of(call).value - 1;
     const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
     return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
 }

@@ -77,7 +77,7 @@ void prefer_huge_pages(const mxd_tensor &t, int axes) {
 
 int prepare_levels(Call &call, Prepared &prepared) {
     const mxd_tensor &shapes = call.shapes, &starts = call.starts;
-    const int axes = axes_of(call.op).starts; // [cameras, scales], or [levels]
+    const int axes = axes_of(call).starts; // [cameras, scales], or [levels]
     const int64_t num_keys = call.value.shape[1];
     const int64_t outer = axes == 2 ? starts.shape[0] : 1, inner = starts.shape[axes - 1];
     const int64_t *shape_strides = shapes.strides + axes - 1, start_stride = starts.strides[axes - 1];
@@ -98,16 +98,17 @@ int prepare_levels(Call &call, Prepared &prepared) {
 
 mxd_tensor readable_value(const Call &call) {
     const mxd_tensor &value = call.value;
-    const int axes = axes_of(call.op).value;
+    const int axes = axes_of(call).value;
     bool wide = false;
     for (const mxd_tensor *t : {&value, &call.locations, &call.weights}) wide = wide || t->dtype == MXD_FLOAT64;
-    wide = wide || (call.with_logits && call.reference.dtype == MXD_FLOAT64);
+    for (const mxd_tensor *t : {&call.reference, &call.projection, &call.image_size, &call.pair_scale})
+        wide = wide || (t->data && t->dtype == MXD_FLOAT64);
     const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
     return channels_lie_apart(value, axes) || dtype != value.dtype ? contiguous(value, axes, dtype) : value;
 }
 
 int prepare_value(Call &call, Prepared &prepared) {
-    const int axes = axes_of(call.op).value;
+    const int axes = axes_of(call).value;
     mxd_tensor readable = readable_value(call);
     const bool widened = readable.dtype != call.value.dtype;
     if (!widened && !channels_lie_apart(call.value, axes)) return MXD_OK;
@@ -123,7 +124,7 @@ int prepare_value(Call &call, Prepared &prepared) {
 }
 
 void prefer_huge_pages(const Call &call) {
-    const Axes axes = axes_of(call.op);
+    const Axes axes = axes_of(call);
     prefer_huge_pages(call.output, axes.value);
     prefer_huge_pages(call.grad_value, axes.value);
     prefer_huge_pages(call.grad_locations, axes.locations);

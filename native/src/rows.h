@@ -48,6 +48,14 @@ template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&o
     if (rest & 1) op(Count<1>(), Count<1>(), c);
 }
 
+// op(Count<lanes>, first channel) for each vector of `channels`.
+template <class T, class Op> inline void for_vectors(int64_t channels, Op &&op) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        MXD_UNROLL
+        for (int k = 0; k < vectors.value; ++k) op(lanes, c + k * lanes.value);
+    });
+}
+
 // const V for rows that are read.
 template <class V> MXD_INLINE V *row_at(int64_t address, int64_t channel) {
     return reinterpret_cast<V *>(address + channel * int64_t(sizeof(V)));

@@ -45,6 +45,21 @@ template <class T> inline void read_elements(const char *from, int64_t dtype, in
     }
 }
 
+// fn(the elements of a floating tensor from `offset` on)
+template <class Fn> inline void with_elements(const mxd_tensor &t, int64_t offset, Fn &&fn) {
+    const char *from = at(t, offset);
+    switch (t.dtype) {
+    case MXD_FLOAT64:
+        return fn(reinterpret_cast<const double *>(from));
+    case MXD_FLOAT16:
+        return fn(reinterpret_cast<const Half *>(from));
+    case MXD_BFLOAT16:
+        return fn(reinterpret_cast<const BFloat16 *>(from));
+    default:
+        return fn(reinterpret_cast<const float *>(from));
+    }
+}
+
 template <class T> inline void write_elements(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
     switch (dtype) {
     case MXD_FLOAT32:

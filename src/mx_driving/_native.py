@@ -164,6 +164,10 @@ def _pack(t: Tensor) -> bytes:
     return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
 
 
+def _pack_or_none(t: Tensor | None) -> bytes | None:
+    return None if t is None else _pack(t)
+
+
 def _pack_output(t: Tensor, value_shape: Sequence[int]) -> bytes:
     """An output, or its gradient. That of attention, [bs, num_queries, num_heads * embed_dims], is seen with the axes of value,
     [bs, num_queries, num_heads, embed_dims]; no view of the tensor is made.
@@ -193,7 +197,10 @@ def _elements_read(operator: str, value_shape: Sequence[int], weights: Tensor) -
     rows = OPERATORS[operator].rows
     if len(value_shape) == 4:
         return weights.numel() * rows * value_shape[3]
-    bs, anchors, points, _, scales, _ = weights.shape
+    if OPERATORS[operator].bare:
+        bs, anchors, _, scales, points, _ = weights.shape
+    else:
+        bs, anchors, points, _, scales, _ = weights.shape
     return bs * anchors * points * scales * rows * value_shape[2]
 
 
@@ -275,7 +282,7 @@ def _forward_with_logits(function_of: FunctionOf, operator: str, *args: Any) -> 
     value, logits = tensors[0], tensors[OPERATORS[operator].weights]
     output = _output(value, tensors[LOCATIONS])
     status = function_of(operator)(
-        *map(_pack, tensors),
+        *map(_pack_or_none, tensors),
         _pack_output(output, value.shape),
         *numbers,
         _threads(_elements_read(operator, value.shape, logits)),
@@ -294,8 +301,8 @@ def _backward_with_logits(function_of: FunctionOf, operator: str, grad: Tensor, 
     outputs = [g.view(tensors[i].shape) if asked else None for i, g, asked in zip(row.differentiable, found, mask, strict=True)]
     status = function_of(operator + "_backward")(
         _pack_output(grad, value.shape),
-        *map(_pack, tensors),
-        *[None if t is None else _pack(t) for t in outputs],
+        *map(_pack_or_none, tensors),
+        *map(_pack_or_none, outputs),
         *numbers,
         _threads(_elements_read(operator, value.shape, tensors[row.weights]) + found[0].numel()),
     )

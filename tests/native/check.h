@@ -20,6 +20,7 @@
 void known_answer();
 void layouts();
 void levels();
+void cameras();
 void handles();
 void any_number();
 void executors();

@@ -7,9 +7,9 @@ namespace {
 const struct {
     const char *name;
     void (*run)();
-} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},          {"levels", levels},
-             {"handles", handles},           {"any_number", any_number},    {"executors", executors},
-             {"streams", streams},           {"many_threads", many_threads}};
+} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts}, {"levels", levels},
+             {"cameras", cameras},           {"handles", handles}, {"any_number", any_number},
+             {"executors", executors},       {"streams", streams}, {"many_threads", many_threads}};
 
 } // namespace
 

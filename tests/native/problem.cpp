@@ -90,6 +90,13 @@ void View::set(int64_t flat, double number) {
     }
 }
 
+mxd_tensor View::described() const {
+    mxd_tensor t{memory.get() + offset * size(), int64_t(dtype), {}, {}};
+    std::copy(shape.begin(), shape.end(), t.shape);
+    std::copy(strides.begin(), strides.end(), t.strides);
+    return t;
+}
+
 bool View::gaps_intact() const {
     std::vector<char> mine(size_t(elements * size()), 0);
     for (int64_t i = 0; i < count(); ++i) std::fill_n(mine.begin() + (at(i) - memory.get()), size(), 1);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "check.h"
+#include "mx_driving.h"
 
 #include <cstdint>
 #include <memory>
@@ -27,6 +28,7 @@ class View {
     int64_t count() const;
     double get(int64_t flat) const; // flat: place in a contiguous view
     void set(int64_t flat, double number);
+    mxd_tensor described() const; // for the functions of mx_driving.h
     // Elements of the storage that are not the view's still hold what they were filled with.
     bool gaps_intact() const;
 
