@@ -59,6 +59,51 @@ def test_multi_scale(numbers, padded):
     assert_same(module, inputs, lambda state, *a: published.multi_scale(state, (3, 3, 2), *a))
 
 
+@pytest.mark.parametrize(("numbers", "first"), [(2, False), (4, False), (2, True)])
+def test_temporal(numbers, first):
+    """`first`: there is no previous map."""
+    module = randomise(nn.TemporalSelfAttention(24, num_heads=3, num_levels=3, num_points=2)).eval()
+    value, shapes, starts = pyramid(24, bs=4)
+    query, pos = rand(2, value.shape[1], 24), rand(2, value.shape[1], 24, seed=4)
+    reference = rand(2, 2, value.shape[1], 3, numbers, seed=5) * 1.2 - 0.1
+    inputs = (query, reference, None if first else value.unflatten(0, (2, 2)), shapes, starts, pos)
+    assert_same(module, inputs, lambda state, *a: published.temporal(state, (3, 3, 2), *a))
+
+
+def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference points and mask. Each scene and camera sees other queries; one camera none, and one query no camera."""
+    reference = rand(bs, cams, queries, heights, 2, seed=5) * 2 - 0.5
+    mask = ((reference > 0) & (reference < 1)).all(-1) & (rand(bs, cams, queries, 1, seed=6) < 0.6)
+    mask[-1, 1], mask[:, :, 3] = False, False
+    return reference, mask
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_spatial(positions):
+    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
+    value, shapes, starts = pyramid(24, bs=6)
+    reference, mask = pillars(2, 3, 11, 2)
+    counts = mask.any(-1).sum(2)
+    assert counts.unique().numel() > 3
+    assert counts[1, 1] == 0
+    assert mask.any(-1).sum(1).max() > 1
+    inputs = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
+    inputs = (*inputs, rand(2, 11, 24, seed=4) if positions else None)
+    assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
+
+
+def test_spatial_without_a_visible_query():
+    """What no camera sees is the projection of zero; gradients are zero, not missing, so that processes agree on them."""
+    module = randomise(nn.SpatialCrossAttention(8, 2, 3, 2)).eval()
+    value, shapes, starts = pyramid(8, bs=2)
+    reference, mask = pillars(1, 2, 5, 2)
+    query = rand(1, 5, 8)
+    output = module(query, reference, value[None], shapes, starts, torch.zeros_like(mask))
+    torch.testing.assert_close(output, query + module.output_proj.bias)
+    for found in torch.autograd.grad(output.sum(), list(module.deformable_attention.parameters())):
+        assert not found.any()
+
+
 @pytest.mark.parametrize(("kernel_size", "dilation", "padded"), [((3, 5), 1, False), ((2, 3), 2, True), ((1, 1), 1, False)])
 def test_geometric(kernel_size, dilation, padded):
     module = randomise(nn.GeometricKernelAttention(24, 4, 3, kernel_size, dilation))
@@ -145,11 +190,19 @@ def test_aggregation_drops_pairs_in_training_only():
 
 
 def test_checkpoint_names():
-    """As they stand in files of Deformable-DETR and mmcv, Sparse4D and MapTR."""
+    """As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR."""
 
     def layers(*names):
         return {f"{n}.{kind}" for n in names for kind in ("weight", "bias")}
 
+    temporal, spatial = nn.TemporalSelfAttention().state_dict(), nn.SpatialCrossAttention().state_dict()
+    assert set(temporal) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
+    assert temporal["sampling_offsets.weight"].shape == (128, 512)
+    assert temporal["attention_weights.weight"].shape == (64, 512)
+    inner = (f"deformable_attention.{n}" for n in ("sampling_offsets", "attention_weights", "value_proj"))
+    assert set(spatial) == layers(*inner, "output_proj")
+    assert spatial["deformable_attention.sampling_offsets.weight"].shape == (512, 256)
+    assert spatial["deformable_attention.attention_weights.weight"].shape == (256, 256)
     detr = nn.MultiScaleDeformableAttention().state_dict()
     assert set(detr) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
     assert detr["sampling_offsets.weight"].shape == (256, 256)
@@ -175,7 +228,12 @@ def test_initialisation(heads, levels, points):
     torch.testing.assert_close(module.sampling_offsets.bias.detach(), published.grid_bias(heads, levels, points))
     for zero in (module.sampling_offsets.weight, module.attention_weights.weight, module.attention_weights.bias):
         assert not zero.any()
-    for other in (module, nn.GeometricKernelAttention(24), nn.DeformableFeatureAggregation(24)):
+    temporal = nn.TemporalSelfAttention(24, heads, levels, points)
+    spatial = nn.SpatialCrossAttention(24, heads, levels, points)
+    torch.testing.assert_close(temporal.sampling_offsets.bias.detach(), published.grid_bias(heads, 2 * levels, points))
+    inner = spatial.deformable_attention
+    torch.testing.assert_close(inner.sampling_offsets.bias.detach(), published.grid_bias(heads, levels, points))
+    for other in (module, temporal, spatial, inner, nn.GeometricKernelAttention(24), nn.DeformableFeatureAggregation(24)):
         for name, p in other.named_parameters():
             if name in ("value_proj.weight", "output_proj.weight"):
                 bound = (6 / 48) ** 0.5

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import _with_logits
 from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
-from . import _check
+from . import _check, _initial
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
@@ -103,12 +103,10 @@ class DeformableFeatureAggregation(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sparse4D's initialisation: equal weights everywhere."""
-        nn.init.zeros_(self.weights_fc.weight)
-        nn.init.zeros_(self.weights_fc.bias)
-        learned = [self.kps_generator.learnable_fc] if self.kps_generator.num_learnable_pts else []
-        for projection in (self.output_proj, *learned):
-            nn.init.xavier_uniform_(projection.weight)
-            nn.init.zeros_(projection.bias)
+        _initial.equal_weights(self.weights_fc)
+        _initial.xavier(self.output_proj)
+        if self.kps_generator.num_learnable_pts:
+            _initial.xavier(self.kps_generator.learnable_fc)
 
     def forward(
         self,

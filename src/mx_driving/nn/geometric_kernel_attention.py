@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import _with_logits
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
-from . import _check
+from . import _check, _initial
 from ._pyramid import heads_of
 
 __all__ = ["GeometricKernelAttention"]
@@ -66,10 +66,8 @@ class GeometricKernelAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """MapTR's initialisation: equal weights everywhere."""
-        nn.init.zeros_(self.attention_weights.weight)
-        nn.init.zeros_(self.attention_weights.bias)
-        nn.init.xavier_uniform_(self.value_proj.weight)
-        nn.init.zeros_(self.value_proj.bias)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj)
 
     def forward(
         self,

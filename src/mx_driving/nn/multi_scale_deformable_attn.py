@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor, nn
 
 from .. import _with_logits
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check
+from . import _check, _initial
 from ._pyramid import heads_of
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -56,19 +53,9 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Deformable-DETR's initialisation."""
-        angle = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
-        direction = torch.stack([angle.cos(), angle.sin()], -1)
-        direction = direction / direction.abs().amax(-1, keepdim=True)
-        steps = torch.arange(1.0, self.num_points + 1)
-        offsets = (direction[:, None, None] * steps[:, None]).expand(-1, self.num_levels, -1, -1)
-        nn.init.zeros_(self.sampling_offsets.weight)
-        with torch.no_grad():
-            self.sampling_offsets.bias.copy_(offsets.flatten())
-        nn.init.zeros_(self.attention_weights.weight)
-        nn.init.zeros_(self.attention_weights.bias)
-        for projection in (self.value_proj, self.output_proj):
-            nn.init.xavier_uniform_(projection.weight)
-            nn.init.zeros_(projection.bias)
+        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj, self.output_proj)
 
     def forward(
         self,
