@@ -6,6 +6,7 @@ import published
 import pytest
 import torch
 
+import mx_driving
 from mx_driving import nn
 
 SIZES = [(9, 7), (5, 4), (3, 2)]
@@ -90,6 +91,13 @@ def test_spatial(positions):
     inputs = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
     inputs = (*inputs, rand(2, 11, 24, seed=4) if positions else None)
     assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
+
+
+def test_spatial_without_a_scene():
+    module = nn.SpatialCrossAttention(8, 2, 3, 2)
+    _, shapes, starts = pyramid(8)
+    reference, mask = torch.zeros(0, 2, 5, 2, 2), torch.zeros(0, 2, 5, 2, dtype=torch.bool)
+    assert module(torch.zeros(0, 5, 8), reference, torch.zeros(0, 2, 89, 8), shapes, starts, mask).shape == (0, 5, 8)
 
 
 def test_spatial_without_a_visible_query():
@@ -189,6 +197,34 @@ def test_aggregation_drops_pairs_in_training_only():
     torch.testing.assert_close(kept.sum((2, 3, 4)), torch.ones(1, 400, 2))
 
 
+def test_recorded_looks_are_the_modules_own():
+    """What the operators with logits work out is what the modules say of it: sampling, pixels, and weights, pairs left out."""
+    value, shapes, starts = pyramid(24)
+    query, reference = rand(2, 11, 24), rand(2, 11, 3, 2, seed=5)
+    multi_scale = randomise(nn.MultiScaleDeformableAttention(24, 3, 3, 2))
+    geometric = randomise(nn.GeometricKernelAttention(24, 3, 3))
+    aggregation = randomise(nn.DeformableFeatureAggregation(24, 4, 2, 3, attn_drop=0.5))
+    projection, wh = cameras()
+    maps = nn.flatten_cameras([torch.rand(2, 3, 24, *s, dtype=torch.float64) for s in SIZES[:2]])
+    with mx_driving.viz.recording() as looks:
+        multi_scale(query, reference, value, shapes, starts)
+        geometric(query, reference, value, shapes, starts)
+        torch.manual_seed(0)
+        aggregation(query, rand(2, 11, 8), query, *maps, projection, wh)
+    operators = ["multi_scale_deformable_attn", "geometric_kernel_attention", "deformable_aggregation"]
+    assert [look.operator for look in looks] == operators
+    locations, weights = multi_scale.sampling(query, reference, shapes)
+    torch.manual_seed(0)
+    dropped = aggregation.weights(query + query, projection)
+    for found, true in [
+        (looks[0].locations, locations),
+        (looks[0].weights, weights),
+        (looks[1].locations, geometric.pixels(reference, shapes)),
+        (looks[2].weights, dropped),
+    ]:
+        torch.testing.assert_close(found, true)
+
+
 def test_checkpoint_names():
     """As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR."""
 
@@ -251,6 +287,38 @@ def test_errors():
     args = (torch.rand(1, 4, 8), torch.tensor([[2, 2]]), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"^reference_points must have 4 axes, the last of 2 or 4 numbers; got"):
         module(torch.rand(1, 3, 8), torch.rand(1, 3, 1, 3), *args)
+
+
+def bevformer():
+    """BEVFormer's two modules with inputs, float32."""
+    value, shapes, starts = nn.flatten_levels([torch.rand(12, 16, 6, 5), torch.rand(12, 16, 3, 3)])
+    reference, mask = pillars(2, 3, 39, 2)
+    query = torch.rand(2, 39, 16)
+    temporal, spatial = nn.TemporalSelfAttention(16, 2, 2, 2), nn.SpatialCrossAttention(16, 2, 2, 2)
+    value = value.unflatten(0, (2, 6))
+    yield temporal, (query, torch.rand(2, 2, 39, 2, 2), value[:, :2], shapes, starts, query)
+    yield spatial, (query, reference.float(), value[:, 3:], shapes, starts, mask, query)
+
+
+def test_bevformer_autocast():
+    """Linear layers in bfloat16, sampling and what is added to it in float32."""
+    for module, args in bevformer():
+        module.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            lowered = module(*args)
+            lowered.sum().backward()
+        assert lowered.dtype == torch.float32
+        torch.testing.assert_close(lowered, module(*args), rtol=0.05, atol=0.02)
+        assert all(p.grad is not None for p in module.parameters())
+
+
+def test_bevformer_drops_in_training_only():
+    for module, args in bevformer():
+        module.dropout.p = 0.5
+        torch.nn.init.ones_(module.output_proj.bias)
+        gone = module(*args) == args[0]
+        assert 0.4 < gone.float().mean() < 0.6
+        assert not (module.eval()(*args) == args[0]).any()
 
 
 def test_modules_compile_and_autocast():

@@ -34,7 +34,7 @@ class GeometricKernelAttention(nn.Module):
 
     Source: Liao et al., "MapTR", ICLR 2023; defaults of its tiny configuration.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.GeometricKernelAttention(embed_dims=64)
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 15, 25)])
     >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 4, 2), value, shapes, starts).shape)

@@ -32,7 +32,7 @@ class MultiScaleDeformableAttention(nn.Module):
 
     Source: Zhu et al., "Deformable DETR", ICLR 2021.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(embed_dims=64, num_levels=2)
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 8, 8), torch.rand(1, 64, 4, 4)])
     >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 2, 2), value, shapes, starts).shape)

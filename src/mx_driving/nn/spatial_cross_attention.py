@@ -100,11 +100,11 @@ class SpatialCrossAttention(nn.Module):
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
     How many cells a camera sees is known only when they are counted. `torch.compile` therefore runs the loop over cameras as
-    it is, between two graphs, and `torch.export` and `fullgraph=True` refuse the module.
+    it is, between two graphs, and refuses the module with `fullgraph=True`.
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.SpatialCrossAttention(embed_dims=64, num_levels=1).eval()
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(6, 64, 9, 16)])  # six cameras of one scene
     >>> query, pillars = torch.rand(1, 20, 64), torch.rand(1, 6, 20, 4, 2) * 4 - 2

@@ -37,7 +37,7 @@ class TemporalSelfAttention(nn.Module):
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.TemporalSelfAttention(embed_dims=64).eval()
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(2, 64, 5, 4)])  # the previous map and the current one
     >>> query, reference = torch.rand(1, 20, 64), torch.rand(1, 2, 20, 1, 2)
@@ -115,7 +115,7 @@ class TemporalSelfAttention(nn.Module):
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis.
 
-        Both layers in one product for each half of [previous, query], which is not written down: 0.65 of the time.
+        Both layers are one product for each half of [previous, query], and the whole is not written down.
         """
         layers, channels = (self.sampling_offsets, self.attention_weights), self.embed_dims
         weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
