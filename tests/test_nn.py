@@ -6,6 +6,7 @@ import published
 import pytest
 import torch
 
+import mx_driving
 from mx_driving import nn
 
 SIZES = [(9, 7), (5, 4), (3, 2)]
@@ -57,6 +58,58 @@ def test_multi_scale(numbers, padded):
     padding = rand(2, value.shape[1], seed=9) < 0.3 if padded else None
     inputs = (rand(2, 11, 24), rand(2, 11, 3, numbers, seed=5) * 1.2 - 0.1, value, shapes, starts, padding)
     assert_same(module, inputs, lambda state, *a: published.multi_scale(state, (3, 3, 2), *a))
+
+
+@pytest.mark.parametrize(("numbers", "first"), [(2, False), (4, False), (2, True)])
+def test_temporal(numbers, first):
+    """`first`: there is no previous map."""
+    module = randomise(nn.TemporalSelfAttention(24, num_heads=3, num_levels=3, num_points=2)).eval()
+    value, shapes, starts = pyramid(24, bs=4)
+    query, pos = rand(2, value.shape[1], 24), rand(2, value.shape[1], 24, seed=4)
+    reference = rand(2, 2, value.shape[1], 3, numbers, seed=5) * 1.2 - 0.1
+    inputs = (query, reference, None if first else value.unflatten(0, (2, 2)), shapes, starts, pos)
+    assert_same(module, inputs, lambda state, *a: published.temporal(state, (3, 3, 2), *a))
+
+
+def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference points and mask. Each scene and camera sees other queries; one camera none, and one query no camera."""
+    reference = rand(bs, cams, queries, heights, 2, seed=5) * 2 - 0.5
+    mask = ((reference > 0) & (reference < 1)).all(-1) & (rand(bs, cams, queries, 1, seed=6) < 0.6)
+    mask[-1, 1], mask[:, :, 3] = False, False
+    return reference, mask
+
+
+@pytest.mark.parametrize("positions", [False, True])
+def test_spatial(positions):
+    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
+    value, shapes, starts = pyramid(24, bs=6)
+    reference, mask = pillars(2, 3, 11, 2)
+    counts = mask.any(-1).sum(2)
+    assert counts.unique().numel() > 3
+    assert counts[1, 1] == 0
+    assert mask.any(-1).sum(1).max() > 1
+    inputs = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
+    inputs = (*inputs, rand(2, 11, 24, seed=4) if positions else None)
+    assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
+
+
+def test_spatial_without_a_scene():
+    module = nn.SpatialCrossAttention(8, 2, 3, 2)
+    _, shapes, starts = pyramid(8)
+    reference, mask = torch.zeros(0, 2, 5, 2, 2), torch.zeros(0, 2, 5, 2, dtype=torch.bool)
+    assert module(torch.zeros(0, 5, 8), reference, torch.zeros(0, 2, 89, 8), shapes, starts, mask).shape == (0, 5, 8)
+
+
+def test_spatial_without_a_visible_query():
+    """What no camera sees is the projection of zero; gradients are zero, not missing, so that processes agree on them."""
+    module = randomise(nn.SpatialCrossAttention(8, 2, 3, 2)).eval()
+    value, shapes, starts = pyramid(8, bs=2)
+    reference, mask = pillars(1, 2, 5, 2)
+    query = rand(1, 5, 8)
+    output = module(query, reference, value[None], shapes, starts, torch.zeros_like(mask))
+    torch.testing.assert_close(output, query + module.output_proj.bias)
+    for found in torch.autograd.grad(output.sum(), list(module.deformable_attention.parameters())):
+        assert not found.any()
 
 
 @pytest.mark.parametrize(("kernel_size", "dilation", "padded"), [((3, 5), 1, False), ((2, 3), 2, True), ((1, 1), 1, False)])
@@ -144,12 +197,48 @@ def test_aggregation_drops_pairs_in_training_only():
     torch.testing.assert_close(kept.sum((2, 3, 4)), torch.ones(1, 400, 2))
 
 
+def test_recorded_looks_are_the_modules_own():
+    """What the operators with logits work out is what the modules say of it: sampling, pixels, and weights, pairs left out."""
+    value, shapes, starts = pyramid(24)
+    query, reference = rand(2, 11, 24), rand(2, 11, 3, 2, seed=5)
+    multi_scale = randomise(nn.MultiScaleDeformableAttention(24, 3, 3, 2))
+    geometric = randomise(nn.GeometricKernelAttention(24, 3, 3))
+    aggregation = randomise(nn.DeformableFeatureAggregation(24, 4, 2, 3, attn_drop=0.5))
+    projection, wh = cameras()
+    maps = nn.flatten_cameras([torch.rand(2, 3, 24, *s, dtype=torch.float64) for s in SIZES[:2]])
+    with mx_driving.viz.recording() as looks:
+        multi_scale(query, reference, value, shapes, starts)
+        geometric(query, reference, value, shapes, starts)
+        torch.manual_seed(0)
+        aggregation(query, rand(2, 11, 8), query, *maps, projection, wh)
+    operators = ["multi_scale_deformable_attn", "geometric_kernel_attention", "deformable_aggregation"]
+    assert [look.operator for look in looks] == operators
+    locations, weights = multi_scale.sampling(query, reference, shapes)
+    torch.manual_seed(0)
+    dropped = aggregation.weights(query + query, projection)
+    for found, true in [
+        (looks[0].locations, locations),
+        (looks[0].weights, weights),
+        (looks[1].locations, geometric.pixels(reference, shapes)),
+        (looks[2].weights, dropped),
+    ]:
+        torch.testing.assert_close(found, true)
+
+
 def test_checkpoint_names():
-    """As they stand in files of Deformable-DETR and mmcv, Sparse4D and MapTR."""
+    """As they stand in files of BEVFormer, Deformable-DETR and mmcv, Sparse4D and MapTR."""
 
     def layers(*names):
         return {f"{n}.{kind}" for n in names for kind in ("weight", "bias")}
 
+    temporal, spatial = nn.TemporalSelfAttention().state_dict(), nn.SpatialCrossAttention().state_dict()
+    assert set(temporal) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
+    assert temporal["sampling_offsets.weight"].shape == (128, 512)
+    assert temporal["attention_weights.weight"].shape == (64, 512)
+    inner = (f"deformable_attention.{n}" for n in ("sampling_offsets", "attention_weights", "value_proj"))
+    assert set(spatial) == layers(*inner, "output_proj")
+    assert spatial["deformable_attention.sampling_offsets.weight"].shape == (512, 256)
+    assert spatial["deformable_attention.attention_weights.weight"].shape == (256, 256)
     detr = nn.MultiScaleDeformableAttention().state_dict()
     assert set(detr) == layers("sampling_offsets", "attention_weights", "value_proj", "output_proj")
     assert detr["sampling_offsets.weight"].shape == (256, 256)
@@ -175,7 +264,12 @@ def test_initialisation(heads, levels, points):
     torch.testing.assert_close(module.sampling_offsets.bias.detach(), published.grid_bias(heads, levels, points))
     for zero in (module.sampling_offsets.weight, module.attention_weights.weight, module.attention_weights.bias):
         assert not zero.any()
-    for other in (module, nn.GeometricKernelAttention(24), nn.DeformableFeatureAggregation(24)):
+    temporal = nn.TemporalSelfAttention(24, heads, levels, points)
+    spatial = nn.SpatialCrossAttention(24, heads, levels, points)
+    torch.testing.assert_close(temporal.sampling_offsets.bias.detach(), published.grid_bias(heads, 2 * levels, points))
+    inner = spatial.deformable_attention
+    torch.testing.assert_close(inner.sampling_offsets.bias.detach(), published.grid_bias(heads, levels, points))
+    for other in (module, temporal, spatial, inner, nn.GeometricKernelAttention(24), nn.DeformableFeatureAggregation(24)):
         for name, p in other.named_parameters():
             if name in ("value_proj.weight", "output_proj.weight"):
                 bound = (6 / 48) ** 0.5
@@ -193,6 +287,38 @@ def test_errors():
     args = (torch.rand(1, 4, 8), torch.tensor([[2, 2]]), torch.tensor([0]))
     with pytest.raises(ValueError, match=r"^reference_points must have 4 axes, the last of 2 or 4 numbers; got"):
         module(torch.rand(1, 3, 8), torch.rand(1, 3, 1, 3), *args)
+
+
+def bevformer():
+    """BEVFormer's two modules with inputs, float32."""
+    value, shapes, starts = nn.flatten_levels([torch.rand(12, 16, 6, 5), torch.rand(12, 16, 3, 3)])
+    reference, mask = pillars(2, 3, 39, 2)
+    query = torch.rand(2, 39, 16)
+    temporal, spatial = nn.TemporalSelfAttention(16, 2, 2, 2), nn.SpatialCrossAttention(16, 2, 2, 2)
+    value = value.unflatten(0, (2, 6))
+    yield temporal, (query, torch.rand(2, 2, 39, 2, 2), value[:, :2], shapes, starts, query)
+    yield spatial, (query, reference.float(), value[:, 3:], shapes, starts, mask, query)
+
+
+def test_bevformer_autocast():
+    """Linear layers in bfloat16, sampling and what is added to it in float32."""
+    for module, args in bevformer():
+        module.eval()
+        with torch.autocast("cpu", torch.bfloat16):
+            lowered = module(*args)
+            lowered.sum().backward()
+        assert lowered.dtype == torch.float32
+        torch.testing.assert_close(lowered, module(*args), rtol=0.05, atol=0.02)
+        assert all(p.grad is not None for p in module.parameters())
+
+
+def test_bevformer_drops_in_training_only():
+    for module, args in bevformer():
+        module.dropout.p = 0.5
+        torch.nn.init.ones_(module.output_proj.bias)
+        gone = module(*args) == args[0]
+        assert 0.4 < gone.float().mean() < 0.6
+        assert not (module.eval()(*args) == args[0]).any()
 
 
 def test_modules_compile_and_autocast():

@@ -20,6 +20,8 @@ MULTI_SCALE = nn.MultiScaleDeformableAttention(16, 4, 2, 3)
 GEOMETRIC = nn.GeometricKernelAttention(16, 4, 2)
 AGGREGATION = nn.DeformableFeatureAggregation(16, 4, 2, 3)
 BY_CAMERA = nn.DeformableFeatureAggregation(16, 4, 2, 6, use_camera_embed=False)
+TEMPORAL = nn.TemporalSelfAttention(16, 4, 2, 3, dropout=0.0)
+SPATIAL = nn.SpatialCrossAttention(16, 4, 2, 4)
 
 LEVELS = {"value": VALUE, "spatial_shapes": SHAPES, "level_start_index": STARTS, "padding_mask": PADDING}
 GOOD = {
@@ -37,6 +39,21 @@ GOOD = {
     },
 }
 GOOD[BY_CAMERA] = GOOD[AGGREGATION]
+TABLES = {"spatial_shapes": SHAPES, "level_start_index": STARTS}
+CELLS = {"query": QUERY, "query_pos": QUERY, **TABLES}
+GOOD[TEMPORAL] = {  # its queries are the cells of its maps
+    **TABLES,
+    "query": VALUE,
+    "query_pos": VALUE,
+    "reference_points": torch.rand(2, 2, 30, 2, 2),
+    "value": torch.rand(2, 2, 30, 16),
+}
+GOOD[SPATIAL] = {
+    **CELLS,
+    "reference_points": torch.rand(2, 3, 5, 2, 2),
+    "value": torch.rand(2, 3, 30, 16),
+    "bev_mask": torch.rand(2, 3, 5, 2) < 0.4,
+}
 TENSOR = "must be a torch.Tensor; got"
 
 # function, its maps, the error, the sentence
@@ -279,11 +296,93 @@ ROWS = [
     ),
 ]
 
+ROWS += [
+    row
+    for module, count in ((TEMPORAL, 30), (SPATIAL, 5))
+    for row in [
+        (module, "query", None, TypeError, f"query {TENSOR} NoneType"),
+        (module, "query", QUERY[..., :8], ValueError, "query must have shape (bs, num_queries, embed_dims=16); got (2, 5, 8)"),
+        (module, "query_pos", 0.5, TypeError, f"query_pos {TENSOR} float"),
+        (
+            module,
+            "query_pos",
+            QUERY[:1],
+            ValueError,
+            f"query_pos must have shape (bs=2, num_queries={count}, embed_dims=16); got (1, 5, 16)",
+        ),
+        (module, "spatial_shapes", SHAPES[:1], ValueError, "spatial_shapes must have shape (num_levels=2, 2); got (1, 2)"),
+        (module, "level_start_index", STARTS[:1], ValueError, "level_start_index must have shape (num_levels=2); got (1,)"),
+        (module, "reference_points", None, TypeError, f"reference_points {TENSOR} NoneType"),
+    ]
+]
+ROWS += [
+    *(
+        (
+            TEMPORAL,
+            "reference_points",
+            torch.rand(shape),
+            ValueError,
+            f"reference_points must have shape (bs=2, 2, num_queries=30, num_levels=2, 2 or 4); got {shape}",
+        )
+        for shape in [(2, 30, 2, 2), (4, 30, 2, 2, 2), (2, 2, 30, 1, 2), (2, 2, 30, 2, 3), (2, 2, 5, 2, 2)]
+    ),
+    (TEMPORAL, "value", MAPS, TypeError, f"value {TENSOR} list"),
+    *(
+        (
+            TEMPORAL,
+            "value",
+            torch.rand(shape),
+            ValueError,
+            f"value must have shape (bs=2, 2, num_queries=30, embed_dims=16); got {shape}",
+        )
+        for shape in [(4, 30, 16), (2, 1, 30, 16), (2, 2, 5, 16)]
+    ),
+    *(
+        (
+            SPATIAL,
+            "reference_points",
+            torch.rand(shape),
+            ValueError,
+            f"reference_points must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors, 2); got {shape}",
+        )
+        for shape in [(3, 2, 5, 2, 2), (2, 3, 5, 2), (2, 3, 4, 2, 2), (2, 3, 5, 2, 4)]
+    ),
+    (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2), ValueError, "num_Z_anchors must divide num_points=4; got 3"),
+    *(
+        (
+            SPATIAL,
+            "value",
+            torch.rand(shape),
+            ValueError,
+            f"value must have shape (bs=2, cam, num_keys, embed_dims=16); got {shape}",
+        )
+        for shape in [(6, 30, 16), (1, 3, 30, 16), (2, 3, 30, 8)]
+    ),
+    (SPATIAL, "bev_mask", None, TypeError, f"bev_mask {TENSOR} NoneType"),
+    (SPATIAL, "bev_mask", torch.rand(2, 3, 5, 2), TypeError, "bev_mask must have dtype bool; got float32"),
+    *(
+        (
+            SPATIAL,
+            "bev_mask",
+            torch.zeros(shape, dtype=torch.bool),
+            ValueError,
+            f"bev_mask must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors=2); got {shape}",
+        )
+        for shape in [(3, 2, 5, 2), (2, 3, 5)]
+    ),
+]
+
 # module, its arguments, the error, the sentence
 MADE = [
     (nn.MultiScaleDeformableAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
     (nn.MultiScaleDeformableAttention, {"num_points": -1}, "num_points must be at least 1; got -1"),
     (nn.MultiScaleDeformableAttention, {"num_heads": 0}, "num_heads must divide embed_dims=256; got 0"),
+    (nn.TemporalSelfAttention, {"num_heads": 3}, "num_heads must divide embed_dims=256; got 3"),
+    (nn.TemporalSelfAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
+    (nn.TemporalSelfAttention, {"dropout": 1.0}, "dropout must be a share below 1; got 1.0"),
+    (nn.SpatialCrossAttention, {"num_heads": 3}, "num_heads must divide embed_dims=256; got 3"),
+    (nn.SpatialCrossAttention, {"num_points": 0}, "num_points must be at least 1; got 0"),
+    (nn.SpatialCrossAttention, {"dropout": -0.5}, "dropout must be a share below 1; got -0.5"),
     (nn.GeometricKernelAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
     (nn.GeometricKernelAttention, {"kernel_size": (3, 0)}, "kernel_size[1] must be at least 1; got 0"),
     (nn.GeometricKernelAttention, {"dilation": 0}, "dilation must be at least 1; got 0"),
@@ -340,7 +439,7 @@ def test_legal_inputs_are_taken():
     nn.DeformableFeatureAggregation(16, 4, 2, 3, fix_scale=())
 
 
-@pytest.mark.parametrize("module", [MULTI_SCALE, GEOMETRIC, AGGREGATION], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize("module", [MULTI_SCALE, GEOMETRIC, AGGREGATION, TEMPORAL], ids=lambda m: type(m).__name__)
 def test_modules_compile_and_export(module):
     """One graph for every batch and number of queries, and an exported program that takes them all."""
     torch._dynamo.reset()
@@ -351,11 +450,24 @@ def test_modules_compile_and_export(module):
     batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
     tables = {"spatial_shapes", "level_start_index", "spatial_shape", "scale_start_index"}
     asked = {"query", "reference_points", "instance_feature", "anchor", "anchor_embed"}
+    asked = set() if module is TEMPORAL else asked  # its queries are the cells of its maps
     dims = {n: None if n in tables else {0: batch, **({1: queries} if n in asked else {})} for n in good}
     program = torch.export.export(module, (), good, dynamic_shapes=dims).module()
     more = {n: t if n in tables else torch.cat([t, t[:1]]) for n, t in good.items()}
     more = {n: t[:, :3] if n in asked else t for n, t in more.items()}
     torch.testing.assert_close(program(**more), module(**more))
+
+
+def test_spatial_compiles_around_its_cameras():
+    torch._dynamo.reset()
+    SPATIAL.eval()
+    compiled = torch.compile(SPATIAL, backend="eager")
+    for mask in (GOOD[SPATIAL]["bev_mask"], ~GOOD[SPATIAL]["bev_mask"]):  # cameras see other numbers of queries
+        good = {**GOOD[SPATIAL], "bev_mask": mask}
+        torch.testing.assert_close(compiled(**good), SPATIAL(**good))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(SPATIAL, backend="eager", fullgraph=True)(**GOOD[SPATIAL])
 
 
 def test_pyramids_compile():

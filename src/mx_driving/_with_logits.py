@@ -91,19 +91,24 @@ class Aggregation:
         image_size: Tensor | None = None,
         pair_scale: Tensor | None = None,
     ):
-        self.samples = cams, scales, points_of_anchor = logits.shape[2:5]
         self.points = points[:, :, :, None, None]  # over [bs, anchor, pts, cam, 3, 3]
         self.matrix = projection[:, None, None, :, :3]
         self.image_size = None if image_size is None else image_size[:, None, None]
-        self.pair_scale = None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
+        self.pair_scale = _over_weights(pair_scale)
         turned = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
         self.in_front = turned[..., 2:] >= _NEAREST
         self.depth = turned[..., 2:].clamp(min=_NEAREST)
         self.plane = turned[..., :2] / self.depth
         self.locations = self.plane if self.image_size is None else self.plane / self.image_size
-        self.shares = logits.flatten(2, 4).softmax(2)
-        weights = self.shares.unflatten(2, (cams, scales, points_of_anchor)).permute(0, 1, 4, 2, 3, 5)
-        self.weights = weights if self.pair_scale is None else weights * self.pair_scale
+        self.shares, self.weights = self.of_logits(logits, pair_scale)
+
+    @staticmethod
+    def of_logits(logits: Tensor, pair_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The softmax [bs, anchor, cam * scale * pts, group], and the weights [bs, anchor, pts, cam, scale, group]."""
+        shares = logits.flatten(2, 4).softmax(2)
+        weights = shares.unflatten(2, logits.shape[2:5]).permute(0, 1, 4, 2, 3, 5)
+        scale = _over_weights(pair_scale)
+        return shares, weights if scale is None else weights * scale
 
     @staticmethod
     def wanted(mask: Sequence[bool]) -> list[bool]:
@@ -134,13 +139,23 @@ class Aggregation:
         return _softmax_gradient(self.shares, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
 
 
+def _over_weights(pair_scale: Tensor | None) -> Tensor | None:
+    """pair_scale over [bs, anchor, pts, cam, scale, group]."""
+    return None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
+
+
 class Geometric:
     """pixel = reference * (W, H) + window, rounded half to even."""
 
     def __init__(self, shapes: Tensor, reference: Tensor, window: Tensor, logits: Tensor):
-        centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
-        self.locations = (centre[..., None, :] + window).round()  # [bs, queries, heads, levels, points, 2]
+        self.locations = self.pixels(shapes, reference, window)
         self.weights = logits.flatten(3).softmax(-1).unflatten(3, (shapes.shape[0], window.shape[0]))
+
+    @staticmethod
+    def pixels(shapes: Tensor, reference: Tensor, window: Tensor) -> Tensor:
+        """[bs, queries, heads, levels, points, 2]"""
+        centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
+        return (centre[..., None, :] + window).round()
 
     @staticmethod
     def wanted(mask: Sequence[bool]) -> list[bool]:
@@ -162,14 +177,19 @@ def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
     return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
 
 
-def _samples(operator: str, value: Tensor, shapes: Tensor, inputs: Sequence[Any]) -> Any:
-    dtype = _compute_dtype((value, *inputs))
+def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.dtype) -> Any:
     return _RULES[operator](shapes, *(t.to(dtype) if isinstance(t, Tensor) else t for t in inputs))
+
+
+def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
+    """The locations and weights of an operator's inputs, without its value."""
+    samples = _samples(operator, shapes, inputs, _compute_dtype(inputs))
+    return samples.locations, samples.weights
 
 
 def bare_inputs(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """What the bare operator is given."""
-    samples = _samples(operator, value, shapes, inputs)
+    samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
     return value, shapes, starts, samples.locations, samples.weights
 
 
@@ -183,7 +203,7 @@ def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Ten
 
     def run(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *inputs, mask = rest
-        samples = _samples(operator, value, shapes, inputs)
+        samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
         tensors = (value, shapes, starts, samples.locations, samples.weights)
         of_value, *of_samples = bare(grad, *tensors, samples.wanted(mask))
         found = samples.gradients(mask, *of_samples)

@@ -83,6 +83,43 @@ def pyramid(value: Tensor, starts: Tensor, padding_mask: Tensor | None, bs: int,
         need_dtype("padding_mask", padding_mask, frozenset((torch.bool,)), "have dtype bool")
 
 
+def cells(query: Tensor, query_pos: Tensor | None, shapes: Tensor, starts: Tensor, embed_dims: int, levels: int) -> None:
+    """The queries of a bird's-eye map, and the tables of what they read."""
+    tensors(("query", query), ("spatial_shapes", shapes), ("level_start_index", starts))
+    axes = "bs, num_queries, embed_dims"
+    need_some_sizes("query", query, axes, None, None, embed_dims)
+    if query_pos is not None:
+        tensors(("query_pos", query_pos))
+        need_shape("query_pos", query_pos, axes, *query.shape)
+    need_shape("spatial_shapes", shapes, "num_levels, 2", levels, 2)
+    need_shape("level_start_index", starts, "num_levels", levels)
+
+
+def queue(points: Tensor, value: Tensor | None, query: Tensor, maps: int, levels: int) -> None:
+    """A temporal attention's reference points and maps, the previous one first."""
+    bs, count, embed_dims = query.shape
+    tensors(("reference_points", points))
+    axes = f"bs, {maps}, num_queries, num_levels, 2 or 4"
+    need_some_sizes("reference_points", points, axes, bs, maps, count, levels, None)
+    if points.shape[4] not in (2, 4):
+        fail_shape("reference_points", points, axes, (bs, maps, count, levels, None))
+    if value is not None:
+        tensors(("value", value))
+        need_shape("value", value, f"bs, {maps}, num_queries, embed_dims", bs, maps, count, embed_dims)
+
+
+def pillars(points: Tensor, value: Tensor, mask: Tensor, query: Tensor, num_points: int) -> None:
+    """A spatial attention's reference points, cameras, and which points the cameras see."""
+    bs, count, embed_dims = query.shape
+    tensors(("reference_points", points), ("value", value), ("bev_mask", mask))
+    need_some_sizes("value", value, "bs, cam, num_keys, embed_dims", bs, None, None, embed_dims)
+    cams, axes = value.shape[1], "bs, cam, num_queries, num_Z_anchors"
+    need_some_sizes("reference_points", points, axes + ", 2", bs, cams, count, None, 2)
+    divides("num_Z_anchors", points.shape[3], "num_points", num_points)
+    need_shape("bev_mask", mask, axes, *points.shape[:4])
+    need_dtype("bev_mask", mask, frozenset((torch.bool,)), "have dtype bool")
+
+
 def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embed_dims: int) -> None:
     """An aggregation module's anchors."""
     tensors(("instance_feature", instance_feature), ("anchor", anchor), ("anchor_embed", anchor_embed))

@@ -53,7 +53,7 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 def heads_of(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
     """Projected rows [bs, num_keys, c] as the operators' value, [bs, num_keys, num_heads, c / num_heads]; padding is zero."""
     if padding_mask is not None:
-        rows = rows.masked_fill(padding_mask[..., None], 0)
+        rows = torch.where(padding_mask[..., None], 0, rows)  # masked_fill takes longer, most of all backward
     return rows.unflatten(2, (num_heads, -1))
 
 

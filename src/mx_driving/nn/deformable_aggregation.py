@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.npu_deformable_aggregation import deformable_aggregation
-from . import _check
+from .. import _with_logits
+from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
+from . import _check, _initial
 
-__all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints", "project"]
+__all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
 # fractions of an anchor's width, length and height: its centre and just inside its six faces, as in Sparse4D v3
 FIX_SCALE = ((0, 0, 0), (0.45, 0, 0), (-0.45, 0, 0), (0, 0.45, 0), (0, -0.45, 0), (0, 0, 0.45), (0, 0, -0.45))
@@ -48,9 +50,9 @@ class KeyPoints(nn.Module):
 class DeformableFeatureAggregation(nn.Module):
     """An anchor's feature from all cameras: key points inside it, projected into each picture, sampled and weighted.
 
-        location = project(key points of the anchor)                          in each camera, 0..1 is the picture
-        weight   = softmax over cameras, scales and points of weights_fc(feature + anchor_embed + camera_embed)
-        out      = output_proj(deformable_aggregation(feature_maps, location, weight)), with the input added or appended
+        point = a key point of the anchor, projected into each camera
+        logit = weights_fc(feature + anchor_embed + camera_embed), for softmax over cameras, scales and points
+        out   = output_proj(deformable_aggregation_with_logits(feature_maps, point, logit)), with the input added or appended
 
     Sparse4D's checkpoints load as they are: `kps_generator.fix_scale`, `kps_generator.learnable_fc`, `camera_encoder`,
     `weights_fc`, `output_proj`. The defaults are those of Sparse4D v3's configuration.
@@ -101,12 +103,10 @@ class DeformableFeatureAggregation(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sparse4D's initialisation: equal weights everywhere."""
-        nn.init.zeros_(self.weights_fc.weight)
-        nn.init.zeros_(self.weights_fc.bias)
-        learned = [self.kps_generator.learnable_fc] if self.kps_generator.num_learnable_pts else []
-        for projection in (self.output_proj, *learned):
-            nn.init.xavier_uniform_(projection.weight)
-            nn.init.zeros_(projection.bias)
+        _initial.equal_weights(self.weights_fc)
+        _initial.xavier(self.output_proj)
+        if self.kps_generator.num_learnable_pts:
+            _initial.xavier(self.kps_generator.learnable_fc)
 
     def forward(
         self,
@@ -142,49 +142,53 @@ class DeformableFeatureAggregation(nn.Module):
         cams = projection_mat.shape[1]
         _check.feature_maps(feature_maps, spatial_shape, scale_start_index, bs, cams, self.num_levels, self.embed_dims)
         points = self.kps_generator(anchor, instance_feature)
-        locations = project(points, projection_mat, image_wh)
-        weights = self.weights(instance_feature + anchor_embed, projection_mat)
-        features = deformable_aggregation(feature_maps, spatial_shape, scale_start_index, locations, weights)
+        logits = self._logits(instance_feature + anchor_embed, projection_mat)
+        features = deformable_aggregation_with_logits(
+            feature_maps,
+            spatial_shape,
+            scale_start_index,
+            points,
+            F.pad(projection_mat, (0, 0, 0, 4 - projection_mat.shape[2])),
+            logits,
+            image_wh,
+            self._pair_scale(logits),
+        )
         output = self.proj_drop(self.output_proj(features))
         if self.residual_mode == "add":
             return output + instance_feature
         return torch.cat([output, instance_feature], -1)
 
     def weights(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
-        """The operator's weight, [bs, anchor, pts, cam, scale, group]; a group's sum to 1 over points, cameras and scales."""
-        if self.camera_encoder is not None:
-            feature = feature[:, :, None] + self.camera_encoder(projection_mat[:, :, :3].flatten(2))[:, None]
-        logits = self.weights_fc(feature).flatten(2).unflatten(2, (-1, self.num_groups))
-        weights = logits.softmax(2).unflatten(2, (-1, self.num_levels, self.num_pts)).permute(0, 1, 4, 2, 3, 5)
-        if self.training and self.attn_drop > 0:
-            kept = torch.rand(weights.shape[:4], device=weights.device) > self.attn_drop
-            weights = weights * kept[..., None, None] / (1 - self.attn_drop)
-        return weights
+        """What `forward`'s operator takes the softmax to be: [bs, anchor, pts, cam, scale, group].
+
+        A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
+        """
+        logits = self._logits(feature, projection_mat)
+        return _with_logits.Aggregation.of_logits(logits, self._pair_scale(logits))[1]
+
+    def _logits(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
+        """[bs, anchor, cam, scale, pts, group]"""
+        by_anchor = self.weights_fc(feature)
+        sizes = (self.num_levels, self.num_pts, self.num_groups)
+        if self.camera_encoder is None:
+            return by_anchor.unflatten(2, (-1, *sizes))
+        # W (feature + camera) = W feature + W camera: one product for each anchor, not for each anchor and camera
+        by_camera = F.linear(self.camera_encoder(projection_mat[:, :, :3].flatten(2)), self.weights_fc.weight)
+        return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
+
+    def _pair_scale(self, logits: Tensor) -> Tensor | None:
+        """In training [bs, anchor, cam, pts]: 0 for pairs that are left out, and what keeps the mean for the others."""
+        if not (self.training and self.attn_drop > 0):
+            return None
+        bs, anchors, cams, _, points, _ = logits.shape
+        kept = torch.rand(bs, anchors, points, cams, device=logits.device).transpose(2, 3) > self.attn_drop
+        return kept.to(torch.promote_types(logits.dtype, torch.float32)) / (1 - self.attn_drop)
 
     def extra_repr(self) -> str:
         return (
             f"embed_dims={self.embed_dims}, num_groups={self.num_groups}, num_levels={self.num_levels}, "
             f"num_cams={self.num_cams}, num_pts={self.num_pts}, residual_mode={self.residual_mode!r}"
         )
-
-
-def project(points: Tensor, projection_mat: Tensor, image_wh: Tensor | None = None) -> Tensor:
-    """Where cameras see points: the operator's sample_locations.
-
-    Like Sparse4D, a point behind a camera is not marked: its depth is taken as 1e-5, which puts it far outside the picture
-    unless it lies within a hair's breadth of the optical axis.
-
-    Args:
-        points: [bs, anchor, pts, 3], metres.
-        projection_mat: [bs, cam, 4, 4].
-        image_wh: [bs, cam, 2], or None when projection_mat gives 0..1.
-
-    Returns:
-        [bs, anchor, pts, cam, 2], (x, y).
-    """
-    turned = torch.einsum("bcij,bapj->bapci", projection_mat[:, :, :3, :3], points) + projection_mat[:, None, None, :, :3, 3]
-    locations = turned[..., :2] / turned[..., 2:].clamp(min=1e-5)
-    return locations if image_wh is None else locations / image_wh[:, None, None]
 
 
 def _camera_encoder(embed_dims: int) -> nn.Sequential:

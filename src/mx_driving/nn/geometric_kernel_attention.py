@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.geometric_kernel_attention import geometric_kernel_attention
-from . import _check
+from .. import _with_logits
+from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
+from . import _check, _initial
 from ._pyramid import heads_of
 
 __all__ = ["GeometricKernelAttention"]
@@ -33,7 +34,7 @@ class GeometricKernelAttention(nn.Module):
 
     Source: Liao et al., "MapTR", ICLR 2023; defaults of its tiny configuration.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.GeometricKernelAttention(embed_dims=64)
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 15, 25)])
     >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 4, 2), value, shapes, starts).shape)
@@ -65,10 +66,8 @@ class GeometricKernelAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """MapTR's initialisation: equal weights everywhere."""
-        nn.init.zeros_(self.attention_weights.weight)
-        nn.init.zeros_(self.attention_weights.bias)
-        nn.init.xavier_uniform_(self.value_proj.weight)
-        nn.init.zeros_(self.value_proj.bias)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj)
 
     def forward(
         self,
@@ -98,17 +97,19 @@ class GeometricKernelAttention(nn.Module):
         heads, levels = self.num_heads, self.num_levels
         _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_heads", heads, (2,))
         _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, levels)
-        weights = self.attention_weights(query).unflatten(2, (heads, -1)).softmax(-1)
-        weights = weights.unflatten(3, (levels, self.num_points))
+        logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
         rows = heads_of(self.value_proj(value), padding_mask, heads)
-        pixels = self.pixels(reference_points, spatial_shapes)
-        return geometric_kernel_attention(rows, spatial_shapes, level_start_index, pixels, weights)
+        return geometric_kernel_attention_with_logits(
+            rows, spatial_shapes, level_start_index, reference_points, self.grid_offsets, logits
+        )
 
     @torch.no_grad()
     def pixels(self, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-        """The pixels each query reads: [bs, num_queries, num_heads, num_levels, num_points, 2], whole numbers as floats."""
-        centre = reference_points[:, :, :, None] * spatial_shapes.flip(-1)
-        return (centre[..., None, :] + self.grid_offsets).round()
+        """The pixels each query reads: [bs, num_queries, num_heads, num_levels, num_points, 2], whole numbers as floats.
+
+        `forward` does not write them down: the operator works them out itself.
+        """
+        return _with_logits.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:
         return (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor, nn
 
-from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
-from . import _check
+from .. import _with_logits
+from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
+from . import _check, _initial
 from ._pyramid import heads_of
 
 __all__ = ["MultiScaleDeformableAttention"]
@@ -34,7 +32,7 @@ class MultiScaleDeformableAttention(nn.Module):
 
     Source: Zhu et al., "Deformable DETR", ICLR 2021.
 
-    >>> import mx_driving
+    >>> import torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(embed_dims=64, num_levels=2)
     >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 64, 8, 8), torch.rand(1, 64, 4, 4)])
     >>> tuple(attention(torch.rand(1, 10, 64), torch.rand(1, 10, 2, 2), value, shapes, starts).shape)
@@ -55,19 +53,9 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Deformable-DETR's initialisation."""
-        angle = torch.arange(self.num_heads, dtype=torch.float32) * (2 * math.pi / self.num_heads)
-        direction = torch.stack([angle.cos(), angle.sin()], -1)
-        direction = direction / direction.abs().amax(-1, keepdim=True)
-        steps = torch.arange(1.0, self.num_points + 1)
-        offsets = (direction[:, None, None] * steps[:, None]).expand(-1, self.num_levels, -1, -1)
-        nn.init.zeros_(self.sampling_offsets.weight)
-        with torch.no_grad():
-            self.sampling_offsets.bias.copy_(offsets.flatten())
-        nn.init.zeros_(self.attention_weights.weight)
-        nn.init.zeros_(self.attention_weights.bias)
-        for projection in (self.value_proj, self.output_proj):
-            nn.init.xavier_uniform_(projection.weight)
-            nn.init.zeros_(projection.bias)
+        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj, self.output_proj)
 
     def forward(
         self,
@@ -94,24 +82,38 @@ class MultiScaleDeformableAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        locations, weights = self.sampling(query, reference_points, spatial_shapes)
+        self._check_queries(query, reference_points, spatial_shapes)
         _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, self.num_levels)
+        offsets, logits = self._offsets_and_logits(query)
         rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
-        out = multi_scale_deformable_attn(rows, spatial_shapes, level_start_index, locations, weights)
+        out = multi_scale_deformable_attn_with_logits(
+            rows, spatial_shapes, level_start_index, reference_points, offsets, logits
+        )
         return self.output_proj(out)
 
     def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each query looks, and how much each look counts: the operator's sampling_locations and attention_weights."""
-        heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        """Where each query looks, and how much each look counts.
+
+        `forward` gives neither to the operator, which works them out itself. This is for whoever wants to see them.
+
+        Returns:
+            locations [bs, num_queries, num_heads, num_levels, num_points, 2] and
+            weights [bs, num_queries, num_heads, num_levels, num_points], as `multi_scale_deformable_attn` takes them.
+        """
+        self._check_queries(query, reference_points, spatial_shapes)
+        offsets, logits = self._offsets_and_logits(query)
+        return _with_logits.sampling(
+            "multi_scale_deformable_attn_with_logits", spatial_shapes, reference_points, offsets, logits
+        )
+
+    def _check_queries(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> None:
+        levels = self.num_levels
         _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_levels", levels, (2, 4))
+
+    def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        heads, levels, points = self.num_heads, self.num_levels, self.num_points
         offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
-        reference = reference_points[:, :, None, :, None]  # over heads and points
-        if reference_points.shape[-1] == 2:
-            locations = reference + offsets / spatial_shapes.flip(-1)[:, None]
-        else:
-            locations = reference[..., :2] + offsets / points * reference[..., 2:] * 0.5
-        weights = self.attention_weights(query).unflatten(2, (heads, levels * points)).softmax(-1)
-        return locations, weights.unflatten(3, (levels, points))
+        return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
 
     def extra_repr(self) -> str:
         return (

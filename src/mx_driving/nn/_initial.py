@@ -1,0 +1,30 @@
+"""First values of the modules' linear layers, as their publications have them."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+
+def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
+    """Deformable-DETR's first offsets: head h looks in the h-th direction, 1 to num_points pixels far, whatever the query."""
+    angle = torch.arange(num_heads, dtype=torch.float32) * (2 * math.pi / num_heads)
+    direction = torch.stack([angle.cos(), angle.sin()], -1)
+    direction = direction / direction.abs().amax(-1, keepdim=True)
+    steps = torch.arange(1.0, num_points + 1)
+    nn.init.zeros_(offsets.weight)
+    with torch.no_grad():
+        offsets.bias.view(num_heads, -1, num_points, 2).copy_((direction[:, None] * steps[:, None])[:, None])
+
+
+def equal_weights(logits: nn.Linear) -> None:
+    nn.init.zeros_(logits.weight)
+    nn.init.zeros_(logits.bias)
+
+
+def xavier(*layers: nn.Linear) -> None:
+    for layer in layers:
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)

@@ -1,0 +1,132 @@
+"""BEVFormer's temporal self-attention as a module: a bird's-eye map looks at itself and at the map of a moment before."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
+from . import _check, _initial
+
+__all__ = ["TemporalSelfAttention"]
+
+_QUEUE = 2  # maps: the previous one and the current one
+
+
+class TemporalSelfAttention(nn.Module):
+    """Each cell of a bird's-eye map (BEV) reads a few points of the previous map and of the current one.
+
+        offset_t, logit_t = linear([previous map, query + query_pos])                  for both maps t, previous and current
+        found_t           = multi_scale_deformable_attn_with_logits(value_proj(map_t), reference_t, offset_t, logit_t)
+        out               = query + dropout(output_proj(mean of found_t over t))
+
+    BEVFormer's checkpoints (`TemporalSelfAttention`, num_bev_queue=2) load as they are: `sampling_offsets`,
+    `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. Query and dropout are added here, as there.
+    Every scene of a batch has maps of its own. BEVFormer's code agrees for one scene; for more it takes the maps of all
+    scenes in one order and their offsets in another.
+
+    Args:
+        embed_dims: channels of queries, maps and output; a multiple of num_heads.
+        num_heads, num_levels, num_points: heads, levels of a map, points per head and level of each map.
+        dropout: of the projected output, in training.
+
+    At the start every query looks in num_heads directions, num_points pixels far, with equal weights.
+
+    Gradients: of query, query_pos, value, reference_points and all parameters.
+
+    Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
+
+    >>> import torch, mx_driving
+    >>> attention = mx_driving.nn.TemporalSelfAttention(embed_dims=64).eval()
+    >>> value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(2, 64, 5, 4)])  # the previous map and the current one
+    >>> query, reference = torch.rand(1, 20, 64), torch.rand(1, 2, 20, 1, 2)
+    >>> tuple(attention(query, reference, value[None], shapes, starts).shape)
+    (1, 20, 64)
+    """
+
+    def __init__(
+        self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
+    ) -> None:
+        super().__init__()
+        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
+        _check.at_least_one(num_levels=num_levels, num_points=num_points)
+        _check.share("dropout", dropout)
+        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
+        samples = num_heads * _QUEUE * num_levels * num_points
+        self.sampling_offsets = nn.Linear(_QUEUE * embed_dims, samples * 2)
+        self.attention_weights = nn.Linear(_QUEUE * embed_dims, samples)
+        self.value_proj = nn.Linear(embed_dims, embed_dims)
+        self.output_proj = nn.Linear(embed_dims, embed_dims)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """BEVFormer's initialisation, which is Deformable-DETR's."""
+        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj, self.output_proj)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor | None,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        query_pos: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [bs, num_queries, embed_dims], the cells of the map. It is added to the result.
+            reference_points: [bs, 2, num_queries, num_levels, 2] (x, y), or [..., 4] (x, y, w, h), of the previous map, where
+                the cell was before the vehicle moved, and of the current one; 0..1 is the map.
+            value: [bs, 2, num_queries, embed_dims], the previous map and the current one; or None where there is no previous
+                map: then both are the query.
+            spatial_shapes: [num_levels, 2], (H, W) of a map. int32 or int64.
+            level_start_index: [num_levels]. int32 or int64.
+            query_pos: [bs, num_queries, embed_dims], the positional embedding, or None.
+
+        Returns:
+            [bs, num_queries, embed_dims].
+
+        Raises:
+            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
+        """
+        _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, self.num_levels)
+        _check.queue(reference_points, value, query, _QUEUE, self.num_levels)
+        maps = query[:, None] if value is None else value
+        asked = query if query_pos is None else query + query_pos
+        offsets, logits = self._offsets_and_logits(maps[:, 0], asked)
+        rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
+        found = multi_scale_deformable_attn_with_logits(
+            rows.flatten(0, 1),
+            spatial_shapes,
+            level_start_index,
+            reference_points.flatten(0, 1),
+            offsets.flatten(0, 1),
+            logits.flatten(0, 1),
+        )
+        # the small matrix is divided by the number of maps, not their large sum
+        summed, projection = found.unflatten(0, (-1, _QUEUE)).sum(1), self.output_proj
+        return self.dropout(F.linear(summed, projection.weight / _QUEUE, projection.bias)) + query
+
+    def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+        """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis.
+
+        Both layers are one product for each half of [previous, query], and the whole is not written down.
+        """
+        layers, channels = (self.sampling_offsets, self.attention_weights), self.embed_dims
+        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+        both = F.linear(query, weight[:, channels:], bias) + F.linear(previous, weight[:, :channels])
+        offsets, logits = both.split([layer.out_features for layer in layers], -1)
+        sizes = (self.num_heads, _QUEUE, self.num_levels, self.num_points)
+        offsets = offsets.unflatten(2, (*sizes, 2)).permute(0, 3, 1, 2, 4, 5, 6)
+        return offsets, logits.unflatten(2, sizes).permute(0, 3, 1, 2, 4, 5)
+
+    def extra_repr(self) -> str:
+        return (
+            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, "
+            f"num_levels={self.num_levels}, num_points={self.num_points}"
+        )
