@@ -172,8 +172,10 @@ class DeformableFeatureAggregation(nn.Module):
         sizes = (self.num_levels, self.num_pts, self.num_groups)
         if self.camera_encoder is None:
             return by_anchor.unflatten(2, (-1, *sizes))
-        # W (feature + camera) = W feature + W camera: one product for each anchor, not for each anchor and camera
-        by_camera = F.linear(self.camera_encoder(projection_mat[:, :, :3].flatten(2)), self.weights_fc.weight)
+        # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
+        # and camera; by calls of the layer, which may have been replaced by another
+        cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2))
+        by_camera = self.weights_fc(cameras) - self.weights_fc(torch.zeros_like(cameras[:1, :1]))
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
 
     def _pair_scale(self, logits: Tensor) -> Tensor | None:

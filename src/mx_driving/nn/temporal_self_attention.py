@@ -14,6 +14,19 @@ __all__ = ["TemporalSelfAttention"]
 _QUEUE = 2  # maps: the previous one and the current one
 
 
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether its weight and bias are all that it does: it was not replaced by another, and nobody looks on."""
+    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+
+
+def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
+    """What the layers make of [previous, query], by one product for each half: the whole is not written down."""
+    weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
+    channels = query.shape[-1]
+    both = F.linear(query, weight[:, channels:], bias) + F.linear(previous, weight[:, :channels])
+    return both.split([layer.out_features for layer in layers], -1)
+
+
 class TemporalSelfAttention(nn.Module):
     """Each cell of a bird's-eye map (BEV) reads a few points of the previous map and of the current one.
 
@@ -108,19 +121,16 @@ class TemporalSelfAttention(nn.Module):
             offsets.flatten(0, 1),
             logits.flatten(0, 1),
         )
-        # the small matrix is divided by the number of maps, not their large sum
-        summed, projection = found.unflatten(0, (-1, _QUEUE)).sum(1), self.output_proj
-        return self.dropout(F.linear(summed, projection.weight / _QUEUE, projection.bias)) + query
+        mean = found.unflatten(0, (-1, _QUEUE)).mean(1)
+        return self.dropout(self.output_proj(mean)) + query
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
-        """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis.
-
-        Both layers are one product for each half of [previous, query], and the whole is not written down.
-        """
-        layers, channels = (self.sampling_offsets, self.attention_weights), self.embed_dims
-        weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
-        both = F.linear(query, weight[:, channels:], bias) + F.linear(previous, weight[:, :channels])
-        offsets, logits = both.split([layer.out_features for layer in layers], -1)
+        """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis."""
+        layers = self.sampling_offsets, self.attention_weights
+        if all(_is_plain(layer) for layer in layers):
+            offsets, logits = _of_halves(layers, previous, query)
+        else:
+            offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)
         sizes = (self.num_heads, _QUEUE, self.num_levels, self.num_points)
         offsets = offsets.unflatten(2, (*sizes, 2)).permute(0, 3, 1, 2, 4, 5, 6)
         return offsets, logits.unflatten(2, sizes).permute(0, 3, 1, 2, 4, 5)
