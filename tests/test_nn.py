@@ -312,6 +312,46 @@ def test_bevformer_autocast():
         assert all(p.grad is not None for p in module.parameters())
 
 
+class Lowered(torch.nn.Module):
+    """What an adapter or a quantised layer is to a module: something else in a linear layer's place, without its weight."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(x) * 0.9 + 0.01
+
+
+def every_module():
+    yield from bevformer()
+    value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5)])
+    query = torch.rand(1, 7, 16)
+    yield nn.MultiScaleDeformableAttention(16, 2, 1, 2), (query, torch.rand(1, 7, 1, 2), value, shapes, starts)
+    yield nn.GeometricKernelAttention(16, 2), (query, torch.rand(1, 7, 2, 2), value, shapes, starts)
+    aggregation = nn.DeformableFeatureAggregation(16, 2, 1, 2, num_learnable_pts=1)
+    features, scales, firsts = nn.flatten_cameras([torch.rand(1, 2, 16, 3, 5)])
+    yield aggregation, (query, torch.rand(1, 7, 8), query, features, scales, firsts, torch.rand(1, 2, 4, 4))
+
+
+def test_a_replaced_layer_acts_and_so_does_a_hook():
+    for module, args in every_module():
+        randomise(module).float().eval()
+        for name, layer in list(module.named_modules()):
+            if not isinstance(layer, torch.nn.Linear) or "camera_encoder" in name:
+                continue
+            before = module(*args)
+            hook = layer.register_forward_hook(lambda _layer, _inputs, output: output * 0.9 + 0.01)
+            hooked = module(*args)
+            hook.remove()
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, Lowered(layer))
+            replaced = module(*args)
+            setattr(module.get_submodule(parent), last, layer)
+            assert (replaced - before).abs().max() > 1e-4, name
+            torch.testing.assert_close(replaced, hooked)
+
+
 def test_bevformer_drops_in_training_only():
     for module, args in bevformer():
         module.dropout.p = 0.5
