@@ -1,4 +1,4 @@
-"""Each operator exported to ONNX in each form and run by onnxruntime on the CPU, beside our own kernel, in one run.
+"""Each bare operator exported to ONNX in each form and run by onnxruntime on the CPU, beside our own kernel, in one run.
 
     python benchmarks/onnx_runtime.py ['Deformable-DETR decoder*' ...] [--seconds 2] [--opset 20] [--threads 1]
 
@@ -71,7 +71,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     for workload in WORKLOADS:
-        if any(fnmatch(workload.name, pattern) for pattern in options.workloads):
+        if not workload.row.bare and any(fnmatch(workload.name, pattern) for pattern in options.workloads):
             report(workload, options.seconds, options.opset)
 
 

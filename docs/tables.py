@@ -44,29 +44,57 @@ def by_implementation(direction: str) -> dict[str, dict[str, Row]]:
 
 
 RIVALS = ("plain torch", "torch.compile", "torch-ms-deform-attn")
+# What the rows of operators with logits and of modules have beside them, and no other row.
+BARE, PARTS = "bare operator", "layers + operator"
+MODULES = ("plain torch", "torch.compile", "transformers", "transformers, compiled", "mmcv", "mmcv, compiled")
+NOT_YET = "*The recorded run has no such row yet.*\n"
+
+
+def workloads_with(implementation: str, direction: str) -> dict[str, dict[str, Row]]:
+    return {name: by for name, by in by_implementation(direction).items() if implementation in by}
+
+
+def bare_workloads(direction: str) -> dict[str, dict[str, Row]]:
+    """Those of operators on locations and weights that are ready."""
+    return {name: by for name, by in by_implementation(direction).items() if not {BARE, PARTS} & by.keys()}
+
+
+def _cells(by: dict[str, Row], rivals: Iterable[str]) -> list[str]:
+    return [speed_up(by[rival]) if rival in by else "" for rival in rivals]
 
 
 def speed_ups(direction: str) -> str:
     """Our time in milliseconds, and the speed-up over each rival."""
-    rows = [
-        [name, milliseconds(by["mx_driving"]), *(speed_up(by[rival]) if rival in by else "" for rival in RIVALS)]
-        for name, by in by_implementation(direction).items()
-    ]
+    rows = [[name, milliseconds(by["mx_driving"]), *_cells(by, RIVALS)] for name, by in bare_workloads(direction).items()]
     return markdown(["workload", "mx_driving, ms", *(f"over {rival}" for rival in RIVALS)], rows)
+
+
+def ratio(by: dict[str, Row], other: str) -> str:
+    """Our time over that of another implementation."""
+    return f"{float(by['mx_driving']['milliseconds']) / float(by[other]['milliseconds']):.2f}"
+
+
+def beside(other: str, rivals: Iterable[str]) -> str:
+    """Of rows that have `other` beside them: our time, its ratio to that of `other`, and the speed-up over each rival."""
+    rows = [
+        [f"{name}; {direction}", milliseconds(by["mx_driving"]), ratio(by, other), *_cells(by, rivals)]
+        for direction in ("forward", "forward + backward")
+        for name, by in workloads_with(other, direction).items()
+    ]
+    if not rows:
+        return NOT_YET
+    return markdown(["workload", "mx_driving, ms", f"ours / {other}", *(f"over {rival}" for rival in rivals)], rows)
 
 
 def floors() -> str:
     """Our time in milliseconds, and as a share of either gather floor."""
-    forward, backward = by_implementation("forward"), by_implementation("backward")
+    forward, backward = bare_workloads("forward"), by_implementation("backward")
+    floors = ("gather floor", "gather floor, head-major")
     rows = []
     for name in forward:
         cells = [name]
-        for by in (forward[name], backward.get(name, {})):
-            ours = by.get("mx_driving")
-            cells.append(milliseconds(ours) if ours else "")
-            for floor in ("gather floor", "gather floor, head-major"):
-                known = ours and floor in by
-                cells.append(f"{float(ours['milliseconds']) / float(by[floor]['milliseconds']):.2f}" if known else "")
+        for by in (forward[name], backward[name]):
+            cells += [milliseconds(by["mx_driving"]), *(ratio(by, floor) if floor in by else "" for floor in floors)]
         rows.append(cells)
     of_each = ["ours / floor", "ours / head-major floor"]
     return markdown(["workload", "forward, ms", *of_each, "backward, ms", *of_each], rows)
@@ -113,6 +141,8 @@ def made(rows: list[Row], column: str = "machine") -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: speed_ups("forward"),
     "forward_backward": lambda: speed_ups("forward + backward"),
+    "with_logits": lambda: beside(BARE, RIVALS[:2]),
+    "modules": lambda: beside(PARTS, MODULES),
     "floors": floors,
     "measured": lambda: made(read(BENCH)) + "\n",
     "whole_models": whole_models,

@@ -19,7 +19,7 @@ import mx_driving
 from mx_driving import _native
 from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
-from mx_driving.measure import floor, modules
+from mx_driving.measure import accuracy, floor, modules
 from mx_driving.measure.accuracy import Checked, check_one
 from mx_driving.measure.floor import add_rows, corner_rows
 from mx_driving.measure.modules import MODULES
@@ -60,14 +60,24 @@ def test_rivals_compute_the_same(name):
 
 
 @pytest.mark.parametrize("name", LOGITS)
-def test_errors_with_logits(name, monkeypatch):
-    """Of the output and of every gradient. The reference does some queries at a time: what queries share has a gradient that
-    is added up over them."""
-    monkeypatch.setattr("mx_driving.measure.accuracy.CHUNK", 50)
+def test_errors_with_logits(name):
+    """Of the output and of every gradient."""
     workload = named(name)
     found = check_one(workload, "float32", "cpu", quick=True, timed=False)
     assert found.failures == []
     assert list(found.errors) == ["output", *workload.gradients]
+
+
+@pytest.mark.parametrize("name", LOGITS[1:])
+def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
+    """What queries share, such as a projection, has a gradient that is added up over them; the rest is joined."""
+    workload = named(name)
+    args = some_queries(workload.operator, workload.inputs(), 0, 30)
+    grad = torch.randn(getattr(mx_driving, workload.operator)(*args).shape, generator=torch.Generator().manual_seed(1))
+    whole = accuracy._in_float64(workload, args, grad, lambda: None)
+    monkeypatch.setattr(accuracy, "CHUNK", 12)
+    for got, expected in zip(accuracy._in_float64(workload, args, grad, lambda: None), whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOGITS)

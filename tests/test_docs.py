@@ -208,6 +208,31 @@ def test_pages_draw_the_tables_there_are(tables):
     assert "7 of the 15 rows gain 6 % or less" in tables.whole_models()
 
 
+def test_rows_with_logits_and_of_modules_have_tables_of_their_own(tables, monkeypatch):
+    def row(workload, direction, implementation, time):
+        return {
+            "workload": workload, "direction": direction, "implementation": implementation, "milliseconds": str(time),
+            "times ours": str(time / 4), "dtype": "float32", "machine": "m",
+        }  # fmt: skip
+
+    beside = {"bare": ("gather floor", 8), "logits": ("bare operator", 5), "module": ("layers + operator", 2)}
+    rows = [
+        row(name, direction, implementation, time)
+        for name, other in beside.items()
+        for direction in ("forward", "forward + backward", "backward")
+        for implementation, time in (("mx_driving", 4), ("plain torch", 40), other)
+    ]
+    monkeypatch.setattr(tables, "read", lambda name: rows)
+    header, _, *body = tables.TABLES["with_logits"]().splitlines()
+    assert header == "| workload | mx_driving, ms | ours / bare operator | over plain torch | over torch.compile |"
+    assert body == [f"| logits; {way} | 4.00 | 0.80 | 10.0 |  |" for way in ("forward", "forward + backward")]
+    assert tables.TABLES["modules"]().splitlines()[2] == "| module; forward | 4.00 | 2.00 | 10.0 |  |  |  |  |  |"
+    assert tables.TABLES["forward"]().splitlines()[2:] == ["| bare | 4.00 | 10.0 |  |  |"]
+    assert tables.TABLES["floors"]().splitlines()[2:] == ["| bare | 4.00 | 8.00 | 0.50 | 4.00 | 8.00 | 0.50 |"]
+    monkeypatch.setattr(tables, "read", lambda name: rows[:9])
+    assert tables.TABLES["modules"]() == tables.NOT_YET
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     """As `make docs` does; -E reads every page anew."""
     pytest.importorskip("sphinx")

@@ -18,7 +18,7 @@ from .report import LAYERS_AND_FLOOR, OURS, PARTS, Row
 from .rivals import operator_of, recorded
 from .speed import Calls, timed_rows
 from .timing import Call
-from .workloads import DETR, SPARSE4D, nuscenes_rig, pixel_centres
+from .workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
 
 Forward = Callable[..., Tensor]
 # What outputs may differ by, as a share of the largest entry, and gradients, as a share of their norm. Some samples of an
@@ -286,7 +286,7 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
     torch.manual_seed(0)
     module = _randomised(mx_driving.nn.DeformableFeatureAggregation(attn_drop=0.0, num_levels=len(sizes)))
     maps = [torch.randn(1, 6, 256, *size, generator=generator) for size in sizes]
-    projection, image_size = (t[None] for t in nuscenes_rig())
+    projection, image_size = (t[None] for t in ring_of_cameras())
     feature, embed = torch.randn(2, 1, anchors, 256, generator=generator)
     place = torch.rand(1, anchors, 2, generator=generator) * 80 - 40
     turned = torch.randn(1, anchors, 2, generator=generator)

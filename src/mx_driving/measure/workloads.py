@@ -10,7 +10,6 @@ from torch import Tensor
 
 from .. import _with_logits
 from .._operators import OPERATORS, Operator
-from ..demo.rig import surround
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 Sizes = list[tuple[int, int]]
@@ -192,21 +191,26 @@ def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int,
     return value, shapes, starts, reference, points, logits
 
 
-def nuscenes_rig() -> tuple[Tensor, Tensor]:
-    """Six cameras as Sparse4D sees them: projection [6, 4, 4] from metres to pixels, and image_size [6, 2]. Pictures are 704
-    pixels wide; the upper 140 of their 396 rows are cut off."""
-    projection = torch.eye(4, dtype=torch.float64).repeat(6, 1, 1)
-    projection[:, :3] = torch.stack([camera.matrix for camera in surround(396, 704)])
-    projection[:, 1] -= 140 * projection[:, 2]
-    return _held(projection.float()), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
+def ring_of_cameras() -> tuple[Tensor, Tensor]:
+    """Projection [6, 4, 4] from metres to pixels, and image_size [6, 2], of six cameras that look outwards, 60 degrees apart,
+    1.5 metres above the ground. Focal length and picture are those of nuScenes as Sparse4D scales and crops it."""
+    yaw = torch.arange(6) * (torch.pi / 3)
+    cos, sin, zero = yaw.cos(), yaw.sin(), 0 * yaw
+    right, down, forward = (sin, -cos, zero), (zero, zero, zero - 1), (cos, sin, zero)
+    turn = torch.stack([torch.stack(axis, -1) for axis in (right, down, forward)], 1)  # [cam, camera's axis, x y z]
+    lens = torch.tensor([[557.0, 0, 352], [0, 557, 76], [0, 0, 1]])
+    projection = torch.zeros(6, 4, 4)
+    projection[:, :3, :3], projection[:, :3, 3] = lens @ turn, lens @ torch.tensor([0, 1.5, 0])
+    projection[:, 3, 3] = 1
+    return _held(projection), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
 
 
 def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
-    """Boxes of a car's size up to 50 metres away, seen by the six cameras of nuScenes."""
+    """Boxes of a car's size up to 50 metres away, seen by six cameras."""
     shapes, starts = _pyramid(sizes * 6)
     features = torch.randn(1, int(shapes.prod(-1).sum()), 256, generator=generator)
     shapes, starts = shapes.view(6, -1, 2), starts.view(6, -1)
-    projection, image_size = (t[None] for t in nuscenes_rig())
+    projection, image_size = (t[None] for t in ring_of_cameras())
     angle, distance = torch.rand(2, 1, anchors, 1, generator=generator)
     distance = 4 + 46 * distance
     centres = torch.stack([distance * (6.2832 * angle).cos(), distance * (6.2832 * angle).sin(), 0 * angle + 0.8], -1)
