@@ -285,8 +285,8 @@ for forward, backward in (kernel, composition):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
 @pytest.mark.parametrize("isa", NATIVE[-1:], indirect=True)
 def test_nothing_of_the_size_of_locations_is_written():
-    """In KB, peak memory beside the results, forward and backward. The locations alone would be 1800; the weights are 29000, which
-    the composition writes. The allocator of the fresh process gives every block above 64 KB back at once."""
+    """In KB, peak memory beside the results, forward and backward. The locations alone are 1800, the weights 29000, and the
+    composition writes both. The allocator of the fresh process gives every block above 64 KB back at once."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=True)
     *kernel, of_forward, of_backward = map(int, done.stdout.split())
