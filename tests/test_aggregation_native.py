@@ -191,6 +191,7 @@ GOOD = (2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]])
         (6, lambda t: t[:, 1:], 1),
         (6, lambda t: t[..., 1:], 1),
         (7, lambda t: t[:, :, 1:], 1),
+        (7, lambda t: t[..., 1:], 1),
         (7, lambda t: t[:1], 1),
         *((place, lambda t: t.long(), 2) for place in (0, 3, 4, 5, 6, 7)),
         (1, lambda t: t * 9, 3),
