@@ -377,7 +377,7 @@ def test_no_model_of_that_name(mx, no_work, monkeypatch):
 def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
     pytest.importorskip("transformers")
 
-    def patched(target):
+    def patched(target, modules):
         raise ValueError("target must have a core; got none")
 
     monkeypatch.setattr(mx_driving, "patched", patched)
@@ -394,14 +394,15 @@ def long_rows(workload, dtype, *rest):
     ]
 
 
-MODEL = ["1e-07", "300", "12345", "12345", "12.34", "12345.6", "12345.7", "123.4"]
+WHOLE = ["1e-07", "300", "12345", "12346", "12347", "12.34", "1.15"]
+PARTS = ["12348", "12349", "12350", "12.35", "1.16", "12345", "12.36", "123.4"]
 TRAITS = {"bfloat16, scratch memory / value": ("123.4%", "567.8%")}
 DEMO = demo_module.DemoResult(Path("a" * 90 + ".png"), 29.4, 60.1, [0.123, 1e-12], 0.87, 1.0)
 TABLES = [
     (["check", "--quick", "--dtype", "bfloat16"], [w for e in EXAMPLES for w in (e.operator, *e.name.split(), *e.gradients)]),
     (["bench", "--traits", "--dtype", "bfloat16"], [w for x in WORKLOADS for w in x.name.split()] + ["123456.78", "1234.56"]),
     (["bench", "--traits"], ["torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
-    (["models"], ["mm_grounding_dino", *MODEL]),
+    (["models"], ["mm_grounding_dino", *WHOLE, *PARTS]),
     (["demo"], ["29.4", "26", "0.123", "1e-12", "(123000000000", "60.1", "87", "a" * 90 + ".png"]),
 ]
 
@@ -418,7 +419,7 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
     monkeypatch.setattr(bench_module, "of_the_package", lambda: "one query: 17.0 us")
     monkeypatch.setattr(models_module, "carriers", lambda: ["mm_grounding_dino"])
     monkeypatch.setattr(models_module, "build", lambda *args: None)
-    monkeypatch.setattr(models_module, "_row", lambda *args: MODEL)
+    monkeypatch.setattr(models_module, "_rows", lambda *args: (WHOLE, PARTS))
     monkeypatch.setattr(demo_module, "run_demo", lambda *args, **kwargs: DEMO)
     monkeypatch.setattr(check_module, "check_one", fake_check)
     if args[0] == "models":

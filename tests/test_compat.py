@@ -297,7 +297,8 @@ except NotImplementedError as error:
 
 @pytest.mark.parametrize("name", ["mmcv", "mmcv-full"])
 def test_mmcv(name):
-    """mmcv-lite has no compiled extension; with the stand-in its ops import, and both of its cores are replaced."""
+    """mmcv-lite has no compiled extension; with the stand-in its ops import, and both of its cores and its attention module are
+    replaced."""
     pytest.importorskip("mmcv")
     code = MMCV.replace("NAME", repr(name))
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
@@ -305,6 +306,7 @@ def test_mmcv(name):
     assert done.stdout.splitlines() == [
         "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction",
         "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",
+        "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention",
         "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn only",
     ]
 

@@ -100,30 +100,56 @@ def _in_float64(func, args):
     return _several(func(*(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)))
 
 
+def _plain_samples(shapes, reference, offsets, logits):
+    """The locations and weights of a module, as transformers writes them."""
+    size, reference = shapes.flip(-1)[:, None], reference[:, :, None, :, None]
+    step = offsets / size if reference.shape[-1] == 2 else offsets / offsets.shape[4] * reference[..., 2:] * 0.5
+    return reference[..., :2] + step, logits.softmax(-1).view(offsets.shape[:-1])
+
+
+def _plain(name, value, shapes, starts, *rest):
+    """A bare operator, or one with logits, in plain torch."""
+    if not name.endswith("_with_logits"):
+        return getattr(plain, name)(value, shapes, starts, *rest)
+    *inputs, axis = rest
+    assert axis == "level"
+    samples = _plain_samples(shapes, *inputs)
+    return plain.multi_scale_deformable_attn(value, shapes, starts, *samples)
+
+
 def _in_plain_torch(func, args):
-    """The results of every original core: test_outputs_and_gradients_in_float64 shows that they are."""
-    form = getattr(plain, func._opname.removesuffix("_backward"))
-    if not func._opname.endswith("_backward"):
-        return _several(form(*args))
+    """The results of every original: test_outputs_and_gradients_in_float64 shows that they are."""
+    name = func._opname.removesuffix("_backward")
+    if func._opname == name:
+        return _several(_plain(name, *args))
     grad, *inputs, mask = args
-    assert all(mask)
-    leaves = [a.detach().requires_grad_(i in (0, 3, 4)) for i, a in enumerate(inputs)]
-    return torch.autograd.grad(form(*leaves), [leaves[i] for i in (0, 3, 4)], grad)
+    places = [0, *(i for i, a in enumerate(inputs) if i > 2 and isinstance(a, Tensor))]
+    assert len(mask) == len(places)
+    leaves = [a.detach().requires_grad_() if i in places else a for i, a in enumerate(inputs)]
+    found = torch.autograd.grad(_plain(name, *leaves), [leaves[i] for i in places], grad)
+    return tuple(g if wanted else g.new_empty(0) for g, wanted in zip(found, mask, strict=True))
 
 
-def _clear_of_centres(shapes, locations):
-    """0 for locations within rounding of a pixel's centre, which may take the slope of either side; 1 for all others."""
-    size = shapes.flip(-1)[:, None]
-    pixel = locations.double() * size - 0.5
+def _clear_of_centres(func, inputs):
+    """For each gradient 0 where rounding may decide it, and 1 elsewhere: a location at a pixel's centre may take the slope of
+    either side."""
+    with_logits = func._opname.endswith("_with_logits_backward")
+    shapes, size = inputs[1], inputs[1].flip(-1)[:, None]
+    locations = _plain_samples(shapes, *(t.double() for t in inputs[3:6]))[0] if with_logits else inputs[3].double()
+    pixel = locations * size - 0.5
     clear = ((pixel - pixel.round()).abs() > 1e-5 * size).all(-1, keepdim=True)
     assert clear.double().mean() > 0.9
-    return clear
+    if not with_logits:
+        return [1, clear, 1]
+    whole_queries = clear.flatten(2).all(-1)[..., None, None]
+    assert whole_queries.double().mean() > 0.5
+    return [1, whole_queries, clear, 1]
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CARRIERS)
 def test_outputs_and_gradients_in_float32(name):
-    """Each core gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
+    """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""
     subject = models.build(name, 96, 128, **_shrunk(name))
@@ -131,11 +157,14 @@ def test_outputs_and_gradients_in_float32(name):
         outputs, _ = subject.backward()
     assert not any(out.isnan().any() for out in outputs.values())
     assert len(calls.kept) >= 4
+    assert all("_with_logits" in func._opname for func, _, _ in calls.kept)
     for func, args, ours in calls.kept:
-        for place, results in enumerate(zip(ours, _in_plain_torch(func, args), _in_float64(func, args), strict=True)):
-            kept = _clear_of_centres(args[2], args[4]) if len(ours) == 3 and place == 1 else 1
-            mine, theirs, exact = (t.double() * kept for t in results)
-            assert (mine - exact).abs().max() <= 4 * (theirs - exact).abs().max()
+        clear = _clear_of_centres(func, args[1:-1]) if func._opname.endswith("_backward") else [1]
+        found = zip(clear, ours, _in_plain_torch(func, args), _in_float64(func, args), strict=True)
+        for kept, *results in found:
+            mine, theirs, exact = (t.double() for t in results)
+            if mine.numel():
+                assert ((mine - exact) * kept).abs().max() <= 4 * ((theirs - exact) * kept).abs().max()
 
 
 def test_model_built_before_or_after_or_copied():
@@ -225,6 +254,30 @@ def test_compiled_model():
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("deformable_detr", ("encoder_attentions", "cross_attentions")), ("grounding_dino", ("encoder_attentions",))],
+)
+def test_weights_that_are_asked_for(name, where):
+    """Deformable DETR records what its modules return; Grounding DINO's encoder passes it on without having asked."""
+    small = {**_shrunk(name), "encoder_layers": 1, "decoder_layers": 2}
+    subject = models.build(name, 64, 96, torch.float64, **small)
+    with torch.no_grad():
+        expected = subject.model(**subject.inputs, output_attentions=True)
+        with mx_driving.patched(subject.model):
+            found = subject.model(**subject.inputs, output_attentions=True)
+    for part in where:
+        ours, theirs = (list(_tensors(outputs[part])) for outputs in (found, expected))
+        assert any(t.dim() == 5 for t in theirs)  # [bs, queries, heads, levels, points]
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def _tensors(nested):
+    for thing in nested:
+        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing or ())
+
+
 def test_reads_their_checkpoints():
     """The layer of transformers' Deformable DETR and ours: the same state, the same numbers."""
     from transformers.models.deformable_detr import modeling_deformable_detr as module
@@ -265,9 +318,13 @@ def test_queries_off():
 
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
-    done = subprocess.run([*command, "--seconds", "0.1"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+    done = subprocess.run(
+        [*command, "--seconds", "0.1", "--threads", "1"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
+    )
     assert done.returncode == 0, done.stderr
-    assert re.search(r"rt_detr +\de-\d\d +\d+ ", done.stdout), done.stdout
+    whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)
+    assert re.search(r"rt_detr +\de-\d\d +\d+( +[\d.]+){5}", whole), whole
+    assert re.search(r"rt_detr( +[\d.]+){8}", modules), modules
 
 
 def test_nothing_is_warned_about():

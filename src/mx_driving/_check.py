@@ -289,6 +289,12 @@ def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
     fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
 
 
+def rows_of_levels(rows: int, keys: int) -> None:
+    """The levels of an attention module take all of its keys."""
+    if rows != keys:
+        fail(ValueError, "spatial_shapes", f"hold the num_keys={keys} rows of value", f"{rows} in all levels")
+
+
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
     """Why an import failed, with advice if an extension is missing that compat stands in for."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _check
+from . import _check, _with_logits
+from ._operators import OPERATORS
 
 __all__ = ["COLOURS", "Look", "bev", "recording", "sampling_points"]
 
 
 @dataclass(frozen=True)
 class Look:
-    """The inputs of one call of an operator, without their gradients."""
+    """The inputs of one call of a bare operator, without their gradients.
+
+    A call of an operator with logits is looked at as one of its bare operator, with the locations and weights it works out.
+    """
 
     operator: str
     table: Tensor  # value or feature_maps
@@ -34,6 +38,12 @@ class Look:
     def __repr__(self) -> str:
         inputs = [f"{name} {_brief(t)}" for name, t in vars(self).items() if isinstance(t, Tensor)]
         return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
+
+
+def _look(name: str, args: Sequence[Any]) -> Look:
+    """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
+    bare = OPERATORS[name].bare
+    return Look(bare, *_with_logits.bare_inputs(name, *args)) if bare else Look(name, *args)
 
 
 def _brief(t: Tensor) -> str:
@@ -48,7 +58,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
         if namespace == "mx_driving" and not name.endswith("_backward"):
-            self.looks.append(Look(name, *(a.detach() for a in args)))
+            self.looks.append(_look(name, [a.detach() if isinstance(a, Tensor) else a for a in args]))
         return func(*args, **(kwargs or {}))
 
 

@@ -10,7 +10,7 @@ from rich import box
 
 from .._programs.problems import matching
 from .._programs.show import open_console, show
-from ..measure.models import Subject, build, carriers, compare, need_transformers, output_difference, time_model
+from ..measure.models import Subject, Times, build, carriers, compare, need_transformers, output_difference, time_model
 from ..measure.report import machine
 from .options import Only, Seconds, Threads, use_threads
 
@@ -27,8 +27,9 @@ def models(
 
     The models have default configurations and random weights, and see a photograph of scikit-learn's. Nothing is downloaded.
     A difference is a share of the largest magnitude. Queries that differ by more than 1e-3 are counted as "off" instead: in
-    two-stage models they are near ties of the ranking. "Core" is the sampling alone: the same inputs through grid_sample and
-    through the operator.
+    two-stage models they are near ties of the ranking. Times are lower quartiles in milliseconds. "Cores" has the sampling
+    replaced alone, "modules" whole attention modules; "gain" is the one over the other. Below are the attention modules
+    alone, and the sampling alone, through grid_sample and through the operator, on the inputs that the model gives them.
     """
     from rich.progress import track
 
@@ -37,28 +38,46 @@ def models(
     names = matching("--only", only, carriers())
     use_threads(threads)
     console = open_console(f"mx-driving models, {height} x {width}: {machine()}")
-    table = _table()
+    whole, parts = _table(_WHOLE), _table(_PARTS)
     try:  # what is measured is shown even when a later model fails
         for name in track(names, description="measuring", console=console, transient=True):
-            table.add_row(name, *_row(build(name, height, width), seconds, gradients))
+            of_whole, of_parts = _rows(build(name, height, width), seconds, gradients)
+            whole.add_row(name, *of_whole)
+            parts.add_row(name, *of_parts)
     finally:
-        show(console, table)
+        show(console, whole)
+        show(console, parts)
 
 
-def _table() -> Any:
+_WHOLE = ("differs\nby", "off", "whole\nbefore", "\ncores", "\nmodules", "\nspeed-up", "\ngain")
+_PARTS = ("modules\nbefore", "\ncores", "\nmodules", "\nspeed-up", "\ngain", "cores\nbefore", "\nafter", "\nspeed-up")
+
+
+def _table(columns: tuple[str, ...]) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 0))  # nine columns side by side in 80 characters
     table.add_column("model")
-    for column in ("differs\nby", "off", "ms\nbefore", "ms\nafter", "speed-up", "core\nbefore", "core\nafter", "speed-up"):
+    for column in columns:
         table.add_column(column, justify="right")
     return table
 
 
-def _row(subject: Subject, seconds: float, gradients: bool) -> list[str]:
+def _rows(subject: Subject, seconds: float, gradients: bool) -> tuple[list[str], list[str]]:
+    """Of the whole model, and of its parts."""
     difference, off = output_difference(subject)
     if gradients:
         difference = max(difference, compare(subject)[1])
-    before, after, core_before, core_after = time_model(subject, seconds)
-    numbers = [f"{difference:.0e}", str(off), f"{before:.0f}", f"{after:.0f}", f"{before / after:.2f}"]
-    return [*numbers, f"{core_before:.1f}", f"{core_after:.1f}", f"{core_before / core_after:.1f}"]
+    found = time_model(subject, seconds)
+    before, after = found.cores
+    cores = [_milliseconds(before), _milliseconds(after), f"{before / after:.1f}"]
+    return [f"{difference:.0e}", str(off), *_cells(found.whole)], [*_cells(found.modules), *cores]
+
+
+def _cells(times: Times) -> list[str]:
+    milliseconds = [_milliseconds(time) for time in (times.before, times.cores, times.modules)]
+    return [*milliseconds, f"{times.speed_up:.2f}", f"{times.gain:.2f}"]
+
+
+def _milliseconds(time: float) -> str:
+    return f"{time:.1f}" if time < 100 else f"{time:.0f}"

@@ -184,7 +184,7 @@ def _take_statistics(norm: Any, inputs: tuple[Tensor, ...]) -> None:
 def carriers() -> list[str]:
     """Names of the installed transformers' models that have a core."""
     try:
-        with mx_driving.patched("transformers") as done:
+        with mx_driving.patched("transformers", modules=False) as done:
             return sorted({name.split(".")[2] for name in done.replaced})
     except ValueError:
         rule = "have models that sample deformably (version 5 has)"
@@ -223,15 +223,38 @@ def compare(subject: Subject) -> tuple[float, float]:
     return largest(ours[0], theirs[0]), largest(ours[1], theirs[1])
 
 
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of one thing before patching, with patched cores, and with patched attention modules."""
+
+    before: float
+    cores: float
+    modules: float
+
+    @property
+    def speed_up(self) -> float:
+        return self.before / self.modules
+
+    @property
+    def gain(self) -> float:
+        """Of patched modules over patched cores."""
+        return self.cores / self.modules
+
+
+@dataclass(frozen=True)
+class Measured:
+    whole: Times
+    modules: Times  # the attention modules alone
+    cores: tuple[float, float]  # the sampling alone, in plain torch and by the bare operator
+
+
+Run = Callable[[], Any]
+
+
 @torch.no_grad()
-def time_model(subject: Subject, seconds: float) -> list[float]:
-    """Median milliseconds, interleaved: whole model before and after, cores alone before and after."""
-    whole = interleaved(
-        {"before": subject.forward, "after": subject.forward},
-        seconds,
-        lambda name: mx_driving.patched(subject.model) if name == "after" else nullcontext(),
-    )
-    with mx_driving.patched(subject.model), mx_driving.viz.recording() as looks:
+def time_model(subject: Subject, seconds: float) -> Measured:
+    """Lower quartiles of interleaved times, of the whole model, and of its parts on the inputs that it gives them."""
+    with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks:
         subject.forward()
     cores = {
         name: lambda where=where: [
@@ -239,8 +262,43 @@ def time_model(subject: Subject, seconds: float) -> list[float]:
         ]
         for name, where in (("before", plain), ("after", mx_driving))
     }
-    alone = interleaved(cores, seconds)
-    return [1e3 * statistics.median(times[name]) for times in (whole, alone) for name in ("before", "after")]
+    before, after = _quartiles(interleaved(cores, seconds))
+    calls = _calls_of_modules(subject)
+    of_modules = _three_ways(subject, lambda: [module(*args, **kwargs) for module, args, kwargs in calls], seconds)
+    return Measured(_three_ways(subject, subject.forward, seconds), of_modules, (before, after))
+
+
+def _three_ways(subject: Subject, run: Run, seconds: float) -> Times:
+    """Before, with patched cores, and with patched modules."""
+    within = {
+        "before": nullcontext,
+        "cores": lambda: mx_driving.patched(subject.model, modules=False),
+        "modules": lambda: mx_driving.patched(subject.model),
+    }
+    return Times(*_quartiles(interleaved(dict.fromkeys(within, run), seconds, lambda name: within[name]())))
+
+
+def _quartiles(times: dict[str, list[float]]) -> list[float]:
+    """Milliseconds. A lower quartile is a time with little else to do for the machine, and not the luckiest one."""
+    return [1e3 * statistics.quantiles(found, n=4)[0] for found in times.values()]
+
+
+def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]:
+    """The calls of attention modules that a run of the model makes: module, arguments."""
+    with mx_driving.patched(subject.model, modules=False) as done:
+        cores = set(done.replaced)
+    with mx_driving.patched(subject.model) as done:
+        kinds = set(done.replaced) - cores
+    calls, hooks = [], []
+    for part in subject.model.modules():
+        if f"{type(part).__module__}.{type(part).__qualname__}" in kinds:
+            hooks.append(part.register_forward_pre_hook(lambda *call: calls.append(call), with_kwargs=True))
+    try:
+        subject.forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
 
 
 def need_transformers(what: str) -> None:

@@ -53,10 +53,8 @@ def uneven(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, counts
 
     A level with more points than another is listed several times: levels may overlap.
     """
-    if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu":
-        value = _KeysLast.apply(value)
-    points = math.gcd(*counts)
-    order = [level for level, count in enumerate(counts) for _ in range(count // points)]
+    value = keys_last(value)
+    points, order = math.gcd(*counts), levels_by_points(counts)
     shapes, starts = (t[order] for t in levels(sizes, value.device))
     locations = locations.unflatten(3, (len(order), points))
     weights = weights.unflatten(3, (len(order), points))
@@ -64,6 +62,16 @@ def uneven(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, counts
         pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
         return geometric_kernel_attention(value, shapes, starts, pixels, weights)
     return multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+
+
+def levels_by_points(counts: Sequence[int]) -> list[int]:
+    """The levels, each as often as it takes to have its count of points, gcd(counts) at a time."""
+    return [level for level, count in enumerate(counts) for _ in range(count // math.gcd(*counts))]
+
+
+def keys_last(value: Tensor) -> Tensor:
+    """value [bs, num_keys, num_heads, channels], with a gradient in the layout that `_KeysLast` is about."""
+    return _KeysLast.apply(value) if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu" else value
 
 
 class _KeysLast(torch.autograd.Function):

@@ -1,4 +1,5 @@
-"""Replaces cores and gives them back. A core is changed in place, so code that imported it earlier calls the operator, too.
+"""Replaces cores and attention modules, and gives them back. Each is changed in place, so code that imported it earlier calls
+the operator, too.
 
 A module class gets another forward, an autograd function other methods, a plain function another `__code__`. It would not be
 enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other files import
@@ -19,42 +20,43 @@ import torch
 
 from .. import _check
 from . import _autograd
+from ._attention import Attention
 from ._forms import FUNCTION, MODULE, Form
 from ._search import find
-from ._trial import objection
+from ._trial import choose
 
 
 @dataclass
 class _Change:
-    """A replaced core (kept, so that no other object gets its id), how to undo that, and how many patches hold it."""
+    """Something replaced (kept, so that no other object gets its id), how to undo that, and how many patches hold it."""
 
-    core: Any
+    thing: Any
     undo: Callable[[], None]
     holders: int = 0
 
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # by the core's id
+_changes: dict[int, _Change] = {}  # by the thing's id
 
 
 class Patch:
     """What `patch` did.
 
     Attributes:
-        replaced: names of the cores that now call the operators.
-        skipped: names of things that look like a core and were left alone -> the reason.
+        replaced: names of the cores and attention modules that now call the operators.
+        skipped: names of things that look like one and were left alone -> the reason.
     """
 
-    def __init__(self, cores: dict[str, Any], skipped: dict[str, str]) -> None:
-        self._cores = list(cores.values())
-        self.replaced = tuple(cores)
+    def __init__(self, things: dict[str, Any], skipped: dict[str, str]) -> None:
+        self._things = list(things.values())
+        self.replaced = tuple(things)
         self.skipped = dict(skipped)
 
     def restore(self) -> None:
-        """Give the originals back. A second call does nothing. A core that another patch holds stays replaced."""
+        """Give the originals back. A second call does nothing. What another patch holds stays replaced."""
         with _lock:
-            while self._cores:
-                _release(self._cores.pop())
+            while self._things:
+                _release(self._things.pop())
 
     def __repr__(self) -> str:
         lines = [f"replaced {name}" for name in self.replaced]
@@ -62,19 +64,23 @@ class Patch:
         return "\n".join(lines)
 
 
-def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
+def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True) -> Patch:
     """Make a library, a module or a model call the operators where it samples: one line, no change of its code.
 
-    A core (the function or class that does the sampling) is replaced only after it gave the operator's outputs and
-    gradients on a small random example, so a version that computes something else is left alone: it is listed in
-    `skipped`, and a UserWarning says so. Autograd functions over a compiled extension are taken by name, untried; output and
-    gradients keep the dtypes that their own code gives them, also under autocast.
+    A core (the function or class that does the sampling) is replaced by an operator, and the attention module around it by
+    its linear layers and an operator with logits. Each is replaced only after it gave our outputs and gradients on a small
+    random example, so a version that computes something else is left alone: it is listed in `skipped`, and a UserWarning
+    says so. A module that is left alone calls its core, which is another thing, and tried by itself. Parameters, and the
+    linear layers themselves, stay as they are. Autograd functions over a compiled extension are taken by name, untried;
+    output and gradients keep the dtypes that their own code gives them, also under autocast.
 
-    A core is shared by all models of its file, and so is the change; models built before and after are served alike.
+    A core or a module class is shared by all models of its file, and so is the change; models built before and after are
+    served alike.
 
     Args:
         target: the name of a library ("transformers", "mmcv") or of any module ("models.ops.functions"), a module, or a
             model, whose classes' files are searched.
+        modules: whether attention modules are replaced, too, or cores alone.
 
     Returns:
         A `Patch`: `replaced`, `skipped`, `restore()`.
@@ -89,28 +95,43 @@ def patch(target: str | types.ModuleType | torch.nn.Module) -> Patch:
         ...
     ValueError: target must have a deformable sampling core of a known form; got none in Linear
     """
-    found = find(target)
+    found = find(target, modules)
+    held, skipped = {}, dict(found.unknown)
     with _lock:
-        reasons = {name: objection(form, core) for name, (form, core) in found.cores.items() if id(core) not in _changes}
-        skipped = {**found.unknown, **{name: why for name, why in reasons.items() if why is not None}}
-        chosen = {name: entry for name, entry in found.cores.items() if name not in skipped}
-        if not chosen:
-            _check.nothing_to_patch(_called(target), skipped)
-        for form, core in chosen.values():
-            _hold(form, core)
+        try:
+            _take(found.cores, held, skipped)
+            _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
+            if not held:
+                _check.nothing_to_patch(_called(target), skipped)
+        except BaseException:
+            Patch(held, {}).restore()
+            raise
     for name, reason in skipped.items():
         warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
-    return Patch({name: core for name, (_, core) in chosen.items()}, skipped)
+    return Patch(held, skipped)
 
 
 @contextlib.contextmanager
-def patched(target: str | types.ModuleType | torch.nn.Module) -> Iterator[Patch]:
+def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = True) -> Iterator[Patch]:
     """`patch` for the length of a `with` block; the originals are back after it, even after an exception."""
-    done = patch(target)
+    done = patch(target, modules=modules)
     try:
         yield done
     finally:
         done.restore()
+
+
+def _take(entries: dict[str, Any], held: dict[str, Any], skipped: dict[str, str]) -> None:
+    """Try all, then replace those that agree. What is replaced already is not tried again."""
+    agreed = {
+        name: choose(forms, thing) if id(thing) not in _changes else (None, "") for name, (forms, thing) in entries.items()
+    }
+    for name, (form, reason) in agreed.items():
+        if reason:
+            skipped[name] = reason
+        else:
+            held[name] = entries[name][1]
+            _hold(form, held[name])
 
 
 def _called(target: Any) -> str:
@@ -119,35 +140,42 @@ def _called(target: Any) -> str:
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
-def _hold(form: Form, core: Any) -> None:
-    if id(core) not in _changes:
-        _changes[id(core)] = _Change(core, _replace(form, core))
-    _changes[id(core)].holders += 1
+def _hold(form: Form | Attention | None, thing: Any) -> None:
+    if form is not None:
+        _changes[id(thing)] = _Change(thing, _replace(form, thing))
+    _changes[id(thing)].holders += 1
 
 
-def _release(core: Any) -> None:
-    change = _changes[id(core)]
+def _release(thing: Any) -> None:
+    change = _changes[id(thing)]
     change.holders -= 1
     if change.holders == 0:
-        del _changes[id(core)]
+        del _changes[id(thing)]
         change.undo()
 
 
-def _replace(form: Form, core: Any) -> Callable[[], None]:
-    """Change the core; the function returned changes it back."""
+def _replace(form: Form | Attention, thing: Any) -> Callable[[], None]:
+    """Change the thing; the function returned changes it back."""
     if form.kind == FUNCTION:
-        original, core.__code__ = core.__code__, form.replacement.__code__
-        return lambda: setattr(core, "__code__", original)
-    changed = {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, core)
-    before = {name: vars(core).get(name) for name in changed}  # None for `apply`, which is inherited
+        original, thing.__code__ = thing.__code__, form.replacement.__code__
+        return lambda: setattr(thing, "__code__", original)
+    changed = _attributes(form, thing)
+    before = {name: vars(thing).get(name) for name in changed}  # None for `apply`, which is inherited
     for name, method in changed.items():
-        setattr(core, name, method)
-    return lambda: _give_back(core, before)
+        setattr(thing, name, method)
+    return lambda: _give_back(thing, before)
 
 
-def _give_back(core: Any, before: dict[str, Any]) -> None:
+def _attributes(form: Form | Attention, thing: Any) -> dict[str, Any]:
+    """The new attributes of a class."""
+    if isinstance(form, Attention):
+        return {"forward": form.replacement(vars(thing)["forward"])}
+    return {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, thing)
+
+
+def _give_back(thing: Any, before: dict[str, Any]) -> None:
     for name, own in before.items():
         if own is None:
-            delattr(core, name)
+            delattr(thing, name)
         else:
-            setattr(core, name, own)
+            setattr(thing, name, own)

@@ -1,4 +1,5 @@
-"""Finds the cores of a target: in its modules, and for a known library in the files whose texts mention one."""
+"""Finds the cores of a target and the attention modules around them: in its Python modules, and for a known library in the
+files whose texts mention one."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import _check, compat
+from ._attention import ATTENTION_FORMS, LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
 
 # where a library keeps its cores; for other libraries the loaded modules are searched
@@ -23,29 +25,55 @@ _MARKS = ("grid_sample", "attention_weights", "sampling")  # words in the text o
 
 
 class Found:
-    """The cores of a target by name, and the things that look like one but have no known form, with the reason."""
+    """What a target has, each thing by its name with the forms it may have: cores, and attention modules where they are
+    asked for. `unknown` names the things that look like one of them but have no known form, with the reason."""
 
-    def __init__(self) -> None:
-        self.cores: dict[str, tuple[Form, Any]] = {}
+    def __init__(self, modules: bool) -> None:
+        self.cores: dict[str, tuple[list[Form], Any]] = {}
+        self.modules: dict[str, tuple[list[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
+        self._wants_modules = modules
+
+    def __len__(self) -> int:
+        return len(self.cores) + len(self.modules) + len(self.unknown)
 
     def look(self, module: types.ModuleType) -> None:
-        """Add the cores that the module defines or imports."""
+        """Add what the Python module defines or imports."""
         for thing in list(vars(module).values()):
             self.consider(thing)
 
     def consider(self, thing: Any) -> None:
-        """Add the thing if it is a core, under the name of the place that defines it."""
+        """Add the thing if it is a core or an attention module, under the name of the place that defines it."""
         described = _describe(thing)
         if described is None:
             return
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
-        form = next((f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)), None)
-        if form is not None:
-            self.cores[name] = (form, thing)
+        cores = [f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)]
+        if cores:
+            self.cores[name] = (cores, thing)
         elif {"sampling_locations", "attention_weights"} <= set(parameters):
             self.unknown[name] = f"no known form of a core has the parameters ({', '.join(parameters)})"
+        elif kind == MODULE and self._wants_modules and _has_layers(thing):
+            self._consider_attention(name, thing, parameters)
+
+    def _consider_attention(self, name: str, thing: type, parameters: tuple[str, ...]) -> None:
+        forms = [f for f in ATTENTION_FORMS if f.parameters <= set(parameters)]
+        if forms:
+            self.modules[name] = (forms, thing)
+        else:
+            self.unknown[name] = f"no known form of an attention module has the parameters ({', '.join(parameters)})"
+
+
+def _own_forward(thing: type) -> Any:
+    """The class's own forward, as it was written: without decorators, or as it was before a patch."""
+    forward = inspect.unwrap(vars(thing).get("forward", None) or (lambda: None))
+    return inspect.unwrap(forward.__func__) if isinstance(forward, staticmethod) else forward
+
+
+def _has_layers(thing: type) -> bool:
+    """Whether its forward calls the linear layers of deformable attention."""
+    return set(_own_forward(thing).__code__.co_names) >= LAYERS
 
 
 def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
@@ -55,11 +83,9 @@ def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
     if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
     kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
-    forward = inspect.unwrap(vars(thing).get("forward", None) or (lambda: None))
-    forward = forward.__func__ if isinstance(forward, staticmethod) else forward
-    if kind is None or not isinstance(forward, types.FunctionType):
+    if kind is None or not isinstance(_own_forward(thing), types.FunctionType):
         return None
-    return kind, _parameters(inspect.unwrap(forward))[1:]
+    return kind, _parameters(_own_forward(thing))[1:]
 
 
 def _parameters(function: types.FunctionType) -> tuple[str, ...]:
@@ -69,9 +95,9 @@ def _parameters(function: types.FunctionType) -> tuple[str, ...]:
     return names[:positional] + tuple("*" + name for name in names[positional : positional + code.co_kwonlyargcount])
 
 
-def find(target: Any) -> Found:
-    """The cores of a library or module by name, of a Python module, or of a model."""
-    found = Found()
+def find(target: Any, modules: bool) -> Found:
+    """What a library or module has, by name, a Python module, or a model; with its attention modules, or its cores alone."""
+    found = Found(modules)
     if isinstance(target, torch.nn.Module):
         _of_model(target, found)
     elif isinstance(target, types.ModuleType):
@@ -115,9 +141,9 @@ def _of_name(name: str, found: Found) -> None:
             reason = _check.import_failed(error, compat.NAMES)
             found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
             continue
-        before = len(found.cores) + len(found.unknown)
+        before = len(found)
         found.look(module)
-        if len(found.cores) + len(found.unknown) == before:
+        if len(found) == before:
             found.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
