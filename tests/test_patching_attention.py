@@ -531,12 +531,16 @@ def test_masks_that_cannot_be_read():
 
 
 def test_the_trial_leaves_no_trace():
-    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.device("meta"), mx_driving.patched(library(*KINDS)) as done:
             assert len(done.replaced) == 1 + len(KINDS)
+        assert torch.get_num_threads() == 2
     finally:
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(before)
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
