@@ -117,6 +117,24 @@ def whole_models() -> str:
     return f"{table}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
 
 
+def attention_modules() -> str:
+    """Every model with its cores replaced and with its modules replaced."""
+    rows = read("epyc-zen5-2-cores-models-modules.csv")
+    columns = {
+        "model": "model",
+        "whole before ms": "whole, before, ms",
+        "whole cores ms": "cores, ms",
+        "whole modules ms": "modules, ms",
+        "whole gain": "gain",
+        "modules before ms": "modules alone, before, ms",
+        "modules cores ms": "cores, ms",
+        "modules modules ms": "modules, ms",
+        "modules gain": "gain",
+    }
+    table = markdown(columns.values(), [[row[name] for name in columns] for row in rows])
+    return f"{table}\n{made(rows)}\n"
+
+
 def onnxruntime() -> str:
     rows = read("epyc-zen5-2-cores-onnxruntime.csv")
     times = {(row["workload"], row["implementation"]): row["milliseconds"] for row in rows}
@@ -146,6 +164,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "floors": floors,
     "measured": lambda: made(read(BENCH)) + "\n",
     "whole_models": whole_models,
+    "attention_modules": attention_modules,
     "onnxruntime": onnxruntime,
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),

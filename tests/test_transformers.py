@@ -317,7 +317,7 @@ def test_queries_off():
 
 
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "64", "--width", "96"]
+    command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
     done = subprocess.run(
         [*command, "--seconds", "0.1", "--threads", "1"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
     )
