@@ -19,10 +19,10 @@ import mx_driving
 from mx_driving import _native
 from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
-from mx_driving.measure import accuracy, floor, modules
+from mx_driving.measure import accuracy, floor, module_workloads, modules
 from mx_driving.measure.accuracy import Checked, check_one
 from mx_driving.measure.floor import add_rows, corner_rows
-from mx_driving.measure.modules import MODULES
+from mx_driving.measure.module_workloads import MODULES
 from mx_driving.measure.plans import plans
 from mx_driving.measure.report import slower
 from mx_driving.measure.rivals import ours, rivals
@@ -287,9 +287,11 @@ def test_training_with_logits_keeps_no_locations_or_weights():
 
 
 SMALL_MODULES = {
-    "transformers, mmcv": lambda g: modules._encoder(g, [(6, 8), (3, 4)]),
-    "geometric": lambda g: modules._geometric(g, (5, 6), (3, 4)),
-    "aggregation": lambda g: modules._aggregation(g, 12, [(8, 22), (4, 11)]),
+    "transformers, mmcv": lambda g: module_workloads._encoder(g, [(6, 8), (3, 4)]),
+    "temporal": lambda g: module_workloads._temporal(g, (6, 8)),
+    "spatial": lambda g: module_workloads._spatial(g, (6, 5), [(6, 8), (3, 4)]),
+    "geometric": lambda g: module_workloads._geometric(g, (5, 6), (3, 4)),
+    "aggregation": lambda g: module_workloads._aggregation(g, 12, [(8, 22), (4, 11)]),
 }
 
 
@@ -301,7 +303,7 @@ def eager(monkeypatch):
 
 @pytest.mark.parametrize("name", SMALL_MODULES)
 def test_rows_of_a_module(name, eager):
-    rows = modules.measure_module(modules.ModuleWorkload(name, SMALL_MODULES[name]), True, 0)
+    rows = modules.measure_module(module_workloads.ModuleWorkload(name, SMALL_MODULES[name]), True, 0)
     packages = [p for p in name.split(", ") if importlib.util.find_spec(p)]
     implementations = {
         *("mx_driving", "plain torch", "torch.compile", "layers + operator"),
@@ -336,7 +338,7 @@ def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
         return subject._replace(plainly=off)
 
     with pytest.raises(ValueError, match=f"{word} plain torch must be those of mx_driving"):
-        modules.measure_module(modules.ModuleWorkload("m", make), False, 0)
+        modules.measure_module(module_workloads.ModuleWorkload("m", make), False, 0)
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):

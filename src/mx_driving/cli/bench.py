@@ -12,7 +12,8 @@ from .._programs.files import writable, writable_picture
 from .._programs.problems import matching
 from .._programs.show import open_console, say, show
 from ..measure import floor, report
-from ..measure.modules import MODULES, ModuleWorkload, measure_module
+from ..measure.module_workloads import MODULES, ModuleWorkload
+from ..measure.modules import measure_module
 from ..measure.plans import plans
 from ..measure.report import OURS, Row
 from ..measure.speed import measure as measure_call
