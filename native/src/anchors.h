@@ -17,8 +17,8 @@ constexpr int64_t WEIGHTS_AHEAD = 16;
 template <class T> inline T pixel_of(T normalised, T size) { return normalised * size - T(0.5); }
 
 // The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
-// image. With logits the cameras say so; locations are known of pairs that are seen, and the anchor before is still
-// known.
+// image. With logits the cameras say so. Locations are then known of pairs that are seen; the two anchors before are
+// still known.
 template <class T> class AnchorReader {
   public:
     const int64_t *seen = nullptr;

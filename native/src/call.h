@@ -18,10 +18,10 @@ struct Call {
     // Then weights are logits, and locations are offsets from reference points, or the key points of
     // deformable_aggregation.
     bool with_logits;
-    mxd_tensor reference; // [bs, num_queries, R, 2 or 4]; geometric_kernel_attention: [bs, num_queries, num_heads, 2]
-    mxd_tensor window;    // of geometric_kernel_attention, [num_points, 2], in place of locations
-    mxd_tensor projection, image_size,
-        pair_scale;          // of deformable_aggregation; data == nullptr of the last two: not given
+    mxd_tensor reference;  // [bs, num_queries, R, 2 or 4]; geometric_kernel_attention: [bs, num_queries, num_heads, 2]
+    mxd_tensor window;     // of geometric_kernel_attention, [num_points, 2], in place of locations
+    mxd_tensor projection; // of deformable_aggregation
+    mxd_tensor image_size, pair_scale; // the same; data == nullptr: not given
     bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
     mxd_tensor output;       // forward: written
     mxd_tensor grad_output;  // backward: read
