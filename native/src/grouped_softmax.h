@@ -70,8 +70,10 @@ template <class T> class GroupedSoftmax {
                     use(x, k);
                 }
             }
-            MXD_UNROLL
-            for (int k = 0; i < padded && k < 4; ++k) use(load<T, N>(exps + i + k * N), k);
+            if (i < padded) {
+                MXD_UNROLL
+                for (int k = 0; k < 4; ++k) use(load<T, N>(exps + i + k * N), k);
+            }
             memcpy(lanes + column, top, sizeof top);
         }
         fold(least[0], most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
