@@ -162,11 +162,10 @@ class SpatialCrossAttention(nn.Module):
         _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
         seen = bev_mask.any(-1)
         asked = query if query_pos is None else query + query_pos
-        found = self._sum_over_cameras(asked, reference_points, value, spatial_shapes, level_start_index, seen)  # pyright: ignore
+        found = self._sum_over_cameras(asked, reference_points, value, spatial_shapes, level_start_index, seen)
         mean = found / seen.sum(1).clamp(min=1)[..., None]
         return self.dropout(self.output_proj(mean)) + query
 
-    @torch.compiler.disable  # pyright: ignore[reportArgumentType]
     def _sum_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
@@ -185,3 +184,6 @@ class SpatialCrossAttention(nn.Module):
             summed = found.new_zeros(bs * queries, self.embed_dims) if summed is None else summed
             summed.index_add_(0, places, found)
         return torch.zeros_like(query) if summed is None else summed.view(bs, queries, -1)
+
+    # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
+    _sum_over_cameras._torchdynamo_disable = True
