@@ -72,8 +72,8 @@ template <class T, template <class> class Rule> class SampleOutputs {
         weights.end(q, grad_weight);
     }
     // After the last query that was written.
-    void finish(const QueryReader<T> &reader) {
-        if (late >= 0) write_logits(reader);
+    __attribute__((noinline)) void finish(const QueryReader<T> &reader) {
+        if (late >= 0) write_late(reader);
         late = -1;
     }
 
@@ -82,23 +82,22 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
     ReferenceSums<T> sums;
-    // With logits: the query whose gradients of logits are not written yet. They wait for a sum over the query, so they
-    // are written while the next query's rows are multiplied.
+    // With logits: the query whose gradients of locations and weights are known, but not yet those of offsets and
+    // logits. They wait for sums over the query, so they are written while the next query's rows are multiplied.
     int64_t late = -1;
-    T *grad_logits = nullptr;
 
     __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         for (int64_t i = 0; i < reader.padded; i += LANES)
             Rule<T>::gradients(query, dot, i, xy.memory(q), weights.memory(q));
-        T *grad_offsets = xy.begin(q);
-        reader.with_logits().offset_gradients(q, xy.memory(q), xy.whole_vectors(), grad_offsets, sums.of(q));
-        xy.end(q, grad_offsets);
-        if (late >= 0) write_logits(reader);
+        if (late >= 0) write_late(reader);
         late = q;
-        grad_logits = weights.begin(q);
     }
-    MXD_INLINE void write_logits(const QueryReader<T> &reader) const {
-        reader.with_logits().logit_gradients(late, weights.memory(late), weights.whole_vectors(), grad_logits);
+    MXD_INLINE void write_late(const QueryReader<T> &reader) const {
+        const Logits<T> &logits = reader.with_logits();
+        T *grad_offsets = xy.begin(late), *grad_logits = weights.begin(late);
+        logits.offset_gradients(late, xy.memory(late), xy.whole_vectors(), grad_offsets, sums.of(late));
+        logits.logit_gradients(late, weights.memory(late), weights.whole_vectors(), grad_logits);
+        xy.end(late, grad_offsets);
         weights.end(late, grad_logits);
     }
 };
