@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-BENCH = "epyc-zen5-2-cores.csv"
+BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 Row = dict[str, str]
 
 
@@ -34,10 +34,10 @@ def speed_up(row: Row) -> str:
     return f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
 
 
-def by_implementation(direction: str) -> dict[str, dict[str, Row]]:
+def by_implementation(direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
     """workload -> implementation -> its row, of one direction."""
     found: dict[str, dict[str, Row]] = {}
-    for row in read(BENCH):
+    for row in read(file):
         if row["direction"] == direction:
             found.setdefault(row["workload"], {})[row["implementation"]] = row
     return found
@@ -51,7 +51,7 @@ NOT_YET = "*The recorded run has no such row yet.*\n"
 
 
 def workloads_with(implementation: str, direction: str) -> dict[str, dict[str, Row]]:
-    return {name: by for name, by in by_implementation(direction).items() if implementation in by}
+    return {name: by for name, by in by_implementation(direction, WITH_LOGITS).items() if implementation in by}
 
 
 def bare_workloads(direction: str) -> dict[str, dict[str, Row]]:
@@ -163,6 +163,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "modules": lambda: beside(PARTS, MODULES),
     "floors": floors,
     "measured": lambda: made(read(BENCH)) + "\n",
+    "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
     "attention_modules": attention_modules,
     "onnxruntime": onnxruntime,
