@@ -100,6 +100,11 @@ def floors() -> str:
     return markdown(["workload", "forward, ms", *of_each, "backward, ms", *of_each], rows)
 
 
+def renamed(rows: list[Row], columns: dict[str, str]) -> str:
+    """Some columns, by their names in the file and on the page."""
+    return markdown(columns.values(), [[row[name] for name in columns] for row in rows])
+
+
 def whole_models() -> str:
     """Every model, and how many gain next to nothing."""
     rows = read("epyc-zen5-2-cores-models.csv")
@@ -113,8 +118,7 @@ def whole_models() -> str:
         "core after ms": "after, ms",
         "core speed-up": "speed-up",
     }
-    table = markdown(columns.values(), [[row[name] for name in columns] for row in rows])
-    return f"{table}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
+    return f"{renamed(rows, columns)}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
 
 
 def attention_modules() -> str:
@@ -131,8 +135,7 @@ def attention_modules() -> str:
         "modules modules ms": "modules, ms",
         "modules gain": "gain",
     }
-    table = markdown(columns.values(), [[row[name] for name in columns] for row in rows])
-    return f"{table}\n{made(rows)}\n"
+    return f"{renamed(rows, columns)}\n{made(rows)}\n"
 
 
 def onnxruntime() -> str:
@@ -146,8 +149,8 @@ def onnxruntime() -> str:
 def plain(file: str, last: str = "machine") -> str:
     """A file's rows. The column `last` is the same in every row, and stands once below the table."""
     rows = read(file)
-    columns = [name for name in rows[0] if name != last]
-    return markdown(columns, [[row[name] for name in columns] for row in rows]) + f"\n{made(rows, last)}\n"
+    columns = {name: name for name in rows[0] if name != last}
+    return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
 
 
 def made(rows: list[Row], column: str = "machine") -> str:

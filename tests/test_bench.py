@@ -122,15 +122,12 @@ def test_explain_prints_a_plan_and_measures_nothing(monkeypatch):
 
 @pytest.mark.parametrize("name", LOGITS)
 def test_a_plan_with_logits_is_that_of_the_bare_operator(name):
-    """Where the operator is a composition, the plan says so."""
     workload = named(name)
     operator, args = workload.bare(workload.inputs())
     expected = {
         "forward": _native.describe_plan(operator, args),
         "backward": _native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
     }
-    if not _native.has(workload.operator):
-        expected = {way: {"composed_over": operator, **plan} for way, plan in expected.items()}
     assert plans(workload, "float32") == expected
 
 

@@ -6,7 +6,6 @@ compiler, so constraints.txt pins Triton.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import pathlib
 import subprocess
@@ -18,7 +17,10 @@ from cases import MULTI_SCALE, OPERATORS
 
 from mx_driving import _triton
 
-pytestmark = pytest.mark.skipif(_triton.why_not() is not None, reason=str(_triton.why_not()))
+pytestmark = [
+    pytest.mark.skipif(_triton.why_not() is not None, reason=str(_triton.why_not())),
+    pytest.mark.xdist_group("machine code"),  # one worker compiles
+]
 SCRIPT = pathlib.Path(__file__).parent / "machine_code.py"
 
 
@@ -29,17 +31,9 @@ def _run(option: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="session")
-def found(tmp_path_factory, request) -> dict[str, list[dict[str, Any]]]:
-    """The first worker of pytest-xdist compiles; the others wait for its figures."""
-    here = tmp_path_factory.getbasetemp()
-    shared = here.parent if hasattr(request.config, "workerinput") else here
-    result = shared / "machine_code.json"
-    with (shared / "machine_code.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.exists():
-            result.write_text(json.dumps(_run("--json")))
-    return json.loads(result.read_text())
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[dict[str, Any]]]:
+    return _run("--json")
 
 
 def test_every_kernel_dtype_and_target_is_there(found):

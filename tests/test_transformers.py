@@ -147,17 +147,18 @@ def _clear_of_centres(func, inputs):
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
 @pytest.mark.parametrize("name", CARRIERS)
-def test_outputs_and_gradients_in_float32(name):
+def test_outputs_and_gradients_in_float32(name, modules):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""
     subject = models.build(name, 96, 128, **_shrunk(name))
-    with mx_driving.patched(subject.model), _Calls() as calls:
+    with mx_driving.patched(subject.model, modules=modules), _Calls() as calls:
         outputs, _ = subject.backward()
     assert not any(out.isnan().any() for out in outputs.values())
     assert len(calls.kept) >= 4
-    assert all("_with_logits" in func._opname for func, _, _ in calls.kept)
+    assert all(("_with_logits" in func._opname) == modules for func, _, _ in calls.kept)
     for func, args, ours in calls.kept:
         clear = _clear_of_centres(func, args[1:-1]) if func._opname.endswith("_backward") else [1]
         found = zip(clear, ours, _in_plain_torch(func, args), _in_float64(func, args), strict=True)

@@ -74,41 +74,35 @@ inline bool find_function(const char *name, Operator &op, bool &backward, bool &
     return false;
 }
 
-// The same, with logits. Which axis reference points belong to makes no difference to a plan: the one that fits.
+// arguments: those of the function, in order. Which axis reference points belong to makes no difference to a plan: the
+// one that fits.
 inline Call call_with_logits(Operator op, bool backward, const mxd_tensor *const *arguments, int num_threads) {
-    const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + (op == AGGREGATION ? 8 : 6);
+    const mxd_tensor *const *in = arguments + backward, *const *results = in + (op == AGGREGATION ? 8 : 6);
+    Call call{};
     if (op == AGGREGATION) {
-        Call call = call_with_cameras(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], inputs[6],
-                                      inputs[7], num_threads);
-        if (!backward) {
-            call.output = *results[0];
-            return call;
-        }
-        set_gradients(call, arguments[0], results[0], results[1], results[3]);
-        if (results[2]) call.grad_projection = *results[2];
-        return call;
+        call = call_with_cameras(in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], num_threads);
+    } else if (op == GEOMETRIC) {
+        call = call_with_window(in[0], in[1], in[2], in[3], in[4], in[5], num_threads);
+    } else {
+        call = call_of(MULTI_SCALE, in[0], in[1], in[2], in[4], in[5], num_threads);
+        const int64_t references = in[3]->shape[2];
+        set_reference(call, in[3], references != 1 && references != call.starts.shape[0]);
     }
-    if (op == GEOMETRIC) {
-        Call call = call_with_window(inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], inputs[5], num_threads);
-        if (!backward)
-            call.output = *results[0];
-        else
-            set_gradients(call, arguments[0], results[0], nullptr, results[1]);
-        return call;
-    }
-    Call call = call_of(MULTI_SCALE, inputs[0], inputs[1], inputs[2], inputs[4], inputs[5], num_threads);
-    const int64_t references = inputs[3]->shape[2];
-    set_reference(call, inputs[3], references != 1 && references != call.starts.shape[0]);
     if (!backward) {
         call.output = *results[0];
-        return call;
+    } else if (op == AGGREGATION) {
+        set_gradients(call, arguments[0], results[0], results[1], results[3]);
+        if (results[2]) call.grad_projection = *results[2];
+    } else if (op == GEOMETRIC) {
+        set_gradients(call, arguments[0], results[0], nullptr, results[1]);
+    } else {
+        set_gradients(call, arguments[0], results[0], results[2], results[3]);
+        if (results[1]) call.grad_reference = *results[1];
     }
-    set_gradients(call, arguments[0], results[0], results[2], results[3]);
-    if (results[1]) call.grad_reference = *results[1];
     return call;
 }
 
-// arguments: those of the function, in order.
+// The same, of a bare operator.
 inline Call call_of_function(Operator op, bool backward, const mxd_tensor *const *arguments, int num_threads) {
     const mxd_tensor *const *inputs = arguments + backward, *const *results = inputs + 5;
     Call call = call_of(op, inputs[0], inputs[1], inputs[2], inputs[3], inputs[4], num_threads);

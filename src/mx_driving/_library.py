@@ -74,17 +74,12 @@ def _composition(name: str, backward: bool, device: Callable[..., Any]) -> Calla
 
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
-    """The native kernel. What it does not serve goes to the composition over the bare operator's, or to the reference.
-
-    The first call looks for the library; import does not.
-    """
-    native, check = _native.kernel(name, backward), _check_of(name, backward)
-    other = _composition(name, backward, _cpu) if OPERATORS[name].bare else _reference(name, backward)
-    here = functools.cache(functools.partial(_native.has, name))
+    """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
+    native, plain, check = _native.kernel(name, backward), _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        return (native if here() and _native.serves(args[backward]) else other)(*args)
+        return (native if _native.why_not() is None and _native.serves(args[backward]) else plain)(*args)
 
     return kernel
 
@@ -220,19 +215,18 @@ def backends() -> dict[str, dict[str, str]]:
     """
     other = "reference: there are no kernels for this device"
     return {
-        "cpu": {name: _on_cpu(name) for name in OPERATORS},
+        "cpu": dict.fromkeys(OPERATORS, _on_cpu()),
         "cuda": {name: _on_cuda(name) for name in OPERATORS},
         "other": dict.fromkeys(OPERATORS, other),
     }
 
 
-def _on_cpu(name: str) -> str:
+def _on_cpu() -> str:
     reason = _native.why_not()
     if reason is not None:
         return f"reference: {reason}"
     threads = "OpenMP threads" if _native.threads_in_parallel() else "one thread: built without OpenMP"
-    how = "" if _native.has(name) else "composition over the native kernel: "
-    return f"{how}native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
+    return f"native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
 
 
 def _on_cuda(name: str) -> str:

@@ -115,11 +115,6 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def has(operator: str) -> bool:
-    """Whether there is a native kernel of an operator. Those with logits may have none of their own."""
-    return why_not() is None and hasattr(_library(), f"mxd_{operator}_backward")
-
-
 # Rows are numbered in 32 bits, and a bound is one number more.
 _MOST_ROWS = 2**31 - 2
 

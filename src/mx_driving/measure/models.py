@@ -216,11 +216,15 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
 
 
 def compare(subject: Subject) -> tuple[float, float]:
-    """Largest differences of outputs and of gradients that patching makes."""
+    """Largest differences of outputs and of gradients that patching makes, of cores alone and of whole attention modules."""
     theirs = subject.backward()
-    with mx_driving.patched(subject.model):
-        ours = subject.backward()
-    return largest(ours[0], theirs[0]), largest(ours[1], theirs[1])
+    differences = []
+    for modules in (False, True):
+        with mx_driving.patched(subject.model, modules=modules):
+            ours = subject.backward()
+        differences.append([largest(mine, original) for mine, original in zip(ours, theirs, strict=True)])
+    outputs, gradients = map(max, zip(*differences, strict=True))
+    return outputs, gradients
 
 
 @dataclass(frozen=True)
