@@ -96,12 +96,15 @@ def _attend(
     return multi_scale_deformable_attn_with_logits(value, *tables, reference, offsets, logits, axis)
 
 
+def _placed(given: Given) -> Tensor:
+    """transformers' queries with their embeddings of position."""
+    query, position = given["hidden_states"], given.get("position_embeddings")
+    return query if position is None else query + position
+
+
 def _hugging_face(module: Any, given: Given, mask_keeps: bool) -> tuple[Tensor, Tensor]:
     """transformers' Deformable DETR and its descendants. The weights are always there: some callers pass them on unasked."""
-    query, memory = given["hidden_states"], given["encoder_hidden_states"]
-    position, mask = given.get("position_embeddings"), given.get("attention_mask")
-    if position is not None:
-        query = query + position
+    query, memory, mask = _placed(given), given["encoder_hidden_states"], given.get("attention_mask")
     hidden = ~mask if mask is not None and mask_keeps else mask
     value = _heads(module.value_proj(memory), hidden, module.n_heads)
     offsets = module.sampling_offsets(query).unflatten(-1, (module.n_heads, module.n_levels, module.n_points, 2))
@@ -117,9 +120,7 @@ def _by_points(module: Any, given: Given, value: Tensor, counts: list[int]) -> t
     A level with more points than another is listed several times. The operator divides a box by twice the points of one such
     entry; these modules divide it by the level's own number of points, and multiply by offset_scale.
     """
-    query = given["hidden_states"]
-    if given.get("position_embeddings") is not None:
-        query = query + given["position_embeddings"]
+    query = _placed(given)
     points, order = math.gcd(*counts), levels_by_points(counts)
     shapes, starts = _tables(given, value.shape[1], value.device)
     offsets = module.sampling_offsets(query).unflatten(-1, (module.n_heads, len(order), points, 2))
