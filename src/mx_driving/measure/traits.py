@@ -72,10 +72,10 @@ def _figures(numbers: Iterable[float], form: str = ".2f") -> tuple[str, ...]:
 
 def of_the_package() -> str:
     """The cost of importing and of calling, whatever the work."""
-    plain, recorded = one_query()
+    plain, with_graph = one_query()
     return (
         f"import mx_driving: {1e3 * import_seconds():.0f} ms after torch's own, median of {PROCESSES} fresh processes\n"
-        f"one query, forward: {1e6 * plain:.1f} us, where gradients are recorded {1e6 * recorded:.1f} us"
+        f"one query, forward: {1e6 * plain:.1f} us, where gradients are recorded {1e6 * with_graph:.1f} us"
     )
 
 
@@ -101,8 +101,8 @@ def one_query() -> tuple[float, float]:
         return run
 
     times = interleaved({"plain": calls(value), "recorded": calls(leaf)}, 1.0)
-    plain, recorded = (statistics.median(t) / CALLS for t in times.values())
-    return plain, recorded
+    plain, with_graph = (statistics.median(t) / CALLS for t in times.values())
+    return plain, with_graph
 
 
 def extra_memory(workload: Workload, dtype: str) -> dict[str, float]:
