@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,15 +18,17 @@ def interleaved(
     """Times of each call, in turn, round after round: at least 3 rounds and about `seconds`. Whatever else the machine does
     falls on all calls alike. A short call is timed right after a run of its own, for two reasons. It then finds the caches as
     it leaves them itself, not as its neighbour in the round does. And its fresh memory was freed just before: memory that was
-    freed seconds ago may be with the host of a virtual machine, which gives it back twenty times slower. `within` makes the
+    freed seconds ago may be with the host of a virtual machine, which gives it back twenty times slower. Each round has an
+    order of its own, because a call after one that frees much memory is slower for longer than that run. `within` makes the
     context that a call runs in; its beginning and end are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for name, call in calls.items():
         with within(name):
             call()
+    order = random.Random(0)
     began = time.perf_counter()
     while len(next(iter(times.values()))) < 3 or time.perf_counter() - began < seconds:
-        for name, call in calls.items():
+        for name, call in order.sample(list(calls.items()), len(calls)):
             with within(name):
                 if not times[name] or times[name][-1] < SHORT:
                     call()
