@@ -8,7 +8,7 @@
 // offsets, only the weights are found here.
 #pragma once
 
-#include "sizes.h"
+#include "query_rows.h"
 #include "softmax.h"
 
 namespace mxd {
@@ -52,11 +52,14 @@ constexpr int64_t MOST_TURNED = 8;
 inline int64_t turned_together(const Sizes &n) { return n.levels * n.points <= LANES ? MOST_TURNED : 4; }
 
 template <class T> class Logits {
+    typedef PlainRows<T> Rows;
+
   public:
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
         return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
-               2 * turned_together(n) * (2 * Arena::bytes<T>(2 * n.room()) + 2 * Arena::bytes<T>(weight_room(n)));
+               2 * Rows::bytes(2 * turned_together(n), 2 * n.room()) +
+               2 * Rows::bytes(2 * turned_together(n), weight_room(n));
     }
     Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes), together(turned_together(sizes)) {
         if (!n.with_logits) return;
@@ -65,13 +68,10 @@ template <class T> class Logits {
         divisor = arena.take<T>(2 * n.room());
         inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
-        for (int64_t i = 0; i < 2 * together; ++i) {
-            Turned &query = ring[i];
-            query.offset_copy = arena.take<T>(2 * n.room());
-            query.locations = arena.take<T>(2 * n.room());
-            query.logit_copy = arena.take<T>(weight_room(n));
-            query.all_weights = arena.take<T>(weight_room(n));
-        }
+        offset_copies = Rows::ring(2 * together, 2 * n.room(), arena);
+        located = Rows::ring(2 * together, 2 * n.room(), arena);
+        logit_copies = Rows::ring(2 * together, weight_room(n), arena);
+        all_weights = Rows::ring(2 * together, weight_room(n), arena);
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
                    (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
         step = c.reference.strides[1] * element_size(c.reference.dtype);
@@ -94,35 +94,42 @@ template <class T> class Logits {
         }
     }
 
-    // The queries of this batch and of a head are read from now on, from any query on.
-    void open(int64_t b) {
-        if (n.with_logits) first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
+    // The queries of this batch and of a head are read from now on, from any query on. Offsets and logits lie at
+    // `offsets` and `logits`, where whole vectors can be read up to query `in_place_until`.
+    void open(int64_t b, const QueryRows &offsets, const QueryRows &logits, int64_t in_place_until) {
+        if (!n.with_logits) return;
+        first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
+        offsets_in_place = Rows::in_place(offsets);
+        logits_in_place = Rows::in_place(logits);
+        until = in_place_until;
+        copied_from = INT64_MAX;
         turned = 0;
     }
 
-    // What is known of a query that is turned.
-    struct Turned {
-        T *offset_copy, *logit_copy; // for offsets, and logits of all levels, that cannot be read as they lie
-        const T *offsets, *logits;   // whole vectors
-        T *locations, *all_weights;
-    };
-    Turned &of(int64_t q) { return ring[q & (2 * together - 1)]; }
-    const Turned &of(int64_t q) const { return ring[q & (2 * together - 1)]; }
-    const T *weights(int64_t q) const { return of(q).all_weights + first_sample; } // of the levels in use
+    // Of a query that is turned, or about to be.
+    const T *locations(int64_t q) const { return located[q]; }
+    const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // of the levels in use
     int64_t turned_until() const { return turned; }
-    int64_t turned_at_once() const { return together; }
 
-    // Queries q..last-1, at most `together`, whose offsets and logits are known.
-    void turn(int64_t q, int64_t last) {
+    // q and those that follow, together, because a query by itself waits for each step of its softmax. copy(query,
+    // where to its offsets go, where to its logits): for queries that cannot be read as they lie.
+    template <class Copy> __attribute__((noinline)) void turn(int64_t q, Copy &&copy) {
+        const int64_t last = q + together < n.queries ? q + together : n.queries;
         turned = last;
+        if (last - 1 > until) { // nearly never
+            if (copied_from > q) copied_from = q;
+            for (int64_t i = q; i < last; ++i) copy(i, offset_copies[i], logit_copies[i]);
+        }
         if (samples == 0) return;
-        for (int64_t i = q; i < last && !n.has_window; ++i) locate(reference_of(i), of(i).offsets, of(i).locations);
+        if (!n.has_window)
+            for (int64_t i = q; i < last; ++i) locate(reference_of(i), offsets_of(i), located[i]);
+        const Rows &logits = q < copied_from ? logits_in_place : logit_copies;
         for (; q < last; q += 4) {
             const T *rows[4];
             T *weights[4];
             for (int64_t i = 0; i < 4; ++i) {
-                rows[i] = of(q + i < last ? q + i : q).logits;
-                weights[i] = of(q + i).all_weights;
+                rows[i] = logits[q + i < last ? q + i : q];
+                weights[i] = all_weights[q + i];
             }
             softmax<T>(rows, n.levels * n.points, weights);
         }
@@ -132,7 +139,7 @@ template <class T> class Logits {
     // wanted. What lies before sample `direct_until` is written to memory of its own. All levels are in use.
     MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
         if (n.has_window) return;
-        if (of_reference) add_reference(of(q).offsets, of_xy, of_reference);
+        if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
         const T *size = boxes ? reference_of(q) + 2 : nullptr;
         for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
@@ -144,7 +151,7 @@ template <class T> class Logits {
     }
     // The same from the gradients of weights to those of logits.
     MXD_INLINE void logit_gradients(int64_t q, T *of_weights, int64_t direct_until, T *of_logits) const {
-        softmax_gradient<T>(of(q).all_weights, samples, of_weights, direct_until, of_logits);
+        softmax_gradient<T>(all_weights[q], samples, of_weights, direct_until, of_logits);
     }
 
   private:
@@ -162,7 +169,10 @@ template <class T> class Logits {
     int64_t first = 0, step = 0;           // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
     int64_t turned = 0;
-    Turned ring[2 * MOST_TURNED];
+    Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
+    int64_t until = -1, copied_from = 0; // the last query that can be read in place, the first that was copied
+
+    const T *offsets_of(int64_t q) const { return q < copied_from ? offsets_in_place[q] : offset_copies[q]; }
 
     static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
 

@@ -9,10 +9,6 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
-// apart: the hardware's prefetcher does not follow that.
-constexpr int64_t PREFETCH_QUERIES = 8;
-
 // A query's rows are found AHEAD queries before they are used, and prefetched while earlier rows are added up. With
 // less than three, queries of few rows wait for memory.
 constexpr int AHEAD = 3;
@@ -49,37 +45,6 @@ struct QueryBlocks {
 
   private:
     static constexpr int64_t SHORTEST = 32, LONGEST = 1024;
-};
-
-// The elements of a tensor for one (batch, head), query by query. Addresses are integers, not pointers: we prefetch
-// past the last query.
-class QueryRows {
-  public:
-    QueryRows() {}
-    // `count` contiguous elements a query, from element `skipped` on.
-    QueryRows(const mxd_tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
-        : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset3(t, b, 0, h) + skipped))),
-          step(t.strides[1] * element_size(t.dtype)) {
-        // as many cache lines as a query can touch: it begins at a multiple of `unit`
-        const int64_t places = first | step | 64, unit = places & -places;
-        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // place in its first line, at most
-        last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
-        ahead = PREFETCH_QUERIES * step;
-    }
-    MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // The same, for queries that come one after the other: also prefetches what a later query reads or writes. A write
-    // fetches its line, too.
-    template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
-        const int64_t address = first + query * step, from = address + ahead;
-        __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
-        __builtin_prefetch(reinterpret_cast<const void *>(from + last_line), TO_WRITE);
-        for (int64_t line = 64; line < last_line; line += 64)
-            __builtin_prefetch(reinterpret_cast<const void *>(from + line), TO_WRITE);
-        return reinterpret_cast<char *>(address);
-    }
-
-  private:
-    int64_t first = 0, step = 0, last_line = 0, ahead = 0;
 };
 
 // Locations and weights of one query and head as T, padded to a multiple of LANES samples on empty maps. They are read
@@ -159,7 +124,6 @@ template <class T> class QueryReader {
         location_rows = n.has_window ? QueryRows(call.reference, b, h, 2)
                                      : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
-        logits.open(b);
         locations_until = locations.contiguous
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
@@ -172,7 +136,7 @@ template <class T> class QueryReader {
         const bool own = own_locations && call.weights.dtype == OWN<T>;
         const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
         in_place_until = n.with_logits ? -1 : until;
-        turned_in_place_until = until;
+        logits.open(b, location_rows, weight_rows, until);
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
@@ -206,40 +170,26 @@ template <class T> class QueryReader {
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
-    int64_t turned_in_place_until = -1;               // the same of offsets and logits
     bool whole = false;                               // locations are whole numbers
 
     MXD_INLINE void read_turned(int64_t q, const char *location, Query<T> &query) {
-        if (q >= logits.turned_until()) turn(q);
+        if (q >= logits.turned_until())
+            logits.turn(q, [&](int64_t i, T *offsets, T *of_logits) { copy_to_turn(i, offsets, of_logits); });
         if (n.has_window) {
             query.window = window;
             query.reference =
                 row_as(location, call.reference.dtype, call.reference.strides[3], 2, query.reference_copy);
         } else {
-            query.xy = logits.of(q).locations;
+            query.xy = logits.locations(q);
         }
         query.weights = logits.weights(q);
     }
-    // q and those that follow, together, because a query by itself waits for each step of its softmax.
-    __attribute__((noinline)) void turn(int64_t q) {
-        const int64_t after = q + logits.turned_at_once(), last = after < n.queries ? after : n.queries;
-        if (last - 1 <= turned_in_place_until) { // nearly always
-            for (int64_t i = q; i < last; ++i) {
-                auto &turned = logits.of(i);
-                turned.offsets = reinterpret_cast<const T *>(location_rows.at(i));
-                turned.logits = reinterpret_cast<const T *>(weight_rows.at(i));
-            }
-            return logits.turn(q, last);
-        }
-        for (int64_t i = q; i < last; ++i) {
-            auto &turned = logits.of(i);
-            if (!n.has_window)
-                turned.offsets = values(locations, location_rows.at(i), i <= locations_until, 2 * samples, 2 * padded,
-                                        T(__builtin_nan("")), turned.offset_copy);
-            turned.logits = values(weights, weight_rows.at(i), i <= weights_until, weight_samples, weights_padded, T(0),
-                                   turned.logit_copy);
-        }
-        logits.turn(q, last);
+    // A query's offsets and logits, as T, in whole vectors.
+    __attribute__((noinline)) void copy_to_turn(int64_t q, T *offsets, T *of_logits) {
+        if (!n.has_window)
+            widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded,
+                          T(__builtin_nan("")), offsets);
+        widen_or_copy(weights, weight_rows.at(q), q <= weights_until, weight_samples, weights_padded, T(0), of_logits);
     }
 
     // Copies `count` elements, a multiple of LANES, as T. False: this dtype is read another way.
@@ -257,9 +207,14 @@ template <class T> class QueryReader {
     MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
                                T pad, T *memory) const {
         if (in_vectors && input.tensor.dtype == OWN<T>) return reinterpret_cast<const T *>(from);
+        widen_or_copy(input, from, in_vectors, count, room, pad, memory);
+        return memory;
+    }
+    template <class Input>
+    MXD_INLINE void widen_or_copy(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
+                                  T pad, T *memory) const {
         if (!in_vectors || !widened(from, input.tensor.dtype, room, memory))
             copy(input, from, count, room, pad, memory);
-        return memory;
     }
     template <class Input>
     __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t count, int64_t room, T pad,

@@ -317,6 +317,12 @@ template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
 
 // x as it would be in memory: the compiler cannot make one operation of what gave it and what uses it.
 template <class V> MXD_INLINE V rounded(V x) {
+#if defined(__AVX2__)
+    if constexpr (sizeof(V) <= VECTOR_BYTES) {
+        __asm__("" : "+v"(x));
+        return x;
+    }
+#endif
     __asm__("" : "+m"(x));
     return x;
 }
