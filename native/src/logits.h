@@ -15,9 +15,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Samples that are located together, as pairs (x, y) in one vector.
+// Samples that are located together, as pairs (x, y) in one vector; the last of a query may be 4.
 template <class T> constexpr int LOCATED = sizeof(T) == 4 ? LANES : 4;
-template <class T> using Pairs = Vec<T, 2 * LOCATED<T>>;
 
 // The pair at from + place[i] for each of four samples; SHARED: they have the same.
 template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, const int64_t *place) {
@@ -36,13 +35,13 @@ template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, c
             return Vec<T, 8>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
     }
 }
-template <bool SHARED, class T> MXD_INLINE Pairs<T> pairs_at(const T *from, const int64_t *place) {
+template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T *from, const int64_t *place) {
     const Vec<T, 8> four = four_pairs<SHARED>(from, place);
-    if constexpr (LOCATED<T> == 4)
+    if constexpr (N == 4)
         return four;
     else
-        return bits_as<Pairs<T>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four),
-                                                   bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
+        return bits_as<Vec<T, 2 * N>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four),
+                                                        bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
 // Queries that are turned together: the four of a softmax, or twice as many if they are short, because the softmax of
@@ -207,17 +206,23 @@ template <class T> class Logits {
     }
     template <bool BOXES, bool SHARED>
     MXD_INLINE void locate(const T *reference, const T *offsets, T *locations) const {
-        const int64_t *const places = place;
-        const T *const divisors = divisor;
-        for (int64_t i = 0, padded = round_up(samples, LANES); i < padded; i += LANES) {
-            MXD_UNROLL
-            for (int64_t k = i; k < i + LANES; k += LOCATED<T>) {
-                Pairs<T> offset = raw_load<T, 2 * LOCATED<T>>(offsets + 2 * k);
-                if (BOXES) offset *= pairs_at<SHARED>(reference + 2, places + k);
-                store<T, 2 * LOCATED<T>>(locations + 2 * k, pairs_at<SHARED>(reference, places + k) +
-                                                                offset / raw_load<T, 2 * LOCATED<T>>(divisors + 2 * k));
+        for (int64_t i = 0; i < samples;) {
+            if (LOCATED<T> > 4 && samples - i > 4) {
+                locate<BOXES, SHARED, LOCATED<T>>(i, reference, offsets, locations);
+                i += LOCATED<T>;
+            } else {
+                locate<BOXES, SHARED, 4>(i, reference, offsets, locations);
+                i += 4;
             }
         }
+    }
+    // Samples i..i+N-1.
+    template <bool BOXES, bool SHARED, int N>
+    MXD_INLINE void locate(int64_t i, const T *reference, const T *offsets, T *locations) const {
+        Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
+        if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, place + i);
+        store<T, 2 * N>(locations + 2 * i,
+                        pairs_at<SHARED, N>(reference, place + i) + offset / raw_load<T, 2 * N>(divisor + 2 * i));
     }
 
     // The gradient of a query's reference points, as this head has it.

@@ -62,41 +62,58 @@ template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
     return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
 }
 
-// What the numbers in each half of a vector fold into, in all lanes of that half.
-template <class T, int N, class Fold> MXD_INLINE Vec<T, N> folded_halves(Vec<T, N> x, Fold &&fold) {
+// What the numbers of each part of a vector, PART lanes, fold into, in all lanes of that part.
+template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_parts(Vec<T, N> x, Fold &&fold) {
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    static_assert((PART == 4 || PART == 8) && (N == 8 || N == 16), "parts and vectors that models need");
     if constexpr (N == 16) {
-        x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+        if constexpr (PART == 8)
+            x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
         x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
         return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
     } else {
-        static_assert(N == 8, "8 or 16 lanes");
         x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5));
         return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6));
     }
 }
 
-// The same as softmax for rows of at most LANES numbers, half a vector: two rows share one.
-template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
-    constexpr int N = 2 * LANES;
-    typedef Vec<T, LANES> Row;
-    struct Two {
-        Row first, second;
-    };
+// The softmax of each part of a vector.
+template <class T, int N, int PART> MXD_INLINE Vec<T, N> softmax_of_parts(Vec<T, N> logits) {
     const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
     const auto total = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
-    const Row none = broadcast<T, LANES>(-T(__builtin_inf()));
-    const auto of_row = lanes_below<T, LANES>(count);
+    const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, larger));
+    return e / folded_parts<T, N, PART>(e, total);
+}
+template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t count) {
+    return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
+}
+
+// The same as softmax for rows of at most LANES numbers, half a vector: two rows share one.
+template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    typedef Vec<T, LANES> Half;
+    struct Two {
+        Half first, second;
+    };
     MXD_UNROLL
     for (int r = 0; r < 4; r += 2) {
-        const Row first = of_row ? raw_load<T, LANES>(rows[r]) : none;
-        const Row second = of_row ? raw_load<T, LANES>(rows[r + 1]) : none;
-        const Vec<T, N> logits = joined<T, LANES>(first, second);
-        const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_halves<T, N>(logits, larger));
-        const Two both = bits_as<Two>(Vec<T, N>(e / folded_halves<T, N>(e, total)));
+        const auto logits =
+            joined<T, LANES>(first_of<T, LANES>(rows[r], count), first_of<T, LANES>(rows[r + 1], count));
+        const Two both = bits_as<Two>(softmax_of_parts<T, 2 * LANES, LANES>(logits));
         store<T, LANES>(weights[r], both.first);
         store<T, LANES>(weights[r + 1], both.second);
     }
+}
+// For rows of at most 4 numbers where vectors hold 16: all four rows share one.
+template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    typedef Vec<T, 4> Four;
+    struct All {
+        Four of[4];
+    };
+    const auto low = joined<T, 4>(first_of<T, 4>(rows[0], count), first_of<T, 4>(rows[1], count));
+    const auto high = joined<T, 4>(first_of<T, 4>(rows[2], count), first_of<T, 4>(rows[3], count));
+    const All all = bits_as<All>(softmax_of_parts<T, 16, 4>(joined<T, 8>(low, high)));
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) store<T, 8>(weights[r], joined<T, 4>(all.of[r], Four{})); // whole, as they are read
 }
 
 // Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
@@ -104,6 +121,8 @@ template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], 
 // Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
 template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
+    if constexpr (N == 16 && LANES == 8)
+        if (count <= 4) return softmax_of_fours<T>(rows, count, weights);
     if constexpr (N == 2 * LANES)
         if (count <= LANES) return softmax_of_halves<T>(rows, count, weights);
     typedef Vec<T, N> Lanes;
