@@ -19,7 +19,7 @@ import mx_driving
 from mx_driving import _native
 from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
-from mx_driving.measure import accuracy, floor, module_workloads, modules
+from mx_driving.measure import accuracy, floor, module_workloads, modules, report
 from mx_driving.measure.accuracy import Checked, check_one
 from mx_driving.measure.floor import add_rows, corner_rows
 from mx_driving.measure.module_workloads import MODULES
@@ -57,6 +57,17 @@ def test_rivals_compute_the_same(name):
     for function, given, _ in (*rivals(workload, args, False).values(), *ours(workload, args).values()):
         torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
     assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
+
+
+def test_gradients_are_those_that_a_model_asks_for():
+    """An encoder's reference points are a grid, a decoder's come from a layer."""
+    encoder, decoder = (named(f"Deformable-DETR {part}, with logits") for part in ("encoder", "decoder, 300 queries"))
+    for workload, learns in ((encoder, False), (decoder, True)):
+        args = workload.inputs()
+        places = {name: ours(workload, args)[name].differentiable for name in (report.OURS, report.BARE)}
+        assert (workload.row.inputs.index("reference_points") in places[report.OURS]) == learns
+        assert len(places[report.OURS]) == 3 + learns
+        assert places[report.BARE] == OPERATORS[workload.row.bare].differentiable
 
 
 @pytest.mark.parametrize("name", LOGITS)

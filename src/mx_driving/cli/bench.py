@@ -60,9 +60,10 @@ def bench(
     sets to zero): what memory allows. "gather floor, head-major" is the same where a head's rows lie side by side, the best
     layout known. A wheel does not hold them; `make native` in the source tree builds them.
 
-    Beside an operator with logits, "bare operator" is given locations and weights that are ready. A row "Module: ..." is a
-    module of `mx_driving.nn`, always in float32: its forward without gradients, and forward and backward with those of its
-    parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are ready.
+    Gradients are those that the model asks for: reference points of a grid have none. Beside an operator with logits, "bare
+    operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in
+    float32: its forward without gradients, and forward and backward with those of its parameters. "layers + operator" runs
+    its linear layers and its bare operator apart, on inputs that are ready.
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
 

@@ -42,13 +42,14 @@ def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[
     return run
 
 
-def operator_of(name: str, args: Args) -> Rival:
-    return Rival(getattr(torch.ops.mx_driving, name).default, args, OPERATORS[name].differentiable)
+def operator_of(name: str, args: Args, differentiable: tuple[int, ...] | None = None) -> Rival:
+    places = OPERATORS[name].differentiable if differentiable is None else differentiable
+    return Rival(getattr(torch.ops.mx_driving, name).default, args, places)
 
 
 def ours(workload: Workload, args: Args) -> dict[str, Rival]:
     """The operator; for one with logits also its bare one, given locations and weights that somebody else has made."""
-    found = {OURS: operator_of(workload.operator, args)}
+    found = {OURS: operator_of(workload.operator, args, workload.learned)}
     if workload.row.bare:
         found[BARE] = operator_of(*workload.bare(args))
     return found
@@ -83,4 +84,4 @@ def rivals(workload: Workload, args: Args, peers: bool) -> dict[str, Rival]:
             functions["torch-ms-deform-attn"] = ms_deform_attn
         except ImportError:
             pass
-    return {name: Rival(function, args, workload.differentiable) for name, function in functions.items()}
+    return {name: Rival(function, args, workload.learned) for name, function in functions.items()}

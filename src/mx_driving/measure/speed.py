@@ -26,9 +26,9 @@ def _calls(rival: Rival, grad: torch.Tensor) -> dict[str, Call]:
     }
 
 
-def _backward(operator: str, args: Args, grad: torch.Tensor) -> Call:
+def _backward(operator: str, args: Args, grad: torch.Tensor, learned: tuple[int, ...]) -> Call:
     function = getattr(torch.ops.mx_driving, operator + "_backward").default
-    return lambda: function(grad, *args, [True] * len(OPERATORS[operator].differentiable))
+    return lambda: function(grad, *args, [i in learned for i in OPERATORS[operator].differentiable])
 
 
 def _floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
@@ -51,9 +51,9 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     if dtype in ("float32", "float64"):  # no rival computes 16 bits on a CPU
         calls |= {name: _calls(rival, grad) for name, rival in rivals(workload, args, peers).items()}
     bare, bare_args = workload.bare(args)
-    calls[OURS]["backward"] = _backward(workload.operator, args, grad)
+    calls[OURS]["backward"] = _backward(workload.operator, args, grad, workload.learned)
     if BARE in calls:
-        calls[BARE]["backward"] = _backward(bare, bare_args, grad)
+        calls[BARE]["backward"] = _backward(bare, bare_args, grad, OPERATORS[bare].differentiable)
     if floor.why_not() is None:
         calls[FLOOR] = _floor(bare, bare_args, dtype, head_major=False)
         if OPERATORS[bare].blocks == "num_heads":

@@ -40,12 +40,13 @@ def _with_threads(threads: int, call):
 
 def _calls(workload: Workload, dtype: str) -> dict[str, Call]:
     args = workload.inputs(dtype)
-    function, _, places = operator_of(workload.operator, args)
+    function, _, places = operator_of(workload.operator, args, workload.learned)
+    mask = [i in places for i in workload.differentiable]
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
     grad = torch.ones_like(function(*args))
     return {
         "forward": lambda: function(*args),
-        "backward": lambda: backward(grad, *args, [True] * len(places)),
+        "backward": lambda: backward(grad, *args, mask),
         "forward + backward": recorded(function, args, places, grad),
     }
 

@@ -17,11 +17,13 @@ Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be le
 
 
 class Workload(NamedTuple):
-    """A call of an operator. `make` draws its arguments from a generator, in float32."""
+    """A call of an operator. `make` draws its arguments from a generator, in float32. `constant`: inputs that the model does
+    not learn, such as the reference points of a grid. Nobody asks for their gradients."""
 
     name: str
     operator: str
     make: Callable[[torch.Generator], Args]
+    constant: tuple[str, ...] = ()
 
     @property
     def row(self) -> Operator:
@@ -36,6 +38,11 @@ class Workload(NamedTuple):
     def gradients(self) -> tuple[str, ...]:
         """Their names."""
         return tuple(self.row.inputs[i] for i in self.differentiable)
+
+    @property
+    def learned(self) -> tuple[int, ...]:
+        """Which of the inputs have a gradient that the model asks for."""
+        return tuple(i for i in self.differentiable if self.row.inputs[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
         """The arguments that every measurement is made with."""
@@ -274,16 +281,20 @@ BEVFORMER = [(116, 200), (58, 100), (29, 50), (15, 25)]
 SPARSE4D = [(64, 176), (32, 88), (16, 44), (8, 22)]
 
 
-def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args]) -> Workload:
-    return Workload(f"{name}, with logits", f"{bare}_with_logits", make)
+def _from_logits(name: str, bare: str, make: Callable[[torch.Generator], Args], *constant: str) -> Workload:
+    return Workload(f"{name}, with logits", f"{bare}_with_logits", make, constant)
 
+
+GRID = "reference_points"  # of a grid, which the model does not learn
 
 # From where linear layers end. Each has the sizes of the row whose name it continues.
 WITH_LOGITS = (
-    _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR)),
+    _from_logits("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder_with_logits(g, DETR), GRID),
     _from_logits("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder_with_logits(g, DETR, 300)),
-    _from_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder_with_logits(g, [(200, 200)], 2)),
-    _from_logits("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial_with_logits(g, 2500)),
+    _from_logits("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder_with_logits(g, [(200, 200)], 2), GRID),
+    _from_logits(
+        "BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial_with_logits(g, 2500), GRID
+    ),
     _from_logits("Sparse4D v3", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D)),
     _from_logits("MapTR tiny", GEOMETRIC, lambda g: _maptr_with_logits(g, [(15, 25)], (200, 100), (2, 4))),
     _from_logits("MapTR nano", GEOMETRIC, lambda g: _maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
