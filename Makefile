@@ -61,7 +61,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c*)
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c* benchmarks/*.c)
 
 native: $(STAMP)
 
