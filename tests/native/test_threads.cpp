@@ -44,10 +44,16 @@ void own_threads() {
     const std::vector<double> one = results(1);
     for (int num_threads : {2, 3, 8, 5}) CHECK(results(num_threads) == one);
 #ifdef __linux__
+    // CANN's functions are given no number: as many threads as there are processors, or as OMP_NUM_THREADS says.
+    Problem(MANY_QUERIES, SEED, false).run(nullptr); // makes the stream's thread
     const long with_eight = threads_of_process();
     CHECK(with_eight >= 8);
     CHECK(results(8) == one && threads_of_process() == with_eight); // those that there are run it again
     CHECK(results(10) == one && threads_of_process() == with_eight + 2);
+    setenv("OMP_NUM_THREADS", "12", 1);
+    Problem(MANY_QUERIES, SEED, false).run(nullptr);
+    CHECK(threads_of_process() == with_eight + 4);
+    unsetenv("OMP_NUM_THREADS");
 #endif
 }
 
