@@ -17,6 +17,7 @@
 #define MXD_ISA baseline
 #include "kernels.h"
 #include "prepare.h"
+#include "threads.h"
 
 namespace mxd {
 
@@ -297,11 +298,7 @@ int mxd_use_isa(const char *name) {
     return -1;
 }
 
-int mxd_has_openmp(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
-}
+const char *mxd_threads(void) { return mxd::threads_in_use(); }
+
+void mxd_use_own_threads(int own) { mxd::use_own_threads(own != 0); }
 }
