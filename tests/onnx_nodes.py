@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import onnx
 import onnxruntime
+import onnxruntime.capi.onnxruntime_pybind11_state
 from onnx import TensorProto, helper
 
 FLOATS = ("float32", "float16", "bfloat16", "double")
@@ -100,7 +101,7 @@ def session(model: onnx.ModelProto, library: str, threads: int = 1) -> onnxrunti
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def run(session: onnxruntime.InferenceSession, arrays: list[np.ndarray]) -> np.ndarray:
+def run(session: onnxruntime.InferenceSession, arrays: list[np.ndarray]) -> Any:
     names = [i.name for i in session.get_inputs()]
     return session.run(None, dict(zip(names, arrays, strict=True)))[0]
 

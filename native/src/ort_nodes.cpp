@@ -121,8 +121,8 @@ class Checker {
         for (size_t i = 0; found.empty() && i < inputs.size(); ++i) {
             if (i == FIRST_OF_SAMPLES) blame_value();
             if (found.empty() && inputs[i].there) need_shape(i);
+            if (int(i) == node.weights) need_groups();
         }
-        need_groups();
         need_references();
         for (size_t i = 0; i < inputs.size(); ++i)
             if (inputs[i].there) need_type(i);
