@@ -85,8 +85,11 @@ def model(graph: Graph) -> onnx.ModelProto:
     if graph.types[0] == "bfloat16":
         nodes.append(helper.make_node("Cast", ["y"], ["out"], to=TensorProto.FLOAT))
     output = helper.make_tensor_value_info(nodes[-1].output[0], _fed(graph.types[0]), None)
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mx_driving", 1)]
-    return helper.make_model(helper.make_graph(nodes, "one", inputs, [output]), opset_imports=opsets, ir_version=9)
+    written = helper.make_tensor_value_info("y", getattr(TensorProto, graph.types[0].upper().replace("FLOAT32", "FLOAT")), None)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mx_driving", 1)]
+    # An exporter says this type, too. onnxruntime before 1.18 does not infer it where an optional input is left out.
+    one = helper.make_graph(nodes, "one", inputs, [output], value_info=[written] if written.name != output.name else [])
+    return helper.make_model(one, opset_imports=opsets, ir_version=9)
 
 
 def _fed(kind: str) -> int:
