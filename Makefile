@@ -1,6 +1,7 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
+#              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
@@ -86,8 +87,14 @@ aarch64: $(VENV)/made
 	$(BIN)/cmake --build build/aarch64 --parallel 2
 	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/native/native_tests
 
-sanitize: $(SANITIZERS)
+sanitize: $(SANITIZERS) fuzz-onnx
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
+
+# Our nodes through onnxruntime, which an uninstrumented Python loads: leaks are its own, and a huge tensor is to be refused.
+.PHONY: fuzz-onnx
+fuzz-onnx: build/asan $(STAMP)
+	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+		$(BIN)/python tests/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
 # Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; DRY=1 goes through the steps without a GPU.
 .PHONY: check-gpu

@@ -196,7 +196,7 @@ def test_without_a_vendor_node_a_gather(operator):
 
 
 def test_unknown_form_is_refused():
-    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu; got 'tensorrt'"):
+    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu, onnxruntime; got 'tensorrt'"):
         mx_driving.onnx.translations("tensorrt")
 
 

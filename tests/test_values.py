@@ -91,6 +91,16 @@ def _strided(t: torch.Tensor, how: str) -> torch.Tensor:
     return inner
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_whole_pixels_of_any_integer_dtype(implementation, dtype):
+    args = list(cases.cast(cases.geometric(2, 5, 8, 2, [(9, 11), (5, 7)], 4), torch.float32))
+    args[3] = torch.randint(0, 12, args[3].shape, generator=torch.Generator().manual_seed(0))
+    forward = cases.forward_of(implementation, GEOMETRIC)
+    expected = forward(*args)
+    args[3] = args[3].to(dtype)
+    assert torch.equal(forward(*args), expected)
+
+
 @pytest.mark.parametrize("how", ["reversed axes", "every second element", "inside a larger tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -55,9 +55,18 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, strided, _strided(grad, how))
 
 
+def without_levels(args):
+    """The arguments with no level, and logits on one axis, which then says nothing of points."""
+    value, shapes, starts, reference, samples, logits, *axis = args
+    samples = samples if samples.dim() == 2 else samples[:, :, :, :0]
+    return value, shapes[:0], starts[:0], reference[:, :, :1] if axis else reference, samples, logits[..., :0], *axis
+
+
 ZERO = [
     *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((0, 3, 4, 2), (2, 0, 4, 2))),
     *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
+    (MULTI_SCALE_LOGITS, lambda: without_levels(logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
+    (GEOMETRIC_LOGITS, lambda: without_levels(logits_cases.geometric(2, 3, 4, 2, [(2, 3)], (1, 2)))),
     (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
     (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
     *(

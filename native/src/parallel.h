@@ -1,6 +1,7 @@
 // The one loop over threads.
 #pragma once
 
+#include "lent_threads.h"
 #include "simd.h"
 #include "threads.h"
 
@@ -58,6 +59,51 @@ template <class Worker, class Args, class Begin> void do_loop(void *context, con
     }
 }
 
+// A loop on lent threads. Units are chunks and items, numbered stage by stage. Who takes a unit waits until those that
+// come before its stage, or before its stage's items, are done. They were taken before it, by threads that are at work.
+// So the loop ends for any number of threads, also if bodies run one after the other.
+template <class Worker, class Args, class Begin> struct LentLoop {
+    int64_t stages, per_stage;
+    const Args &args;
+    const Begin &begin;
+    char *memory;
+    int64_t scratch; // bytes of a body
+    alignas(64) int64_t taken = 0;
+    alignas(64) int64_t done = 0;
+    int used = 0; // bodies that had work
+
+    static void body(void *context, int index) { static_cast<LentLoop *>(context)->work(index); }
+
+  private:
+    static constexpr int64_t CHUNKS = same_type<Begin, Nothing> ? 0 : STAGE_CHUNKS;
+
+    int64_t take() { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); }
+
+    void work(int index) {
+        const int64_t units = stages * (CHUNKS + per_stage);
+        int64_t unit = take();
+        if (unit >= units) return;
+        __atomic_fetch_add(&used, 1, __ATOMIC_RELAXED);
+        Worker worker(args, Arena(memory + index * scratch));
+        for (; unit < units; unit = take()) {
+            do_unit(worker, unit / (CHUNKS + per_stage), unit % (CHUNKS + per_stage));
+            __atomic_fetch_add(&done, 1, __ATOMIC_RELEASE);
+        }
+    }
+
+    void do_unit(Worker &worker, int64_t stage, int64_t place) {
+        wait_until_done(stage * (CHUNKS + per_stage) + (place < CHUNKS ? 0 : CHUNKS));
+        if constexpr (CHUNKS > 0)
+            if (place < CHUNKS) return begin(stage, place);
+        worker(stage * per_stage + place - CHUNKS);
+    }
+
+    void wait_until_done(int64_t units) const {
+        if constexpr (CHUNKS > 0)
+            while (__atomic_load_n(&done, __ATOMIC_ACQUIRE) < units) let_others_run();
+    }
+};
+
 // Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
 //
 // The items come in equal stages, one after the other. Before the items of a stage the threads do begin(stage, chunk)
@@ -66,7 +112,8 @@ template <class Worker, class Args, class Begin>
 bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args &args, const Begin &begin) {
     if (items <= 0) return true;
     const int64_t per_stage = items / stages;
-    int threads = num_threads < 1 ? 1 : num_threads;
+    LentThreads *lent = lent_threads();
+    int threads = lent ? lent->most : num_threads < 1 ? 1 : num_threads;
     if (per_stage < threads) threads = int(per_stage);
     const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
     int64_t bytes;
@@ -74,8 +121,14 @@ bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args 
     char *memory = static_cast<char *>(malloc(size_t(bytes) + 64));
     if (!memory) return false;
     char *aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
-    Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
-    run_on_threads(threads, do_loop<Worker, Args, Begin>, &loop);
+    if (lent) {
+        LentLoop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
+        lent->run(lent->lender, threads, loop.body, &loop);
+        if (loop.used > lent->used) lent->used = loop.used;
+    } else {
+        Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
+        run_on_threads(threads, do_loop<Worker, Args, Begin>, &loop);
+    }
     free(memory);
     return true;
 }

@@ -240,11 +240,12 @@ def _forward(
     function_of: FunctionOf, operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
     output = _output(value, locations)
+    locations = _known(locations)  # a copy has to live as long as the call
     status = function_of(operator)(
         _pack(value),
         _pack(shapes),
         _pack(starts),
-        _pack(_known(locations)),
+        _pack(locations),
         _pack(weights),
         _pack_output(output, value.shape),
         _threads(_elements_read(operator, value.shape, weights)),
@@ -279,7 +280,8 @@ def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]
     tensors = list(args[: len(row.inputs)])
     logits, levels = tensors[row.weights], tensors[STARTS].shape[0]
     if logits.dim() == 4:
-        tensors[row.weights] = logits.view(*logits.shape[:3], levels, logits.shape[3] // max(1, levels))
+        points = tensors[4].shape[0] if tensors[4].dim() == 2 else tensors[4].shape[4]  # of a window, or of offsets
+        tensors[row.weights] = logits.view(*logits.shape[:3], levels, points)
     return tensors, [_REFERENCE_AXIS[option] for option in args[len(row.inputs) :]]
 
 

@@ -1,4 +1,4 @@
-"""Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators.
+"""Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators, and where onnxruntime finds our own.
 
 By default it writes gathers of standard operators (`_decompositions.py`). To get another form, pass its table:
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["FORMS", "translations"]
+__all__ = ["FORMS", "library", "translations"]
 
-FORMS = ("gather", "grid_sample", "npu")
+FORMS = ("gather", "grid_sample", "npu", "onnxruntime")
 
 
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
@@ -29,6 +29,8 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
             "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, its two
                 index tables cast to int32. The vendor has no node for the other two, which stay gathers.
+            "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after
+                `options.register_custom_ops_library(mx_driving.onnx.library())`.
 
     Returns:
         A dictionary from operator to function, to be merged with a table of your own. "gather" gives an empty one.
@@ -55,4 +57,27 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         from . import _onnx_npu
 
         return {ops.multi_scale_deformable_attn.default: _onnx_npu.multi_scale_deformable_attn}
+    if form == "onnxruntime":
+        from . import _onnx_onnxruntime
+
+        return {getattr(ops, name).default: node for name, node in _onnx_onnxruntime.NODES.items()}
     return {}
+
+
+def library() -> str:
+    """The path of the library with our operators for onnxruntime 1.16 or later, on a CPU.
+
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(mx_driving.onnx.library())
+        session = onnxruntime.InferenceSession("detector.onnx", options)
+
+    It needs neither Python nor PyTorch, so that C++, C# and Java register the same file by its path.
+
+    Raises:
+        RuntimeError: the package has no native library, or one that does not fit.
+    """
+    from . import _native, config
+
+    if reason := _native.why_not():
+        raise RuntimeError(reason)
+    return str(config.library_path())

@@ -1,0 +1,147 @@
+"""Export a transformers detector to ONNX in several forms, run them in onnxruntime, and compare boxes and times with torch.
+
+    python examples/deploy_onnx.py --checkpoint path/to/a/saved/detector --photo street.jpg --folder exported
+    python examples/deploy_onnx.py --model rt_detr                  # random weights: boxes mean nothing, times do
+
+Forms: "grid_sample" is the model as it is, whose own GridSample is written; "gather" and "onnxruntime" are the patched model
+with gathers, and with our operators (`mx_driving.onnx.translations`). Without --photo the picture is scikit-learn's, of a
+temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5" onnx onnxscript onnxruntime`.
+
+A detector of two stages chooses its queries by a ranking. Where scores nearly tie, as with random weights, rounding alone
+may choose another query. So each box of torch is compared with the nearest box that onnxruntime finds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from detect import at_random, from_checkpoint, load_photo, median_ms
+from torch import Tensor
+
+import mx_driving
+import mx_driving.onnx
+from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need
+from mx_driving.measure import models
+
+FORMS = ("grid_sample", "gather", "onnxruntime")
+
+
+class Detector(torch.nn.Module):
+    """A picture to logits and boxes: tensors alone, as a graph has them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        found = self.model(pixel_values=pixel_values)
+        return found["logits"], found["pred_boxes"]
+
+
+def every_element(condition: Any) -> Any:
+    """aten._is_all_true in ONNX, for which torch 2.13 has no function. D-FINE and RT-DETR v2 have it, unless patched."""
+    import onnx
+    import onnxscript
+
+    op: Any = onnxscript.opset20
+    smallest = op.ReduceMin(op.Cast(condition, to=onnx.TensorProto.INT32), keepdims=0)
+    return op.Cast(smallest, to=onnx.TensorProto.BOOL)
+
+
+def export(detector: Detector, pixels: Tensor, form: str, path: Path) -> None:
+    table = mx_driving.onnx.translations(form) | {torch.ops.aten._is_all_true.default: every_element}
+    program = torch.onnx.export(
+        detector.eval(), (pixels,), dynamo=True, opset_version=20, custom_translation_table=table, verbose=False
+    )
+    assert program is not None
+    program.save(path)
+
+
+def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
+    """The exported detector, on as many threads as torch has."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.register_custom_ops_library(mx_driving.onnx.library())
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda pixels: [torch.from_numpy(array) for array in session.run(None, {name: pixels.numpy()})]
+
+
+def farthest(boxes: Tensor, expected: Tensor) -> float:
+    """The largest coordinate's distance of an expected box to the nearest box, both [1, num_queries, 4]."""
+    return float(torch.cdist(expected, boxes, p=torch.inf).min(-1).values.max())
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--photo", type=Path)
+    parser.add_argument("--checkpoint", type=Path, help="folder of a saved detector")
+    parser.add_argument("--model", default="rt_detr", help="without a checkpoint: the name of a model of transformers")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--rounds", type=at_least_one, default=5, help="runs to time")
+    parser.add_argument("--folder", type=Path, default=Path("exported"), help="where the ONNX files are written")
+    return parser.parse_args()
+
+
+def look_before_work(options: argparse.Namespace) -> None:
+    """Raise a Problem now if something is missing that the program needs only after its work."""
+    if options.checkpoint is None:
+        models.need_transformers("deploy_onnx.py")
+    need("deploy_onnx.py", "transformers>=5", "transformers")
+    need("deploy_onnx.py", "onnx onnxscript onnxruntime", "onnx", "onnxscript", "onnxruntime")
+    if options.photo is None:
+        need("deploy_onnx.py without --photo", "mx-driving-portable[examples]", "sklearn")
+
+
+@torch.no_grad()
+def run(options: argparse.Namespace) -> None:
+    look_before_work(options)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)  # what torch.onnx says of torchvision
+    photo = load_photo(options.photo)
+    model, inputs = from_checkpoint(options.checkpoint, photo) if options.checkpoint else at_random(options.model, photo)
+    pixels, detector = inputs["pixel_values"], Detector(model)
+    if "pred_boxes" not in model(pixel_values=pixels):
+        raise Problem(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
+    options.folder.mkdir(parents=True, exist_ok=True)
+    height, width = pixels.shape[-2:]
+    print(f"{type(model).__name__}, {height} x {width}, {torch.get_num_threads()} threads", flush=True)
+    expected = detector(pixels)[1]
+
+    def tell(name: str, call: Callable[[Tensor], Any]) -> None:
+        distance = farthest(call(pixels)[1], expected)
+        print(f"{name:>28}: {median_ms(lambda: call(pixels), options.rounds):8.1f} ms, boxes {distance:.1e}", flush=True)
+
+    def tell_exported(form: str) -> None:
+        if form in options.forms:
+            path = options.folder / f"{form}.onnx"
+            export(detector, pixels, form, path)
+            tell(f"onnxruntime, {form}", in_onnxruntime(path))
+
+    tell("torch", detector)
+    tell_exported("grid_sample")
+    try:
+        mx_driving.patch(model)
+    except ValueError:
+        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
+    tell("torch, patched", detector)
+    tell_exported("gather")
+    tell_exported("onnxruntime")
+    print(f"the files are in {options.folder}")
+
+
+def main() -> None:
+    with in_a_sentence("deploy_onnx.py"):
+        run(read_options())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""The operators as nodes of our own for onnxruntime, domain `mx_driving`. It imports onnxscript, so only `onnx.translations`
+imports it. native/src/ort.cpp has the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+from onnxscript import opset20
+from onnxscript.values import Op, Opset
+
+from ._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Operator
+
+VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
+op: Any = opset20
+_FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+_INTEGER = ["tensor(int32)", "tensor(int64)"]
+_Parameter = onnx.defs.OpSchema.FormalParameter
+_Attribute = onnx.defs.OpSchema.Attribute
+
+
+def _types(row: Operator, place: int) -> list[str]:
+    """The types that an input may have."""
+    if place in (SHAPES, STARTS) or row.inputs[place] == "window":
+        return _INTEGER
+    return _FLOATING + _INTEGER if row.integer_locations and not row.bare and place == LOCATIONS else _FLOATING
+
+
+def _schema(row: Operator) -> onnx.defs.OpSchema:
+    options = onnx.defs.OpSchema.FormalParameterOption
+    inputs, constraints = [], []
+    for place, name in enumerate(row.inputs):
+        kind = f"T{place}"
+        needed = options.Optional if place in row.optional else options.Single
+        inputs.append(_Parameter(name, kind, param_option=needed))
+        constraints.append((kind, _types(row, place), ""))
+    attributes = [_Attribute(option.split()[1], onnx.defs.OpSchema.AttrType.STRING) for option in row.options]
+    outputs = [_Parameter("output", f"T{VALUE}")]
+    return onnx.defs.OpSchema(
+        row.name, "mx_driving", VERSION, inputs=inputs, outputs=outputs, type_constraints=constraints, attributes=attributes
+    )
+
+
+def _node(row: Operator) -> Callable[..., Any]:
+    node = Op(Opset("mx_driving", VERSION), row.name, _schema(row))
+    options = [option.split()[1] for option in row.options]
+
+    def write(*arguments: Any) -> Any:
+        inputs, chosen = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]
+        if row.integer_locations and not row.bare:
+            inputs[LOCATIONS] = _known(inputs[LOCATIONS])
+        return node(*inputs, **dict(zip(options, chosen, strict=True)))
+
+    return write
+
+
+def _known(locations: Any) -> Any:
+    """Integer locations of a dtype that the kernel does not know become int64."""
+    small = (onnx.TensorProto.INT16, onnx.TensorProto.INT8, onnx.TensorProto.UINT8)
+    return op.Cast(locations, to=onnx.TensorProto.INT64) if locations.dtype in small else locations
+
+
+NODES = {name: _node(row) for name, row in OPERATORS.items()}
