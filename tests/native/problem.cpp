@@ -105,6 +105,19 @@ bool View::gaps_intact() const {
     return true;
 }
 
+std::vector<double> numbers(const View &view) {
+    std::vector<double> all;
+    for (int64_t i = 0; i < view.count(); ++i) all.push_back(view.get(i));
+    return all;
+}
+
+void compare_by_greatest(const View &got, const std::vector<double> &want, double tolerance) {
+    double most = 1;
+    for (double number : want) most = std::max(most, std::abs(number));
+    for (int64_t i = 0; i < got.count(); ++i) CHECK(std::abs(got.get(i) - want[size_t(i)]) <= tolerance * most);
+    CHECK(got.gaps_intact());
+}
+
 Workspace::Workspace(uint64_t announced) : memory(announced + 2 * ROOM, CANARY) {}
 
 bool Workspace::canary_intact() const {
