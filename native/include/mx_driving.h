@@ -143,8 +143,13 @@ MXD_API const char *mxd_version(void);
 MXD_API const char *mxd_isa(void);
 /* Chooses another one (for tests); returns 0, or -1 when this library or machine does not have it. Process-wide. */
 MXD_API int mxd_use_isa(const char *name);
-/* 1 when built with OpenMP, else 0: then everything runs on the calling thread. */
-MXD_API int mxd_has_openmp(void);
+/* Whose threads a call with num_threads > 1 runs on now: "threads of libgomp.so.1", the file of the OpenMP runtime that
+ * the process has, which torch's operators use, too; or "threads of its own", where it has none and in a forked child.
+ * Starts no thread. The text stays as it is. */
+MXD_API const char *mxd_threads(void);
+/* 1: from now on calls run on the library's own threads; 0: on what the process has. For a child that was forked before
+ * it loaded the library, and for tests. Process-wide. */
+MXD_API void mxd_use_own_threads(int own);
 
 #ifdef __cplusplus
 }

@@ -2,19 +2,7 @@
 
 #include "acl_handles.h"
 
-#ifndef _WIN32
-#include <unistd.h>
-#endif
-
 namespace acl {
-
-int64_t Stream::this_process() {
-#ifdef _WIN32
-    return 0; // Windows has no fork
-#else
-    return getpid();
-#endif
-}
 
 Stream::~Stream() {
     {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "acl_error.h"
+#include "threads.h"
 
 #include <condition_variable>
 #include <deque>
@@ -14,10 +15,10 @@ namespace acl {
 
 class Stream {
   public:
-    Stream() : process(this_process()), worker([this] { work(); }) {}
+    Stream() : process(mxd::this_process()), worker([this] { work(); }) {}
     ~Stream();
     // False in a forked child, which does not have the stream's thread: it can neither use nor destroy the stream.
-    bool works_here() const { return process == this_process(); }
+    bool works_here() const { return process == mxd::this_process(); }
     void push(std::function<void()> task);
     // Waits for every task pushed so far. Returns the first failure since the last call, and forgets it.
     Outcome synchronize();
@@ -33,7 +34,6 @@ class Stream {
     std::thread worker; // last: it starts at once and uses all of the above
 
     void work();
-    static int64_t this_process();
 };
 
 // The stream behind a handle. Null stands for the default stream, which the first call makes.

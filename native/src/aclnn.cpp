@@ -5,15 +5,12 @@
 #include "aclnn_check.h"
 #include "interface.h"
 #include "prepare.h"
+#include "threads.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
 
 #include <algorithm>
-
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 struct aclOpExecutor {
     bool backward;
@@ -32,16 +29,6 @@ constexpr uint64_t WORKSPACE_ALIGNMENT = alignof(mxd::Level);
 Handles<aclOpExecutor> &executors() {
     static Handles<aclOpExecutor> handles;
     return handles;
-}
-
-// Threads that the caller may use. Phase one asks, on the caller's thread: omp_set_num_threads holds for that thread
-// alone, and a stream runs its tasks on another.
-int threads_of_caller() {
-#ifdef _OPENMP
-    return omp_get_max_threads();
-#else
-    return 1;
-#endif
 }
 
 // Phase one reads no data, because on a device the index tables may not be there yet. The task reads them: it copies
@@ -129,7 +116,9 @@ aclOpExecutor executor_of(Arguments &a, const AttentionSizes &n) {
     task.call.value = native(a.value.tensor);
     task.call.locations = native(a.location.tensor);
     task.call.weights = native(a.attn_weight.tensor);
-    task.call.num_threads = threads_of_caller();
+    // Asked on the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on
+    // another.
+    task.call.num_threads = mxd::usable_threads();
     if (task.backward) {
         task.call.grad_output = with_heads(a.grad_output.tensor, n);
         task.call.grad_value = native(a.grad_value.tensor);

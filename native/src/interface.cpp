@@ -16,6 +16,7 @@
 #ifdef MXD_HAVE_AVX2
 #include "processor.h"
 #endif
+#include "threads.h"
 
 namespace mxd {
 
@@ -276,11 +277,7 @@ int mxd_use_isa(const char *name) {
     return -1;
 }
 
-int mxd_has_openmp(void) {
-#ifdef _OPENMP
-    return 1;
-#else
-    return 0;
-#endif
-}
+const char *mxd_threads(void) { return mxd::threads_in_use(); }
+
+void mxd_use_own_threads(int own) { mxd::use_own_threads(own != 0); }
 }

@@ -225,8 +225,7 @@ def _on_cpu() -> str:
     reason = _native.why_not()
     if reason is not None:
         return f"reference: {reason}"
-    threads = "OpenMP threads" if _native.threads_in_parallel() else "one thread: built without OpenMP"
-    return f"native C++, {_native.isa()}, {threads}; float32, float64, float16, bfloat16"
+    return f"native C++, {_native.isa()}, {_native.threads()}; float32, float64, float16, bfloat16"
 
 
 def _on_cuda(name: str) -> str:

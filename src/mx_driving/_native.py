@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import pathlib
 import struct
 import sys
@@ -37,6 +38,9 @@ _STATUS = {
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
 
 
+_IMPORTED_IN = os.getpid()
+
+
 def _library_path() -> pathlib.Path:
     from .config import library_path  # not before, or runpy warns of a config that it finds imported
 
@@ -55,7 +59,12 @@ def _load() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
-    return _not_ours(path.name, library) or library
+    problem = _not_ours(path.name, library)
+    if problem:
+        return problem
+    if os.getpid() != _IMPORTED_IN:  # the library knows of forks since it was loaded; torch was loaded before this one
+        library.mxd_use_own_threads(1)
+    return library
 
 
 _ELF_SEGMENT = "I4xQ16xQ16x"  # a program header: type, offset in the file, size in the file
@@ -86,7 +95,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 
 _FUNCTIONS = (
     "mxd_version",
-    *("mxd_isa", "mxd_use_isa", "mxd_has_openmp", "mxd_describe_plan"),
+    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_describe_plan"),
     *(f"mxd_{o.name}{direction}" for o in OPERATORS.values() if not o.bare for direction in ("", "_backward")),
 )
 
@@ -96,7 +105,7 @@ def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
         return f"{name} is not this package's, or older: it has no function {missing}"
-    library.mxd_version.restype = library.mxd_isa.restype = ctypes.c_char_p
+    library.mxd_version.restype = library.mxd_isa.restype = library.mxd_threads.restype = ctypes.c_char_p
     built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
     return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
 
@@ -149,9 +158,11 @@ def use_isa(name: str) -> Iterator[None]:
         _library().mxd_use_isa(before.encode())
 
 
-def threads_in_parallel() -> bool:
-    """Whether the library was built with OpenMP."""
-    return bool(_library().mxd_has_openmp())
+def threads() -> str:
+    """Whose threads a call with several runs on: "threads of libgomp.so.1", torch's OpenMP runtime, or "threads of its own".
+    Starts no thread.
+    """
+    return _library().mxd_threads().decode()
 
 
 def _pack(t: Tensor) -> bytes:

@@ -27,3 +27,5 @@ void any_number();
 void executors();
 void streams();
 void many_threads();
+void own_threads();
+void callers_at_once();

@@ -7,10 +7,10 @@ namespace {
 const struct {
     const char *name;
     void (*run)();
-} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},     {"levels", levels},
-             {"cameras", cameras},           {"attention", attention}, {"handles", handles},
-             {"any_number", any_number},     {"executors", executors}, {"streams", streams},
-             {"many_threads", many_threads}};
+} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},         {"levels", levels},
+             {"cameras", cameras},           {"attention", attention},     {"handles", handles},
+             {"any_number", any_number},     {"executors", executors},     {"streams", streams},
+             {"many_threads", many_threads}, {"own_threads", own_threads}, {"callers_at_once", callers_at_once}};
 
 } // namespace
 

@@ -1,0 +1,48 @@
+// What threads wait for: that a number grows.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <stdint.h>
+
+namespace mxd {
+
+class Event {
+  public:
+    int64_t number() const { return raised.load(std::memory_order_acquire); }
+    void raise() {
+        {
+            const std::lock_guard<std::mutex> lock(mutex);
+            raised.fetch_add(1, std::memory_order_release);
+        }
+        changed.notify_all();
+    }
+    // Returns once the number is not `seen`. It looks at the number for some microseconds, in which a call's other
+    // threads are often done, and then sleeps: on a machine with too few processors those threads need this one.
+    void wait_past(int64_t seen) {
+        for (int look = 0; look < LOOKS; ++look) {
+            if (number() != seen) return;
+            relax();
+        }
+        std::unique_lock<std::mutex> lock(mutex);
+        changed.wait(lock, [&] { return number() != seen; });
+    }
+
+  private:
+    static constexpr int LOOKS = 2000;
+
+    std::atomic<int64_t> raised{0};
+    std::mutex mutex;
+    std::condition_variable changed;
+
+    static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        asm volatile("yield");
+#endif
+    }
+};
+
+} // namespace mxd
