@@ -9,7 +9,6 @@ requirements.txt give the same files: times come from the last commit, paths are
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import pathlib
 import shutil
@@ -19,7 +18,7 @@ import tarfile
 import tempfile
 
 import ziglang
-from platforms import BUILD, DIST, PLATFORMS, ROOT, Platform
+from platforms import BUILD, DIST, PLATFORMS, ROOT, Platform, sha256
 
 ZIG = pathlib.Path(ziglang.__file__).with_name("zig")
 
@@ -64,7 +63,7 @@ def build_all(dist: pathlib.Path, work: pathlib.Path) -> None:
 
 
 def hashes(dist: pathlib.Path) -> dict[str, str]:
-    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(dist.iterdir())}
+    return {file.name: sha256(file) for file in sorted(dist.iterdir())}
 
 
 def check_again(first: dict[str, str]) -> None:

@@ -3,11 +3,17 @@ Arm."""
 
 from __future__ import annotations
 
+import hashlib
 import pathlib
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 DIST, BUILD = ROOT / "dist", ROOT / "build" / "wheels"
+SUITE = BUILD / "suite.json"  # what suite.py writes
+
+
+def sha256(file: pathlib.Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class Platform(NamedTuple):

@@ -1,4 +1,5 @@
 #include "check.h"
+#include "mx_driving.h"
 
 #include <cstring>
 
@@ -16,6 +17,7 @@ const struct {
 
 // With a name: that test alone.
 int main(int count, char **arguments) {
+    std::printf("instruction set: %s\n", mxd_isa());
     CHECK(aclFinalize() == ACL_ERROR_UNINITIALIZE);
     CHECK(aclInit(nullptr) == ACL_SUCCESS && aclInit(nullptr) == ACL_ERROR_REPEAT_INITIALIZE);
     for (const auto &test : TESTS) {
