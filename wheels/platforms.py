@@ -1,5 +1,5 @@
-"""The platforms for which torch 2.6 and later has wheels on PyPI. It has none for musl, Macs with Intel processors or Windows on
-Arm."""
+"""The platforms for which torch 2.6 and later has wheels on PyPI: none for musl, for Macs with Intel processors, for Windows on
+ARM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole test suite against the wheel that fits this machine, installed in the environment of this Python: `make test-wheel`.
+"""The whole test suite against the wheel that fits this machine, installed for this Python: `make test-wheel`.
 
 The tests come from this folder, the package from the wheel. For check.py it leaves a note of what ran.
 """

@@ -47,12 +47,12 @@ struct Aggregation {
             starts.set(map, double(row));
             row += height_of(map) * width_of(map);
         }
-        std::uniform_real_distribution<double> number(-1, 1), place(0.1, 0.9);
         for (View *view : {&features, &key_points, &logits, &grad_output, &pair_scale})
-            for (int64_t i = 0; i < view->count(); ++i) view->set(i, number(random));
+            for (int64_t i = 0; i < view->count(); ++i) view->set(i, between(-1, 1, random));
         for (int64_t i = 0; i < projection.count(); ++i) {
             const double size = given && i % 16 < 8 ? 32 : 1;
-            projection.set(i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? place(random) : number(random) / 3));
+            projection.set(
+                i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? between(0.1, 0.9, random) : between(-1, 1, random) / 3));
         }
         for (int64_t i = 0; i < image_size.count(); ++i) image_size.set(i, 32);
     }

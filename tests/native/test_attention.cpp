@@ -52,8 +52,7 @@ struct Attention {
         return shape;
     }
     void fill(View &view, double from, double to) {
-        std::uniform_real_distribution<double> number(from, to);
-        for (int64_t i = 0; i < view.count(); ++i) view.set(i, number(random));
+        for (int64_t i = 0; i < view.count(); ++i) view.set(i, between(from, to, random));
     }
     int64_t level_of(int64_t sample) const { return sample / n.points % int64_t(n.levels.size()); }
     int64_t query_of(int64_t sample) const { return sample / samples / n.heads; }
