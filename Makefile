@@ -5,6 +5,9 @@
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
+# make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares
+# make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
+# make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -96,10 +99,39 @@ fuzz-onnx: build/asan $(STAMP)
 	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		$(BIN)/python tests/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
+# Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
+TOOLS := .venv-wheels
+$(TOOLS)/made: wheels/requirements.txt
+	@echo "Making $(TOOLS) with compilers for every system: downloads about 150 MB, takes 0.6 GB of disk"
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip --disable-pip-version-check install --requirement wheels/requirements.txt
+	touch $@
+
+.PHONY: wheels check-wheels test-wheel
+wheels: $(TOOLS)/made
+	$(TOOLS)/bin/python wheels/make.py $(if $(AGAIN),--again)
+
+check-wheels: $(TOOLS)/made
+	$(TOOLS)/bin/python wheels/check.py $(PLATFORM)
+
+# A fresh environment each time. pip takes the wheel in dist that fits this machine, and then only what it needs.
+TESTED := .venv-wheel-test
+TESTED_PYTHON := $(TESTED)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)/python
+test-wheel:
+	$(PYTHON) -m venv --clear $(TESTED)
+	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --no-deps --no-index --find-links dist mx-driving-portable
+	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
+	$(TESTED_PYTHON) wheels/suite.py $(TESTS)
+
+# Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
+.PHONY: version
+version:
+	grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml
+
 # Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; DRY=1 goes through the steps without a GPU.
 .PHONY: check-gpu
 check-gpu:
 	PYTHON=$(PYTHON) DRY=$(DRY) benchmarks/check_gpu
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(TOOLS) $(TESTED) build dist

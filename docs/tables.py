@@ -1,4 +1,4 @@
-"""The pages' tables, from the CSV files of benchmarks/results: `python docs/tables.py` prints them."""
+"""The pages' tables, from the CSV files of benchmarks/results and docs/support: `python docs/tables.py` prints them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import csv
 import pathlib
 from collections.abc import Callable, Iterable
 
-RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+HERE = pathlib.Path(__file__).parent
+RESULTS, WHEELS = HERE.parent / "benchmarks" / "results", HERE / "support" / "wheels.csv"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 Row = dict[str, str]
 
@@ -159,6 +160,16 @@ def made(rows: list[Row], column: str = "machine") -> str:
     return f"*{words}*"
 
 
+def wheels() -> str:
+    """A line for each wheel that `make check-wheels` looked at."""
+    with WHEELS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    about = "- **{platform}**: `{wheel}`, {megabytes:.2f} MB. {checked}. Run: {run}."
+    lines = [about.format(**row, megabytes=int(row["bytes"]) / 1e6) for row in rows]
+    (built_by,), (date,) = {row["built_by"] for row in rows}, {row["date"] for row in rows}
+    return "\n".join(lines) + f"\n\n*Built by {built_by}, looked at on {date}.*\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: speed_ups("forward"),
     "forward_backward": lambda: speed_ups("forward + backward"),
@@ -171,6 +182,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_modules": attention_modules,
     "onnxruntime": onnxruntime,
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
+    "wheels": wheels,
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
 }
 

@@ -13,7 +13,9 @@
 extern "C" {
 #endif
 
-#if defined(__GNUC__)
+#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* while the library itself is built */
+#define MXD_API __declspec(dllexport)
+#elif defined(__GNUC__)
 #define MXD_API __attribute__((visibility("default")))
 #else
 #define MXD_API

@@ -7,16 +7,15 @@
 #include <exception>
 #include <string>
 
-#ifdef MXD_HAVE_AVX2
-#include <cpuid.h>
-#endif
-
 #include "arguments.h"
 #include "axes.h"
 #include "check.h"
 #define MXD_ISA baseline
 #include "kernels.h"
 #include "prepare.h"
+#ifdef MXD_HAVE_AVX2
+#include "processor.h"
+#endif
 #include "threads.h"
 
 namespace mxd {
@@ -36,34 +35,14 @@ struct Isa {
     const Kernels *kernels; // by Operator
 };
 
-#ifdef MXD_HAVE_AVX2
-// Clang 14's __builtin_cpu_supports does not know this one.
-bool has_f16c() {
-    unsigned a, b, c = 0, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-}
-#endif
-
 // Best last.
 const Isa ISAS[] = {
     {"baseline", [] { return true; }, baseline::kernels},
 #ifdef MXD_HAVE_AVX2
-    {"avx2",
-     [] {
-         __builtin_cpu_init();
-         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
-     },
-     avx2::kernels},
+    {"avx2", [] { return Processor().avx2(); }, avx2::kernels},
 #endif
 #ifdef MXD_HAVE_AVX512
-    {"avx512",
-     [] {
-         __builtin_cpu_init();
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                __builtin_cpu_supports("fma") && has_f16c();
-     },
-     avx512::kernels},
+    {"avx512", [] { return Processor().avx512(); }, avx512::kernels},
 #endif
 };
 

@@ -224,6 +224,7 @@ inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, i
         for (int r = 0; r < ROWS; ++r) {
             ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
             products[r] = multiply_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor);
+            finish(products[r]);
         }
         const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
         store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
@@ -287,6 +288,7 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
             ask_for<PIECE_BYTES<T, N, K>>(soon);
             ask_for<PIECE_BYTES<T, N, K>>(soon + others.distance);
             products[r] = multiply_row<T, T, N, K>(row_at<const T>(address[i + r], channel), factor);
+            finish(products[r]);
         }
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r)

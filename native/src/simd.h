@@ -327,6 +327,15 @@ template <class V> MXD_INLINE V rounded(V x) {
     return x;
 }
 
+// x is worked out here. Clang puts sums on ARM off until their terms no longer fit into the registers.
+template <class V> MXD_INLINE void finish(V &x) {
+#if defined(__aarch64__)
+    __asm__ volatile("" : "+w"(x) : : "memory");
+#else
+    (void)x;
+#endif
+}
+
 // The lower and the upper half added, lane by lane.
 template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
     struct Halves {

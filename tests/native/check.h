@@ -21,6 +21,7 @@ void known_answer();
 void layouts();
 void levels();
 void cameras();
+void attention();
 void handles();
 void any_number();
 void executors();

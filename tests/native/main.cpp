@@ -1,4 +1,5 @@
 #include "check.h"
+#include "mx_driving.h"
 
 #include <cstring>
 
@@ -7,22 +8,16 @@ namespace {
 const struct {
     const char *name;
     void (*run)();
-} TESTS[] = {{"known_answer", known_answer},
-             {"layouts", layouts},
-             {"levels", levels},
-             {"cameras", cameras},
-             {"handles", handles},
-             {"any_number", any_number},
-             {"executors", executors},
-             {"streams", streams},
-             {"many_threads", many_threads},
-             {"own_threads", own_threads},
-             {"callers_at_once", callers_at_once}};
+} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},         {"levels", levels},
+             {"cameras", cameras},           {"attention", attention},     {"handles", handles},
+             {"any_number", any_number},     {"executors", executors},     {"streams", streams},
+             {"many_threads", many_threads}, {"own_threads", own_threads}, {"callers_at_once", callers_at_once}};
 
 } // namespace
 
 // With a name: that test alone.
 int main(int count, char **arguments) {
+    std::printf("instruction set: %s\n", mxd_isa());
     CHECK(aclFinalize() == ACL_ERROR_UNINITIALIZE);
     CHECK(aclInit(nullptr) == ACL_SUCCESS && aclInit(nullptr) == ACL_ERROR_REPEAT_INITIALIZE);
     for (const auto &test : TESTS) {

@@ -36,7 +36,7 @@ View::View(std::vector<int64_t> dims, aclDataType type, std::mt19937 *layout)
     : shape(std::move(dims)), dtype(type), strides(shape.size()) {
     std::vector<int> order(shape.size());
     std::iota(order.begin(), order.end(), 0);
-    if (layout) std::shuffle(order.begin(), order.end(), *layout);
+    for (size_t i = order.size(); layout && i > 1; --i) std::swap(order[i - 1], order[(*layout)() % i]);
     const int64_t gap = layout ? 1 + int64_t((*layout)() % 2) : 1;
     int64_t stride = gap;
     for (size_t i = order.size(); i-- > 0; stride *= shape[size_t(order[i])]) strides[size_t(order[i])] = stride;
@@ -105,6 +105,19 @@ bool View::gaps_intact() const {
     return true;
 }
 
+std::vector<double> numbers(const View &view) {
+    std::vector<double> all;
+    for (int64_t i = 0; i < view.count(); ++i) all.push_back(view.get(i));
+    return all;
+}
+
+void compare_by_greatest(const View &got, const std::vector<double> &want, double tolerance) {
+    double most = 1;
+    for (double number : want) most = std::max(most, std::abs(number));
+    for (int64_t i = 0; i < got.count(); ++i) CHECK(std::abs(got.get(i) - want[size_t(i)]) <= tolerance * most);
+    CHECK(got.gaps_intact());
+}
+
 Workspace::Workspace(uint64_t announced) : memory(announced + 2 * ROOM, CANARY) {}
 
 bool Workspace::canary_intact() const {
@@ -139,10 +152,9 @@ Problem::Problem(const Sizes &s, unsigned seed, bool strided, std::vector<aclDat
         starts.set(int64_t(l), double(row));
         row += n.levels[l].first * n.levels[l].second;
     }
-    std::uniform_real_distribution<double> number(-1, 1), place(-0.2, 1.2);
     for (View *view : {&value, &weight, &grad_output})
-        for (int64_t i = 0; i < view->count(); ++i) view->set(i, number(random));
-    for (int64_t i = 0; i < location.count(); ++i) location.set(i, place(random));
+        for (int64_t i = 0; i < view->count(); ++i) view->set(i, between(-1, 1, random));
+    for (int64_t i = 0; i < location.count(); ++i) location.set(i, between(-0.2, 1.2, random));
 }
 
 aclnnStatus Problem::plan(uint64_t *bytes, aclOpExecutor **executor) {

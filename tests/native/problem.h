@@ -8,7 +8,14 @@
 #include <cstdint>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
+
+// Evenly between two bounds. The same numbers with every C++ library: each has its own std::uniform_real_distribution,
+// and gradients of locations are compared with a tolerance that not every number meets.
+inline double between(double from, double to, std::mt19937 &random) {
+    return from + (to - from) * (double(random()) + 0.5) / 4294967296.0;
+}
 
 struct Sizes {
     int64_t bs, queries, heads, channels, points;
@@ -41,6 +48,20 @@ class View {
     int64_t size() const;
     char *at(int64_t flat) const;
 };
+
+std::vector<double> numbers(const View &view);
+// Each number is as it should be, up to the tolerance times the greatest; the gaps hold what they held.
+void compare_by_greatest(const View &got, const std::vector<double> &want, double tolerance);
+
+// Function `call` of the tensors of `views`; a null pointer for one that is null.
+template <class Call, size_t... I>
+int with_tensors(Call call, View *const *views, std::index_sequence<I...>, int num_threads) {
+    const mxd_tensor tensors[] = {(views[I] ? views[I]->described() : mxd_tensor{})...};
+    return call((views[I] ? &tensors[I] : nullptr)..., num_threads);
+}
+template <class Call, size_t N> int with_tensors(Call call, View *const (&views)[N], int num_threads) {
+    return with_tensors(call, views, std::make_index_sequence<N>(), num_threads);
+}
 
 struct Workspace {
     explicit Workspace(uint64_t announced);

@@ -21,16 +21,6 @@ int64_t rows_of(const Rig &n) {
     return rows;
 }
 
-// Function `call` of the tensors of `views`; a null pointer for one that is null.
-template <class Call, size_t... I>
-int with_tensors(Call call, View *const *views, std::index_sequence<I...>, int num_threads) {
-    const mxd_tensor tensors[] = {(views[I] ? views[I]->described() : mxd_tensor{})...};
-    return call((views[I] ? &tensors[I] : nullptr)..., num_threads);
-}
-template <class Call, size_t N> int with_tensors(Call call, View *const (&views)[N], int num_threads) {
-    return with_tensors(call, views, std::make_index_sequence<N>(), num_threads);
-}
-
 struct Aggregation {
     Aggregation(const Rig &rig, unsigned seed, bool strided, aclDataType wide, aclDataType narrow)
         : n(rig), random(seed), given(seed % 2), features({n.bs, rows_of(n), n.channels}, narrow, layout(strided)),
@@ -57,12 +47,12 @@ struct Aggregation {
             starts.set(map, double(row));
             row += height_of(map) * width_of(map);
         }
-        std::uniform_real_distribution<double> number(-1, 1), place(0.1, 0.9);
         for (View *view : {&features, &key_points, &logits, &grad_output, &pair_scale})
-            for (int64_t i = 0; i < view->count(); ++i) view->set(i, number(random));
+            for (int64_t i = 0; i < view->count(); ++i) view->set(i, between(-1, 1, random));
         for (int64_t i = 0; i < projection.count(); ++i) {
             const double size = given && i % 16 < 8 ? 32 : 1;
-            projection.set(i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? place(random) : number(random) / 3));
+            projection.set(
+                i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? between(0.1, 0.9, random) : between(-1, 1, random) / 3));
         }
         for (int64_t i = 0; i < image_size.count(); ++i) image_size.set(i, 32);
     }
@@ -85,11 +75,11 @@ struct Aggregation {
                                   &weights,     &of_features, &of_locations, &of_weights};
         CHECK(with_tensors(mxd_deformable_aggregation_backward, backward, 1) == MXD_OK);
         turn_back();
-        compare(output, numbers(bare_output), tolerance);
-        compare(grad_features, numbers(of_features), tolerance);
-        compare(grad_key_points, of_points, tolerance);
-        compare(grad_projection, of_matrix, tolerance);
-        compare(grad_logits, of_logits, tolerance);
+        compare_by_greatest(output, numbers(bare_output), tolerance);
+        compare_by_greatest(grad_features, numbers(of_features), tolerance);
+        compare_by_greatest(grad_key_points, of_points, tolerance);
+        compare_by_greatest(grad_projection, of_matrix, tolerance);
+        compare_by_greatest(grad_logits, of_logits, tolerance);
         for (const View *view : {&features, &key_points, &projection, &logits, &image_size, &pair_scale, &grad_output})
             CHECK(view->gaps_intact());
     }
@@ -104,18 +94,6 @@ struct Aggregation {
     std::vector<double> softmax, of_points, of_matrix, of_logits;
 
     std::mt19937 *layout(bool strided) { return strided ? &random : nullptr; }
-    static std::vector<double> numbers(const View &view) {
-        std::vector<double> all;
-        for (int64_t i = 0; i < view.count(); ++i) all.push_back(view.get(i));
-        return all;
-    }
-    static void compare(const View &got, const std::vector<double> &want, double tolerance) {
-        double most = 1;
-        for (double number : want) most = std::max(most, std::abs(number));
-        for (int64_t i = 0; i < got.count(); ++i) CHECK(std::abs(got.get(i) - want[size_t(i)]) <= tolerance * most);
-        CHECK(got.gaps_intact());
-    }
-
     // fn(place in key_points, in projection, in pair_scale, in locations) of each pair; places of the first number.
     template <class Fn> void each_pair(Fn &&fn) {
         for (int64_t b = 0; b < n.bs; ++b)

@@ -26,7 +26,9 @@ extern "C" {
 #define ACL_ANY_INT
 #endif
 
-#if defined(__GNUC__)
+#if defined(_WIN32) && defined(mx_driving_EXPORTS) /* while the library itself is built */
+#define ACL_FUNC_VISIBILITY __declspec(dllexport)
+#elif defined(__GNUC__)
 #define ACL_FUNC_VISIBILITY __attribute__((visibility("default")))
 #else
 #define ACL_FUNC_VISIBILITY

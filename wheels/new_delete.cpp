@@ -1,0 +1,47 @@
+// Zig's C++ runtime for macOS exports the operators that allocate, and its linker takes no list of exports. These take
+// their place, and are compiled hidden. All are here, because one that is missing brings all of the runtime's.
+#include <cstddef>
+#include <cstdlib>
+#include <new>
+
+namespace {
+
+constexpr std::size_t USUAL = alignof(std::max_align_t);
+
+void *allocated(std::size_t size, std::size_t alignment = USUAL) noexcept {
+    void *memory = nullptr;
+    return posix_memalign(&memory, alignment < USUAL ? USUAL : alignment, size ? size : 1) == 0 ? memory : nullptr;
+}
+
+void *or_throw(void *memory) {
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+} // namespace
+
+typedef std::size_t Size;
+typedef std::align_val_t Align;
+typedef const std::nothrow_t &Nothrow;
+
+void *operator new(Size size) { return or_throw(allocated(size)); }
+void *operator new[](Size size) { return or_throw(allocated(size)); }
+void *operator new(Size size, Align to) { return or_throw(allocated(size, Size(to))); }
+void *operator new[](Size size, Align to) { return or_throw(allocated(size, Size(to))); }
+void *operator new(Size size, Nothrow) noexcept { return allocated(size); }
+void *operator new[](Size size, Nothrow) noexcept { return allocated(size); }
+void *operator new(Size size, Align to, Nothrow) noexcept { return allocated(size, Size(to)); }
+void *operator new[](Size size, Align to, Nothrow) noexcept { return allocated(size, Size(to)); }
+
+void operator delete(void *memory) noexcept { std::free(memory); }
+void operator delete[](void *memory) noexcept { std::free(memory); }
+void operator delete(void *memory, Size) noexcept { std::free(memory); }
+void operator delete[](void *memory, Size) noexcept { std::free(memory); }
+void operator delete(void *memory, Align) noexcept { std::free(memory); }
+void operator delete[](void *memory, Align) noexcept { std::free(memory); }
+void operator delete(void *memory, Size, Align) noexcept { std::free(memory); }
+void operator delete[](void *memory, Size, Align) noexcept { std::free(memory); }
+void operator delete(void *memory, Nothrow) noexcept { std::free(memory); }
+void operator delete[](void *memory, Nothrow) noexcept { std::free(memory); }
+void operator delete(void *memory, Align, Nothrow) noexcept { std::free(memory); }
+void operator delete[](void *memory, Align, Nothrow) noexcept { std::free(memory); }
