@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 
 import cases
 
+from mx_driving import _needs
+
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
     # numbers.
@@ -58,6 +60,13 @@ def _one_thread_per_worker():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def pytest_runtest_setup(item):
+    """`needs(feature)` skips a test on a torch that lacks it, by the package's own table."""
+    for marker in item.iter_markers("needs"):
+        if sentence := _needs.lacks(*marker.args):
+            pytest.skip(sentence)
 
 
 def pytest_terminal_summary(terminalreporter):
