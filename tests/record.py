@@ -20,7 +20,7 @@ COLUMNS = (*WHERE, "file", "passed", "failed", "skipped", "date")
 
 def here(packages: str) -> dict[str, str]:
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "processor": processor(),
