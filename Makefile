@@ -8,6 +8,7 @@
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
+# make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -52,6 +53,22 @@ demo: $(VENV)/demo
 test: $(STAMP) lint
 	@echo "Running the tests: 6 to 8 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
+TORCH := 2.6.0
+OLDEST := build/oldest-$(TORCH)
+FILES := tests
+RECORD := docs/support/tests.csv
+OLDEST_PIP := $(OLDEST)/bin/python -m pip --disable-pip-version-check install --prefer-binary --constraint constraints-oldest.txt
+$(OLDEST)/installed: constraints-oldest.txt pyproject.toml $(NATIVE) | compiler
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST_PIP) torch==$(TORCH) scikit-build-core cmake ninja
+	$(OLDEST_PIP) --no-build-isolation --config-settings build-dir=$(OLDEST)/build --editable '.[test]'
+	touch $@
+
+.PHONY: test-oldest
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup --record $(RECORD) --packages oldest $(FILES)
 
 bench: $(STAMP)
 	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png

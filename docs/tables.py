@@ -6,8 +6,8 @@ import csv
 import pathlib
 from collections.abc import Callable, Iterable
 
-HERE = pathlib.Path(__file__).parent
-RESULTS, WHEELS = HERE.parent / "benchmarks" / "results", HERE / "support" / "wheels.csv"
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+SUPPORT = pathlib.Path(__file__).parent / "support"  # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 Row = dict[str, str]
 
@@ -160,10 +160,70 @@ def made(rows: list[Row], column: str = "machine") -> str:
     return f"*{words}*"
 
 
+def _rows(name: str) -> list[Row]:
+    if not (SUPPORT / name).exists():
+        return []
+    with (SUPPORT / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+NOTHING_YET = "*Nothing is recorded yet.*\n"
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def _outcome(rows: list[Row]) -> str:
+    """ "12 passed, 3 skipped" of all rows together."""
+    sums = {outcome: sum(int(row[outcome]) for row in rows) for outcome in OUTCOMES}
+    return ", ".join(f"{count} {outcome}" for outcome, count in sums.items() if count)
+
+
+def _runs() -> dict[tuple[str, ...], list[Row]]:
+    """(torch, other packages, Python, system, processor) -> its rows, older torch first."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    columns = ("torch", "packages", "python", "system", "processor")
+    for row in _rows("tests.csv"):
+        found.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return dict(sorted(found.items(), key=lambda item: [int(part) for part in item[0][0].partition("+")[0].split(".")]))
+
+
+def tested() -> str:
+    """Each run of the tests."""
+    rows = [
+        [*place, str(len(by_file)), _outcome(by_file), max(row["date"] for row in by_file)]
+        for place, by_file in _runs().items()
+    ]
+    header = ["torch", "other packages", "Python", "system", "processor", "test files", "tests", "date"]
+    return markdown(header, rows) if rows else NOTHING_YET
+
+
+def tested_by_file() -> str:
+    """What each file of tests gave on each torch."""
+    runs = _runs()
+    if not runs:
+        return NOTHING_YET
+    files = sorted({row["file"] for rows in runs.values() for row in rows})
+    cells = [
+        [
+            file.removeprefix("test_").removesuffix(".py"),
+            *(_outcome([r for r in rows if r["file"] == file]) for rows in runs.values()),
+        ]
+        for file in files
+    ]
+    return markdown(["tests of", *(f"torch {place[0]}, {place[1]}" for place in runs)], cells)
+
+
+def needs() -> str:
+    """The features that not every torch has."""
+    from mx_driving._needs import NEEDS
+
+    return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
+
+
 def wheels() -> str:
     """A line for each wheel that `make check-wheels` looked at."""
-    with WHEELS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = _rows("wheels.csv")
+    if not rows:
+        return NOTHING_YET
     about = "- **{platform}**: `{wheel}`, {megabytes:.2f} MB. {checked}. Run: {run}."
     lines = [about.format(**row, megabytes=int(row["bytes"]) / 1e6) for row in rows]
     (built_by,), (date,) = {row["built_by"] for row in rows}, {row["date"] for row in rows}
@@ -182,8 +242,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_modules": attention_modules,
     "onnxruntime": onnxruntime,
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
-    "wheels": wheels,
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
+    "tested": tested,
+    "tested_by_file": tested_by_file,
+    "needs": needs,
+    "wheels": wheels,
 }
 
 

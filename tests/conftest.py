@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import collections
 import os
+import pathlib
 import platform
 import shutil
 import tempfile
@@ -21,6 +22,9 @@ if not torch.cuda.is_available():
     interpreter.round_to_nearest()
 
 import cases
+import record
+
+from mx_driving import _needs
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
@@ -60,10 +64,24 @@ def _one_thread_per_worker():
     torch.set_num_threads(before)
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_addoption(parser):
+    parser.addoption("--record", type=pathlib.Path, help="write the counts of every test file to this CSV file")
+    parser.addoption("--packages", default="newest", help="what --record says of the other packages' versions")
+
+
+def pytest_runtest_setup(item):
+    """`needs(feature)` skips a test on a torch that lacks it, by the package's own table."""
+    for marker in item.iter_markers("needs"):
+        if sentence := _needs.lacks(*marker.args):
+            pytest.skip(sentence)
+
+
+def pytest_terminal_summary(terminalreporter, config):
     """Say what skipped tests need, so that nobody takes them for passed."""
     reasons = collections.Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", []))
     if reasons:
         terminalreporter.section("skipped tests, and what they need")
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:4} {reason.removeprefix('Skipped: ')}")
+    if path := config.getoption("--record"):
+        record.write(path, record.here(config.getoption("--packages")), record.counts(terminalreporter.stats))

@@ -16,6 +16,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import mx_driving
+from mx_driving import _needs
 
 # The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
 SHARDED = {
@@ -106,7 +107,7 @@ def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: l
         "scale": max(expected.abs().max().item(), *(g.abs().max().item() for _, g in found)),
         "forward": forward.get_total_counts(),
         "backward": backward.get_total_counts(),
-        "placements": [str(p) for p in output.placements],
+        "placements": ["P(sum)" if p == Partial() else str(p) for p in output.placements],
         "unwanted": [i for i in FLOATING[operator] if i not in wanted and shards[i].grad is not None],
     }
 
@@ -182,6 +183,20 @@ def compiled(operator: str, mesh: Any) -> float:
     return largest([(function(*args).full_tensor(), expected * 2)])
 
 
+MESH = "DTensor on a mesh of several dimensions"
+
+
+def tried(feature: str, function: Any, *args: Any) -> Any:
+    """The result, or what is said by a torch that lacks the feature."""
+    if _needs.lacks(feature) is None:
+        return function(*args)
+    try:
+        function(*args)
+    except Exception as error:  # torch.compile wraps ours in its own
+        return str(error)
+    return "nothing was said"
+
+
 def run(rank: int, world: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = pathlib.Path(folder, "store")
@@ -202,8 +217,12 @@ def run(rank: int, world: int, folder: str) -> None:
             operator, INPUTS[operator](), mesh, [SHARDED[operator]["batch"]], (cases.WEIGHTS[operator],)
         )
         if world == 2:
-            found[operator, "compiled"] = compiled(operator, mesh)
-        if world == 4:
+            found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
+        if world == 4 and _needs.lacks(MESH):
+            grid = init_device_mesh("cpu", (2, 2))
+            layouts = [SHARDED[operator]["batch"]] * 2
+            found[operator, "refused"] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
+        elif world == 4:
             grid = init_device_mesh("cpu", (2, 2))
             blocks, places = [SHARDED[operator][k] for k in SHARDED[operator] if k in ("heads", "groups", "queries", "anchors")]
             batch = SHARDED[operator]["batch"]
@@ -212,7 +231,8 @@ def run(rank: int, world: int, folder: str) -> None:
             found[operator, "blocks x blocks"] = measure(operator, INPUTS[operator](), grid, [blocks, blocks])
     if world == 2:
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
-            found[kind] = trained(kind, mesh, rank, world)
+            if kind != "fully_shard" or not _needs.lacks("fully_shard on a CPU"):
+                found[kind] = trained(kind, mesh, rank, world)
     if rank == 0:
         torch.save(found, pathlib.Path(folder, "found.pt"))
     dist.destroy_process_group()

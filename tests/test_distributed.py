@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.multiprocessing
 from cases import EVERY
-from distributed_worker import SHARDED
+from distributed_worker import MESH, SHARDED
+
+from mx_driving import _needs
 
 pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
 
@@ -73,6 +75,7 @@ def test_other_gradients_wanted(found, operator):
 
 
 @four
+@pytest.mark.needs(MESH)
 @pytest.mark.parametrize("layout", ["batch x blocks", "blocks x places", "blocks x blocks"])
 @pytest.mark.parametrize("operator", EVERY)
 def test_two_dimensional_mesh(found, operator, layout):
@@ -81,6 +84,7 @@ def test_two_dimensional_mesh(found, operator, layout):
 
 
 @two
+@pytest.mark.needs("DTensor under torch.compile")
 @pytest.mark.parametrize("operator", EVERY)
 def test_compiled(found, operator):
     assert found[operator, "compiled"] == 0
@@ -91,8 +95,23 @@ def test_inference_mode(found):
 
 
 @two
-@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("DistributedDataParallel", "FullyShardedDataParallel"),
+        pytest.param("fully_shard", marks=pytest.mark.needs("fully_shard on a CPU")),
+    ],
+)
 def test_training(found, kind):
     losses = found[kind]
     assert losses["together"] == pytest.approx(losses["alone"], rel=1e-12)
     assert losses["together"] < 0.99 * losses["before"]
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_an_older_torch_is_refused_in_a_sentence(found, world, operator):
+    """At use, where DTensor itself would fail without saying why."""
+    feature, key = ("DTensor under torch.compile", "compiled") if world == 2 else (MESH, "refused")
+    if _needs.lacks(feature) is None:
+        pytest.skip(f"an older torch than {_needs.NEEDS[feature].torch}, to be refused")
+    assert _needs.lacks(feature) in found[operator, key]

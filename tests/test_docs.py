@@ -233,6 +233,26 @@ def test_rows_with_logits_and_of_modules_have_tables_of_their_own(tables, monkey
     assert tables.TABLES["modules"]() == tables.NOT_YET
 
 
+def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "SUPPORT", tmp_path)
+    assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.NOTHING_YET
+    place = "3.11.7,Linux x86_64,EPYC,oldest"
+    counts = (
+        "2.11.0,{},test_a.py,3,0,0,2026-11-22",
+        "2.6.0+cu124,{},test_a.py,1,0,2,2026-11-22",
+        "2.6.0+cu124,{},test_b.py,0,1,0,2026-11-23",
+    )
+    header = "torch,python,system,processor,packages,file,passed,failed,skipped,date"
+    (tmp_path / "tests.csv").write_text("\n".join([header, *(row.format(place) for row in counts)]))
+    assert tables.tested().splitlines()[2:] == [
+        "| 2.6.0+cu124 | oldest | 3.11.7 | Linux x86_64 | EPYC | 2 | 1 passed, 1 failed, 2 skipped | 2026-11-23 |",
+        "| 2.11.0 | oldest | 3.11.7 | Linux x86_64 | EPYC | 1 | 3 passed | 2026-11-22 |",
+    ]
+    assert tables.tested_by_file().splitlines()[2:] == ["| a | 1 passed, 2 skipped | 3 passed |", "| b | 1 failed |  |"]
+    (tmp_path / "wheels.csv").write_text("platform,wheel,built_by\nlinux,x.whl,gcc\n")
+    assert tables.wheels().splitlines()[0] == "| platform | wheel | built by |"
+
+
 def test_the_site_builds_without_a_warning(tmp_path):
     """As `make docs` does; -E reads every page anew."""
     pytest.importorskip("sphinx")

@@ -2,13 +2,15 @@
 
 import sys
 
+__distribution__ = "mx-driving-portable"  # _whose.py looks for it
+
 if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
     # `python -m mx_driving.config` imports this file first. It only prints a path, so it must not wait seconds for torch.
     from .config import main
 
     raise SystemExit(main())
 
-from . import _C as _C
+from . import _compiled as _C
 from . import compat, nn, onnx, ops, viz
 from ._data_checks import DataWarning, data_checks
 from ._library import backends
@@ -24,6 +26,9 @@ from .ops.multi_scale_deformable_attn import (
 from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .patching import Patch, patch, patched
+
+# By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
+sys.modules[f"{__name__}._C"] = _C
 
 __version__ = "0.1.0"
 __all__ = [

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
+from . import _needs
 from ._operators import OPERATORS, Operator
 
 
@@ -22,9 +24,11 @@ def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return args
-    mesh = next((a.device_mesh for a in args if isinstance(a, module.DTensor)), None)
-    if mesh is None:
+    sharded = next((a for a in args if isinstance(a, module.DTensor)), None)
+    if sharded is None:
         return args
+    mesh = sharded.device_mesh
+    _check_torch(mesh, sharded._local_tensor)
     _register()
     return tuple(_replicated(a, mesh) if i in shared else a for i, a in enumerate(args))
 
@@ -34,6 +38,13 @@ def call(op: Any, *args: Any) -> Tensor:
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         args = prepared(args, OPERATORS[op._opname].shared)
     return op(*args)
+
+
+def _check_torch(mesh: Any, local: Tensor) -> None:
+    if mesh.ndim > 1:
+        _needs.check("DTensor on a mesh of several dimensions")
+    if isinstance(local, FakeTensor):
+        _needs.check("DTensor under torch.compile")
 
 
 def _replicated(table: Tensor, mesh: Any) -> Tensor:

@@ -208,16 +208,21 @@ for _operator in OPERATORS.values():
 def backends() -> dict[str, dict[str, str]]:
     """Which kernel serves which device, and why if it is the reference.
 
-    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named.
+    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named. Where the vendor's
+    distribution is installed beside this one, every sentence ends with that, and with what to do.
 
     >>> sorted(backends())
     ['cpu', 'cuda', 'other']
     """
+    import mx_driving_portable  # it imports importlib.metadata
+
+    beside = mx_driving_portable.beside()
+    end = f"; {beside}" if beside else ""
     other = "reference: there are no kernels for this device"
     return {
-        "cpu": dict.fromkeys(OPERATORS, _on_cpu()),
-        "cuda": {name: _on_cuda(name) for name in OPERATORS},
-        "other": dict.fromkeys(OPERATORS, other),
+        "cpu": dict.fromkeys(OPERATORS, _on_cpu() + end),
+        "cuda": {name: _on_cuda(name) + end for name in OPERATORS},
+        "other": dict.fromkeys(OPERATORS, other + end),
     }
 
 

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import _whose as _whose  # here, because nearly every module of the package imports this one first
+
 # The places of inputs: the first three of every operator, then those of a bare one.
 VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = range(5)
 # Axis -> its dimension in each input and in the output. None: the input is needed whole, or the output is a sum over the axis.

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from . import _whose as _whose
+
 __all__ = ["FORMS", "library", "translations"]
 
 FORMS = ("gather", "grid_sample", "npu", "onnxruntime")

@@ -34,12 +34,13 @@ def in_a_sentence(program: str) -> Iterator[None]:
     """End the program with a sentence instead of a traceback after a Problem, or if standard output takes no more. End it
     quietly if the reader has gone away (`| head -1`)."""
     try:
-        if sys.stdout is None:
+        output = sys.stdout
+        if output is None:
             raise Problem("standard output must be open; got a closed one")
         try:
             yield
         finally:
-            sys.stdout.flush()
+            output.flush()  # click may have put a file around sys.stdout that hides a reader's leaving
     except BrokenPipeError:
         _drop_output()
         sys.exit(1)

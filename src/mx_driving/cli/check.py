@@ -9,6 +9,8 @@ import torch
 import typer
 from rich.markup import escape
 
+import mx_driving_portable
+
 from .._programs.problems import matching, ruled
 from .._programs.show import grid, open_console, say, show
 from ..measure.accuracy import QUICK, Checked, check_one
@@ -87,6 +89,8 @@ def check(
     show(console, _table(rows))
     for line in _backends(rows):
         say(console, escape(line))
+    if beside := mx_driving_portable.beside():
+        say(console, f"[bold yellow]beside:[/] {escape(beside)}")
     failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
         say(console, f"[bold red]wrong:[/] {escape(failure)}")

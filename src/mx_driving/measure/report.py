@@ -37,15 +37,19 @@ def _commit() -> str:
     return f", commit {found.stdout.strip()}"
 
 
-def machine() -> str:
-    """Date, machine, versions, commit: a number means nothing without them."""
-    cpu = platform.processor() or platform.machine()
+def processor() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
         models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        cpu = models[0] if models else cpu
+        if models:
+            return models[0]
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """Date, machine, versions, commit: a number means nothing without them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {cpu}, {_native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
+    return f"{date.today()}, {processor()}, {_native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
 
 def tables(rows: list[Row]) -> Iterator[Any]:

@@ -1,0 +1,38 @@
+"""Which torch a feature needs, beyond what the whole package needs. Tests skip by this table; the support page shows it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Need(NamedTuple):
+    torch: str  # the oldest version on which its tests passed; on the version tested before that they failed
+    why: str  # what older versions do
+
+
+NEEDS = {
+    "DTensor on a mesh of several dimensions": Need("2.8", 'their redistribution ends with "redistribute failed!"'),
+    "DTensor under torch.compile": Need("2.8", "they run the operator on memory that nobody has filled"),
+    "fully_shard on a CPU": Need("2.8", "they ask a CPU for streams that only a GPU has"),
+}
+
+
+def _number(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def lacks(feature: str) -> str | None:
+    """Why this torch does not have a feature, in a sentence; None if it has it."""
+    need = NEEDS[feature]
+    if _number(torch.__version__) >= _number(need.torch):
+        return None
+    return f"{feature} needs torch {need.torch} or later; got {torch.__version__}: older ones fail, since {need.why}"
+
+
+def check(feature: str) -> None:
+    """Refuse what this torch cannot do."""
+    sentence = lacks(feature)
+    if sentence is not None:
+        raise NotImplementedError(sentence)
