@@ -110,10 +110,12 @@ aarch64: $(VENV)/made
 sanitize: $(SANITIZERS) fuzz-onnx
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
-# Our nodes through onnxruntime, which an uninstrumented Python loads: leaks are its own, and a huge tensor is to be refused.
+# Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
+# libasan looks for what throws.
 .PHONY: fuzz-onnx
 fuzz-onnx: build/asan $(STAMP)
-	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
+	LD_PRELOAD="$(foreach name,libasan libstdc++,$(shell $${CXX:-g++} -print-file-name=$(name).so))" \
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		$(BIN)/python tests/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.

@@ -1,7 +1,7 @@
 """Our nodes for onnxruntime in graphs of one node, and random inputs for them. It imports no torch, so that a fuzzer under a
 sanitizer starts quickly:
 
-    LD_PRELOAD=$(gcc -print-file-name=libasan.so) python tests/onnx_nodes.py build/asan/libmx_driving.so 20
+    python tests/onnx_nodes.py build/asan/libmx_driving.so 20     # seconds; `make fuzz-onnx` knows what to preload
 """
 
 from __future__ import annotations
