@@ -249,8 +249,11 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
         "| 2.11.0 | oldest | 3.11.7 | Linux x86_64 | EPYC | 1 | 3 passed | 2026-11-22 |",
     ]
     assert tables.tested_by_file().splitlines()[2:] == ["| a | 1 passed, 2 skipped | 3 passed |", "| b | 1 failed |  |"]
-    (tmp_path / "wheels.csv").write_text("platform,wheel,built_by\nlinux,x.whl,gcc\n")
-    assert tables.wheels().splitlines()[0] == "| platform | wheel | built by |"
+    header = "platform,wheel,bytes,built_by,checked,run,date"
+    (tmp_path / "wheels.csv").write_text(f"{header}\nlinux,x.whl,1230000,gcc,imports libc,9 tests,2026-11-22\n")
+    line, _, built, *_ = tables.wheels().splitlines()
+    assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests."
+    assert built == "*Built by gcc, looked at on 2026-11-22.*"
 
 
 def test_the_site_builds_without_a_warning(tmp_path):
