@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,31 +27,15 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class _Casts:
-    """The casts of a function's five tensors, in the order of its code."""
-
-    device_type: str  # of custom_fwd
-    under_autocast: torch.dtype | None
-    always: torch.dtype | None
-    to_value: bool
-
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        if self.under_autocast is not None and torch.is_autocast_enabled(self.device_type):
-            kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
-            inputs = tuple(
-                i if i.dtype in kept or i.device.type != self.device_type else _cast(i, self.under_autocast) for i in inputs
-            )
-        dtype = inputs[0].dtype if self.to_value else self.always
-        return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
-
-
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.is_floating_point() else t
 
 
-def _casts_of(forward: Any) -> _Casts:
-    """The casts, read from the decorators and the code of a class's forward."""
+def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """The casts of a function's five tensors, read from the decorators and the code of a class's forward, in that order.
+
+    They are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
+    """
     device_type, under_autocast = "cpu", None
     while hasattr(forward, "__wrapped__"):
         held = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
@@ -61,7 +44,16 @@ def _casts_of(forward: Any) -> _Casts:
         forward = forward.__wrapped__
     names = forward.__code__.co_names
     always = next((_DTYPES[n] for n in names if n in _DTYPES), None)
-    return _Casts(device_type, under_autocast, always, "type_as" in names)
+    to_value = "type_as" in names
+
+    def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
+        if under_autocast is not None and torch.is_autocast_enabled(device_type):
+            kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
+            inputs = tuple(i if i.dtype in kept or i.device.type != device_type else _cast(i, under_autocast) for i in inputs)
+        dtype = inputs[0].dtype if to_value else always
+        return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
+
+    return casts
 
 
 def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
