@@ -1,4 +1,4 @@
-// What threads wait for: that a number grows.
+// How threads wait for each other: Event, a number that grows.
 #pragma once
 
 #include <atomic>
@@ -7,6 +7,18 @@
 #include <stdint.h>
 
 namespace mxd {
+
+// How often a thread looks whether it may go on, before it lets others run.
+constexpr int LOOKS = 2000;
+
+// Between two looks.
+inline void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
 
 class Event {
   public:
@@ -30,19 +42,9 @@ class Event {
     }
 
   private:
-    static constexpr int LOOKS = 2000;
-
     std::atomic<int64_t> raised{0};
     std::mutex mutex;
     std::condition_variable changed;
-
-    static void relax() {
-#if defined(__x86_64__) || defined(__i386__)
-        __builtin_ia32_pause();
-#elif defined(__aarch64__)
-        asm volatile("yield");
-#endif
-    }
 };
 
 } // namespace mxd

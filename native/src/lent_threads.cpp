@@ -1,7 +1,5 @@
 #include "lent_threads.h"
 
-#include <thread>
-
 namespace mxd {
 namespace {
 
@@ -13,7 +11,5 @@ LentThreads *lent_threads() { return lent; }
 
 Lending::Lending(LentThreads &threads) { lent = &threads; }
 Lending::~Lending() { lent = nullptr; }
-
-void let_others_run() { std::this_thread::yield(); }
 
 } // namespace mxd

@@ -1,7 +1,6 @@
 #include "openmp.h"
 
-#include "meeting.h"
-
+#include <atomic>
 #include <cstring>
 #include <memory>
 
@@ -82,7 +81,6 @@ template <class Fn> bool find(Library library, const char *name, Fn *&fn) {
 
 bool find_functions(Library library, OpenMp &found) {
     if (!find(library, "omp_get_thread_num", found.get_thread_num) ||
-        !find(library, "omp_get_num_threads", found.get_num_threads) ||
         !find(library, "omp_get_max_threads", found.get_max_threads))
         return false;
     return find(library, "GOMP_parallel", found.gomp_parallel) ||
@@ -164,12 +162,11 @@ struct Call {
     const OpenMp &runtime;
     Body *body;
     void *context;
-    Meeting meeting;
 };
 
 void region(void *data) {
     Call &call = *static_cast<Call *>(data);
-    call.body(call.context, {call.runtime.get_thread_num(), call.runtime.get_num_threads(), &call.meeting});
+    call.body(call.context, call.runtime.get_thread_num());
 }
 
 void clang_region(int32_t *, int32_t *, void *data) { region(data); }
@@ -183,7 +180,7 @@ struct Place {
 } // namespace
 
 void OpenMp::run(int threads, Body *body, void *context) const {
-    Call call{*this, body, context, {}};
+    Call call{*this, body, context};
     if (gomp_parallel) return gomp_parallel(region, &call, unsigned(threads), 0);
     static Place place;
     push_num_threads(&place, global_thread_num(&place), threads);

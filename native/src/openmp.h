@@ -13,7 +13,7 @@ struct OpenMp {
     void (*fork_call)(void *place, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
     void (*push_num_threads)(void *place, int32_t thread, int32_t threads);
     int32_t (*global_thread_num)(void *place);
-    int (*get_thread_num)(), (*get_num_threads)(), (*get_max_threads)();
+    int (*get_thread_num)(), (*get_max_threads)();
 
     void run(int threads, Body *body, void *context) const;
 };

@@ -206,9 +206,9 @@ struct Lender {
     OrtStatus *status;
 };
 
-void run_on_session(void *lender, int count, void (*body)(void *, int), void *context) {
+void run_on_session(void *lender, int count, Body *body, void *context) {
     struct Bodies {
-        void (*body)(void *, int);
+        Body *body;
         void *context;
     } bodies{body, context};
     Lender &from = *static_cast<Lender *>(lender);
@@ -327,23 +327,24 @@ Runtime &runtime_of(const OrtApi *api, bool has_parallel_for) {
     return runtimes.back();
 }
 
-// The runtime writes to standard error when it is asked for a version that it does not have.
-int minor_version(const OrtApiBase *base) {
-    int minor = 0;
-    std::sscanf(base->version(), "1.%d", &minor);
-    return minor;
+// The newest version of the interface, of those that are used here, that a runtime has; 0: none. The runtime writes to
+// standard error when it is asked for one that it does not have.
+uint32_t interface_of(const OrtApiBase *base) {
+    int major = 0, minor = 0;
+    std::sscanf(base->version(), "%d.%d", &major, &minor);
+    return major > 1 || minor >= 17 ? 17 : minor == 16 ? 16 : 0;
 }
 
 } // namespace
 } // namespace mxd
 
 extern "C" MXD_API mxd::OrtStatus *RegisterCustomOps(mxd::OrtSessionOptions *options, const mxd::OrtApiBase *base) {
-    const int minor = mxd::minor_version(base);
-    if (minor < 16) {
+    const uint32_t version = mxd::interface_of(base);
+    if (version == 0) {
         const std::string sentence = std::string("onnxruntime must be 1.16 or later; got ") + base->version();
         return mxd::ort::create_status(base->api(1), mxd::ORT_FAIL, sentence.c_str());
     }
-    const mxd::OrtApi *api = base->api(minor == 16 ? 16 : 17);
+    const mxd::OrtApi *api = base->api(version);
     return mxd::status_of(
-        api, [&] { mxd::need(mxd::ort::add_domain(api, options, mxd::runtime_of(api, minor > 16).domain)); });
+        api, [&] { mxd::need(mxd::ort::add_domain(api, options, mxd::runtime_of(api, version > 16).domain)); });
 }

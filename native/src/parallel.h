@@ -29,40 +29,13 @@ class Arena {
 
 constexpr int64_t STAGE_CHUNKS = 64;
 
-// What the threads of a loop share. Begin may be Nothing.
-template <class Worker, class Args, class Begin> struct Loop {
-    int64_t stages, per_stage;
-    const Args &args;
-    const Begin &begin;
-    char *memory;
-    int64_t scratch; // bytes of a thread
-    alignas(64) int64_t taken = 0;
-
-    int64_t take() { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); }
-};
-
 struct Nothing {};
 
-// One thread of a loop. It takes items one by one; that which lies behind a stage is its first one of the next stage.
-template <class Worker, class Args, class Begin> void do_loop(void *context, const Member &member) {
-    auto &loop = *static_cast<Loop<Worker, Args, Begin> *>(context);
-    Worker worker(loop.args, Arena(loop.memory + member.index * loop.scratch));
-    int64_t item = loop.take();
-    for (int64_t s = 0; s < loop.stages; ++s) {
-        if constexpr (!same_type<Begin, Nothing>) {
-            if (s > 0) wait_for_members(member);
-            const int64_t end = STAGE_CHUNKS * (member.index + 1) / member.count;
-            for (int64_t c = STAGE_CHUNKS * member.index / member.count; c < end; ++c) loop.begin(s, c);
-            wait_for_members(member);
-        }
-        for (; item < (s + 1) * loop.per_stage; item = loop.take()) worker(item);
-    }
-}
-
-// A loop on lent threads. Units are chunks and items, numbered stage by stage. Who takes a unit waits until those that
-// come before its stage, or before its stage's items, are done. They were taken before it, by threads that are at work.
-// So the loop ends for any number of threads, also if bodies run one after the other.
-template <class Worker, class Args, class Begin> struct LentLoop {
+// What the threads of a loop share. Units are chunks and items, numbered stage by stage, and taken one by one. Who
+// takes a unit waits until those that come before its stage, or before its stage's items, are done. They were taken
+// before it, by threads that are at work. So the loop ends for any number of threads, also if bodies run one after the
+// other. Begin may be Nothing: then there are no chunks, and nobody waits.
+template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;
     const Begin &begin;
@@ -72,7 +45,7 @@ template <class Worker, class Args, class Begin> struct LentLoop {
     alignas(64) int64_t done = 0;
     int used = 0; // bodies that had work
 
-    static void body(void *context, int index) { static_cast<LentLoop *>(context)->work(index); }
+    static void body(void *context, int index) { static_cast<Loop *>(context)->work(index); }
 
   private:
     static constexpr int64_t CHUNKS = same_type<Begin, Nothing> ? 0 : STAGE_CHUNKS;
@@ -99,8 +72,7 @@ template <class Worker, class Args, class Begin> struct LentLoop {
     }
 
     void wait_until_done(int64_t units) const {
-        if constexpr (CHUNKS > 0)
-            while (__atomic_load_n(&done, __ATOMIC_ACQUIRE) < units) let_others_run();
+        if constexpr (CHUNKS > 0) wait_for(&done, units);
     }
 };
 
@@ -121,13 +93,12 @@ bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args 
     char *memory = static_cast<char *>(malloc(size_t(bytes) + 64));
     if (!memory) return false;
     char *aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
+    Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
     if (lent) {
-        LentLoop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
         lent->run(lent->lender, threads, loop.body, &loop);
         if (loop.used > lent->used) lent->used = loop.used;
     } else {
-        Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
-        run_on_threads(threads, do_loop<Worker, Args, Begin>, &loop);
+        run_on_threads(threads, loop.body, &loop);
     }
     free(memory);
     return true;

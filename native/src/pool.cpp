@@ -1,7 +1,5 @@
 #include "pool.h"
 
-#include "meeting.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
@@ -78,24 +76,22 @@ void Pool::grow(int wanted) {
 void Pool::work(Worker &worker, int index) {
     for (int64_t calls = 0;; ++calls) {
         worker.woken.wait_past(calls);
-        body(context, {index, count, meeting});
+        body(context, index);
         if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) finished.raise();
     }
 }
 
 void Pool::run(int threads, Body *wanted, void *its_context) {
-    if (taken.exchange(true, std::memory_order_acquire)) return wanted(its_context, {0, 1, nullptr});
-    Meeting members;
+    if (taken.exchange(true, std::memory_order_acquire)) return wanted(its_context, 0);
     grow(threads - 1);
     body = wanted;
     context = its_context;
-    count = std::min(threads, int(workers.size()) + 1);
-    meeting = &members;
-    working.store(count - 1, std::memory_order_relaxed);
+    const int woken = std::min(threads - 1, int(workers.size()));
+    working.store(woken, std::memory_order_relaxed);
     const int64_t seen = finished.number();
-    for (int w = 0; w < count - 1; ++w) workers[size_t(w)]->woken.raise();
-    body(context, {0, count, meeting});
-    if (count > 1) finished.wait_past(seen);
+    for (int w = 0; w < woken; ++w) workers[size_t(w)]->woken.raise();
+    body(context, 0);
+    if (woken > 0) finished.wait_past(seen);
     taken.store(false, std::memory_order_release);
 }
 

@@ -36,8 +36,6 @@ class Pool {
     // The call that is run; its caller writes it, before it wakes workers.
     Body *body = nullptr;
     void *context = nullptr;
-    int count = 0;
-    Meeting *meeting = nullptr;
     std::atomic<int> working{0};
     Event finished; // raised by the last worker of each call
 

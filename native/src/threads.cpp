@@ -1,10 +1,11 @@
 #include "threads.h"
 
-#include "meeting.h"
+#include "event.h"
 #include "openmp.h"
 #include "pool.h"
 
 #include <string>
+#include <thread>
 
 #ifndef _WIN32
 #include <unistd.h>
@@ -35,13 +36,19 @@ const OpenMp *runtime() {
 } // namespace
 
 void run_on_threads(int threads, Body *body, void *context) {
-    if (threads <= 1) return body(context, {0, 1, nullptr});
+    if (threads <= 1) return body(context, 0);
     const OpenMp *found = runtime();
     return found ? found->run(threads, body, context) : Pool::here().run(threads, body, context);
 }
 
-void wait_for_members(const Member &member) {
-    if (member.count > 1) member.meeting->wait_for(member.count);
+// The others are often done within microseconds. On a machine with too few processors they need this one.
+void wait_for(const int64_t *number, int64_t least) {
+    for (int look = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least; ++look) {
+        if (look < LOOKS)
+            relax();
+        else
+            std::this_thread::yield();
+    }
 }
 
 // In a forked child, too, the runtime says how many: torch.set_num_threads told it.

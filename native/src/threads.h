@@ -6,22 +6,15 @@
 
 namespace mxd {
 
-class Meeting;
+typedef void Body(void *context, int index);
 
-// One of the threads that run a function.
-struct Member {
-    int index, count; // 0..count-1; all members have the same count
-    Meeting *meeting; // null where a member is alone
-};
-
-typedef void Body(void *context, const Member &member);
-
-// Runs body(context, member) on up to `threads` threads at once, of which the calling thread is one. There may be
-// fewer: a runtime has limits, a nested call gets one thread, and the pool serves one call at a time.
+// Runs body(context, i) for different i of 0..threads-1, each on a thread of its own, of which the calling thread is
+// one. There may be fewer threads: a runtime has limits, a nested call gets one, and the pool serves one call at a
+// time.
 void run_on_threads(int threads, Body *body, void *context);
 
-// Returns once every member has called it as often as this one.
-void wait_for_members(const Member &member);
+// Returns once a number that other threads add to is at least so great.
+void wait_for(const int64_t *number, int64_t least);
 
 // How many threads a caller may use who has named no number: as many as the runtime would use, where there is one.
 int usable_threads();
