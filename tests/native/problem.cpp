@@ -224,17 +224,33 @@ bool corners(double x, double y, int64_t height, int64_t width, Corner (&to)[4])
     return true;
 }
 
-void compare(const View &got, const std::vector<double> &want, double tolerance) {
-    for (int64_t i = 0; i < got.count(); ++i)
-        CHECK(std::abs(got.get(i) - want[size_t(i)]) <= tolerance * (1 + std::abs(want[size_t(i)])));
+// A sum in double, and the sum of its terms' sizes. A rounded pixel changes the factor of a term, a share or a slope of
+// at most 1, which therefore does not count in the size. Terms may cancel; what they lose does not.
+struct Sum {
+    double sum = 0, size = 0;
+    void add(double term, double factor) {
+        sum += term * factor;
+        size += std::abs(term);
+    }
+};
+
+// float32 may lose this share of each term: a pixel below 32 is rounded by at most 2^-20, twice, on each of two axes.
+// Seen: 1.6e-6 over 400 seeds.
+constexpr double OF_TERMS = 4e-6;
+
+void compare(const View &got, const std::vector<Sum> &want, double share) {
+    for (int64_t i = 0; i < got.count(); ++i) {
+        const Sum &w = want[size_t(i)];
+        CHECK(std::abs(got.get(i) - w.sum) <= share * std::abs(w.sum) + OF_TERMS * w.size);
+    }
     CHECK(got.gaps_intact());
 }
 
 } // namespace
 
-void Problem::verify(double tolerance) const {
-    std::vector<double> v(size_t(value.count()), 0), l(size_t(location.count()), 0), w(size_t(weight.count()), 0),
-        o(size_t(output.count()), 0);
+void Problem::verify(double share) const {
+    std::vector<Sum> v(size_t(value.count())), l(size_t(location.count())), w(size_t(weight.count())),
+        o(size_t(output.count()));
     const int64_t rows = value.shape[1], levels = int64_t(n.levels.size());
     for (int64_t sample = 0; sample < weight.count(); ++sample) {
         const int64_t level = sample / n.points % levels, head = sample / n.points / levels % n.heads;
@@ -251,17 +267,17 @@ void Problem::verify(double tolerance) const {
                 const size_t in = size_t((row * n.heads + head) * n.channels + ch);
                 const int64_t out = (query * n.heads + head) * n.channels + ch;
                 const double number = value.get(int64_t(in)), g = grad_output.get(out), a = weight.get(sample);
-                o[size_t(out)] += a * c.share * number;
-                v[in] += c.share * a * g;
-                w[size_t(sample)] += g * c.share * number;
-                l[size_t(2 * sample)] += double(width) * a * g * c.dx * number;
-                l[size_t(2 * sample + 1)] += double(height) * a * g * c.dy * number;
+                o[size_t(out)].add(a * number, c.share);
+                v[in].add(a * g, c.share);
+                w[size_t(sample)].add(g * number, c.share);
+                l[size_t(2 * sample)].add(double(width) * a * g * number, c.dx);
+                l[size_t(2 * sample + 1)].add(double(height) * a * g * number, c.dy);
             }
         }
     }
-    compare(output, o, tolerance);
-    compare(grad_value, v, tolerance);
-    compare(grad_location, l, tolerance);
-    compare(grad_weight, w, tolerance);
+    compare(output, o, share);
+    compare(grad_value, v, share);
+    compare(grad_location, l, share);
+    compare(grad_weight, w, share);
     for (const View *input : {&value, &shapes, &starts, &location, &weight, &grad_output}) CHECK(input->gaps_intact());
 }

@@ -11,8 +11,7 @@
 #include <utility>
 #include <vector>
 
-// Evenly between two bounds. The same numbers with every C++ library: each has its own std::uniform_real_distribution,
-// and gradients of locations are compared with a tolerance that not every number meets.
+// Evenly between two bounds. The same numbers with every C++ library: each has its own std::uniform_real_distribution.
 inline double between(double from, double to, std::mt19937 &random) {
     return from + (to - from) * (double(random()) + 0.5) / 4294967296.0;
 }
@@ -86,8 +85,8 @@ struct Problem {
     aclnnStatus plan_forward(uint64_t *bytes, aclOpExecutor **executor);
     // Both operators through both phases on a stream, with a workspace of exactly the announced size.
     void run(aclrtStream stream);
-    // Against the equations in double.
-    void verify(double tolerance) const;
+    // Against the equations in double. Results may lose this share when they are rounded to their dtype.
+    void verify(double share) const;
     // Both operators are queued, fail at synchronise with this sentence (or its beginning), and have written nothing.
     void expect_refusal_by_kernel(const char *sentence);
 
