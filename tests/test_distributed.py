@@ -27,10 +27,17 @@ def world(request):
 
 
 @pytest.fixture(scope="module")
-def found(world, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("distributed")
-    torch.multiprocessing.spawn(distributed_worker.run, args=(world, str(folder)), nprocs=world)
-    return torch.load(folder / "found.pt")
+def worlds():
+    """What each world found, by its number of processes. pytest makes a fixture with parameters anew when they come back."""
+    return {}
+
+
+@pytest.fixture
+def found(world, worlds, tmp_path):
+    if world not in worlds:
+        torch.multiprocessing.spawn(distributed_worker.run, args=(world, str(tmp_path)), nprocs=world)
+        worlds[world] = torch.load(tmp_path / "found.pt")
+    return worlds[world]
 
 
 def assert_same_numbers(result):

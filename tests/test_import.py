@@ -112,29 +112,33 @@ LIBRARY = _native._library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
 from mx_driving import _native
-_native._library_path = lambda: pathlib.Path(sys.argv[1])
-print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
-assert mx_driving.geometric_kernel_attention(*args).item() == 1
+for path in map(pathlib.Path, sys.argv[1:]):
+    _native._library_path = lambda: path
+    _native._load.cache_clear()
+    print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
+    assert mx_driving.geometric_kernel_attention(*args).item() == 1
 """
 
 
-def served_beside(library):
-    """What backends() says beside this library, in a process that calls an operator too."""
-    done = subprocess.run([sys.executable, "-c", SAYS, str(library)], capture_output=True, text=True, check=False)
+def served_beside(*libraries):
+    """What backends() says beside each library, in a process that calls an operator too."""
+    done = subprocess.run([sys.executable, "-c", SAYS, *map(str, libraries)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
 def test_a_library_that_is_cut_off_is_damaged(tmp_path):
     """Wherever the cut is: bytes that the loader would map are missing, or the loader itself refuses the file."""
     whole = LIBRARY.read_bytes()
-    cut = tmp_path / LIBRARY.name
-    for size in (0, 40, 64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4):
+    sizes = (0, 40, 64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4)
+    cuts = [tmp_path / str(size) / LIBRARY.name for size in sizes]
+    for size, cut in zip(sizes, cuts, strict=True):
+        cut.parent.mkdir()
         cut.write_bytes(whole[:size])
-        said = served_beside(cut)
+    for size, said in zip(sizes, served_beside(*cuts), strict=True):
         damaged = f"reference: {LIBRARY.name} is damaged: it ends before what its header promises"
         assert said == damaged if size >= 64 else said.startswith(f"reference: {LIBRARY.name} cannot be loaded: ")
 
@@ -143,17 +147,21 @@ def test_a_sound_library_is_not_called_damaged(tmp_path):
     """Copied, stripped or not, as packagers leave it."""
     copy = tmp_path / LIBRARY.name
     shutil.copy(LIBRARY, copy)
-    assert served_beside(copy).startswith("native C++")
+    assert served_beside(copy)[0].startswith("native C++")
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", copy], check=True)
-        assert served_beside(copy).startswith("native C++")
+        assert served_beside(copy)[0].startswith("native C++")
 
 
 def test_what_is_no_library_is_said_to_be_none(tmp_path):
-    for content in (b"", b"a text", b"\x7fELF" + bytes(60), b"\x7fELF\2\1" + bytes(range(200)) * 20):
-        file = tmp_path / LIBRARY.name
+    contents = (b"", b"a text", b"\x7fELF" + bytes(60), b"\x7fELF\2\1" + bytes(range(200)) * 20)
+    files = [tmp_path / str(number) / LIBRARY.name for number in range(len(contents))]
+    for file, content in zip(files, contents, strict=True):
+        file.parent.mkdir()
         file.write_bytes(content)
-        assert served_beside(file).startswith(f"reference: {LIBRARY.name} ")
+    said = served_beside(*files)
+    assert len(said) == len(files)
+    assert all(line.startswith(f"reference: {LIBRARY.name} ") for line in said)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
@@ -165,12 +173,12 @@ def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
         return library
 
     missing = f"reference: {LIBRARY.name} is not this package's, or older: it has no function "
-    assert served_beside(built("int other(void) { return 0; }")) == missing + "mxd_version"
+    assert served_beside(built("int other(void) { return 0; }")) == [missing + "mxd_version"]
     stub = 'const char *mxd_version(void) { return "0.0.1"; }\n'
-    assert served_beside(built(stub)) == missing + "mxd_isa"
+    assert served_beside(built(stub)) == [missing + "mxd_isa"]
     stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _native._FUNCTIONS[1:])
     version = f"was built for version 0.0.1 of the package, which is {mx_driving.__version__}"
-    assert served_beside(built(stub)) == f"reference: {LIBRARY.name} {version}"
+    assert served_beside(built(stub)) == [f"reference: {LIBRARY.name} {version}"]
 
 
 def test_unknown_isa_is_refused():
