@@ -22,6 +22,7 @@ from rich.table import Table
 
 from mx_driving import _native, config
 from mx_driving._operators import OPERATORS
+from mx_driving._programs.problems import in_a_sentence, matching
 from mx_driving.measure.workloads import WORKLOADS, Workload
 
 # First-level data and second-level cache: bytes, ways, bytes of a line.
@@ -79,8 +80,9 @@ def counts(replay: Path, library: Path, function: str, arguments: Path, first: s
 
 def main(
     library: Annotated[Path | None, typer.Option(help="Another build of the library.")] | None = None,
-    only: Annotated[list[str] | None, typer.Option(help="Names of workloads; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Names of bare workloads; may be repeated.")] = None,
 ) -> None:
+    names = matching("--only", only or list(NAMES), [w.name for w in WORKLOADS if not w.row.bare])
     library = (library or config.library_path()).resolve()
     table = Table(title=f"One call, AVX2, in millions: {library.name}")
     for heading in ("workload", "direction", "processor", *COUNTS):
@@ -89,7 +91,7 @@ def main(
         replay, arguments = Path(folder) / "replay", Path(folder) / "arguments"
         source = Path(__file__).with_name("replay.c")
         subprocess.run(["cc", "-O2", f"-I{config.includedir()}", source, "-o", replay, "-ldl"], check=True)
-        wanted = [(w, b) for w in WORKLOADS if w.name in (only or NAMES) for b in (False, True)]
+        wanted = [(w, b) for w in WORKLOADS if w.name in names for b in (False, True)]
         for workload, backward in track(wanted, console=Console(stderr=True)):
             write(arguments, tensors(workload, backward))
             function = f"mxd_{workload.operator}{'_backward' if backward else ''}"
@@ -101,4 +103,5 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    with in_a_sentence("cache_simulation.py"):
+        typer.run(main)

@@ -39,17 +39,14 @@ int main(int argc, char **argv) {
     mxd_tensor *t[MOST];
     int n = 0;
     while (n < MOST && (t[n] = read_tensor(file))) ++n;
+    typedef mxd_tensor *P;
+    typedef int Six(P, P, P, P, P, P, int);
+    typedef int Nine(P, P, P, P, P, P, P, P, P, int);
     void *function = dlsym(library, argv[2]);
+    if (!function || (n != 6 && n != 9)) return fprintf(stderr, "%s of %d tensors cannot be called\n", argv[2], n), 2;
     for (int i = 0; i < atoi(argv[5]); ++i) {
-        int status;
-        typedef mxd_tensor *P;
-        if (n == 6)
-            status = ((int (*)(P, P, P, P, P, P, int))function)(t[0], t[1], t[2], t[3], t[4], t[5], 1);
-        else if (n == 9)
-            status = ((int (*)(P, P, P, P, P, P, P, P, P, int))function)(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7],
-                                                                         t[8], 1);
-        else
-            return 2;
+        const int status = n == 6 ? ((Six *)function)(t[0], t[1], t[2], t[3], t[4], t[5], 1)
+                                  : ((Nine *)function)(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], 1);
         if (status) return fprintf(stderr, "status %d\n", status), 1;
     }
     return 0;
