@@ -129,7 +129,7 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
     functions = {name for name in exported if name.startswith(("mxd_", "acl"))}
     holds(functions and functions <= set(declared), f"undeclared functions are exported: {functions - set(declared)}")
     more = exported - functions
-    holds(more == {FOR_ONNXRUNTIME}, f"{library.name} must export its functions and {FOR_ONNXRUNTIME}; got also {more}")
+    holds(more == {FOR_ONNXRUNTIME}, f"{library.name} must export {FOR_ONNXRUNTIME} beside its functions; got {sorted(more)}")
     if "aarch64-linux" in platform.target:
         facts += "; " + neon.check(library)
     return f"{facts}; imports {', '.join(sorted(needed))}; exports {len(exported)} functions"
