@@ -54,7 +54,9 @@ def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     def function(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         device = value.device.type
-        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
+        available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        if not (available and torch.is_autocast_enabled(device)):
             return door(value, shapes, starts, locations, weights)
         with torch.autocast(device, enabled=False):
             return door(value, shapes, starts, locations, weights)

@@ -52,7 +52,9 @@ class Attention:
 
         @functools.wraps(original)
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            if len(args) > len(names):
+                return original(module, *args, **kwargs)  # which says so
+            given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
             return self.attend(module, given) if self.serves(module, given) else original(module, *args, **kwargs)
 
         return forward
