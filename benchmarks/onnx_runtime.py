@@ -1,31 +1,37 @@
 """Each operator exported to ONNX in each form and run by onnxruntime on the CPU, beside our operator in torch, in one run.
 
-    python benchmarks/onnx_runtime.py ['Deformable-DETR decoder*' ...] [--forms onnxruntime] [--seconds 2] [--threads 1]
+    python benchmarks/onnx_runtime.py --only 'Deformable-DETR decoder*' --form onnxruntime --csv mine.csv
 
-The default is one thread, because on a small machine the idle threads of one library slow the other down. The forms are those
-of `mx_driving.onnx.translations`; onnxruntime allocates the output, as torch does. The ratio is of medians, to our operator in
-torch; "CPU" is the same of the processor time of all threads. "difference" is the largest one from our operator in torch,
-over the largest absolute output.
+The forms are those of `mx_driving.onnx.translations`; onnxruntime allocates the output, as torch does. The ratio is of medians,
+to our operator in torch; "CPU" is the same of the processor time of all threads. "difference" is the largest one from our
+operator in torch, over the largest absolute output.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from fnmatch import fnmatch
+from pathlib import Path
+from typing import Annotated
 
 import onnxruntime
 import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
 
 import mx_driving
+from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving.measure.report import OURS, Row, write
 from mx_driving.measure.timing import interleaved
 from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload
 
 DEFAULT = ("Deformable-DETR*", "RT-DETR*", "Sparse4D*", "MapTR nano*")
+RUN = ("gather", "grid_sample", "onnxruntime")  # the forms that this runtime can run
 
 
 class Calls(torch.nn.Module):
@@ -83,40 +89,59 @@ def with_processor_time(call: Callable[[], object], times: list[float]) -> Calla
     return timed
 
 
-def report(workload: Workload, forms: list[str], seconds: float, opset: int) -> None:
+def measured(workload: Workload, forms: list[str], seconds: float, opset: int) -> list[Row]:
     args = workload.make(torch.Generator().manual_seed(0))
-    calls: dict[str, Callable] = {"torch": lambda: getattr(mx_driving, workload.operator)(*args)}
+    calls: dict[str, Callable] = {OURS: lambda: getattr(mx_driving, workload.operator)(*args)}
     for form in forms:
         if (workload.operator, form) != (GEOMETRIC, "grid_sample") and not (workload.row.bare and form == "grid_sample"):
             calls[form] = exported_call(workload, args, form, opset)
-    expected = calls["torch"]()
+    expected = calls[OURS]()
     processor: dict[str, list[float]] = {name: [] for name in calls}
     timed = {name: with_processor_time(call, processor[name]) for name, call in calls.items()}
     medians = {name: statistics.median(times) for name, times in interleaved(timed, seconds).items()}
-    for form in medians:
-        found = calls[form]() if form == "torch" else torch.from_numpy(calls[form]().numpy())
+    rows = []
+    for form, median in medians.items():
+        found = calls[form]() if form == OURS else torch.from_numpy(calls[form]().numpy())
         difference = (found - expected).abs().max() / expected.abs().max()
-        milliseconds, ratio = medians[form] * 1e3, medians[form] / medians["torch"]
-        cpu = statistics.median(processor[form]) / statistics.median(processor["torch"])
-        print(f"| {workload.name} | {form} | {milliseconds:.2f} ms | {ratio:.2f} | {cpu:.2f} | {difference:.1e} |", flush=True)
+        rows.append(
+            {
+                "workload": workload.name,
+                "dtype": "float32",
+                "implementation": form,
+                "milliseconds": round(median * 1e3, 3),
+                "ratio": round(median / medians[OURS], 2),
+                "CPU": round(statistics.median(processor[form]) / statistics.median(processor[OURS]), 2),
+                "difference": f"{difference:.1e}",
+                "runtime": f"onnxruntime {onnxruntime.__version__}",
+            }
+        )
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("workloads", nargs="*", default=DEFAULT)
-    parser.add_argument("--forms", nargs="+", default=["gather", "grid_sample", "onnxruntime"])
-    parser.add_argument("--seconds", type=float, default=2.0)
-    parser.add_argument("--opset", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Only rows whose name matches; may be repeated.")] = None,
+    form: Annotated[list[str] | None, typer.Option(help="Only this form; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(help="Measure each workload about this long.")] = 2.0,
+    opset: Annotated[int, typer.Option(help="Opset of the exported file.")] = 20,
+    threads: Annotated[int, typer.Option(help="Where there are few, idle threads of one library slow the other.")] = 1,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+) -> None:
+    names = matching("--only", only or DEFAULT, [w.name for w in WORKLOADS])
+    torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print("| workload | form | time | ratio | CPU | difference |")
-    for workload in WORKLOADS:
-        if any(fnmatch(workload.name, pattern) for pattern in options.workloads):
-            report(workload, options.forms, options.seconds, options.opset)
+    shown = ("workload", "implementation", "milliseconds", "ratio", "CPU", "difference")
+    table, rows = Table(*shown), []
+    for workload in track([w for w in WORKLOADS if w.name in names], console=Console(stderr=True), transient=True):
+        for row in measured(workload, form or list(RUN), seconds, opset):
+            rows.append(row)
+            table.add_row(*(str(row[column]) for column in shown))
+    console = Console()
+    console.print(table, width=max(console.width, 120))
+    if csv:
+        write(rows, csv)
 
 
 if __name__ == "__main__":
-    main()
+    with in_a_sentence("onnx_runtime.py"):
+        typer.run(main)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 
 import cases
+import numpy as np
 import onnx
+import onnx.reference
 import onnxruntime
 import pytest
 import torch
+import truth
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from test_compile import GROWING
 
@@ -19,6 +22,7 @@ pytestmark = pytest.mark.xdist_group("onnx")  # so that each graph is exported o
 
 BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
 DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})
+PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]
 
 
@@ -189,15 +193,103 @@ def test_vendor_node():
     assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
 
 
+class MultiscaleDeformableAttnPlugin_TRT(onnx.reference.op_run.OpRun):
+    """A stand-in for NVIDIA's plugin: its inputs, their types and its output, by the equation."""
+
+    op_domain = "trt.plugins"
+
+    def _run(self, value, shapes, starts, locations, weights):
+        assert shapes.dtype == starts.dtype == np.int32
+        assert value.dtype == locations.dtype == weights.dtype
+        assert value.dtype in (np.float32, np.float16)
+        size = (*locations.shape[:2], *value.shape[2:])
+        tensors = (value.astype(np.float64), shapes, starts, locations.astype(np.float64), weights.astype(np.float64))
+        output = truth.multi_scale_deformable_attn(*tensors, np.zeros((*size[:2], size[2] * size[3]))).results[0]
+        return (output.reshape(size).astype(value.dtype),)
+
+
+def run_beside_the_plugin(model, *args):
+    runtime = onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT])
+    names = [i.name for i in model.graph.input]
+    return torch.from_numpy(runtime.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+
+
+def test_tensorrt_plugin_for_any_batch_and_queries():
+    model = exported(MULTI_SCALE, "tensorrt")
+    assert [n.op_type for n in model.graph.node if n.domain] == [PLUGIN]
+    assert sorted(n.op_type for n in model.graph.node if not n.domain) == ["Cast", "Cast", "Reshape"]
+    shape = model.graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        args = cases.cast(GROWING[MULTI_SCALE](bs, queries), torch.float32)
+        expected = mx_driving.multi_scale_deformable_attn(*args)
+        torch.testing.assert_close(run_beside_the_plugin(model, *args), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "casts"),
+    [
+        ((torch.float16, torch.float16), 2),  # the index tables
+        ((torch.float16, torch.float32), 4),  # and value, there and back
+        ((torch.float64, torch.float64), 6),
+    ],
+)
+def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
+    """One dtype for all floating inputs: float16 where all have it, else float32."""
+    value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
+    args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
+    model = torch.onnx.export(
+        Calls(MULTI_SCALE).eval(),
+        args,
+        dynamo=True,
+        opset_version=20,
+        custom_translation_table=mx_driving.onnx.translations("tensorrt"),
+        verbose=False,
+    ).model_proto
+    assert [n.op_type for n in model.graph.node].count("Cast") == casts
+    found, expected = run_beside_the_plugin(model, *args), mx_driving.multi_scale_deformable_attn(*args)
+    assert found.dtype == dtypes[0]
+    tolerance = 2e-3 if torch.float16 in dtypes else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", ["npu", "tensorrt"])
 @pytest.mark.parametrize("operator", [AGGREGATION, GEOMETRIC])
-def test_without_a_vendor_node_a_gather(operator):
+def test_without_a_node_of_its_own_a_gather(operator, form):
     args = cases.cast(GROWING[operator](2, 6), torch.float32)
-    check(exported(operator, "npu"), operator, args)
+    check(exported(operator, form), operator, args)
+
+
+BARE_NODES = {"grid_sample": "GridSample", "npu": "MultiScaleDeformableAttn", "tensorrt": PLUGIN}
+
+
+@pytest.mark.parametrize(("form", "node"), BARE_NODES.items())
+def test_with_logits_the_bare_operators_node(form, node):
+    """Locations and weights are made by standard operators, as patched models need it."""
+    args = cases.cast(GROWING[MULTI_SCALE + "_with_logits"](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    model = torch.onnx.export(
+        AllBut(MULTI_SCALE + "_with_logits", args).eval(),
+        tensors,
+        dynamo=True,
+        opset_version=20,
+        custom_translation_table=mx_driving.onnx.translations(form),
+        verbose=False,
+    ).model_proto
+    kinds = [n.op_type for n in model.graph.node]
+    assert node in kinds
+    assert "Softmax" in kinds
+    assert form == "grid_sample" or not {"Gather", "GridSample"} & set(kinds)
+    expected = mx_driving.multi_scale_deformable_attn_with_logits(*args)
+    if form == "grid_sample":
+        torch.testing.assert_close(run(model, *tensors), expected, rtol=1e-5, atol=1e-5)
+    if form == "tensorrt":
+        torch.testing.assert_close(run_beside_the_plugin(model, *tensors), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_unknown_form_is_refused():
-    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu, onnxruntime; got 'tensorrt'"):
-        mx_driving.onnx.translations("tensorrt")
+    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu, onnxruntime, tensorrt; got 'plugin'"):
+        mx_driving.onnx.translations("plugin")
 
 
 class AllBut(torch.nn.Module):

@@ -86,9 +86,13 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
 
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
-    """Tell torch how the operator is made of others. torch.onnx.export asks for that; compilers do not."""
+    """Tell torch how the operator is made of others. torch.onnx.export asks for that; compilers do not.
+
+    An operator with logits is made of the bare operator, for which an exporter may have a node.
+    """
     bare = OPERATORS[name].bare
-    _decomp.decomposition_table[op] = _with_logits.forward(name, globals()[bare]) if bare else globals()[name]
+    composed = _with_logits.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
+    _decomp.decomposition_table[op] = composed or globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake
     when_imported("torch._inductor.lowering", lambda: _keep_whole(op))

@@ -109,3 +109,6 @@ def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, location
     # [bs, c, anchor] -> [bs, anchor, c]
     out = op.Reshape(out, _sizes(0, _axis(feature_maps, 2), _axis(weight, 1)))
     return op.CastLike(op.Transpose(out, perm=[0, 2, 1]), feature_maps)
+
+
+NODES = {"multi_scale_deformable_attn": multi_scale_deformable_attn, "deformable_aggregation": deformable_aggregation}

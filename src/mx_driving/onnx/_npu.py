@@ -25,3 +25,6 @@ _node = Op(Opset("npu", 1), "MultiScaleDeformableAttn", _SCHEMA)
 def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
     int32 = onnx.TensorProto.INT32
     return _node(value, op.Cast(shapes, to=int32), op.Cast(starts, to=int32), locations, weights)
+
+
+NODES = {"multi_scale_deformable_attn": multi_scale_deformable_attn}

@@ -8,20 +8,24 @@ By default it writes gathers of standard operators (`_decompositions.py`). To ge
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from . import _whose as _whose
+from .. import _whose as _whose
 
 __all__ = ["FORMS", "library", "translations"]
 
-FORMS = ("gather", "grid_sample", "npu", "onnxruntime")
+FORMS = ("gather", "grid_sample", "npu", "onnxruntime", "tensorrt")
 
 
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
     """The `custom_translation_table` of torch.onnx.export for one form.
+
+    In every form an operator that has no node of its own is a gather. An operator with logits becomes standard operators that
+    make locations and weights, and then the bare operator in the form that is asked for, except with "onnxruntime".
 
     Args:
         form:
@@ -33,6 +37,9 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 index tables cast to int32. The vendor has no node for the other two, which stay gathers.
             "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after
                 `options.register_custom_ops_library(mx_driving.onnx.library())`.
+            "tensorrt": multi_scale_deformable_attn is one node `trt.plugins::MultiscaleDeformableAttnPlugin_TRT`, NVIDIA's
+                plugin that TensorRT brings, its two index tables cast to int32. The plugin computes in float32, or in float16
+                where all three floating inputs have it. There is no plugin for the other two, which stay gathers.
 
     Returns:
         A dictionary from operator to function, to be merged with a table of your own. "gather" gives an empty one.
@@ -47,23 +54,10 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
     """
     if form not in FORMS:
         raise ValueError(f"form must be one of {', '.join(FORMS)}; got {form!r}")
-    ops = torch.ops.mx_driving
-    if form == "grid_sample":
-        from . import _onnx_grid_sample
-
-        return {
-            ops.multi_scale_deformable_attn.default: _onnx_grid_sample.multi_scale_deformable_attn,
-            ops.deformable_aggregation.default: _onnx_grid_sample.deformable_aggregation,
-        }
-    if form == "npu":
-        from . import _onnx_npu
-
-        return {ops.multi_scale_deformable_attn.default: _onnx_npu.multi_scale_deformable_attn}
-    if form == "onnxruntime":
-        from . import _onnx_onnxruntime
-
-        return {getattr(ops, name).default: node for name, node in _onnx_onnxruntime.NODES.items()}
-    return {}
+    if form == "gather":
+        return {}
+    nodes = importlib.import_module(f"{__name__}._{form}").NODES
+    return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in nodes.items()}
 
 
 def library() -> str:
@@ -78,7 +72,7 @@ def library() -> str:
     Raises:
         RuntimeError: the package has no native library, or one that does not fit.
     """
-    from . import _native, config
+    from .. import _native, config
 
     if reason := _native.why_not():
         raise RuntimeError(reason)
