@@ -283,7 +283,9 @@ def test_reads_their_checkpoints():
     """The layer of transformers' Deformable DETR and ours: the same state, the same numbers."""
     from transformers.models.deformable_detr import modeling_deformable_detr as module
 
-    config = transformers.DeformableDetrConfig(d_model=32, num_feature_levels=2, use_timm_backbone=False)
+    config = transformers.DeformableDetrConfig(
+        d_model=32, num_feature_levels=2, use_timm_backbone=False, backbone_config=transformers.ResNetConfig()
+    )
     theirs = module.DeformableDetrMultiscaleDeformableAttention(config, num_heads=4, n_points=3)
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.2)

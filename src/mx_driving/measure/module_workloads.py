@@ -88,8 +88,12 @@ def _other_attentions(module: nn.Module, levels: int) -> dict[str, tuple[nn.Modu
 
 
 def _of_transformers(levels: int) -> tuple[nn.Module, Forward]:
+    transformers = importlib.import_module("transformers")
     code = importlib.import_module("transformers.models.deformable_detr.modeling_deformable_detr")
-    config = code.DeformableDetrConfig(d_model=256, num_feature_levels=levels, use_timm_backbone=False, backbone_config=None)
+    backbone = transformers.ResNetConfig()  # not built; without one, transformers 5.1 asks the network for its default
+    config = transformers.DeformableDetrConfig(
+        d_model=256, num_feature_levels=levels, use_timm_backbone=False, backbone_config=backbone
+    )
     other = code.DeformableDetrMultiscaleDeformableAttention(config, num_heads=8, n_points=4)
 
     def run(query: Tensor, reference: Tensor, value: Tensor, shapes: Tensor, starts: Tensor) -> Tensor:
