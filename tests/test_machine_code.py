@@ -6,6 +6,7 @@ compiler, so constraints.txt pins Triton.
 
 from __future__ import annotations
 
+import csv
 import json
 import pathlib
 import subprocess
@@ -101,6 +102,22 @@ def test_amd_gradients_are_added_by_the_memory(found):
         backward, swaps = row["direction"] == "backward", row["target"] == "gfx1100"
         assert bool(row["additions"]) == (backward and not swaps), row
         assert bool(row["compare and swap"]) == (backward and swaps), row
+
+
+def test_the_recorded_model_is_of_these_kernels(found):
+    """benchmarks/gpu_static.py wrote the file; the site shows it."""
+    with (SCRIPT.parents[1] / "benchmarks" / "results" / "gpu-static.csv").open(newline="") as file:
+        recorded = {(r["target"], r["direction"]): r for r in csv.DictReader(file) if r["operator"] == MULTI_SCALE}
+    compared = 0
+    for row in found["models"] + found["amd"]:
+        target = row["target"] if isinstance(row["target"], str) else f"sm_{row['target']}"
+        file_row = recorded.get((target, row["direction"]))
+        if file_row and row["operator"] == MULTI_SCALE and row["dtype"] == "float32":
+            assert int(file_row["registers"]) == row["registers"], row
+            count = row.get("instructions per row", 0) / 16 or row.get("instructions per row and point")
+            assert not count or float(file_row["instructions"]) == pytest.approx(count, abs=0.06), row
+            compared += 1
+    assert compared == len(recorded) == 6
 
 
 def test_nothing_is_compiled_again_for_other_sizes():
