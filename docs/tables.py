@@ -244,6 +244,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "onnxruntime": onnxruntime,
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
+    "gpu_static": lambda: plain("gpu-static.csv", "made by"),
+    "gpu_static_times": lambda: plain("gpu-static-times.csv", "made by"),
     "tested": tested,
     "tested_by_file": tested_by_file,
     "needs": needs,

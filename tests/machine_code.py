@@ -5,7 +5,8 @@
     python tests/machine_code.py --compilations     how often each kernel is compiled over calls that differ in size
     python tests/machine_code.py --variants         compiles every combination of flags, dtypes and layouts; prints how many
 
-A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling.
+A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling. A target is a number, sm_<n> of
+NVIDIA, or a name of AMD's.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ from triton.runtime.jit import JITFunction
 from mx_driving import _triton
 
 TARGETS = (80, 90, 100)
+AMD = tuple(_triton.AMD)
+Target = int | str
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class _Driver:
     """The part of Triton's driver that compiling needs."""
 
-    def __init__(self, target: int) -> None:
+    def __init__(self, target: Target) -> None:
         self.target = target
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", self.target, 32)
+        if isinstance(self.target, int):
+            return GPUTarget("cuda", self.target, 32)
+        return GPUTarget("hip", self.target, 64 if self.target.startswith("gfx9") else 32)
 
-    def get_current_device(self) -> int:
+    def get_current_device(self) -> Target:
         return self.target
 
     def get_current_stream(self, device: int) -> int:
@@ -56,7 +61,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def compiling(target: int) -> Iterator[list[Any]]:
+def compiling(target: Target) -> Iterator[list[Any]]:
     """Inside, launches only compile; the kernels that would have run are in the list, in order."""
     kernels: list[Any] = []
     run = JITFunction.run
@@ -66,10 +71,11 @@ def compiling(target: int) -> Iterator[list[Any]]:
 
     driver.set_active(_Driver(target))  # pyright: ignore[reportArgumentType]
     JITFunction.run = compile_only
+    torch.version.hip = None if isinstance(target, int) else "compiling"
     try:
         yield kernels
     finally:
-        JITFunction.run = run
+        JITFunction.run, torch.version.hip = run, None
 
 
 def call(operator: str, args: tuple[torch.Tensor, ...], backward: bool, mask: list[bool] | None = None) -> None:
@@ -148,11 +154,11 @@ SIZES = {
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def compile_one(operator: str, make: Callable[[], tuple], dtype: torch.dtype, target: int, backward: bool) -> Code:
+def compile_one(operator: str, make: Callable[[], tuple], dtype: torch.dtype, target: Target, backward: bool) -> Any:
     args = cases.cast(make(), torch.float32)
     with compiling(target) as kernels:
         call(operator, (args[0].to(dtype), *args[1:]), backward)
-    return read_code(kernels[0])
+    return kernels[0]
 
 
 def figures(code: Code) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def _rows_per_warp(dtype: torch.dtype, backward: bool) -> int:
     from mx_driving._triton import launch
 
     lane = 16 // dtype.itemsize
-    tile = launch.tile(32, min(lane, launch.MOST_HELD), 1) if backward else launch.tile(32, lane, 4)
+    tile = launch.tile(32, min(lane, launch.MOST_HELD), 1, 32) if backward else launch.tile(32, lane, 4, 32)
     return tile.rows // tile.warps
 
 
@@ -187,7 +193,7 @@ def rows() -> Iterator[dict[str, Any]]:
         for operator, make in SIZES.items():
             for dtype in DTYPES:
                 for backward in (False, True):
-                    code = compile_one(operator, make, dtype, target, backward)
+                    code = read_code(compile_one(operator, make, dtype, target, backward))
                     row = {"operator": operator, "target": target, "dtype": str(dtype).removeprefix("torch.")}
                     row |= {"direction": "backward" if backward else "forward", **figures(code)}
                     if operator == MULTI_SCALE:
@@ -197,6 +203,42 @@ def rows() -> Iterator[dict[str, Any]]:
                             each / 16 if backward else each
                         )
                     yield row
+
+
+def amd_figures(kernel: Any) -> dict[str, Any]:
+    """Facts from the assembly of one kernel for AMD. Its names changed: a dwordx4 of CDNA is a b128 of RDNA."""
+    text = kernel.asm["amdgcn"]
+    instructions = re.findall(r"^\t([a-z]\w+)", text, re.MULTILINE)
+
+    def fact(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
+
+    def count(pattern: str) -> int:
+        return sum(bool(re.fullmatch(pattern, i)) for i in instructions)
+
+    return {
+        "registers": fact("vgpr_count"),
+        "scratch": fact("private_segment_fixed_size"),
+        "spills": fact("vgpr_spill_count") + fact("sgpr_spill_count"),
+        "warps": kernel.metadata.num_warps,
+        "lanes": kernel.metadata.warp_size,
+        "instructions": len(instructions),
+        "reads of 16 bytes": count(r"(buffer|global)_load_(dwordx4|b128)"),
+        "reads of 8 bytes": count(r"(buffer|global)_load_(dwordx2|b64)"),
+        "additions": count(r"(buffer|global)_atomic_add_f32"),
+        "compare and swap": count(r"\w+_atomic_cmpswap\w*"),
+    }
+
+
+def amd_rows() -> Iterator[dict[str, Any]]:
+    """Every operator in float32 for each of AMD's targets, and in bfloat16 for the first."""
+    for target in AMD:
+        for operator, make in SIZES.items():
+            for dtype in (torch.float32, torch.bfloat16)[: 2 if target == AMD[0] else 1]:
+                for backward in (False, True):
+                    row = {"operator": operator, "target": target, "dtype": str(dtype).removeprefix("torch.")}
+                    row |= {"direction": "backward" if backward else "forward"}
+                    yield row | amd_figures(compile_one(operator, make, dtype, target, backward))
 
 
 def odd_rows() -> Iterator[dict[str, Any]]:
@@ -209,7 +251,7 @@ def odd_rows() -> Iterator[dict[str, Any]]:
         }
         for operator, make in makes.items():
             for backward in (False, True):
-                code = compile_one(operator, make, torch.float32, 90, backward)
+                code = read_code(compile_one(operator, make, torch.float32, 90, backward))
                 yield {"operator": operator, "channels": channels, "backward": backward, **figures(code)}
 
 
@@ -266,7 +308,7 @@ def compilations() -> dict[str, int]:
     return found
 
 
-def _table(found: list[dict[str, Any]]) -> str:
+def _table(found: list[dict[str, Any]], amd: list[dict[str, Any]]) -> str:
     lines = ["target operator                      dtype     direction  regs stack occupancy  16 B / 8 B reads  instructions"]
     for row in found:
         count = row.get("instructions per row") or row.get("instructions per row and point")
@@ -274,6 +316,13 @@ def _table(found: list[dict[str, Any]]) -> str:
         lines.append(
             f"sm_{row['target']:<4}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
             f"{row['stack']:>6}{row['occupancy']:>10.0%}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}{text}"
+        )
+    lines += ["", "target  operator                     dtype     direction  regs scratch lanes  16 B / 8 B reads  add / swap"]
+    for row in amd:
+        lines.append(
+            f"{row['target']:<8}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
+            f"{row['scratch']:>8}{row['lanes']:>6}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}"
+            f"{row['additions']} / {row['compare and swap']}"
         )
     return "\n".join(lines)
 
@@ -289,9 +338,9 @@ def main() -> None:
     elif options.compilations:
         json.dump(compilations(), sys.stdout)
     elif options.json:
-        json.dump({"models": list(rows()), "odd": list(odd_rows())}, sys.stdout)
+        json.dump({"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}, sys.stdout)
     else:
-        print(_table(list(rows())))
+        print(_table(list(rows()), list(amd_rows())))
 
 
 if __name__ == "__main__":

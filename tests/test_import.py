@@ -11,12 +11,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import types
 
 import cases
 import pytest
+import torch
 
 import mx_driving
-from mx_driving import _native
+from mx_driving import _native, _triton
 
 WATCH = """
 import json, sys, torch
@@ -108,10 +110,61 @@ def test_without_the_library_the_reference_serves_and_says_why():
     assert lines[2].startswith("value_level_start_index[0] must leave room")
 
 
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Makes torch report a GPU; gives what backends() then says of it."""
+
+    def say(capability=(9, 0), hip=None, arch="", **have):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(gcnArchName=arch))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: have.get("triton", True) or None)
+        monkeypatch.setattr("shutil.which", lambda name: have.get("compiler", True) or None)
+        monkeypatch.delenv("CC", raising=False)
+        _triton.why_not.cache_clear()
+        return mx_driving.backends()["cuda"][cases.MULTI_SCALE]
+
+    yield say
+    monkeypatch.undo()
+    _triton.why_not.cache_clear()
+
+
+def test_backends_say_which_gpu_is_served(gpu_of):
+    assert gpu_of() == "Triton; float32, float16, bfloat16; float64: reference"
+    amd = gpu_of(hip="6.4", arch="gfx942:sramecc+:xnack-")
+    assert amd == "Triton, compiled but never run on AMD; float32, float16, bfloat16; float64: reference"
+
+
+def test_backends_say_what_to_do_about_a_gpu_that_is_not_served(gpu_of):
+    assert gpu_of(capability=(7, 5)) == (
+        "reference: compute capability 7.5, and the GPU kernels need 8.0; "
+        "where a newer GPU is there, CUDA_VISIBLE_DEVICES can hide the old one"
+    )
+    assert gpu_of(hip="6.4", arch="gfx1030") == (
+        "reference: the GPU is a gfx1030, and the GPU kernels are compiled for gfx942, gfx950, gfx1100; "
+        "where one of these is there, HIP_VISIBLE_DEVICES can hide the other"
+    )
+    assert gpu_of(triton=False) == "reference: Triton is not installed; pip install triton brings it"
+    compiler = "reference: Triton finds no C compiler; install gcc or clang, or name one in CC"
+    assert gpu_of(compiler=False) == gpu_of(compiler=False, hip="6.4", arch="gfx1100") == compiler
+
+
+def test_environment_switches_the_gpu_kernels_off():
+    code = "import mx_driving; print(*set(mx_driving.backends()['cuda'].values()), sep='\\n')"
+    for word, begin in (("0", "reference: MX_DRIVING_TRITON=0 is set; unset it"), ("1", ""), ("", "")):
+        env = {**os.environ, "MX_DRIVING_TRITON": word}
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert said.startswith(begin)
+        assert ("MX_DRIVING_TRITON" in said) == bool(begin)
+        assert len(said.splitlines()) == 1 or not begin
+
+
 LIBRARY = _native._library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
-from mx_driving import _native
+from mx_driving import _native, _triton
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):

@@ -171,7 +171,7 @@ def test_word_that_is_no_flag_stops_the_import():
     assert done.stderr.splitlines()[-1] == f"ValueError: {rule}"
 
 
-@pytest.mark.parametrize("name", ["MX_DRIVING_ATLAS_LIMITS", "MX_DRIVING_CHECK"])
+@pytest.mark.parametrize("name", ["MX_DRIVING_ATLAS_LIMITS", "MX_DRIVING_CHECK", "MX_DRIVING_TRITON"])
 def test_words_of_flags(name, monkeypatch):
     for word in ("1", "true", "Yes", "ON"):
         monkeypatch.setenv(name, word)
@@ -179,8 +179,10 @@ def test_words_of_flags(name, monkeypatch):
     for word in ("0", "False", "no", "OFF", ""):
         monkeypatch.setenv(name, word)
         assert not flag(name)
-    monkeypatch.delenv(name)
-    assert not flag(name)
+    for word in ("", None):
+        monkeypatch.delenv(name) if word is None else monkeypatch.setenv(name, word)
+        assert not flag(name)
+        assert flag(name, default=True)
     for word in ("2", "y", " 1", "none"):
         monkeypatch.setenv(name, word)
         with pytest.raises(ValueError) as caught:

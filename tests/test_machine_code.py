@@ -6,6 +6,7 @@ compiler, so constraints.txt pins Triton.
 
 from __future__ import annotations
 
+import csv
 import json
 import pathlib
 import subprocess
@@ -13,7 +14,7 @@ import sys
 from typing import Any
 
 import pytest
-from cases import MULTI_SCALE, OPERATORS
+from cases import AGGREGATION, MULTI_SCALE, OPERATORS
 
 from mx_driving import _triton
 
@@ -77,6 +78,46 @@ def test_instruction_counts(found):
             assert 200 < row["instructions per row"] <= 400, row
         else:
             assert 30 < row["instructions per row and point"] <= 60, row
+
+
+def test_amd_no_scratch_and_no_spills(found):
+    rows = {(r["operator"], r["target"], r["direction"]) for r in found["amd"]}
+    assert len(rows) == len(OPERATORS) * len(_triton.AMD) * 2
+    for row in found["amd"]:
+        assert row["scratch"] == row["spills"] == 0, row
+        assert row["registers"] <= 128, row  # half of the occupancy where a wave has 64 lanes
+        assert row["lanes"] == (64 if row["target"].startswith("gfx9") else 32), row
+
+
+def test_amd_rows_are_read_16_bytes_at_once(found):
+    """Except 16-bit rows in backward kernels, and those of 256 channels, of which each of 64 lanes has four."""
+    for row in found["amd"]:
+        narrow = row["dtype"] != "float32" and (row["direction"] == "backward" or row["operator"] == AGGREGATION)
+        assert row["reads of 8 bytes" if narrow else "reads of 16 bytes"] >= 4, row
+
+
+def test_amd_gradients_are_added_by_the_memory(found):
+    """Triton 3.6 knows a float addition in memory for CDNA 3 and 4. For RDNA 3 it makes a loop that compares and swaps."""
+    for row in found["amd"]:
+        backward, swaps = row["direction"] == "backward", row["target"] == "gfx1100"
+        assert bool(row["additions"]) == (backward and not swaps), row
+        assert bool(row["compare and swap"]) == (backward and swaps), row
+
+
+def test_the_recorded_model_is_of_these_kernels(found):
+    """benchmarks/gpu_static.py wrote the file; the site shows it."""
+    with (SCRIPT.parents[1] / "benchmarks" / "results" / "gpu-static.csv").open(newline="") as file:
+        recorded = {(r["target"], r["direction"]): r for r in csv.DictReader(file) if r["operator"] == MULTI_SCALE}
+    compared = 0
+    for row in found["models"] + found["amd"]:
+        target = row["target"] if isinstance(row["target"], str) else f"sm_{row['target']}"
+        file_row = recorded.get((target, row["direction"]))
+        if file_row and row["operator"] == MULTI_SCALE and row["dtype"] == "float32":
+            assert int(file_row["registers"]) == row["registers"], row
+            count = row.get("instructions per row", 0) / 16 or row.get("instructions per row and point")
+            assert not count or float(file_row["instructions"]) == pytest.approx(count, abs=0.06), row
+            compared += 1
+    assert compared == len(recorded) == 6
 
 
 def test_nothing_is_compiled_again_for_other_sizes():

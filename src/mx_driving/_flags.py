@@ -10,12 +10,14 @@ ON = ("1", "true", "yes", "on")
 OFF = ("0", "false", "no", "off", "")
 
 
-def flag(name: str) -> bool:
-    """Whether the environment turns `name` on. A word that means neither on nor off is refused.
+def flag(name: str, default: bool = False) -> bool:
+    """Whether the environment turns `name` on; `default` where it says nothing. A word that is neither is refused.
 
     The package reads its switches at import, so a misspelt one stops a program at its first line and not in mid-run.
     """
     word = os.environ.get(name, "")
+    if not word:
+        return default
     if word.lower() not in ON + OFF:
         _check.flag(name, word)
     return word.lower() in ON

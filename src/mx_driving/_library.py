@@ -238,7 +238,8 @@ def _on_cuda(name: str) -> str:
     if reason is not None:
         return f"reference: {reason}"
     how = "composition over the Triton kernel: " if OPERATORS[name].bare else ""
-    return f"{how}Triton; float32, float16, bfloat16; float64: reference"
+    label = ", compiled but never run on AMD" if torch.version.hip else ""
+    return f"{how}Triton{label}; float32, float16, bfloat16; float64: reference"
 
 
 _flops.register()

@@ -68,7 +68,7 @@ class Kernels(NamedTuple):
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
         value = launch.packed(value)
-        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], False)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), False)
         with launch.on(value.device):
             self.forward[(bs * heads * -(-queries // plan.rows),)](
                 value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
@@ -88,7 +88,7 @@ class Kernels(NamedTuple):
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in gradients(wanted, mask))
         value = launch.packed(value)
-        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], True)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), True)
         grad, weights = grad.contiguous(), weights.contiguous()
         others = gradients(wanted[1:], mask[1:])
         sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
@@ -103,15 +103,15 @@ class Kernels(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], backward: bool
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
     """How to launch for a value of this layout, sampled at `samples` = (levels, points)."""
     heads, channels = shape[2:]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:
-        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS)
+        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS, gpu.lanes)
     else:
-        tile = launch.tile(channels, layout.lane, _FORWARD_WARPS)
+        tile = launch.tile(channels, layout.lane, _FORWARD_WARPS, gpu.lanes)
     levels, points = samples
     sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
-    return launch.plan(layout, tile, capped=backward and itemsize == 2, **sizes)
+    return launch.plan(layout, tile, capped=gpu.capped and backward and itemsize == 2, **sizes)

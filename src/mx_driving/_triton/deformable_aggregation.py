@@ -130,15 +130,16 @@ def _backward(
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], backward: bool
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
     """How to launch for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)
-    tile = launch.grouped_tile(groups, width, min(layout.lane, launch.MOST_HELD) if backward else layout.lane)
+    held = min(layout.lane, launch.MOST_HELD) if backward else layout.lane
+    tile = launch.grouped_tile(groups, width, held, gpu.lanes)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
-    return launch.plan(layout, tile, capped=itemsize == 2 and not backward, **sizes)
+    return launch.plan(layout, tile, capped=gpu.capped and itemsize == 2 and not backward, **sizes)
 
 
 def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Ten
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
     value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], False)
+    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), False)
     with launch.on(feature_maps.device):
         _forward[(bs * anchors,)](
             value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
@@ -168,7 +169,7 @@ def backward(
     if not grad.numel() or not weight.numel() or not num_keys:
         return (gradients((feature_maps,), mask[:1])[0].zero_(), *others)
     value = launch.packed(feature_maps)
-    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], True)
+    plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), True)
     grad, weight = grad.contiguous(), weight.contiguous()
     sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * weight.numel() // groups)
     with launch.on(feature_maps.device):

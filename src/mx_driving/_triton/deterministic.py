@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import tile
+from . import launch
 from .sampling import ADDED, NOT_WANTED, RECORDED
 
 
@@ -71,7 +71,7 @@ class Sums:
         targets, order = torch.sort(self.targets, stable=True)
         ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
         output = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
-        columns, warps = tile(channels, 4, 1)[1:]
+        columns, warps = launch.tile(channels, 4, 1, launch.gpu().lanes)[1:]
         _ordered_sums[(rows,)](
             order, ends, self.parts, grad, weights, output,
             PER_SAMPLE=self.targets.numel() * groups // weights.numel(), PER_ROW=per_row, GROUPS=groups,

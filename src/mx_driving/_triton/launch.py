@@ -14,7 +14,26 @@ from .. import _check, _data_checks
 # A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
 # four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
 MOST_HELD = 4
-_MOST_WARPS = 16  # more than 512 threads leave too few registers each
+_MOST_THREADS = 512  # more leave too few registers each
+
+
+class Gpu(NamedTuple):
+    """What a plan depends on besides the tensors' layout."""
+
+    lanes: int  # threads that run in step, Triton's "warp": 32 on NVIDIA and RDNA, 64 on CDNA
+    capped: bool  # whether the compiler can be told how many registers a thread may take
+
+
+_NVIDIA = Gpu(32, True)
+
+
+def gpu() -> Gpu:
+    """The GPU that the next launch runs on, or is compiled for."""
+    if not torch.version.hip:
+        return _NVIDIA
+    from triton.runtime.driver import driver
+
+    return Gpu(driver.active.get_current_target().warp_size, False)
 
 
 class Layout(NamedTuple):
@@ -47,7 +66,7 @@ class Plan(NamedTuple):
 
     rows: int  # of a tile
     strides: tuple[int, ...]
-    options: dict[str, int | None]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
+    options: dict[str, int]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
 
 
 def _power_of_two(n: int) -> int:
@@ -61,31 +80,32 @@ class Tile(NamedTuple):
     warps: int
 
 
-def tile(channels: int, held: int, warps: int) -> Tile:
+def tile(channels: int, held: int, warps: int, lanes: int) -> Tile:
     """A tile for `warps` warps, or for more where one row needs them. A thread holds `held` channels of a row."""
     columns = _power_of_two(channels)
-    rows = max(1, min(16 * warps, 32 * warps * held // columns))
-    return Tile(rows, columns, max(warps, _warps(columns, held)))
+    rows = max(1, min(lanes // 2 * warps, lanes * warps * held // columns))
+    return Tile(rows, columns, max(warps, _warps(columns, held, lanes)))
 
 
-def grouped_tile(groups: int, width: int, held: int) -> Tile:
+def grouped_tile(groups: int, width: int, held: int, lanes: int) -> Tile:
     """A tile of all groups of a row, in as many warps as it takes."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
-    return Tile(rows, columns, max(1, _warps(rows * columns, held)))
+    return Tile(rows, columns, max(1, _warps(rows * columns, held, lanes)))
 
 
-def _warps(elements: int, held: int) -> int:
-    return min(_MOST_WARPS, elements // (32 * held))
+def _warps(elements: int, held: int, lanes: int) -> int:
+    return min(_MOST_THREADS // lanes, elements // (lanes * held))
 
 
 def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
     """`sizes` are the operator's own constants. `capped` allows 64 registers at most.
 
     The cap is for kernels that ask for 65 or 66 on some target. Elsewhere it does harm: the compiler takes 64 registers where
-    40 are enough, and it has spilled.
+    40 are enough, and it has spilled. Triton knows no such option on AMD.
     """
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
-    return Plan(tile.rows, layout.strides, {**sizes, **shape, "num_warps": tile.warps, "maxnreg": 64 if capped else None})
+    options = {**sizes, **shape, "num_warps": tile.warps, **({"maxnreg": 64} if capped else {})}
+    return Plan(tile.rows, layout.strides, options)
 
 
 def unroll(points: int) -> int:
