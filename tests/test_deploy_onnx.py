@@ -40,6 +40,7 @@ def detector(tmp_path_factory):
     return folder
 
 
+@pytest.mark.needs("An ONNX file of opset 20")
 def test_the_boxes_of_torch(detector, tmp_path):
     said = run(
         "--checkpoint",

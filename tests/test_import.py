@@ -131,12 +131,14 @@ def gpu_of(monkeypatch):
     _triton.why_not.cache_clear()
 
 
+@pytest.mark.needs("Sampling by Triton")
 def test_backends_say_which_gpu_is_served(gpu_of):
     assert gpu_of() == "Triton; float32, float16, bfloat16; float64: reference"
     amd = gpu_of(hip="6.4", arch="gfx942:sramecc+:xnack-")
     assert amd == "Triton, compiled but never run on AMD; float32, float16, bfloat16; float64: reference"
 
 
+@pytest.mark.needs("Sampling by Triton")
 def test_backends_say_what_to_do_about_a_gpu_that_is_not_served(gpu_of):
     assert gpu_of(capability=(7, 5)) == (
         "reference: compute capability 7.5, and the GPU kernels need 8.0; "

@@ -18,7 +18,10 @@ from test_compile import GROWING
 import mx_driving
 from mx_driving._operators import OPERATORS
 
-pytestmark = pytest.mark.xdist_group("onnx")  # so that each graph is exported once
+pytestmark = [
+    pytest.mark.xdist_group("onnx"),  # so that each graph is exported once
+    pytest.mark.needs("An ONNX file of opset 20"),
+]
 
 BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
 DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})

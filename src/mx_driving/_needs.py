@@ -15,6 +15,9 @@ class Need(NamedTuple):
 NEEDS = {
     "DTensor on a mesh of several dimensions": Need("2.8", 'their redistribution ends with "redistribute failed!"'),
     "DTensor under torch.compile": Need("2.13", "they run the operator on memory that nobody has filled"),
+    "Sampling by Triton": Need("2.8", "their Triton 3.2 adds up a gradient wrongly, at least in its interpreter"),
+    "An ONNX file of opset 20": Need("2.8", "their exporter leaves functions in the file that it cannot convert"),
+    "A program with free sizes, of a module": Need("2.8", "they take some free sizes of some modules for fixed ones"),
     "fully_shard on a CPU": Need("2.8", "they ask a CPU for streams that only a GPU has"),
 }
 

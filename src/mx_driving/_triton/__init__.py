@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _needs
 from .._flags import flag
 
 _ON = flag("MX_DRIVING_TRITON", default=True)
@@ -30,6 +31,8 @@ def why_not() -> str | None:
         return "MX_DRIVING_TRITON=0 is set; unset it to use the GPU kernels"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; pip install {'triton-windows' if sys.platform == 'win32' else 'triton'} brings it"
+    if too_old := _needs.lacks("Sampling by Triton"):
+        return too_old
     if not torch.cuda.is_available():
         return None  # an interpreter, or a machine that only asks
     return _of_amd() if torch.version.hip else _of_nvidia()
