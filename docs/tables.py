@@ -141,10 +141,11 @@ def attention_modules() -> str:
 
 def onnxruntime() -> str:
     rows = read("epyc-zen5-2-cores-onnxruntime.csv")
-    times = {(row["workload"], row["implementation"]): row["milliseconds"] for row in rows}
+    times = {(row["workload"], row["implementation"]): milliseconds(row) for row in rows}
     forms = list(dict.fromkeys(row["implementation"] for row in rows))
     body = [[name, *(times.get((name, form), "") for form in forms)] for name in dict.fromkeys(row["workload"] for row in rows)]
-    return markdown(["workload", *(f"{form}, ms" for form in forms)], body) + f"\n{made(rows)}\n"
+    table = markdown(["workload", *(f"{form}, ms" for form in forms)], body)
+    return f"{table}\n{made(rows)}, {made(rows, 'runtime')}\n"
 
 
 def plain(file: str, last: str = "machine") -> str:
