@@ -179,9 +179,9 @@ RUNTIMES = (
 
 
 def in_one_line(error: Exception) -> str:
-    """An error's message without its traceback and without the paths of this machine."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return re.sub(r"/\S*/", "", lines[0] if lines else type(error).__name__)[:300]
+    """The first sentence of an error's message, without the paths of this machine."""
+    first = str(error).strip().split("\n")[0].split(". ")[0]
+    return re.sub(r"/\S*/", "", first or type(error).__name__)
 
 
 def has_no_such_form(runtime: Runtime, workload: Workload) -> bool:
@@ -245,7 +245,7 @@ def measured(workload: Workload, runtimes: list[Runtime], seconds: float) -> Ite
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only rows whose workload matches; may be repeated.")] = None,
     runtime: Annotated[list[str] | None, typer.Option(help="Only runtimes whose name matches; may be repeated.")] = None,
-    seconds: Annotated[float, typer.Option(help="Measure each workload about this long.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="Measure each workload about this long.")] = 12.0,
     threads: Annotated[int, typer.Option(help="Where there are few, idle threads of one library slow the other.")] = 1,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
 ) -> None:
