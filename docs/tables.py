@@ -232,6 +232,11 @@ def wheels() -> str:
     return "\n".join(lines) + f"\n\n*Built by {built_by}, looked at on {date}.*\n"
 
 
+def _sentence(row: Row) -> str:
+    """The first of a message."""
+    return row["message"].split(". ")[0]
+
+
 def deploy() -> str:
     """Runtimes by operators: how many times longer than ours, and the difference. Numbers in brackets are messages, below."""
     rows = _rows("deploy.csv")
@@ -239,13 +244,13 @@ def deploy() -> str:
         return NOTHING_YET
     by = {(row["runtime"], row["operator"]): row for row in rows}
     operators, runtimes = (list(dict.fromkeys(row[column] for row in rows)) for column in ("operator", "runtime"))
-    messages = list(dict.fromkeys(row["message"] for row in rows if row["message"]))
+    messages = list(dict.fromkeys(_sentence(row) for row in rows if row["message"]))
 
     def cell(row: Row | None) -> str:
         if row is None:
             return ""
         if row["message"]:
-            return f"{'does not run' if row['exports'] == 'yes' else 'no export'} [{messages.index(row['message']) + 1}]"
+            return f"{'does not run' if row['exports'] == 'yes' else 'no export'} [{messages.index(_sentence(row)) + 1}]"
         return f"{speed_up(row)} ({row['difference']})" if row["runs"] == "yes" else "exports, not run"
 
     body = [[runtime, *(cell(by.get((runtime, operator))) for operator in operators)] for runtime in runtimes]
