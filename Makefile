@@ -3,6 +3,7 @@
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
+# make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares
@@ -73,6 +74,20 @@ test-oldest: $(OLDEST)/installed
 bench: $(STAMP)
 	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
 
+# The runtimes bring many packages, which an environment of their own keeps from the tests.
+DEPLOY := build/deploy
+DEPLOY_PIP := $(DEPLOY)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
+$(DEPLOY)/installed: constraints.txt pyproject.toml $(NATIVE) | compiler
+	$(PYTHON) -m venv $(DEPLOY)
+	$(DEPLOY_PIP) torch scikit-build-core cmake ninja
+	$(DEPLOY_PIP) --no-build-isolation --config-settings build-dir=$(DEPLOY)/build --editable '.[onnx]'
+	$(DEPLOY_PIP) onnxruntime openvino executorch coremltools
+	touch $@
+
+.PHONY: deploy-matrix
+deploy-matrix: $(DEPLOY)/installed
+	$(DEPLOY)/bin/python benchmarks/deploy_matrix.py --csv docs/support/deploy.csv
+
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -82,7 +97,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c* benchmarks/*.c)
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c* examples/openvino/*.cpp benchmarks/*.c)
 
 native: $(STAMP)
 

@@ -48,24 +48,21 @@ class Calls(torch.nn.Module):
         return getattr(mx_driving, self.operator)(*args)
 
 
-def exported_call(workload: Workload, args: tuple, form: str, opset: int) -> Callable[[], onnxruntime.OrtValue]:
-    """A function of no arguments that runs the exported operator, which is given new memory for its output each time."""
-    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+def exported(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...], form: str, opset: int = 20) -> bytes:
     table = mx_driving.onnx.translations(form)
     program = torch.onnx.export(
-        Calls(workload.operator, args).eval(),
-        tensors,
-        dynamo=True,
-        opset_version=opset,
-        custom_translation_table=table,
-        verbose=False,
+        module.eval(), tensors, dynamo=True, opset_version=opset, custom_translation_table=table, verbose=False
     )
+    assert program is not None
+    return program.model_proto.SerializeToString()
+
+
+def loaded(model: bytes, tensors: tuple[torch.Tensor, ...]) -> Callable[[], onnxruntime.OrtValue]:
+    """A function of no arguments that runs the exported operator, which is given new memory for its output each time."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.register_custom_ops_library(mx_driving.onnx.library())
-    assert program is not None
-    model = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for name, tensor in zip((i.name for i in session.get_inputs()), tensors, strict=True):
@@ -94,7 +91,8 @@ def measured(workload: Workload, forms: list[str], seconds: float, opset: int) -
     calls: dict[str, Callable] = {OURS: lambda: getattr(mx_driving, workload.operator)(*args)}
     for form in forms:
         if (workload.operator, form) != (GEOMETRIC, "grid_sample") and not (workload.row.bare and form == "grid_sample"):
-            calls[form] = exported_call(workload, args, form, opset)
+            tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+            calls[form] = loaded(exported(Calls(workload.operator, args), tensors, form, opset), tensors)
     expected = calls[OURS]()
     processor: dict[str, list[float]] = {name: [] for name in calls}
     timed = {name: with_processor_time(call, processor[name]) for name, call in calls.items()}

@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-SUPPORT = pathlib.Path(__file__).parent / "support"  # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`
+# tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`
+SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 Row = dict[str, str]
 
@@ -231,6 +232,34 @@ def wheels() -> str:
     return "\n".join(lines) + f"\n\n*Built by {built_by}, looked at on {date}.*\n"
 
 
+def _sentence(row: Row) -> str:
+    """The first of a message."""
+    return row["message"].split(". ")[0]
+
+
+def deploy() -> str:
+    """Runtimes by operators: how many times longer than ours, and the difference. Numbers in brackets are messages, below."""
+    rows = _rows("deploy.csv")
+    if not rows:
+        return NOTHING_YET
+    by = {(row["runtime"], row["operator"]): row for row in rows}
+    operators, runtimes = (list(dict.fromkeys(row[column] for row in rows)) for column in ("operator", "runtime"))
+    messages = list(dict.fromkeys(_sentence(row) for row in rows if row["message"]))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        if row["message"]:
+            return f"{'does not run' if row['exports'] == 'yes' else 'no export'} [{messages.index(_sentence(row)) + 1}]"
+        return f"{speed_up(row)} ({row['difference']})" if row["runs"] == "yes" else "exports, not run"
+
+    body = [[runtime, *(cell(by.get((runtime, operator))) for operator in operators)] for runtime in runtimes]
+    heads = [f"`{operator}`".replace("_with_logits`", "` with logits") for operator in operators]
+    notes = "".join(f"{number}. `{message}`\n" for number, message in enumerate(messages, 1))
+    versions = ", ".join(sorted({row["version"] for row in rows if row["version"]}))
+    return f"{markdown(['runtime, form', *heads], body)}\n{notes}\n*{made(rows).strip('*')}; {versions}*\n"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "forward": lambda: speed_ups("forward"),
     "forward_backward": lambda: speed_ups("forward + backward"),
@@ -250,6 +279,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tested_by_file": tested_by_file,
     "needs": needs,
     "wheels": wheels,
+    "deploy": deploy,
 }
 
 

@@ -9,8 +9,12 @@ import subprocess
 import sys
 
 import onnx
+import onnx_nodes
+import onnxruntime.quantization
 import pytest
 import torch
+
+import mx_driving.onnx
 
 transformers = pytest.importorskip("transformers")
 FILE = pathlib.Path(__file__).parent.parent / "examples" / "deploy_onnx.py"
@@ -40,24 +44,51 @@ def detector(tmp_path_factory):
     return folder
 
 
-@pytest.mark.needs("An ONNX file of opset 20")
-def test_the_boxes_of_torch(detector, tmp_path):
-    said = run(
-        "--checkpoint",
-        str(detector),
-        "--photo",
-        str(detector / "photo.png"),
-        "--folder",
-        str(tmp_path),
-        "--forms",
-        "onnxruntime",
-    )
+@pytest.fixture(scope="module")
+def exported(detector, tmp_path_factory):
+    """The folder of the exported detector, and what the program said."""
+    folder = tmp_path_factory.mktemp("exported")
+    photo = str(detector / "photo.png")
+    said = run("--checkpoint", str(detector), "--photo", photo, "--folder", str(folder), "--forms", "onnxruntime")
     assert said.returncode == 0, said.stderr
-    differences = dict(re.findall(r"^ *(.+): +[\d.]+ ms, boxes (\S+)$", said.stdout, re.MULTILINE))
+    return folder, said.stdout
+
+
+def nodes_of(file: pathlib.Path) -> set[tuple[str, str]]:
+    return {(node.domain, node.op_type) for node in onnx.load(file).graph.node}
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_the_boxes_of_torch(exported):
+    folder, said = exported
+    differences = dict(re.findall(r"^ *(.+): +[\d.]+ ms, boxes (\S+)$", said, re.MULTILINE))
     assert list(differences) == ["torch", "torch, patched", "onnxruntime, onnxruntime"]
     assert max(map(float, differences.values())) < 1e-5
-    nodes = onnx.load(tmp_path / "onnxruntime.onnx").graph.node
-    assert {node.op_type for node in nodes if node.domain == "mx_driving"} == {"multi_scale_deformable_attn_with_logits"}
+    ours = {kind for domain, kind in nodes_of(folder / "onnxruntime.onnx") if domain == "mx_driving"}
+    assert ours == {"multi_scale_deformable_attn_with_logits"}
+
+
+def outputs(file: pathlib.Path, pixels: torch.Tensor) -> list[torch.Tensor]:
+    """Logits and boxes."""
+    session = onnx_nodes.session(onnx.load(file), mx_driving.onnx.library(), 1)
+    return [torch.from_numpy(array) for array in session.run(None, {session.get_inputs()[0].name: pixels.numpy()})]
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_a_quantised_detector_runs_with_our_nodes(exported):
+    """A layer in int8 rounds its inputs and its weights to 255 steps: its output moves by about 1/255 of the largest number. A
+    dozen layers, whose errors have either sign, make sqrt(12) times that; twice as much is allowed. Another picture is
+    farther away."""
+    folder, _ = exported
+    onnxruntime.quantization.quantize_dynamic(folder / "onnxruntime.onnx", folder / "int8.onnx")
+    kinds = nodes_of(folder / "int8.onnx")
+    assert {("mx_driving", "multi_scale_deformable_attn_with_logits"), ("", "MatMulInteger"), ("", "ConvInteger")} <= kinds
+    pixels, other = torch.randn(2, 1, 3, 96, 128, generator=torch.Generator().manual_seed(0))
+    found, expected = outputs(folder / "int8.onnx", pixels), outputs(folder / "onnxruntime.onnx", pixels)
+    for a, b in zip(found, expected, strict=True):
+        assert 0 < (a - b).abs().max() < 2 * 12**0.5 / 255 * b.abs().max()
+    logits = expected[0]
+    assert (outputs(folder / "onnxruntime.onnx", other)[0] - logits).abs().max() > 3 * (found[0] - logits).abs().max()
 
 
 def test_what_is_no_detector_is_refused():

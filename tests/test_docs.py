@@ -238,7 +238,7 @@ def test_rows_with_logits_and_of_modules_have_tables_of_their_own(tables, monkey
 
 def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SUPPORT", tmp_path)
-    assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.NOTHING_YET
+    assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.deploy() == tables.NOTHING_YET
     place = "3.11.7,Linux x86_64,EPYC,oldest"
     counts = (
         "2.11.0,{},test_a.py,3,0,0,2026-11-22",
@@ -257,6 +257,12 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     line, _, built, *_ = tables.wheels().splitlines()
     assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests."
     assert built == "*Built by gcc, looked at on 2026-11-22.*"
+    header = "operator,runtime,version,exports,runs,difference,times ours,message,machine"
+    rows = ("a,Fast,fast 1,yes,yes,1e-7,2.04,,m", "b,Fast,fast 1,yes,no,,,It fell. Twice.,m", "a,Far,far 2,yes,not here,,,,m")
+    (tmp_path / "deploy.csv").write_text("\n".join([header, *rows]))
+    _, _, *body = tables.deploy().splitlines()
+    assert body[:2] == ["| Fast | 2.0 (1e-7) | does not run [1] |", "| Far | exports, not run |  |"]
+    assert body[3:] == ["1. `It fell`", "", "*m; far 2, fast 1*"]
 
 
 def test_the_site_builds_without_a_warning(tmp_path):

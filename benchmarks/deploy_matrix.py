@@ -1,0 +1,276 @@
+"""Each operator in each runtime that it can be deployed to: whether it exports and runs, its numbers, its times.
+
+    python benchmarks/deploy_matrix.py --runtime 'OpenVINO*' --seconds 1 --csv mine.csv
+
+"exports" and "runs" are "yes", "no" or "not here"; the message of a "no" stands beside it. "difference" is the largest one from
+the reference in float64, over the largest absolute output. Times are medians, as multiples of our operator in torch ("times
+ours") and of the operator's decomposition in torch ("times gathers"). A runtime that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from onnx_runtime import Calls, exported, loaded
+from rich.console import Console
+
+import mx_driving
+from mx_driving._operators import OPERATORS
+from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving._programs.show import grid, say, show
+from mx_driving.measure.report import OURS, Row, write
+from mx_driving.measure.timing import interleaved
+from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
+
+Tensors = tuple[torch.Tensor, ...]
+SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")
+ROWS = [w for end in ("", ", with logits") for name in SIZES for w in WORKLOADS if w.name == name + end]
+GATHERS = "gathers in torch"
+FIGURES = ("difference", "milliseconds", "times ours", "times gathers")
+
+
+class Runtime(NamedTuple):
+    """A way to deploy. `load` makes a function of no arguments, whose result `read` turns into a tensor; without `load` there
+    is only an export, because the runtime is on other machines."""
+
+    name: str
+    package: str
+    export: Callable[[torch.nn.Module, Tensors], Any]
+    load: Callable[[Any, Tensors], Callable[[], Any]] | None
+    read: Callable[[Any], torch.Tensor] = torch.as_tensor
+
+    @property
+    def missing(self) -> str:
+        """A sentence, if the runtime is not installed."""
+        there = importlib.util.find_spec(self.package) is not None
+        return "" if there else f"{self.name} is left out: {self.package} is not installed"
+
+    @property
+    def version(self) -> str:
+        return f"{self.package} {importlib.metadata.version(self.package)}"
+
+
+def program_of(module: torch.nn.Module, tensors: Tensors) -> torch.export.ExportedProgram:
+    """The operator stays one node."""
+    return torch.export.export(module.eval(), tensors)
+
+
+def in_torch(program: torch.export.ExportedProgram, tensors: Tensors) -> Callable[[], Any]:
+    module = program.module()
+    return lambda: module(*tensors)
+
+
+def standard(module: torch.nn.Module, tensors: Tensors, **more: Callable) -> torch.export.ExportedProgram:
+    """The operator as gathers: standard operators alone, for runtimes that know nothing of ours. `more` are decompositions."""
+    ours = torch._decomp.get_decompositions([getattr(torch.ops.mx_driving, name).default for name in OPERATORS])
+    others = {getattr(torch.ops.aten, name).default: function for name, function in more.items()}
+    return program_of(module, tensors).run_decompositions({**torch.export.default_decompositions(), **ours, **others})
+
+
+def to_inductor(module: torch.nn.Module, tensors: Tensors) -> str:
+    file = Path(tempfile.mkdtemp()) / "operator.pt2"
+    return torch._inductor.aoti_compile_and_package(program_of(module, tensors), package_path=str(file))
+
+
+def in_inductor(package: str, tensors: Tensors) -> Callable[[], Any]:
+    function = torch._inductor.aoti_load_package(package)
+    return lambda: function(*tensors)
+
+
+def in_openvino(model: Any, tensors: Tensors) -> Callable[[], Any]:
+    import openvino
+
+    config = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(model, "CPU", config)
+    arrays = [t.numpy() for t in tensors]
+    return lambda: compiled(arrays, share_inputs=True, share_outputs=True)
+
+
+def openvino_of_onnx(form: str) -> Callable[[torch.nn.Module, Tensors], Any]:
+    def export(module: torch.nn.Module, tensors: Tensors) -> Any:
+        import openvino
+
+        return openvino.Core().read_model(exported(module, tensors, form), b"")
+
+    return export
+
+
+def openvino_of_program(module: torch.nn.Module, tensors: Tensors) -> Any:
+    import openvino
+
+    return openvino.convert_model(standard(module, tensors))
+
+
+def to_executorch(*partitioners: str) -> Callable[[torch.nn.Module, Tensors], bytes]:
+    """The bytes of a .pte file. What no partitioner takes runs with ExecuTorch's portable kernels."""
+
+    def export(module: torch.nn.Module, tensors: Tensors) -> bytes:
+        exir = importlib.import_module("executorch.exir")
+        parts = [getattr(importlib.import_module(path), name)() for path, _, name in (p.rpartition(".") for p in partitioners)]
+        return exir.to_edge_transform_and_lower(standard(module, tensors), partitioner=parts).to_executorch().buffer
+
+    return export
+
+
+def in_executorch(program: bytes, tensors: Tensors) -> Callable[[], Any]:
+    runtime = importlib.import_module("executorch.runtime").Runtime.get()
+    pool = importlib.import_module("executorch.extension.pybindings.portable_lib")
+    pool._unsafe_reset_threadpool(torch.get_num_threads())
+    whole = runtime.load_program(program)
+    method = whole.load_method("forward")
+
+    def run(held: object = whole) -> torch.Tensor:  # a method reads the program's memory, and does not keep it
+        return method.execute(tensors)[0]
+
+    return run
+
+
+def clamped(t: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
+    t = t if low is None else torch.where(t < low, low, t)
+    return t if high is None else torch.where(t > high, high, t)
+
+
+def to_core_ml(module: torch.nn.Module, tensors: Tensors) -> Any:
+    """coremltools 9.0 does not know aten.alias, and makes float32 of an integer that is clamped at one end."""
+    import coremltools
+
+    program = standard(module, tensors, alias=lambda t: t, clamp=clamped)
+    return coremltools.convert(program, convert_to="mlprogram", skip_model_load=True)
+
+
+def onnx_form(form: str) -> Callable[[torch.nn.Module, Tensors], bytes]:
+    return lambda module, tensors: exported(module, tensors, form)
+
+
+XNNPACK = "executorch.backends.xnnpack.partition.xnnpack_partitioner.XnnpackPartitioner"
+RUNTIMES = (
+    Runtime("torch.export", "torch", program_of, in_torch),
+    Runtime("AOTInductor", "torch", to_inductor, in_inductor),
+    *(
+        Runtime(f"onnxruntime, {form}", "onnxruntime", onnx_form(form), loaded, lambda found: torch.from_numpy(found.numpy()))
+        for form in ("onnxruntime", "gather", "grid_sample")
+    ),
+    *(
+        Runtime(f"OpenVINO, {name}", "openvino", export, in_openvino, lambda found: torch.from_numpy(found[0]))
+        for name, export in {
+            "gather": openvino_of_onnx("gather"),
+            "grid_sample": openvino_of_onnx("grid_sample"),
+            "torch.export": openvino_of_program,
+        }.items()
+    ),
+    Runtime("ExecuTorch, portable", "executorch", to_executorch(), in_executorch),
+    Runtime("ExecuTorch, XNNPACK", "executorch", to_executorch(XNNPACK), in_executorch),
+    Runtime("Core ML", "coremltools", to_core_ml, None),
+    Runtime("TensorRT, tensorrt", "onnx", onnx_form("tensorrt"), None),
+    Runtime("CANN, npu", "onnx", onnx_form("npu"), None),
+)
+
+
+def in_one_line(error: Exception) -> str:
+    """The first sentence of an error's message, without the paths of this machine."""
+    first = str(error).strip().split("\n")[0].split(". ")[0]
+    return re.sub(r"/\S*/", "", first or type(error).__name__)
+
+
+def has_no_such_form(runtime: Runtime, workload: Workload) -> bool:
+    """geometric_kernel_attention does not interpolate: its GridSample form is the gather form."""
+    return runtime.name.endswith("grid_sample") and GEOMETRIC in (workload.operator, workload.row.bare)
+
+
+class Attempt(NamedTuple):
+    exports: str
+    runs: str
+    message: str = ""
+    call: Callable[[], Any] | None = None
+
+
+def attempted(runtime: Runtime, workload: Workload, args: tuple) -> Attempt:
+    """Each runtime has errors of its own; any of them is a result."""
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    try:
+        program = runtime.export(Calls(workload.operator, args).eval(), tensors)
+    except Exception as error:
+        return Attempt("no", "no", in_one_line(error))
+    if runtime.load is None:
+        return Attempt("yes", "not here")
+    try:
+        call = runtime.load(program, tensors)
+        call()
+    except Exception as error:
+        return Attempt("yes", "no", in_one_line(error))
+    return Attempt("yes", "yes", call=call)
+
+
+def measured(workload: Workload, runtimes: list[Runtime], seconds: float) -> Iterator[Row]:
+    """A row for torch's own two, and for each runtime."""
+    args = workload.inputs()
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    truth = getattr(mx_driving.reference, workload.operator)(*cast(args, torch.float64))
+    module = Calls(workload.operator, args).eval()
+    gathers = standard(module, tensors).module()
+    of_torch = {
+        OURS: Attempt("", "yes", call=lambda: module(*tensors)),
+        GATHERS: Attempt("", "yes", call=lambda: gathers(*tensors)),
+    }
+    tried = {r.name: attempted(r, workload, args) for r in runtimes if not has_no_such_form(r, workload)}
+    by_name = {runtime.name: runtime for runtime in runtimes}
+    attempts = of_torch | tried
+    times = interleaved({name: a.call for name, a in attempts.items() if a.call}, seconds)
+    medians = {name: statistics.median(some) for name, some in times.items()}
+    for name, attempt in attempts.items():
+        row = {"operator": workload.operator, "workload": workload.name, "runtime": name}
+        row |= {"version": by_name[name].version if name in by_name else "", "exports": attempt.exports, "runs": attempt.runs}
+        row |= dict.fromkeys(FIGURES, "") | {"message": attempt.message}
+        if attempt.call:
+            found = by_name[name].read(attempt.call()) if name in by_name else attempt.call()
+            row["difference"] = f"{(found - truth).abs().max() / truth.abs().max():.1e}"
+            row["milliseconds"] = round(medians[name] * 1e3, 3)
+            row["times ours"] = round(medians[name] / medians[OURS], 2)
+            row["times gathers"] = round(medians[name] / medians[GATHERS], 2)
+        yield row
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Only rows whose workload matches; may be repeated.")] = None,
+    runtime: Annotated[list[str] | None, typer.Option(help="Only runtimes whose name matches; may be repeated.")] = None,
+    seconds: Annotated[float, typer.Option(help="Measure each workload about this long.")] = 12.0,
+    threads: Annotated[int, typer.Option(help="Where there are few, idle threads of one library slow the other.")] = 1,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
+) -> None:
+    workloads = matching("--only", only, [w.name for w in ROWS])
+    wanted = matching("--runtime", runtime, [r.name for r in RUNTIMES])
+    torch.set_num_threads(threads)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    console = Console()
+    for sentence in (r.missing for r in RUNTIMES if r.name in wanted and r.missing):
+        console.print(sentence)
+    there = [r for r in RUNTIMES if r.name in wanted and not r.missing]
+    rows = []
+    for workload in (w for w in ROWS if w.name in workloads):
+        table = grid(workload.name, {"runtime": 24, "exports": 7, "runs": 8}, dict.fromkeys(FIGURES, 10))
+        for row in measured(workload, there, seconds):
+            rows.append(row)
+            table.add_row(row["runtime"], row["exports"], row["runs"], *(str(row[name]) for name in FIGURES))
+        show(console, table)
+    for message in dict.fromkeys(row["message"] for row in rows if row["message"]):
+        say(console, message)
+    if csv:
+        write(rows, csv)
+
+
+if __name__ == "__main__":
+    with in_a_sentence("deploy_matrix.py"):
+        typer.run(main)
