@@ -88,18 +88,6 @@ def test_same_numbers_for_any_batch_and_queries(operator, form):
 
 
 @pytest.mark.parametrize(("operator", "form"), FORMS)
-def test_openvino_gives_the_same_numbers_for_any_batch_and_queries(operator, form):
-    """In float32: by itself OpenVINO may compute in bfloat16 where the processor has it."""
-    openvino = pytest.importorskip("openvino")
-    core, config = openvino.Core(), {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": 1}
-    compiled = core.compile_model(core.read_model(exported(operator, form).SerializeToString(), b""), "CPU", config)
-    for bs, queries in ((3, 5), (1, 7), (4, 1)):
-        args = cases.cast(GROWING[operator](bs, queries), torch.float32)
-        found = torch.from_numpy(compiled([a.numpy() for a in args])[0])
-        torch.testing.assert_close(found, getattr(mx_driving, operator)(*args), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("operator", "form"), FORMS)
 def test_standard_operators_only(operator, form):
     model = exported(operator, form)
     onnx.checker.check_model(model, full_check=True)
