@@ -331,7 +331,9 @@ def every_module():
     yield nn.GeometricKernelAttention(16, 2), (query, torch.rand(1, 7, 2, 2), value, shapes, starts)
     aggregation = nn.DeformableFeatureAggregation(16, 2, 1, 2, num_learnable_pts=1)
     features, scales, firsts = nn.flatten_cameras([torch.rand(1, 2, 16, 3, 5)])
-    yield aggregation, (query, torch.rand(1, 7, 8), query, features, scales, firsts, torch.rand(1, 2, 4, 4))
+    in_view = torch.tensor([[0.1, 0.0, 0.0, 1.0], [0.0, 0.1, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 0.0, 1.0]])
+    cameras = in_view.expand(1, 2, 4, 4)  # see every point that is less than 10 away from the middle
+    yield aggregation, (query, torch.rand(1, 7, 8), query, features, scales, firsts, cameras)
 
 
 def test_a_replaced_layer_acts_and_so_does_a_hook():
