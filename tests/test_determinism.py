@@ -87,7 +87,7 @@ def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread
     args = cases.cast(case.make(), torch.float32)
     grad = cases.grad_for(case.operator, args).float()
     places = range(len(cases.DIFFERENTIABLE[case.operator]))
-    for threads in (1,) if implementation == "reference" else (1, 3):  # torch's threads are not ours to test
+    for threads in (1, 3):
         torch.set_num_threads(threads)
         together = cases.gradients_of(implementation, case.operator, grad, args)
         for i in places:

@@ -235,13 +235,16 @@ struct Sum {
 };
 
 // float32 may lose this share of each term: a pixel below 32 is rounded by at most 2^-20, twice, on each of two axes.
-// Seen: 1.6e-6 over 400 seeds.
-constexpr double OF_TERMS = 4e-6;
+// Seen: 1.6e-6 over 400 seeds. Nor may it lose more than OF_RESULT of the result and one, which is often less: the
+// numbers of these tests meet it, others need not, because terms that cancel leave their errors.
+constexpr double OF_TERMS = 4e-6, OF_RESULT = 2e-5;
 
 void compare(const View &got, const std::vector<Sum> &want, double share) {
     for (int64_t i = 0; i < got.count(); ++i) {
         const Sum &w = want[size_t(i)];
-        CHECK(std::abs(got.get(i) - w.sum) <= share * std::abs(w.sum) + OF_TERMS * w.size);
+        const double error = std::abs(got.get(i) - w.sum), result = std::abs(w.sum);
+        CHECK(error <= share * result + OF_TERMS * w.size);
+        CHECK(error <= (share + OF_RESULT) * (1 + result));
     }
     CHECK(got.gaps_intact());
 }

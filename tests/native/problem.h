@@ -11,7 +11,8 @@
 #include <utility>
 #include <vector>
 
-// Evenly between two bounds. The same numbers with every C++ library: each has its own std::uniform_real_distribution.
+// Evenly between two bounds. The same numbers with every C++ library: each has its own std::uniform_real_distribution,
+// and gradients of locations are compared with a tolerance that not every number meets (problem.cpp says why).
 inline double between(double from, double to, std::mt19937 &random) {
     return from + (to - from) * (double(random()) + 0.5) / 4294967296.0;
 }
