@@ -32,6 +32,11 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
 
+# glibc gives large blocks back at once, and the system clears them anew for the next test: a third of test_values' time. The
+# workers, which start later, read this.
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
+os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**36))
+
 EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
 
 
@@ -67,6 +72,15 @@ def _one_thread_per_worker():
 def pytest_addoption(parser):
     parser.addoption("--record", type=pathlib.Path, help="write the counts of every test file to this CSV file")
     parser.addoption("--packages", default="newest", help="what --record says of the other packages' versions")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
+def pytest_collection_modifyitems(items):
+    """All implementations of the same inputs run in one process, which works their truth out once."""
+    for item in items:
+        if "implementation" in getattr(item, "fixturenames", ()):
+            inputs = item.callspec.id.replace(item.callspec.params["implementation"], "", 1)
+            item.add_marker(pytest.mark.xdist_group(f"{item.originalname} {inputs}"))
 
 
 def pytest_runtest_setup(item):

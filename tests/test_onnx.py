@@ -55,18 +55,16 @@ class Attention(torch.nn.Module):
         return mx_driving.multi_scale_deformable_attn(value, self.shapes, self.starts, locations, weights)
 
 
+def in_onnx(module, args, form=None, opset=20, **options):
+    """A module, exported with the nodes of a form, or without a table."""
+    table = mx_driving.onnx.translations(form) if form else None
+    options |= {"opset_version": opset, "custom_translation_table": table}
+    return torch.onnx.export(module.eval(), args, dynamo=True, verbose=False, **options).model_proto
+
+
 @functools.cache
 def exported(operator, form, opset=20, dtype=torch.float32):
-    args = cases.cast(GROWING[operator](3, 5), dtype)
-    return torch.onnx.export(
-        Calls(operator).eval(),
-        args,
-        dynamo=True,
-        opset_version=opset,
-        dynamic_shapes=DYNAMIC,
-        custom_translation_table=mx_driving.onnx.translations(form),
-        verbose=False,
-    ).model_proto
+    return in_onnx(Calls(operator), cases.cast(GROWING[operator](3, 5), dtype), form, opset, dynamic_shapes=DYNAMIC)
 
 
 def run(model, *args):
@@ -120,15 +118,7 @@ def test_border_of_the_map(form):
     for case in cases.LATTICE:
         if (case.operator, form) in FORMS:
             args = cases.cast(case.make(), torch.float32)
-            model = torch.onnx.export(
-                Calls(case.operator).eval(),
-                args,
-                dynamo=True,
-                opset_version=20,
-                custom_translation_table=mx_driving.onnx.translations(form),
-                verbose=False,
-            ).model_proto
-            check(model, case.operator, args)
+            check(in_onnx(Calls(case.operator), args, form), case.operator, args)
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
@@ -144,14 +134,7 @@ def test_sixteen_bit_values_with_float32_locations(form):
         value, shapes, starts, *rest = GROWING[MULTI_SCALE](bs, queries)
         return value.half(), shapes.int(), starts.int(), *(t.float() for t in rest)
 
-    model = torch.onnx.export(
-        Calls(MULTI_SCALE).eval(),
-        mixed(3, 5),
-        dynamo=True,
-        opset_version=20,
-        custom_translation_table=mx_driving.onnx.translations(form),
-        verbose=False,
-    ).model_proto
+    model = in_onnx(Calls(MULTI_SCALE), mixed(3, 5), form)
     got, expected = run(model, *mixed(3, 5)), mx_driving.multi_scale_deformable_attn(*mixed(3, 5))
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # one ulp of the last rounding
@@ -165,18 +148,12 @@ def test_inside_a_module():
     def inputs(bs, queries):
         return torch.randn(bs, queries, 16), torch.rand(bs, queries, 2), torch.randn(bs, 54, 16)
 
-    program = torch.onnx.export(
-        model,
-        inputs(3, 5),
-        dynamo=True,
-        opset_version=20,
-        dynamic_shapes=({0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES}, {0: BATCH}),
-        verbose=False,
-    )
-    assert {node.domain for node in program.model_proto.graph.node} == {""}
+    free = {0: BATCH, 1: QUERIES}
+    written = in_onnx(model, inputs(3, 5), dynamic_shapes=(free, free, {0: BATCH}))
+    assert {node.domain for node in written.graph.node} == {""}
     for bs, queries in ((3, 5), (2, 9)):
         args = inputs(bs, queries)
-        torch.testing.assert_close(run(program.model_proto, *args), model(*args).detach(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(run(written, *args), model(*args).detach(), rtol=1e-5, atol=1e-5)
 
 
 def test_vendor_node():
@@ -241,14 +218,7 @@ def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
     """One dtype for all floating inputs: float16 where all have it, else float32."""
     value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
     args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
-    model = torch.onnx.export(
-        Calls(MULTI_SCALE).eval(),
-        args,
-        dynamo=True,
-        opset_version=20,
-        custom_translation_table=mx_driving.onnx.translations("tensorrt"),
-        verbose=False,
-    ).model_proto
+    model = in_onnx(Calls(MULTI_SCALE), args, "tensorrt")
     assert [n.op_type for n in model.graph.node].count("Cast") == casts
     found, expected = run_beside_the_plugin(model, *args), mx_driving.multi_scale_deformable_attn(*args)
     assert found.dtype == dtypes[0]
@@ -271,14 +241,7 @@ def test_with_logits_the_bare_operators_node(form, node):
     """Locations and weights are made by standard operators, as patched models need it."""
     args = cases.cast(GROWING[MULTI_SCALE + "_with_logits"](3, 5), torch.float32)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
-    model = torch.onnx.export(
-        AllBut(MULTI_SCALE + "_with_logits", args).eval(),
-        tensors,
-        dynamo=True,
-        opset_version=20,
-        custom_translation_table=mx_driving.onnx.translations(form),
-        verbose=False,
-    ).model_proto
+    model = in_onnx(AllBut(MULTI_SCALE + "_with_logits", args), tensors, form)
     kinds = [n.op_type for n in model.graph.node]
     assert node in kinds
     assert "Softmax" in kinds
@@ -313,14 +276,7 @@ def test_operators_with_logits_for_any_batch_and_queries(operator):
     free = []
     for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
         free.append({at: dim for at, dim in ((at_batch, BATCH), (at_query, QUERIES)) if at is not None} or None)
-    model = torch.onnx.export(
-        AllBut(operator, args).eval(),
-        tensors,
-        dynamo=True,
-        opset_version=20,
-        dynamic_shapes=(tuple(free[:-1]),),
-        verbose=False,
-    ).model_proto
+    model = in_onnx(AllBut(operator, args), tensors, dynamic_shapes=(tuple(free[:-1]),))
     assert not {"GridSample", "Loop"} & {node.op_type for node in model.graph.node}
     for bs, queries in ((3, 5), (1, 7), (4, 1)):
         args = cases.cast(GROWING[operator](bs, queries), torch.float32)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import functools
 import os
 import pathlib
 import re
@@ -55,6 +57,24 @@ def _shrunk(name: str) -> dict[str, object]:
     return {"num_queries": 100}
 
 
+@functools.lru_cache(maxsize=1)
+def _in_double(name: str) -> models.Subject:
+    """A model is built once for its tests, which one process runs in turn: building takes longer than a backward."""
+    return models.build(name, 96, 128, torch.float64, **_shrunk(name))
+
+
+def _in_single(name: str) -> models.Subject:
+    double = _in_double(name)
+    models.forget(double.model)
+    inputs = {key: t.float() if t.is_floating_point() else t for key, t in double.inputs.items()}
+    return models.Subject(name, copy.deepcopy(double.model).float(), inputs)
+
+
+def per_carrier(test):
+    names = [pytest.param(name, marks=pytest.mark.xdist_group(f"transformers {name}")) for name in CARRIERS]
+    return pytest.mark.parametrize("name", names)(test)
+
+
 def test_the_issue_names_are_among_them():
     expected = {"deformable_detr", "rt_detr", "rt_detr_v2", "d_fine", "mask2former", "oneformer", "grounding_dino"}
     assert expected | {"omdet_turbo", "lw_detr"} <= set(CARRIERS)
@@ -67,11 +87,11 @@ def test_patch_finds_every_core():
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-@pytest.mark.parametrize("name", CARRIERS)
+@per_carrier
 def test_outputs_and_gradients_in_float64(name):
     """Nothing but rounding may differ. In float32 it would hide a wrong share."""
     with mx_driving.viz.recording() as looks:
-        outputs, gradients = models.compare(models.build(name, 96, 128, torch.float64, **_shrunk(name)))
+        outputs, gradients = models.compare(_in_double(name))
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert outputs < 1e-13
@@ -148,12 +168,12 @@ def _clear_of_centres(func, inputs):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
-@pytest.mark.parametrize("name", CARRIERS)
+@per_carrier
 def test_outputs_and_gradients_in_float32(name, modules):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""
-    subject = models.build(name, 96, 128, **_shrunk(name))
+    subject = _in_single(name)
     with mx_driving.patched(subject.model, modules=modules), _Calls() as calls:
         outputs, _ = subject.backward()
     assert not any(out.isnan().any() for out in outputs.values())

@@ -107,7 +107,7 @@ class Subject:
 
     def backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The outputs, and the gradient of a fixed mixture of them for every parameter that has one."""
-        _forget(self.model)
+        forget(self.model)
         outputs = self.forward()
         mixtures = [_mixture(out) for out in outputs.values()]
         wanted = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -115,7 +115,7 @@ class Subject:
         return outputs, {name: g for name, g in zip(wanted, gradients, strict=True) if g is not None}
 
 
-def _forget(model: torch.nn.Module) -> None:
+def forget(model: torch.nn.Module) -> None:
     """Empty OmDet-Turbo's cache, which keeps features of texts with their graph from call to call."""
     for name in ("language_cache_class", "language_cache_prompt"):
         if hasattr(model, name):
