@@ -141,12 +141,18 @@ def test_here_nothing_is_beside_ours():
     assert not any("vendor's" in s for by in mx_driving.backends().values() for s in by.values())
 
 
-# Only the folder's own mx_driving can be found, not the one that runs these tests.
+# Only the folder's own mx_driving can be found, not the one that runs these tests. That may lie beside torch.
 ALONE = """
-import importlib, json, os, sys
+import importlib.machinery, json, sys
 folder = sys.argv.pop(1)
-sys.meta_path = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("_editable")]
-sys.path = [folder, *(place for place in sys.path if not os.path.exists(os.path.join(place, "mx_driving", "__init__.py")))]
+sys.path.insert(0, folder)
+
+class Alone:
+    def find_spec(name, path=None, target=None):
+        if name in ("mx_driving", "mx_driving_portable"):
+            return importlib.machinery.PathFinder.find_spec(name, [folder])
+
+sys.meta_path = [Alone, *(f for f in sys.meta_path if not type(f).__module__.startswith("_editable"))]
 """
 
 
