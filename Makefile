@@ -6,7 +6,7 @@
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make docs    the site: docs/_build/html/index.html
 # make aarch64   cross-compile, and run the native tests under qemu-user
-# make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares
+# make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares; PLATFORM=linux-aarch64 builds one
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
@@ -52,7 +52,7 @@ demo: $(VENV)/demo
 	$(BIN)/mx-driving demo --out demo.png
 
 test: $(STAMP) lint
-	@echo "Running the tests: 6 to 8 minutes on 2 cores"
+	@echo "Running the tests: 8 to 15 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
@@ -143,7 +143,8 @@ $(TOOLS)/made: wheels/requirements.txt
 
 .PHONY: wheels check-wheels test-wheel
 wheels: $(TOOLS)/made
-	$(TOOLS)/bin/python wheels/make.py $(if $(AGAIN),--again)
+	$(TOOLS)/bin/python wheels/make.py $(PLATFORM)
+	$(if $(AGAIN),$(TOOLS)/bin/python wheels/make.py --again $(PLATFORM))
 
 check-wheels: $(TOOLS)/made
 	$(TOOLS)/bin/python wheels/check.py $(PLATFORM)

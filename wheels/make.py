@@ -1,9 +1,9 @@
 """Builds the sdist, and from it a wheel for every platform, into dist: `make wheels`.
 
-    python wheels/make.py [--again]
+    python wheels/make.py [--again] [PLATFORM ...]
 
---again builds everything a second time, elsewhere, and fails if one byte differs. The same sources and the tools of
-requirements.txt give the same files: times come from the last commit, paths are left out, and nothing is fetched.
+--again builds what dist holds a second time from its sdist, elsewhere, and fails if one byte differs. The same sources and the
+tools of requirements.txt give the same files: times come from the last commit, paths are left out, and nothing is fetched.
 """
 
 from __future__ import annotations
@@ -49,44 +49,61 @@ def settings_of(platform: Platform, source: pathlib.Path, folder: pathlib.Path) 
     }
 
 
-def build_all(dist: pathlib.Path, work: pathlib.Path) -> None:
-    for folder in (dist, work):
-        shutil.rmtree(folder, ignore_errors=True)
-    build(ROOT, "sdist", dist)
-    (sdist,) = dist.glob("*.tar.gz")
+def unpack(sdist: pathlib.Path, work: pathlib.Path) -> pathlib.Path:
     with tarfile.open(sdist) as archive:
         archive.extractall(work, filter="data")
-    source = work / sdist.name.removesuffix(".tar.gz")
-    for name, platform in PLATFORMS.items():
+    return work / sdist.name.removesuffix(".tar.gz")
+
+
+def build_wheels(source: pathlib.Path, names: list[str], dist: pathlib.Path, work: pathlib.Path) -> None:
+    for name in names:
         print(f"Building the wheel for {name}", flush=True)
-        build(source, "wheel", dist, settings_of(platform, source, work / name))
+        build(source, "wheel", dist, settings_of(PLATFORMS[name], source, work / name))
 
 
-def hashes(dist: pathlib.Path) -> dict[str, str]:
-    return {file.name: sha256(file) for file in sorted(dist.iterdir())}
+def build_all(names: list[str]) -> None:
+    for folder in (DIST, BUILD):
+        shutil.rmtree(folder, ignore_errors=True)
+    build(ROOT, "sdist", DIST)
+    build_wheels(unpack(the_sdist(), BUILD), names, DIST, BUILD)
+    for file in sorted(DIST.iterdir()):
+        print(f"{sha256(file)}  {file.name}  {file.stat().st_size:,} bytes")
 
 
-def check_again(first: dict[str, str]) -> None:
+def the_sdist() -> pathlib.Path:
+    found = list(DIST.glob("*.tar.gz"))
+    if len(found) != 1:
+        raise SystemExit(f"make.py: {DIST} must hold one sdist, of a build before; got {len(found)}")
+    return found[0]
+
+
+def build_again(names: list[str]) -> None:
+    """From dist's sdist, so that work on the sources may go on."""
+    if missing := [name for name in names if not PLATFORMS[name].wheel.exists()]:
+        raise SystemExit(f"make.py: {DIST} must hold the wheels to compare with; there is none for {', '.join(missing)}")
     with tempfile.TemporaryDirectory() as folder:
+        dist, work = pathlib.Path(folder, "dist"), pathlib.Path(folder, "work")
+        with tarfile.open(the_sdist()) as archive:
+            os.environ["SOURCE_DATE_EPOCH"] = str(archive.getmembers()[0].mtime)
         os.environ["ZIG_GLOBAL_CACHE_DIR"] = str(pathlib.Path(folder, "zig"))  # so that nothing is taken from the first build
-        build_all(pathlib.Path(folder, "dist"), pathlib.Path(folder, "work"))
-        second = hashes(pathlib.Path(folder, "dist"))
-    different = [name for name in first | second if first.get(name) != second.get(name)]
+        source = unpack(the_sdist(), work)
+        (source / "PKG-INFO").unlink()  # made, and no source
+        build(source, "sdist", dist)
+        build_wheels(source, names, dist, work)
+        different = [file.name for file in dist.iterdir() if sha256(file) != sha256(DIST / file.name)]
     if different:
         raise SystemExit("Two builds of the same sources differ: " + ", ".join(different))
-    print("Two builds in two folders gave the same bytes")
+    print(f"Two builds in two folders gave the same bytes: the sdist, {', '.join(names)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="The sdist and the wheels, into dist")
-    parser.add_argument("--again", action="store_true", help="build twice and compare")
-    again = parser.parse_args().again
-    build_all(DIST, BUILD)
-    built = hashes(DIST)
-    for name, digest in built.items():
-        print(f"{digest}  {name}  {(DIST / name).stat().st_size:,} bytes")
-    if again:
-        check_again(built)
+    parser.add_argument("--again", action="store_true", help="build what dist holds once more and compare")
+    parser.add_argument("platforms", nargs="*", metavar="PLATFORM", help=f"{', '.join(PLATFORMS)}; all, if none is named")
+    options = parser.parse_args()
+    if unknown := set(options.platforms) - PLATFORMS.keys():
+        raise SystemExit(f"make.py: PLATFORM must be one of {', '.join(PLATFORMS)}; got {', '.join(sorted(unknown))}")
+    (build_again if options.again else build_all)(options.platforms or list(PLATFORMS))
 
 
 if __name__ == "__main__":
