@@ -10,6 +10,7 @@ RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
+OLDER = "epyc-zen3-2-cores.csv"  # a processor without AVX-512
 Row = dict[str, str]
 
 
@@ -52,23 +53,25 @@ MODULES = ("plain torch", "torch.compile", "transformers", "transformers, compil
 NOT_YET = "*The recorded run has no such row yet.*\n"
 
 
-def workloads_with(implementation: str, direction: str) -> dict[str, dict[str, Row]]:
-    return {name: by for name, by in by_implementation(direction, WITH_LOGITS).items() if implementation in by}
+def workloads_with(implementation: str, direction: str, file: str = WITH_LOGITS) -> dict[str, dict[str, Row]]:
+    return {name: by for name, by in by_implementation(direction, file).items() if implementation in by}
 
 
-def bare_workloads(direction: str) -> dict[str, dict[str, Row]]:
+def bare_workloads(direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
     """Those of operators on locations and weights that are ready."""
-    return {name: by for name, by in by_implementation(direction).items() if not {BARE, PARTS} & by.keys()}
+    return {name: by for name, by in by_implementation(direction, file).items() if not {BARE, PARTS} & by.keys()}
 
 
 def _cells(by: dict[str, Row], rivals: Iterable[str]) -> list[str]:
     return [speed_up(by[rival]) if rival in by else "" for rival in rivals]
 
 
-def speed_ups(direction: str) -> str:
-    """Our time in milliseconds, and the speed-up over each rival."""
-    rows = [[name, milliseconds(by["mx_driving"]), *_cells(by, RIVALS)] for name, by in bare_workloads(direction).items()]
-    return markdown(["workload", "mx_driving, ms", *(f"over {rival}" for rival in RIVALS)], rows)
+def speed_ups(direction: str, file: str = BENCH) -> str:
+    """Our time in milliseconds, and the speed-up over each rival that was measured."""
+    found = bare_workloads(direction, file)
+    rivals = [rival for rival in RIVALS if any(rival in by for by in found.values())]
+    rows = [[name, milliseconds(by["mx_driving"]), *_cells(by, rivals)] for name, by in found.items()]
+    return markdown(["workload", "mx_driving, ms", *(f"over {rival}" for rival in rivals)], rows)
 
 
 def ratio(by: dict[str, Row], other: str) -> str:
@@ -76,12 +79,12 @@ def ratio(by: dict[str, Row], other: str) -> str:
     return f"{float(by['mx_driving']['milliseconds']) / float(by[other]['milliseconds']):.2f}"
 
 
-def beside(other: str, rivals: Iterable[str]) -> str:
+def beside(other: str, rivals: Iterable[str], file: str = WITH_LOGITS) -> str:
     """Of rows that have `other` beside them: our time, its ratio to that of `other`, and the speed-up over each rival."""
     rows = [
         [f"{name}; {direction}", milliseconds(by["mx_driving"]), ratio(by, other), *_cells(by, rivals)]
         for direction in ("forward", "forward + backward")
-        for name, by in workloads_with(other, direction).items()
+        for name, by in workloads_with(other, direction, file).items()
     ]
     if not rows:
         return NOT_YET
@@ -266,6 +269,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "with_logits": lambda: beside(BARE, RIVALS[:2]),
     "modules": lambda: beside(PARTS, MODULES),
     "floors": floors,
+    "forward_older": lambda: speed_ups("forward", OLDER),
+    "forward_backward_older": lambda: speed_ups("forward + backward", OLDER),
+    "with_logits_older": lambda: beside(BARE, RIVALS[:1], OLDER),
+    "measured_older": lambda: made(read(OLDER)) + "\n",
     "measured": lambda: made(read(BENCH)) + "\n",
     "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
@@ -274,6 +281,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "detectors": lambda: plain("epyc-zen5-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
+    "gpu_peers": lambda: plain("gpu-peers.csv", "made by"),
     "gpu_static": lambda: plain("gpu-static.csv", "made by"),
     "gpu_static_times": lambda: plain("gpu-static-times.csv", "made by"),
     "tested": tested,

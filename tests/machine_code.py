@@ -127,8 +127,16 @@ def read_code(kernel: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        usage, listing = _tool("cuobjdump", "-res-usage", file.name), _tool("nvdisasm", "-c", file.name)
-    registers, stack, shared = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())  # pyright: ignore
+        return read_cubin(file.name, kernel.metadata.num_warps)
+
+
+def read_cubin(path: str, warps: int, function: str = "") -> Code:
+    """The kernel of a file, or its only one whose name has `function` in it."""
+    usage, listing = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
+    registers, stack, shared = map(
+        int, re.search(rf"Function \S*{function}\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups()
+    )  # pyright: ignore
+    (listing,) = re.findall(rf"\n\.text\.\S*{function}\S*:\n(.*?)(?=\n//-|\Z)", listing, re.DOTALL)
     instructions, labels = [], {}
     for line in listing.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
@@ -138,7 +146,7 @@ def read_code(kernel: Any) -> Code:
     jumps = [(labels.get(m[1], len(instructions)), i) for i, text in enumerate(instructions) if (m := _jump(text))]
     end = min(target for target, i in jumps if target == i)  # behind the last EXIT: a jump to itself, and padding
     loops = [(target, i) for target, i in jumps if target < i < end]
-    return Code(registers, stack, kernel.metadata.num_warps, shared, instructions[:end], loops)
+    return Code(registers, stack, warps, shared, instructions[:end], loops)
 
 
 def _jump(instruction: str) -> re.Match[str] | None:

@@ -125,6 +125,18 @@ def test_the_recorded_model_is_of_these_kernels(found):
     assert compared == len(recorded) == 6
 
 
+def test_the_recorded_comparison_is_of_these_kernels(found):
+    """benchmarks/gpu_peers.py wrote the file; the site shows it."""
+    with (SCRIPT.parents[1] / "benchmarks" / "results" / "gpu-peers.csv").open(newline="") as file:
+        recorded = {r["direction"]: r for r in csv.DictReader(file) if r["kernel"] == "mx_driving"}
+    rows = [r for r in found["models"] if (r["operator"], r["target"], r["dtype"]) == (MULTI_SCALE, 90, "float32")]
+    assert {row["direction"] for row in rows} == recorded.keys()
+    for row in rows:
+        assert int(recorded[row["direction"]]["registers"]) == row["registers"]
+        count = row.get("instructions per row", 0) / 16 or row["instructions per row and point"]
+        assert float(recorded[row["direction"]]["instructions"]) == pytest.approx(count, abs=0.06)
+
+
 def test_nothing_is_compiled_again_for_other_sizes():
     """Batch 1 to 16, 1 to 300 queries, maps of 1 x 1 to 16 x 16: one compilation of each kernel."""
     found = _run("--compilations")
