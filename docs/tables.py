@@ -278,7 +278,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_models": whole_models,
     "attention_modules": attention_modules,
     "onnxruntime": onnxruntime,
-    "detectors": lambda: plain("epyc-zen5-2-cores-detectors.csv"),
+    "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
     "gpu_peers": lambda: plain("gpu-peers.csv", "made by"),

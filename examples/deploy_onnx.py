@@ -15,21 +15,27 @@ from __future__ import annotations
 
 import argparse
 import logging
+import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from detect import at_random, from_checkpoint, load_photo, median_ms
+from detect import at_random, from_checkpoint, load_photo
 from torch import Tensor
 
 import mx_driving
 import mx_driving.onnx
 from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need
 from mx_driving.measure import models
+from mx_driving.measure.timing import interleaved
 
 FORMS = ("grid_sample", "gather", "onnxruntime")
+OF_PATCHED = FORMS[1:]
+PATCHED = "torch, patched"
 
 
 class Detector(torch.nn.Module):
@@ -75,6 +81,19 @@ def in_onnxruntime(path: Path) -> Callable[[Tensor], list[Tensor]]:
     return lambda pixels: [torch.from_numpy(array) for array in session.run(None, {name: pixels.numpy()})]
 
 
+@contextmanager
+def patched(model: torch.nn.Module) -> Iterator[None]:
+    """For a moment, because a patch serves all models of the same file."""
+    try:
+        patch = mx_driving.patch(model)
+    except ValueError:
+        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
+    try:
+        yield
+    finally:
+        patch.restore()
+
+
 def farthest(boxes: Tensor, expected: Tensor) -> float:
     """The largest coordinate's distance of an expected box to the nearest box, both [1, num_queries, 4]."""
     return float(torch.cdist(expected, boxes, p=torch.inf).min(-1).values.max())
@@ -86,7 +105,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="folder of a saved detector")
     parser.add_argument("--model", default="rt_detr", help="without a checkpoint: the name of a model of transformers")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--rounds", type=at_least_one, default=5, help="runs to time")
+    parser.add_argument("--seconds", type=at_least_one, default=60, help="of timing; all run in turn, three times at least")
     parser.add_argument("--folder", type=Path, default=Path("exported"), help="where the ONNX files are written")
     return parser.parse_args()
 
@@ -114,27 +133,28 @@ def run(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     height, width = pixels.shape[-2:]
     print(f"{type(model).__name__}, {height} x {width}, {torch.get_num_threads()} threads", flush=True)
+    with patched(model):  # now, rather than after the first export
+        pass
     expected = detector(pixels)[1]
 
-    def tell(name: str, call: Callable[[Tensor], Any]) -> None:
-        distance = farthest(call(pixels)[1], expected)
-        print(f"{name:>28}: {median_ms(lambda: call(pixels), options.rounds):8.1f} ms, boxes {distance:.1e}", flush=True)
-
-    def tell_exported(form: str) -> None:
-        if form in options.forms:
-            path = options.folder / f"{form}.onnx"
+    calls: dict[str, Callable[[Tensor], Any]] = {"torch": detector, PATCHED: detector}
+    for form in options.forms:
+        path = options.folder / f"{form}.onnx"
+        print(f"writing {path}", flush=True)
+        with patched(model) if form in OF_PATCHED else nullcontext():
             export(detector, pixels, form, path)
-            tell(f"onnxruntime, {form}", in_onnxruntime(path))
+        calls[f"onnxruntime, {form}"] = in_onnxruntime(path)
 
-    tell("torch", detector)
-    tell_exported("grid_sample")
-    try:
-        mx_driving.patch(model)
-    except ValueError:
-        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
-    tell("torch, patched", detector)
-    tell_exported("gather")
-    tell_exported("onnxruntime")
+    def within(name: str) -> AbstractContextManager[None]:
+        return patched(model) if name == PATCHED else nullcontext()
+
+    distances = {}
+    for name, call in calls.items():
+        with within(name):
+            distances[name] = farthest(call(pixels)[1], expected)
+    times = interleaved({name: partial(call, pixels) for name, call in calls.items()}, options.seconds, within)
+    for name, distance in distances.items():
+        print(f"{name:>28}: {1e3 * statistics.median(times[name]):8.1f} ms, boxes {distance:.1e}")
     print(f"the files are in {options.folder}")
 
 

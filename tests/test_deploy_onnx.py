@@ -22,7 +22,7 @@ FILE = pathlib.Path(__file__).parent.parent / "examples" / "deploy_onnx.py"
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FILE), "--rounds", "1", *options]
+    command = [sys.executable, str(FILE), "--seconds", "1", *options]
     return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
 
 
