@@ -33,7 +33,8 @@ def test_gradcheck(implementation, operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_gradgradcheck(operator):
-    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator))
+    """Reverse over reverse, for one gradient and for a batch of them."""
+    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), check_batched_grad=True)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)

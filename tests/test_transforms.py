@@ -68,7 +68,9 @@ def test_forward_mode_and_batched_gradients(operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_forward_over_reverse(operator):
-    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), check_fwd_over_rev=True, check_batched_grad=True)
+    """test_autograd.py has reverse over reverse, with undefined gradients."""
+    flags = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
+    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
