@@ -114,6 +114,22 @@ def test_strides(implementation, operator, dtype, how):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_too_far_apart_for_32_bits(implementation, operator):
+    """Of a map of two pixels. What lies between them is never touched, so it takes no memory."""
+    args = {
+        MULTI_SCALE: lambda: cases.multi_scale(1, 9, 8, 2, [(1, 2)], 5),
+        GEOMETRIC: lambda: cases.geometric(1, 9, 8, 2, [(1, 2)], 5),
+        AGGREGATION: lambda: cases.aggregation(1, 9, 5, 8, 2, [[(1, 2)]]),
+    }[operator]()
+    value, *others = cases.cast(args, torch.float32)
+    step = 2**29 + 64  # elements; 2 GiB and 256 bytes
+    apart = torch.empty(step + value[0, 0].numel()).as_strided(value.shape, (0, step, *value.stride()[2:]))
+    apart.copy_(value)
+    args = (apart, *others)
+    compare(implementation, operator, args, cases.grad_for(operator, args).float())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
 def test_expanded_inputs(implementation, operator):
     case = next(c for c in CASES if c.operator == operator)
     args = cases.cast(case.make(), torch.float32)

@@ -188,7 +188,7 @@ template <class T> struct Bundle {
             const Corners<T> c = samples.corners(i);
             rows.put<4>(address, i, c);
             for (int k = 0; k < 4; ++k) {
-                put_entries<4>(corner_share, i, k, c.inside[k] ? c.share(k) : RealLanes<T>{});
+                put_entries<4>(corner_share, i, k, or_zero(c.inside[k], c.share(k)));
                 put_entries<4>(inside, i, k, c.inside[k]);
             }
             store<T, LANES>(right + i, c.right);

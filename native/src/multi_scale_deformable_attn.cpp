@@ -33,7 +33,7 @@ template <class T> struct Bilinear {
         for (int k = 0; k < 4; ++k) {
             rows.inside[k] = c.inside[k];
             rows.pixel[k] = c.pixel[k];
-            rows.share[k] = c.inside[k] ? weight * c.share(k) : RealLanes<T>{};
+            rows.share[k] = or_zero(c.inside[k], weight * c.share(k));
         }
         return rows;
     }

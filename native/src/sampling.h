@@ -87,12 +87,6 @@ template <class T> struct Corners {
     RealLanes<T> share(int k) const { return corner_share(k, right, below); }
 };
 
-template <class T> MXD_INLINE RealLanes<T> floor_of(RealLanes<T> x, IntLanes<T> &whole) {
-    whole = convert<Int<T>, LANES>(x);
-    whole += x < convert<T, LANES>(whole);
-    return convert<T, LANES>(whole);
-}
-
 // x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
 template <class T>
 MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
@@ -101,11 +95,11 @@ MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &
     const auto int_height = raw_load<Int<T>, LANES>(maps.int_height + sample);
     Corners<T> c;
     c.valid = (x > -1) & (y > -1) & (x < width) & (y < height);
-    x = c.valid ? x : RealLanes<T>{};
-    y = c.valid ? y : RealLanes<T>{};
-    IntLanes<T> left, top;
-    c.right = x - floor_of<T>(x, left);
-    c.below = y - floor_of<T>(y, top);
+    x = or_zero(c.valid, x);
+    y = or_zero(c.valid, y);
+    const IntLanes<T> left = floor_of<Int<T>, LANES>(x), top = floor_of<Int<T>, LANES>(y);
+    c.right = x - convert<T, LANES>(left);
+    c.below = y - convert<T, LANES>(top);
     const IntLanes<T> left_in = c.valid & (left >= 0), right_in = c.valid & (left < int_width - 1);
     const IntLanes<T> top_in = top >= 0, bottom_in = top < int_height - 1;
     c.inside[0] = top_in & left_in;
@@ -158,6 +152,7 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
 // lies at `nowhere`, a row of zeros. A share of 0 for some row of the map would not do: 0 * infinity is NaN.
 struct RowAddresses {
     int64_t *base, *stride, nowhere;
+    bool far = false; // some stride does not fit in 32 bits, as in no tensor of a model
 
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
     RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
@@ -169,19 +164,28 @@ struct RowAddresses {
             base[i] = reinterpret_cast<int64_t>(pixel0);
             stride[i] = bytes;
         }
+        far = far || bytes != int32_t(bytes);
     }
     // Puts the rows of samples i..i+LANES-1 into a list. The corner to the right is the next pixel.
     template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
         const auto b = raw_load<int64_t, LANES>(base + i), s = raw_load<int64_t, LANES>(stride + i);
+        const AddressLanes off_map = broadcast<int64_t, LANES>(nowhere);
         AddressLanes address = {};
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            address = k & 1 ? address + s : convert<int64_t, LANES>(sampled.pixel[k]) * s + b;
+            address = k & 1 ? address + s : bytes_to(sampled.pixel[k], s) + b;
             if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is nowhere for padding
                 put_entries<CORNERS>(list, i, k, address);
             else
-                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, AddressLanes{} + nowhere));
+                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, off_map));
         }
+    }
+
+  private:
+    template <class Pixels> MXD_INLINE AddressLanes bytes_to(Pixels pixel, AddressLanes step) const {
+        if constexpr (same_type<Pixels, Vec<int32_t, LANES>>)
+            if (!far) return short_product<LANES>(pixel, step);
+        return convert<int64_t, LANES>(pixel) * step;
     }
 };
 
@@ -212,7 +216,7 @@ template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners
     MXD_UNROLL
     for (int k = 0; k < 4; ++k) {
         d[k] = get_entries<4>(dot, i, k);
-        d[k] = c.inside[k] ? d[k] : RealLanes<T>{};
+        d[k] = or_zero(c.inside[k], d[k]);
     }
     return {d, c.right, c.below};
 }

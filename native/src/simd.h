@@ -72,10 +72,14 @@ template <class To, class From> MXD_INLINE To bits_as(From from) {
 }
 
 template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) {
-#if defined(__AVX512F__)
     // GCC 12 widens the halves one by one; maskz because it warns of the other form
+#if defined(__AVX512F__)
     if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 8>>)
         return (Vec<int64_t, 8>)_mm512_maskz_cvtepi32_epi64(0xff, (__m256i)from);
+#endif
+#if defined(__AVX2__)
+    if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 4>>)
+        return (Vec<int64_t, 4>)_mm256_cvtepi32_epi64((__m128i)from);
 #endif
     if constexpr (N == 1)
         return To(from);
@@ -98,8 +102,40 @@ template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Addres
 #if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
     if constexpr (same_type<Mask, Vec<int32_t, 8>>)
         return (Address)_mm512_mask_blend_epi64(_mm256_movepi32_mask((__m256i)mask), (__m512i)no, (__m512i)yes);
+#elif defined(__AVX2__)
+    if constexpr (same_type<Mask, Vec<int32_t, 4>>) // GCC 12 compares the mask with 0 first
+        return (Address)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)convert<int64_t, 4>(mask));
 #endif
     return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
+}
+
+// x where mask is all ones, 0 where it is 0. GCC 12 makes two operations of `mask ? x : 0`.
+template <class Mask, class V> MXD_INLINE V or_zero(Mask mask, V x) {
+    static_assert(sizeof(Mask) == sizeof(V), "a mask for each lane");
+    return bits_as<V>(Mask(bits_as<Mask>(x) & mask));
+}
+
+// a * b, where b fits in 32 bits; else anything. A product of 64 bits is eight instructions on AVX2, and three on some
+// processors with AVX-512.
+template <int N> MXD_INLINE Vec<int64_t, N> short_product(Vec<int32_t, N> a, Vec<int64_t, N> b) {
+    const Vec<int64_t, N> wide = convert<int64_t, N>(a);
+#if defined(__AVX512F__)
+    if constexpr (N == 8) return (Vec<int64_t, 8>)_mm512_maskz_mul_epi32(0xff, (__m512i)wide, (__m512i)b);
+#endif
+#if defined(__AVX2__)
+    if constexpr (N == 4) return (Vec<int64_t, 4>)_mm256_mul_epi32((__m256i)wide, (__m256i)b);
+#endif
+    return wide * b;
+}
+
+// The largest whole number that is not above x, as a whole number; anything where that does not fit.
+template <class Int, int N, class Real> MXD_INLINE Vec<Int, N> floor_of(Real x) {
+#if defined(__AVX2__)
+    if constexpr (same_type<Real, Vec<float, 4>>) return convert<Int, N>(Real(_mm_floor_ps((__m128)x)));
+    if constexpr (same_type<Real, Vec<float, 8>>) return convert<Int, N>(Real(_mm256_floor_ps((__m256)x)));
+#endif
+    const Vec<Int, N> towards_zero = convert<Int, N>(x);
+    return towards_zero + (x < convert<__typeof__(x[0] + x[0]), N>(towards_zero));
 }
 
 // Four of four or eight lanes and back. Not through memory: what was stored as two halves is slow to load as one.
