@@ -202,19 +202,26 @@ def row_of(name: str) -> dict[str, object]:
     }
 
 
+def recorded() -> dict[str, dict[str, object]]:
+    """The rows of before. Those of platforms that are not named stay, with their dates."""
+    if not TABLE.exists():
+        return {}
+    with TABLE.open(newline="") as file:
+        return {row["platform"]: dict(row) for row in csv.DictReader(file)}
+
+
 def main() -> None:
     names = sys.argv[1:] or list(PLATFORMS)
     output_of(sys.executable, "-m", "twine", "check", "--strict", *(ROOT / "dist").iterdir())
-    rows = []
+    rows = recorded()
     for name in names:
-        rows.append(row_of(name))
-        print(*(f"{column}: {text}" for column, text in rows[-1].items()), "", sep="\n", flush=True)
-    if names == list(PLATFORMS):
-        TABLE.parent.mkdir(exist_ok=True)
-        with TABLE.open("w", newline="") as file:
-            table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            table.writeheader()
-            table.writerows(rows)
+        rows[name] = row_of(name)
+        print(*(f"{column}: {text}" for column, text in rows[name].items()), "", sep="\n", flush=True)
+    TABLE.parent.mkdir(exist_ok=True)
+    with TABLE.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(rows[name] for name in PLATFORMS if name in rows)
 
 
 if __name__ == "__main__":
