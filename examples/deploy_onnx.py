@@ -4,8 +4,9 @@
     python examples/deploy_onnx.py --model rt_detr                  # random weights: boxes mean nothing, times do
 
 Forms: "grid_sample" is the model as it is, whose own GridSample is written; "gather" and "onnxruntime" are the patched model
-with gathers, and with our operators (`mx_driving.onnx.translations`). Without --photo the picture is scikit-learn's, of a
-temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5" onnx onnxscript onnxruntime`.
+with gathers, and with our operators (`mx_driving.onnx.translations`). All are timed in turn, so that their times compare.
+Without --photo the picture is scikit-learn's, of a temple. Needs
+`pip install "mx-driving-portable[examples]" "transformers>=5" onnx onnxscript onnxruntime`.
 
 A detector of two stages chooses its queries by a ranking. Where scores nearly tie, as with random weights, rounding alone
 may choose another query. So each box of torch is compared with the nearest box that onnxruntime finds.

@@ -71,6 +71,23 @@ def test_temporal(numbers, first):
     assert_same(module, inputs, lambda state, *a: published.temporal(state, (3, 3, 2), *a))
 
 
+def test_temporal_without_gradients_and_near_the_end_of_float16():
+    """The mean of both maps is then taken in place. Their sum would be infinite."""
+    module = nn.TemporalSelfAttention(16, 2, 1, 2).half().eval()
+    module.load_state_dict({name: torch.zeros_like(t) for name, t in module.state_dict().items()})
+    with torch.no_grad():
+        module.value_proj.bias.fill_(60000)
+        module.output_proj.weight.copy_(torch.eye(16))
+    maps, shapes, starts = pyramid(16, bs=2)
+    maps, shapes, starts = maps[:, : int(shapes[0].prod())].half(), shapes[:1], starts[:1]
+    query = torch.zeros_like(maps[:1])
+    args = (query, torch.full((1, 2, query.shape[1], 1, 2), 0.5).half(), maps[None], shapes, starts)
+    with torch.no_grad():
+        found = module(*args)
+    assert torch.equal(found, torch.full_like(query, 60000))
+    assert torch.equal(module(*args), found)
+
+
 def pillars(bs: int, cams: int, queries: int, heights: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference points and mask. Each scene and camera sees other queries; one camera none, and one query no camera."""
     reference = rand(bs, cams, queries, heights, 2, seed=5) * 2 - 0.5

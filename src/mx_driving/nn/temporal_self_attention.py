@@ -33,7 +33,7 @@ def _mean_of_two(found: Tensor) -> Tensor:
     """Of [bs, 2, ...], over the second axis. Without gradients in place, because fresh memory takes longer than the sum."""
     if found.requires_grad:
         return found.mean(1)
-    return found[:, 0].add_(found[:, 1]).mul_(0.5)
+    return found[:, 0].mul_(0.5).add_(found[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
 
 
 class TemporalSelfAttention(nn.Module):
