@@ -7,10 +7,12 @@ last level stands for the second-level cache here. Counts are of one call on one
 
 from __future__ import annotations
 
+import ctypes
 import re
 import struct
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +23,6 @@ from rich.progress import track
 from rich.table import Table
 
 from mx_driving import _native, config
-from mx_driving._operators import OPERATORS
 from mx_driving._programs.problems import in_a_sentence, matching
 from mx_driving.measure.workloads import WORKLOADS, Workload
 
@@ -33,6 +34,7 @@ PROCESSORS = {
     "Zen 5": ("49152,12,64", "1048576,16,64"),
 }
 NAMES = ("Deformable-DETR encoder", "BEVFormer spatial cross-attention, 6 x 2500")
+_BYTES = {number: dtype.itemsize for dtype, number in _native._DTYPE.items()}
 COUNTS = {
     "instructions": r"I\s+refs:\s+([\d,]+)",
     "first level": r"D1\s+misses:\s+([\d,]+)",
@@ -40,22 +42,33 @@ COUNTS = {
 }
 
 
-def tensors(workload: Workload, backward: bool) -> list[torch.Tensor]:
-    args = [a.contiguous() for a in workload.inputs() if isinstance(a, torch.Tensor)]
-    output = getattr(torch.ops.mx_driving, workload.operator)(*args)
-    if OPERATORS[workload.operator].blocks == "num_heads":  # apart, as the C interface has them
-        output = output.unflatten(-1, args[0].shape[2:])
-    if not backward:
-        return [*args, output]
-    return [torch.ones_like(output), *args, *(torch.zeros_like(args[i]) for i in OPERATORS[workload.operator].differentiable)]
-
-
-def write(path: Path, given: list[torch.Tensor]) -> None:
+def write(path: Path, workload: Workload, backward: bool) -> None:
+    """The arguments of a workload's C function, for replay.c; of the backward with all gradients that a model asks for."""
+    args = workload.inputs()
+    mask = [i in workload.learned for i in workload.differentiable]
+    given = (torch.ones_like(_native.kernel(workload.operator, False)(*args)), *args, mask) if backward else args
     with path.open("wb") as file:
-        for t in given:
-            empty = [0] * (6 - t.ndim)
-            file.write(struct.pack("13q", _native._DTYPE[t.dtype], *t.shape, *empty, *t.stride(), *empty))
-            file.write(t.numpy().tobytes())
+
+        def function_of(_: str) -> Callable[..., int]:
+            def to_file(*arguments: bytes | int | None) -> int:
+                for argument in (*arguments[:-1], 1):  # one thread
+                    file.write(_argument(argument))
+                return 0
+
+            return to_file
+
+        _native._kernels(workload.operator)[backward](function_of, workload.operator, *given)
+
+
+def _argument(argument: bytes | int | None) -> bytes:
+    """One argument as replay.c reads it: its kind, a number, and what follows."""
+    if not isinstance(argument, bytes):
+        return struct.pack("2q", 0, argument) if argument is not None else struct.pack("2q", 1, 0)
+    data, dtype, *sizes = struct.unpack("14q", argument)
+    shape, strides = sizes[:6], sizes[6:]
+    elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n)
+    memory = ctypes.string_at(data, elements * _BYTES[dtype])
+    return struct.pack("2q", 2, len(memory)) + argument + memory
 
 
 def counts(replay: Path, library: Path, function: str, arguments: Path, first: str, second: str) -> dict[str, int]:
@@ -80,9 +93,9 @@ def counts(replay: Path, library: Path, function: str, arguments: Path, first: s
 
 def main(
     library: Annotated[Path | None, typer.Option(help="Another build of the library.")] | None = None,
-    only: Annotated[list[str] | None, typer.Option(help="Names of bare workloads; may be repeated.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Names of workloads; may be repeated.")] = None,
 ) -> None:
-    names = matching("--only", only or list(NAMES), [w.name for w in WORKLOADS if not w.row.bare])
+    names = matching("--only", only or list(NAMES), [w.name for w in WORKLOADS])
     library = (library or config.library_path()).resolve()
     table = Table(title=f"One call, AVX2, in millions: {library.name}")
     for heading in ("workload", "direction", "processor", *COUNTS):
@@ -93,7 +106,7 @@ def main(
         subprocess.run(["cc", "-O2", f"-I{config.includedir()}", source, "-o", replay, "-ldl"], check=True)
         wanted = [(w, b) for w in WORKLOADS if w.name in names for b in (False, True)]
         for workload, backward in track(wanted, console=Console(stderr=True)):
-            write(arguments, tensors(workload, backward))
+            write(arguments, workload, backward)
             function = f"mxd_{workload.operator}{'_backward' if backward else ''}"
             for processor, caches in PROCESSORS.items():
                 found = counts(replay, library, function, arguments, *caches)

@@ -1,32 +1,31 @@
 /* Calls one function of libmx_driving with arguments from a file, for benchmarks/cache_simulation.py. Plain C, because
  * a simulator takes minutes to start Python with torch.
  *
- * replay LIBRARY FUNCTION ISA ARGUMENTS TIMES: ARGUMENTS holds for each tensor struct mxd_tensor without its data, then
- * the bytes of its data. FUNCTION takes those tensors, and then 1 (threads). */
+ * replay LIBRARY FUNCTION ISA ARGUMENTS TIMES: ARGUMENTS holds for each argument its kind and a number. After a
+ * tensor's number, the size of its data, come struct mxd_tensor and the data. */
 #include <dlfcn.h>
 #include <mx_driving.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-enum { MOST = 16 };
+enum { MOST = 14 };               /* arguments of a function */
+enum { NUMBER, NOTHING, TENSOR }; /* what an argument is */
+typedef intptr_t A;               /* any of them, as Linux passes it on x86-64 and on 64-bit ARM */
 
-static size_t size_of(int64_t dtype) {
-    return dtype == MXD_FLOAT64 || dtype == MXD_INT64 ? 8 : dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16 ? 2 : 4;
+static void read_all(void *to, size_t bytes, FILE *file) {
+    if (fread(to, 1, bytes, file) != bytes) exit(fprintf(stderr, "the arguments end too soon\n"));
 }
 
-static mxd_tensor *read_tensor(FILE *file) {
-    int64_t head[13], count = 1;
-    if (fread(head, sizeof head, 1, file) != 1) return NULL;
+static A read_argument(const int64_t head[2], FILE *file) {
+    if (head[0] != TENSOR) return head[0] == NUMBER ? (A)head[1] : 0;
     mxd_tensor *t = malloc(sizeof *t);
-    t->dtype = head[0];
-    for (int i = 0; i < 6; ++i) {
-        t->shape[i] = head[1 + i];
-        t->strides[i] = head[7 + i];
-        count *= head[1 + i] > 0 ? head[1 + i] : 1;
-    }
-    t->data = aligned_alloc(64, (count * size_of(t->dtype) + 127) / 64 * 64);
-    if (!t->data || fread(t->data, size_of(t->dtype), count, file) != (size_t)count) exit(2);
-    return t;
+    void *data = aligned_alloc(64, (head[1] + 127) / 64 * 64);
+    if (!t || !data) exit(fprintf(stderr, "no memory\n"));
+    read_all(t, sizeof *t, file);
+    read_all(data, head[1], file);
+    t->data = data;
+    return (A)t;
 }
 
 int main(int argc, char **argv) {
@@ -36,17 +35,18 @@ int main(int argc, char **argv) {
     if (!library || !file) return fprintf(stderr, "%s\n", library ? argv[4] : dlerror()), 2;
     int (*use_isa)(const char *) = (int (*)(const char *))dlsym(library, "mxd_use_isa");
     if (use_isa(argv[3])) return fprintf(stderr, "no %s here\n", argv[3]), 2;
-    mxd_tensor *t[MOST];
-    int n = 0;
-    while (n < MOST && (t[n] = read_tensor(file))) ++n;
-    typedef mxd_tensor *P;
-    typedef int Six(P, P, P, P, P, P, int);
-    typedef int Nine(P, P, P, P, P, P, P, P, P, int);
-    void *function = dlsym(library, argv[2]);
-    if (!function || (n != 6 && n != 9)) return fprintf(stderr, "%s of %d tensors cannot be called\n", argv[2], n), 2;
+    A a[MOST] = {0};
+    int64_t head[2];
+    for (int n = 0; fread(head, sizeof head, 1, file) == 1; ++n) {
+        if (n == MOST) return fprintf(stderr, "more than %d arguments\n", MOST), 2;
+        a[n] = read_argument(head, file);
+    }
+    typedef int Function(A, A, A, A, A, A, A, A, A, A, A, A, A, A); /* those that are not there do no harm */
+    Function *function = (Function *)dlsym(library, argv[2]);
+    if (!function) return fprintf(stderr, "no %s\n", argv[2]), 2;
     for (int i = 0; i < atoi(argv[5]); ++i) {
-        const int status = n == 6 ? ((Six *)function)(t[0], t[1], t[2], t[3], t[4], t[5], 1)
-                                  : ((Nine *)function)(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7], t[8], 1);
+        const int status =
+            function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]);
         if (status) return fprintf(stderr, "status %d\n", status), 1;
     }
     return 0;
