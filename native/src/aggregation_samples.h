@@ -96,8 +96,8 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
                 slope_y += sum<T, N>(w * slope.dy);
             }
         });
-        location[0] += bundle.samples.maps().width[i] * slope_x;
-        location[1] += bundle.samples.maps().height[i] * slope_y;
+        location[0] += bundle.samples.maps().width(i) * slope_x;
+        location[1] += bundle.samples.maps().height(i) * slope_y;
     }
 };
 

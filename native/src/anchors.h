@@ -142,7 +142,7 @@ template <class T> class Samples {
     const Maps<T> &maps() const { return maps_; }
     const T *weight(int64_t sample) const { return weights + sample * n.groups; }
     Corners<T> corners(int64_t i) const {
-        return corners_at<T>(raw_load<T, LANES>(x + i), raw_load<T, LANES>(y + i), maps_, i);
+        return corners_at<T>(raw_load<T, LANES>(x + i), raw_load<T, LANES>(y + i), maps_.at(i));
     }
 
   private:

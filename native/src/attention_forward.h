@@ -28,7 +28,7 @@ template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> cla
         this->reader.open(b, h);
         this->queries(
             blocks.begin(item), blocks.end(item),
-            [](Slot<T> &slot, int64_t i, const auto &sampled) { Base::put_shares(slot, i, sampled); },
+            [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
                 weighted_sum<V, T, PREFETCH_ROWS>(slot.address, slot.share, next.address, this->num_rows,

@@ -29,6 +29,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     MXD_INLINE T *of_vector(int64_t q, T *begun, int64_t i) const { return i < in_vectors ? begun : memory(q); }
     T *memory(int64_t q) const { return scratch[q & 1]; }
     int64_t whole_vectors() const { return in_vectors; }
+    bool in_whole_vectors() const { return direct && in_vectors == samples; }
     MXD_INLINE void end(int64_t q, T *begun) const {
         if (tensor.data && !direct) axes.write_at(queries.at(q), memory(q));
         if (direct && in_vectors < samples)
@@ -64,10 +65,13 @@ template <class T, template <class> class Rule> class SampleOutputs {
         sums.open(b, h);
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        if (n.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
+            return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
         if (n.with_logits) return write_turned(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
-        for (int64_t i = 0; i < reader.padded; i += LANES)
-            Rule<T>::gradients(query, dot, i, xy.of_vector(q, grad_xy, i), weights.of_vector(q, grad_weight, i));
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            Rule<T>::gradients(own, dots, i, xy.of_vector(q, grad_xy, i), weights.of_vector(q, grad_weight, i));
+        });
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
     }
@@ -86,9 +90,19 @@ template <class T, template <class> class Rule> class SampleOutputs {
     // logits. They wait for sums over the query, so they are written while the next query's rows are multiplied.
     int64_t late = -1;
 
+    // op(first of LANES samples, the query, dot) for all samples of a query. The query is a copy, which stays in
+    // registers while gradients are written.
+    template <class Op> MXD_INLINE void each_vector(const Query<T> &query, int64_t padded, Op &&op) const {
+        const Query<T> own = query;
+        const T *dots = dot;
+        for (int64_t i = 0; i < padded; i += LANES) op(i, own, dots);
+    }
+
     __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
-        for (int64_t i = 0; i < reader.padded; i += LANES)
-            Rule<T>::gradients(query, dot, i, xy.memory(q), weights.memory(q));
+        T *grad_xy = xy.memory(q), *grad_weight = weights.memory(q);
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            Rule<T>::gradients(own, dots, i, grad_xy, grad_weight);
+        });
         if (late >= 0) write_late(reader);
         late = q;
     }
@@ -120,7 +134,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
         this->reader.open(b, h);
         samples.open(b, h);
         this->queries(
-            blocks.begin(item), blocks.end(item), [](Slot<T> &, int64_t, const auto &) {},
+            blocks.begin(item), blocks.end(item), [](T *, int64_t, const auto &) {},
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
                 dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);

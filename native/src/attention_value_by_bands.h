@@ -22,7 +22,7 @@ template <class T, template <class> class Rule> class ValueByBands {
                Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(n.room());
     }
     ValueByBands(const Job &job, Arena arena)
-        : call(job.call), plan(job.plan), n(job.call), reader(job.call, n, arena), query(n, reader.maps(), arena),
+        : call(job.call), plan(job.plan), n(job.call), reader(job.call, n, arena), query(n, reader, arena),
           lists{{arena, n.room()}, {arena, n.room()}, {arena, n.room()}, {arena, n.room()}},
           row(arena.take<T>(n.channels)), band(call, plan, n.channels, arena), reach(arena, n.room()) {}
 
@@ -56,14 +56,14 @@ template <class T, template <class> class Rule> class ValueByBands {
         reader.open(b, h);
         ahead(
             0, n.queries,
-            [&](int64_t q, int slot) {
+            [&](int64_t q, int64_t slot) {
                 reader.read(q, query);
                 lists[slot].count = 0;
                 for (int64_t i = 0; i < reader.padded; i += LANES)
                     if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
                         lists[slot].add(Rule<T>::rows(query, i), band);
             },
-            [&](int64_t q, int slot, int next) {
+            [&](int64_t q, int64_t slot, int64_t next) {
                 const ScatterList<T> &list = lists[slot];
                 if (list.count > 0)
                     scatter_add<T>(list.address, list.share, lists[next].address, list.count, n.channels,

@@ -32,8 +32,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         const OutputGradient<T> grad_output(call, b, h, this->row);
         open(b, h, call.num_levels * part / parts(plan), call.num_levels * (part + 1) / parts(plan));
         this->queries(
-            0, this->n.queries,
-            [](Slot<T> &slot, int64_t i, const auto &sampled) { Base::put_shares(slot, i, sampled); },
+            0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
                                grad_output.of(q));
@@ -58,9 +57,10 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
     }
     void close(int64_t b, int64_t h) {
         const mxd_tensor &grad = this->call.grad_value;
-        packed_rows(this->call, plan.packed_gradient, packed, row_bytes(), 0, 1, [&](int64_t row, const char *from) {
-            memcpy(at(grad, offset3(grad, b, row, h)), from, size_t(row_bytes()));
-        });
+        char *first = at(grad, offset3(grad, b, 0, h));
+        const int64_t step = grad.strides[1] * int64_t(sizeof(T));
+        packed_rows(this->call, plan.packed_gradient, packed, row_bytes(), 0, 1,
+                    [&](int64_t row, const char *from) { copy_row(from, first + row * step, row_bytes()); });
     }
 };
 

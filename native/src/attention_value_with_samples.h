@@ -34,7 +34,7 @@ template <class T, template <class> class Rule> class AllGradients : QueryWorker
         samples.open(b, h);
         this->queries(
             0, this->n.queries,
-            [](Slot<T> &slot, int64_t i, const auto &sampled) { Base::put_shares(slot, i, sampled); },
+            [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
                 dots_and_scatter_add<T>(slot.address, slot.share, next.address, gradient, this->num_rows,

@@ -9,7 +9,7 @@ namespace MXD_ISA {
 namespace {
 
 // A query between prepare and finish: its inputs, the addresses of its rows, and the share of each.
-template <class T> struct Slot {
+template <class T> struct alignas(64) Slot { // so that a shift finds it among others
     Query<T> query;
     int64_t *address;
     T *share;
@@ -17,8 +17,9 @@ template <class T> struct Slot {
     static int64_t bytes(const Sizes &n) {
         return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room());
     }
-    Slot(const Sizes &n, const Maps<T> &maps, Arena &arena)
-        : query(n, maps, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())) {
+    template <class Reader>
+    Slot(const Sizes &n, const Reader &reader, Arena &arena)
+        : query(n, reader, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())) {
         memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // prefetched before the first query is prepared
     }
 };
@@ -41,10 +42,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
     }
     QueryWorker(const Job &job, Arena &arena)
-        : call(job.call), n(job.call), reader(job.call, n, arena), slots{{n, reader.maps(), arena},
-                                                                         {n, reader.maps(), arena},
-                                                                         {n, reader.maps(), arena},
-                                                                         {n, reader.maps(), arena}},
+        : call(job.call), n(job.call), reader(job.call, n, arena),
+          slots{{n, reader, arena}, {n, reader, arena}, {n, reader, arena}, {n, reader, arena}},
           nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), nowhere),
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
         memset(nowhere, 0, size_t(n.channels) * sizeof(V));
@@ -63,28 +62,34 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                     job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)), rows);
     }
 
-    // For queries begin..end-1 of the open (batch, head): prepare(slot, first of LANES samples, their rows) for all its
-    // samples, and AHEAD queries later finish(query, its slot, the slot prepared last).
+    // For queries begin..end-1 of the open (batch, head): prepare(its shares, first of LANES samples, their rows) for
+    // all its samples, and AHEAD queries later finish(query, its slot, the slot prepared last).
     template <class Prepare, class Finish>
     MXD_INLINE void queries(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
         ahead(
             begin, end,
-            [&](int64_t q, int number) __attribute__((always_inline)) {
+            [&](int64_t q, int64_t number) __attribute__((always_inline)) {
                 Slot<T> &slot = slots[number];
                 reader.read(q, slot.query);
-                for (int64_t i = 0; i < reader.padded; i += LANES) {
-                    const auto sampled = Rule<T>::rows(slot.query, i);
-                    rows.put<CORNERS>(slot.address, i, sampled);
-                    prepare(slot, i, sampled);
+                // Copies, because lists are written here: in a register they stay as they are.
+                const Query<T> query = slot.query;
+                const RowAddresses to = rows;
+                int64_t *const address = slot.address;
+                T *const share = slot.share;
+                const int64_t padded = reader.padded;
+                for (int64_t i = 0; i < padded; i += LANES) {
+                    const auto sampled = Rule<T>::rows(query, i);
+                    to.put<CORNERS>(address, i, sampled);
+                    prepare(share, i, sampled);
                 }
             },
-            [&](int64_t q, int number, int next)
+            [&](int64_t q, int64_t number, int64_t next)
                 __attribute__((always_inline)) { finish(q, slots[number], slots[next]); });
     }
 
-    template <class Sampled> static MXD_INLINE void put_shares(Slot<T> &slot, int64_t i, const Sampled &sampled) {
+    template <class Sampled> static MXD_INLINE void put_shares(T *shares, int64_t i, const Sampled &sampled) {
         MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(slot.share, i, k, sampled.share[k]);
+        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(shares, i, k, sampled.share[k]);
     }
 };
 

@@ -9,15 +9,16 @@ template <class T> struct Bilinear {
     static constexpr int CORNERS = 4;
 
     static MXD_INLINE void pixels(const Query<T> &query, int64_t i, RealLanes<T> &x, RealLanes<T> &y) {
+        const MapLanes<T> &maps = query.maps().at(i);
         query.location(i, x, y);
-        x = x * raw_load<T, LANES>(query.maps().width + i) - T(0.5);
-        y = y * raw_load<T, LANES>(query.maps().height + i) - T(0.5);
+        x = x * raw_load<T, LANES>(maps.width) - T(0.5);
+        y = y * raw_load<T, LANES>(maps.height) - T(0.5);
     }
 
     static MXD_INLINE Corners<T> corners(const Query<T> &query, int64_t i) {
         RealLanes<T> x, y;
         pixels(query, i, x, y);
-        return corners_at<T>(x, y, query.maps(), i);
+        return corners_at<T>(x, y, query.maps().at(i));
     }
 
     static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandReach<T> &band) {
@@ -30,6 +31,7 @@ template <class T> struct Bilinear {
         const Corners<T> c = corners(query, i);
         const RealLanes<T> weight = query.weight(i);
         SampledRows<T, 4> rows;
+        rows.row = c.row;
         for (int k = 0; k < 4; ++k) {
             rows.inside[k] = c.inside[k];
             rows.pixel[k] = c.pixel[k];
@@ -42,8 +44,9 @@ template <class T> struct Bilinear {
         const Corners<T> c = corners(query, i);
         const auto slope = slopes_at<T>(c, dot, i);
         const RealLanes<T> weight = query.weight(i);
-        const RealLanes<T> gx = raw_load<T, LANES>(query.maps().width + i) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(query.maps().height + i) * weight * slope.dy;
+        const MapLanes<T> &maps = query.maps().at(i);
+        const RealLanes<T> gx = raw_load<T, LANES>(maps.width) * weight * slope.dx;
+        const RealLanes<T> gy = raw_load<T, LANES>(maps.height) * weight * slope.dy;
         store_pairs<T>(grad_xy + 2 * i, c.valid ? gx : RealLanes<T>{}, c.valid ? gy : RealLanes<T>{});
         store<T, LANES>(grad_weight + i, c.valid ? slope.sample : RealLanes<T>{});
     }

@@ -18,7 +18,7 @@ constexpr int SLOTS = 4; // queries that are prepared at once: a power of two ab
 template <class Prepare, class Finish>
 MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     for (int64_t q = begin; q < end + AHEAD; ++q) {
-        const int slot = int(q - begin) & (SLOTS - 1);
+        const int64_t slot = (q - begin) & (SLOTS - 1);
         if (q < end) prepare(q, slot);
         if (q >= begin + AHEAD) finish(q - AHEAD, (slot - AHEAD) & (SLOTS - 1), slot);
     }
@@ -53,8 +53,10 @@ struct QueryBlocks {
 template <class T> class Query {
   public:
     static int64_t bytes(const Sizes &n) { return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(n.room()); }
-    Query(const Sizes &n, const Maps<T> &of_samples, Arena &arena)
-        : xy_copy(arena.take<int64_t>(2 * n.room())), weight_copy(arena.take<T>(n.room())), maps_(of_samples) {}
+    template <class Reader>
+    Query(const Sizes &n, const Reader &reader, Arena &arena)
+        : maps_(reader.maps()), window(reader.window()), xy_copy(arena.take<int64_t>(2 * n.room())),
+          weight_copy(arena.take<T>(n.room())) {}
 
     const Maps<T> &maps() const { return maps_; }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
@@ -63,28 +65,26 @@ template <class T> class Query {
     }
     // Integer locations stay integers, because T does not hold all of them: whole_location() reads them then.
     bool in_whole_numbers() const { return whole; }
-    MXD_INLINE void whole_location(int64_t sample, AddressLanes &x, AddressLanes &y) const {
-        const int64_t *from = reinterpret_cast<const int64_t *>(xy) + 2 * sample;
-        const auto a = raw_load<int64_t, LANES>(from), b = raw_load<int64_t, LANES>(from + LANES);
-        separate<int64_t, LANES>(a, b, x, y);
+    MXD_INLINE void whole_location(int64_t sample, IntLanes<T> &x, IntLanes<T> &y) const {
+        whole_pairs<Int<T>, LANES>(reinterpret_cast<const int64_t *>(xy) + 2 * sample, x, y);
     }
     // Instead of locations there may be a reference point, around which a window lies: window_pixel() reads them then.
     bool has_window() const { return window.exists(); }
     MXD_INLINE void window_pixel(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
-        window.pixel(reference, maps_, sample, x, y);
+        window.pixel(reference, maps_.at(sample), sample, x, y);
     }
 
   private:
     template <class> friend class QueryReader;
+    Maps<T> maps_;
     Window<T> window;
-    const T *reference; // a pair
+    const T *reference = nullptr; // a pair
     T reference_copy[2];
     const void *xy = nullptr; // T, or int64_t where they are whole
     const T *weights = nullptr;
     bool whole = false;
     void *xy_copy; // T or int64_t
     T *weight_copy;
-    Maps<T> maps_;
 };
 
 // Reads the queries of one (batch, head) one after the other, on some or all levels.
@@ -97,7 +97,7 @@ template <class T> class QueryReader {
     }
     QueryReader(const Call &c, const Sizes &sizes, Arena &arena)
         : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()),
-          logits(c, n, arena), window(n, arena) {
+          logits(c, n, arena), window_(n, arena) {
         use_levels(0, n.levels);
     }
 
@@ -111,10 +111,11 @@ template <class T> class QueryReader {
         locations.shape[0] = last - first;
         weights.shape[0] = n.with_logits ? n.levels : last - first;
         logits.use_levels(first, last);
-        if (n.has_window) window.set(call.window, samples);
+        if (n.has_window) window_.set(call.window, samples);
         maps_.set_levels(call.levels, first, last, n.points, padded);
     }
     const Maps<T> &maps() const { return maps_; }
+    const Window<T> &window() const { return window_; }
 
     // The queries of this (batch, head) are read from now on.
     void open(int64_t b, int64_t h) {
@@ -128,6 +129,7 @@ template <class T> class QueryReader {
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
         if (n.has_window) locations_until = INT64_MAX;
+        references_in_place = call.reference.dtype == OWN<T> && call.reference.strides[3] == 1;
         weights_until = weights.contiguous
                             ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5)
                             : -1;
@@ -164,7 +166,8 @@ template <class T> class QueryReader {
     TrailingAxes<2> weights;
     Maps<T> maps_;
     Logits<T> logits;
-    Window<T> window;
+    Window<T> window_;
+    bool references_in_place = false; // of windows
     int64_t first_level = 0, samples = 0;
     int64_t weight_samples = 0, weights_padded = 0; // of a query, as they are read
     QueryRows location_rows, weight_rows;
@@ -176,9 +179,9 @@ template <class T> class QueryReader {
         if (q >= logits.turned_until())
             logits.turn(q, [&](int64_t i, T *offsets, T *of_logits) { copy_to_turn(i, offsets, of_logits); });
         if (n.has_window) {
-            query.window = window;
-            query.reference =
-                row_as(location, call.reference.dtype, call.reference.strides[3], 2, query.reference_copy);
+            query.reference = references_in_place ? reinterpret_cast<const T *>(location)
+                                                  : row_as(location, call.reference.dtype, call.reference.strides[3], 2,
+                                                           query.reference_copy);
         } else {
             query.xy = logits.locations(q);
         }
@@ -266,9 +269,12 @@ template <class T> class QueryReader {
 template <class T> class OutputGradient {
   public:
     OutputGradient(const Call &call, int64_t b, int64_t h, T *memory)
-        : tensor(call.grad_output), channels(tensor.shape[3]), rows(tensor, b, h, channels), row(memory) {}
+        : tensor(call.grad_output), channels(tensor.shape[3]), rows(tensor, b, h, channels), row(memory),
+          in_place(tensor.dtype == OWN<T> && tensor.strides[3] == 1) {}
     MXD_INLINE const T *of(int64_t query) const {
-        return row_as(rows.at_in_turn(query), tensor.dtype, tensor.strides[3], channels, row);
+        const char *from = rows.at_in_turn(query);
+        return in_place ? reinterpret_cast<const T *>(from)
+                        : row_as(from, tensor.dtype, tensor.strides[3], channels, row);
     }
 
   private:
@@ -276,6 +282,7 @@ template <class T> class OutputGradient {
     int64_t channels;
     QueryRows rows;
     T *row; // where the tensor has another dtype or stride
+    bool in_place;
 };
 
 } // namespace

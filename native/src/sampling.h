@@ -16,22 +16,37 @@ typedef Vec<int64_t, LANES> AddressLanes;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// For each sample of one query (level by level, point by point), the map it is taken from.
-template <class T> struct Maps {
-    T *width, *height;
-    Int<T> *int_width, *int_height, *start;
+// The maps that LANES samples are taken from. All that is known of them lies together, so that one register finds it.
+template <class T> struct MapLanes {
+    T width[LANES], height[LANES];
+    Int<T> row[LANES];                   // pixels of a row
+    Int<T> last_x[LANES], last_y[LANES]; // -1 on an empty map
+    Int<T> start[LANES];
+};
 
-    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples) + 3 * Arena::bytes<Int<T>>(samples); }
-    Maps(Arena &arena, int64_t samples)
-        : width(arena.take<T>(samples)), height(arena.take<T>(samples)), int_width(arena.take<Int<T>>(samples)),
-          int_height(arena.take<Int<T>>(samples)), start(arena.take<Int<T>>(samples)) {}
+// For each sample of one query (level by level, point by point), the map it is taken from.
+template <class T> class Maps {
+  public:
+    static int64_t bytes(int64_t samples) { return Arena::bytes<MapLanes<T>>(samples / LANES); }
+    Maps(Arena &arena, int64_t samples) : lanes(arena.take<MapLanes<T>>(samples / LANES)) {}
+
+    // Of samples i..i+LANES-1, i a multiple of LANES.
+    MXD_INLINE const MapLanes<T> &at(int64_t i) const {
+        return *reinterpret_cast<const MapLanes<T> *>(reinterpret_cast<const char *>(lanes) +
+                                                      i * int64_t(sizeof(MapLanes<T>) / LANES));
+    }
+    T width(int64_t sample) const { return lanes[sample / LANES].width[sample % LANES]; }
+    T height(int64_t sample) const { return lanes[sample / LANES].height[sample % LANES]; }
 
     void set(int64_t sample, const Level &level) {
-        width[sample] = T(level.width);
-        height[sample] = T(level.height);
-        int_width[sample] = Int<T>(level.width);
-        int_height[sample] = Int<T>(level.height);
-        start[sample] = Int<T>(level.start);
+        MapLanes<T> &to = lanes[sample / LANES];
+        const int64_t lane = sample % LANES;
+        to.width[lane] = T(level.width);
+        to.height[lane] = T(level.height);
+        to.row[lane] = Int<T>(level.width);
+        to.last_x[lane] = Int<T>(level.width - 1);
+        to.last_y[lane] = Int<T>(level.height - 1);
+        to.start[lane] = Int<T>(level.start);
     }
     // `points` samples on each of the levels first..last-1; an empty map for the padding.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
@@ -40,6 +55,9 @@ template <class T> struct Maps {
             for (int64_t p = 0; p < points; ++p) set(sample++, levels[l]);
         for (; sample < padded; ++sample) set(sample, Level{0, 0, 0});
     }
+
+  private:
+    MapLanes<T> *lanes;
 };
 
 // For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels
@@ -82,33 +100,33 @@ template <class Real> MXD_INLINE Real corner_share(int k, Real right, Real below
 template <class T> struct Corners {
     IntLanes<T> valid, inside[4]; // all ones or all zeros
     IntLanes<T> pixel[4];         // row of value; meaningful where inside
+    IntLanes<T> row;              // pixels of a row
     RealLanes<T> right, below;    // 0 where not valid
 
     RealLanes<T> share(int k) const { return corner_share(k, right, below); }
 };
 
 // x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
-template <class T>
-MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const Maps<T> &maps, int64_t sample) {
-    const auto width = raw_load<T, LANES>(maps.width + sample), height = raw_load<T, LANES>(maps.height + sample);
-    const auto int_width = raw_load<Int<T>, LANES>(maps.int_width + sample);
-    const auto int_height = raw_load<Int<T>, LANES>(maps.int_height + sample);
+template <class T> MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const MapLanes<T> &maps) {
+    const auto width = raw_load<T, LANES>(maps.width), height = raw_load<T, LANES>(maps.height);
+    const auto last_x = raw_load<Int<T>, LANES>(maps.last_x), last_y = raw_load<Int<T>, LANES>(maps.last_y);
     Corners<T> c;
     c.valid = (x > -1) & (y > -1) & (x < width) & (y < height);
     x = or_zero(c.valid, x);
     y = or_zero(c.valid, y);
-    const IntLanes<T> left = floor_of<Int<T>, LANES>(x), top = floor_of<Int<T>, LANES>(y);
-    c.right = x - convert<T, LANES>(left);
-    c.below = y - convert<T, LANES>(top);
-    const IntLanes<T> left_in = c.valid & (left >= 0), right_in = c.valid & (left < int_width - 1);
-    const IntLanes<T> top_in = top >= 0, bottom_in = top < int_height - 1;
+    IntLanes<T> left, top;
+    c.right = x - floor_of<LANES>(x, left);
+    c.below = y - floor_of<LANES>(y, top);
+    const IntLanes<T> left_in = c.valid & (left >= 0), right_in = c.valid & (left < last_x);
+    const IntLanes<T> top_in = top >= 0, bottom_in = top < last_y;
     c.inside[0] = top_in & left_in;
     c.inside[1] = top_in & right_in;
     c.inside[2] = bottom_in & left_in;
     c.inside[3] = bottom_in & right_in;
-    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start + sample) + top * int_width + left;
+    c.row = raw_load<Int<T>, LANES>(maps.row);
+    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start) + top * c.row + left;
     c.pixel[1] = c.pixel[0] + 1;
-    c.pixel[2] = c.pixel[0] + int_width;
+    c.pixel[2] = c.pixel[0] + c.row;
     c.pixel[3] = c.pixel[2] + 1;
     return c;
 }
@@ -127,6 +145,7 @@ template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<
 // The rows that LANES samples read: which of them are on the map, and the share of each in the output.
 template <class T, int CORNERS> struct SampledRows {
     IntLanes<T> inside[CORNERS], pixel[CORNERS];
+    IntLanes<T> row;             // pixels of a row of the map
     RealLanes<T> share[CORNERS]; // 0 where not inside
 };
 
@@ -138,7 +157,7 @@ template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
 
 // The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
 template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, int k, Vec<E, LANES> entries) {
-    E *to = list + entry_of<CORNERS>(i, k);
+    E *to = list + i * CORNERS + k * ROWS; // entry_of, without its divisions
     if constexpr (LANES == ROWS || CORNERS == 1) {
         memcpy(to, &entries, sizeof entries);
     } else {
@@ -148,11 +167,33 @@ template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, 
     }
 }
 
+// The addresses of the rows that LANES samples read: pixel 0 lies at `base`, each next `step` bytes on. `far`: some
+// step does not fit in 32 bits, as in no tensor of a model.
+template <int CORNERS, class Sampled>
+MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, AddressLanes step, bool far,
+                               AddressLanes (&to)[CORNERS]) {
+    AddressLanes first, row;
+    if (sizeof(sampled.row[0]) == 4 && !far) {
+        first = short_product<LANES>(sampled.pixel[0], step);
+        row = short_product<LANES>(sampled.row, step);
+    } else {
+        first = convert<int64_t, LANES>(sampled.pixel[0]) * step;
+        row = convert<int64_t, LANES>(sampled.row) * step;
+    }
+    to[0] = base + first;
+    if constexpr (CORNERS == 4) { // the corner to the right is the next pixel
+        to[1] = to[0] + step;
+        to[2] = to[0] + row;
+        to[3] = to[2] + step;
+    }
+}
+inline bool is_far(int64_t step) { return step != int32_t(step); }
+
 // The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
 // lies at `nowhere`, a row of zeros. A share of 0 for some row of the map would not do: 0 * infinity is NaN.
 struct RowAddresses {
     int64_t *base, *stride, nowhere;
-    bool far = false; // some stride does not fit in 32 bits, as in no tensor of a model
+    bool far = false; // some stride is
 
     static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
     RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
@@ -164,33 +205,25 @@ struct RowAddresses {
             base[i] = reinterpret_cast<int64_t>(pixel0);
             stride[i] = bytes;
         }
-        far = far || bytes != int32_t(bytes);
+        far = far || is_far(bytes);
     }
-    // Puts the rows of samples i..i+LANES-1 into a list. The corner to the right is the next pixel.
+    // Puts the rows of samples i..i+LANES-1 into a list.
     template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
-        const auto b = raw_load<int64_t, LANES>(base + i), s = raw_load<int64_t, LANES>(stride + i);
+        AddressLanes address[CORNERS];
+        find_addresses(sampled, raw_load<int64_t, LANES>(base + i), raw_load<int64_t, LANES>(stride + i), far, address);
         const AddressLanes off_map = broadcast<int64_t, LANES>(nowhere);
-        AddressLanes address = {};
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            address = k & 1 ? address + s : bytes_to(sampled.pixel[k], s) + b;
             if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is nowhere for padding
-                put_entries<CORNERS>(list, i, k, address);
+                put_entries<CORNERS>(list, i, k, address[k]);
             else
-                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address, off_map));
+                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address[k], off_map));
         }
-    }
-
-  private:
-    template <class Pixels> MXD_INLINE AddressLanes bytes_to(Pixels pixel, AddressLanes step) const {
-        if constexpr (same_type<Pixels, Vec<int32_t, LANES>>)
-            if (!far) return short_product<LANES>(pixel, step);
-        return convert<int64_t, LANES>(pixel) * step;
     }
 };
 
 template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *list, int64_t i, int k) {
-    const E *from = list + entry_of<CORNERS>(i, k);
+    const E *from = list + i * CORNERS + k * ROWS;
     if constexpr (LANES == ROWS)
         return raw_load<E, LANES>(from);
     else
@@ -253,9 +286,8 @@ template <class T> struct ScatterList {
         }
         if (!any(here)) return;
         AddressLanes to[CORNERS];
-        MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k)
-            to[k] = convert<int64_t, LANES>(rows.pixel[k] - Int<T>(band.begin)) * band.step + band.address;
+        find_addresses(rows, broadcast<int64_t, LANES>(band.address - band.begin * band.step),
+                       broadcast<int64_t, LANES>(band.step), is_far(band.step), to);
         add_four<0>(rows, mine, to);
         if constexpr (LANES == 8) add_four<4>(rows, mine, to);
     }

@@ -11,6 +11,9 @@
 #if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 // For functions of a few vectors: a call would pass them through memory.
 #define MXD_INLINE __attribute__((always_inline)) inline
@@ -87,6 +90,13 @@ template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) 
         return __builtin_convertvector(from, Vec<To, N>);
 }
 
+template <class T, int N> MXD_INLINE Vec<T, N> broadcast(T x) {
+    if constexpr (N == 1)
+        return x;
+    else
+        return x - Vec<T, N>{};
+}
+
 // Integers as int32. One that does not fit becomes the nearest that does.
 template <int N> MXD_INLINE Vec<int32_t, N> saturated(Vec<int64_t, N> x) {
 #if defined(__AVX512F__)
@@ -117,7 +127,7 @@ template <class Mask, class V> MXD_INLINE V or_zero(Mask mask, V x) {
 
 // a * b, where b fits in 32 bits; else anything. A product of 64 bits is eight instructions on AVX2, and three on some
 // processors with AVX-512.
-template <int N> MXD_INLINE Vec<int64_t, N> short_product(Vec<int32_t, N> a, Vec<int64_t, N> b) {
+template <int N, class Ints> MXD_INLINE Vec<int64_t, N> short_product(Ints a, Vec<int64_t, N> b) {
     const Vec<int64_t, N> wide = convert<int64_t, N>(a);
 #if defined(__AVX512F__)
     if constexpr (N == 8) return (Vec<int64_t, 8>)_mm512_maskz_mul_epi32(0xff, (__m512i)wide, (__m512i)b);
@@ -128,14 +138,53 @@ template <int N> MXD_INLINE Vec<int64_t, N> short_product(Vec<int32_t, N> a, Vec
     return wide * b;
 }
 
-// The largest whole number that is not above x, as a whole number; anything where that does not fit.
-template <class Int, int N, class Real> MXD_INLINE Vec<Int, N> floor_of(Real x) {
+// The largest whole number that is not above x; the same as an integer goes to `whole`, or anything where it does not
+// fit.
+template <int N, class Real, class Ints> MXD_INLINE Real floor_of(Real x, Ints &whole) {
+    typedef __typeof__(x[0] + x[0]) T;
+    typedef __typeof__(whole[0] + whole[0]) Int;
 #if defined(__AVX2__)
-    if constexpr (same_type<Real, Vec<float, 4>>) return convert<Int, N>(Real(_mm_floor_ps((__m128)x)));
-    if constexpr (same_type<Real, Vec<float, 8>>) return convert<Int, N>(Real(_mm256_floor_ps((__m256)x)));
+    if constexpr (same_type<T, float> && (N == 4 || N == 8)) {
+        Real floor;
+        if constexpr (N == 4)
+            floor = (Real)_mm_floor_ps((__m128)x);
+        else
+            floor = (Real)_mm256_floor_ps((__m256)x);
+        whole = convert<Int, N>(floor);
+        return floor;
+    }
+#elif defined(__aarch64__)
+    if constexpr (same_type<T, float> && N == 4) {
+        whole = (Ints)vcvtmq_s32_f32((float32x4_t)x);
+        return (Real)vrndmq_f32((float32x4_t)x);
+    }
 #endif
-    const Vec<Int, N> towards_zero = convert<Int, N>(x);
-    return towards_zero + (x < convert<__typeof__(x[0] + x[0]), N>(towards_zero));
+    whole = convert<Int, N>(x);
+    whole += x < convert<T, N>(whole);
+    return convert<T, N>(whole);
+}
+
+// x as an integer: towards zero or, ROUND, the nearest, halves to even. What is too large becomes the largest integer;
+// what is not positive, and a NaN, becomes 0 or less.
+template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x) {
+    typedef __typeof__(x[0] + x[0]) T;
+    typedef typename IntOfSize<sizeof(T)>::type Int;
+    typedef Vec<Int, N> Ints;
+    constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // no integer from here on
+#if defined(__AVX2__)
+    // What does not fit becomes the least integer, whose bits are those of the largest turned round.
+    if constexpr (same_type<Real, Vec<float, 4>>)
+        return Ints(ROUND ? _mm_cvtps_epi32((__m128)x) : _mm_cvttps_epi32((__m128)x)) ^ (x >= TOO_LARGE);
+    if constexpr (same_type<Real, Vec<float, 8>>)
+        return Ints(ROUND ? _mm256_cvtps_epi32((__m256)x) : _mm256_cvttps_epi32((__m256)x)) ^ (x >= TOO_LARGE);
+#elif defined(__aarch64__)
+    if constexpr (same_type<Real, Vec<float, 4>>)
+        return (Ints)(ROUND ? vcvtnq_s32_f32((float32x4_t)x) : vcvtq_s32_f32((float32x4_t)x));
+#endif
+    constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
+    if constexpr (ROUND) x = x < WHOLE ? (x + WHOLE) - WHOLE : x;
+    x = x > 0 ? x : Real{};
+    return x < TOO_LARGE ? convert<Int, N>(x) : broadcast<Int, N>(sizeof(T) == 4 ? INT32_MAX : Int(INT64_MAX));
 }
 
 // Four of four or eight lanes and back. Not through memory: what was stored as two halves is slow to load as one.
@@ -198,17 +247,37 @@ template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec
     }
 }
 
-template <class T, int N> MXD_INLINE Vec<T, N> broadcast(T x) {
-    if constexpr (N == 1)
-        return x;
-    else
-        return x - Vec<T, N>{};
-}
-
 template <class T, int N> MXD_INLINE Vec<T, N> raw_load(const void *from) {
     Vec<T, N> v;
     memcpy(&v, from, sizeof v);
     return v;
+}
+
+// The x and the y of N pairs, each as the nearest integer that fits.
+template <class Int, int N> MXD_INLINE void whole_pairs(const int64_t *from, Vec<Int, N> &x, Vec<Int, N> &y) {
+    const auto a = raw_load<int64_t, N>(from), b = raw_load<int64_t, N>(from + N);
+#if defined(__AVX2__)
+    if constexpr (same_type<Int, int32_t> && N == 4) { // halves of pairs 0 2 1 3, and one answer for both x and y
+        const __m256i low = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
+        const __m256i high = (__m256i)_mm256_shuffle_ps((__m256)a, (__m256)b, 0xdd);
+        const __m256i fits = _mm256_cmpeq_epi32(high, _mm256_srai_epi32(low, 31));
+        const __m256i most = _mm256_xor_si256(_mm256_srai_epi32(high, 31), _mm256_set1_epi32(INT32_MAX));
+        const __m256i pairs = _mm256_blendv_epi8(most, low, fits);
+        const auto all = (Vec<int32_t, 8>)_mm256_permutevar8x32_epi32(pairs, _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7));
+        x = four_of<0>(all);
+        y = four_of<4>(all);
+        return;
+    }
+#endif
+    Vec<int64_t, N> wide_x, wide_y;
+    separate<int64_t, N>(a, b, wide_x, wide_y);
+    if constexpr (same_type<Int, int32_t>) {
+        x = saturated<N>(wide_x);
+        y = saturated<N>(wide_y);
+    } else {
+        x = wide_x;
+        y = wide_y;
+    }
 }
 
 // float from the bits of a half, by operations that every machine has. One multiplication rescales the exponent.
@@ -255,6 +324,24 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
     return all != 0;
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each choice of four lanes, a bit for each: those lanes first, by their number; and the same in halves of a lane.
+struct KeptLanes {
+    int32_t lanes[16][4], halves[16][8];
+
+    constexpr KeptLanes() : lanes(), halves() {
+        for (int choice = 0; choice < 16; ++choice)
+            for (int lane = 0, count = 0; lane < 4; ++lane)
+                if (choice >> lane & 1) {
+                    lanes[choice][count] = lane;
+                    halves[choice][2 * count] = 2 * lane;
+                    halves[choice][2 * count++ + 1] = 2 * lane + 1;
+                }
+    }
+};
+constexpr KeptLanes KEPT;
+#endif
+
 // Compress-store: kept lanes first. Always writes four; returns how many are kept.
 template <class T, class Mask>
 MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
@@ -269,6 +356,22 @@ MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share,
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), _mm256_maskz_compress_epi64(kept, (__m256i)address));
     return __builtin_popcount(kept);
+#elif defined(__AVX2__)
+    int kept;
+    if constexpr (same_type<T, float>)
+        kept = _mm_movemask_ps((__m128)mask);
+    else
+        kept = _mm256_movemask_pd((__m256d)mask);
+    const auto halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(KEPT.halves[kept]));
+    const __m256i first = _mm256_permutevar8x32_epi32((__m256i)address, halves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), first);
+    if constexpr (same_type<T, float>) {
+        const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(KEPT.lanes[kept]));
+        _mm_storeu_ps(shares, _mm_permutevar_ps((__m128)share, lanes));
+    } else {
+        _mm256_storeu_pd(shares, (__m256d)_mm256_permutevar8x32_epi32((__m256i)share, halves));
+    }
+    return __builtin_popcount(unsigned(kept));
 #else
     int64_t count = 0;
     MXD_UNROLL

@@ -162,7 +162,7 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
 template <class T>
 MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights, int64_t in_place, T *of_logits) {
     typedef Vec<T, LANES> Lanes;
-    const int64_t last = count / LANES * LANES;
+    const int64_t last = count & -LANES;
     Lanes sums = {};
     for (int64_t i = 0; i < last; i += LANES)
         sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);

@@ -1,4 +1,5 @@
-// The window of geometric_kernel_attention_with_logits: pixel = reference * (W, H) + window, rounded half to even.
+// The window of geometric_kernel_attention_with_logits: pixel = reference * (W, H) + window, which is then
+// rounded, halves to even.
 #pragma once
 
 #include "sizes.h"
@@ -29,11 +30,11 @@ template <class T> class Window {
         }
     }
 
-    // Of samples i..i+LANES-1, as whole numbers in T. What is not positive need not be rounded well: it is clamped to
-    // 0.
-    MXD_INLINE void pixel(const T *reference, const Maps<T> &maps, int64_t i, RealLanes<T> &x, RealLanes<T> &y) const {
-        x = nearest_whole(reference[0], maps.width + i, x_of + i);
-        y = nearest_whole(reference[1], maps.height + i, y_of + i);
+    // Of samples i..i+LANES-1, before they are rounded.
+    MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x,
+                          RealLanes<T> &y) const {
+        x = around(reference[0], maps.width, x_of + i);
+        y = around(reference[1], maps.height, y_of + i);
     }
 
   private:
@@ -41,11 +42,8 @@ template <class T> class Window {
     T *x_of = nullptr, *y_of = nullptr; // of each sample
 
     // Each operation rounds by itself, as in torch, because another pixel is another row.
-    static MXD_INLINE RealLanes<T> nearest_whole(T reference, const T *size, const T *place) {
-        constexpr T WHOLE = sizeof(T) == 4 ? T(0x1p23) : T(0x1p52); // numbers from here on are whole
-        const RealLanes<T> centre = rounded(RealLanes<T>(reference * raw_load<T, LANES>(size)));
-        const RealLanes<T> x = centre + raw_load<T, LANES>(place);
-        return x < WHOLE ? (x + WHOLE) - WHOLE : x;
+    static MXD_INLINE RealLanes<T> around(T reference, const T *size, const T *place) {
+        return rounded(RealLanes<T>(reference * raw_load<T, LANES>(size))) + raw_load<T, LANES>(place);
     }
 };
 
