@@ -163,6 +163,8 @@ def test_plans(every_thread, name, dtype):
         assert all_gradients["value_gradient"] == way
         assert all_gradients["sample_gradients"] == ("WITH_VALUE" if way == SAMPLES else "ALONE")
         assert levels(all_gradients["packed_value"]) == (0 if way == SAMPLES else row.packed_value[i])
+        if way == SAMPLES:  # all rows or none
+            assert levels(all_gradients["packed_gradient"]) == (1 if name == "nearest" else 0)
         assert of_value["value_gradient"] == (HEADS if way == SAMPLES else way)
         assert of_value["sample_gradients"] == "NOT_WANTED"
         assert levels(of_value["packed_gradient"]) == (row.packed_gradient[i] if is_wide else 0)

@@ -57,7 +57,11 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
     case ValueGradient::NOT_WANTED:
         return true;
     case ValueGradient::WITH_SAMPLES: // value has the type computed in
-        if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<T, Rule>>(job);
+        if constexpr (same_type<V, T>) {
+            if constexpr (Rule<T>::CORNERS == 1)
+                if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<T, Rule, true>>(job);
+            return add_to_zero<T, AllGradients<T, Rule, false>>(job);
+        }
         return false;
     case ValueGradient::BY_HEADS:
     case ValueGradient::BY_PARTS:

@@ -8,9 +8,9 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: (batch, head). Value and its gradient are laid out alike, and nothing is packed. All of grad_value has been
-// set to zero.
-template <class T, template <class> class Rule> class AllGradients : QueryWorker<T, T, Rule> {
+// Items: (batch, head). Value and its gradient are laid out alike, in their tensors, or PACKED in memory of the worker,
+// all rows of both. Where they are not packed, all of grad_value has been set to zero.
+template <class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 
   public:
@@ -19,36 +19,58 @@ template <class T, template <class> class Rule> class AllGradients : QueryWorker
         return n.batch * n.heads;
     }
     static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
+        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call)) +
+               2 * Arena::bytes<char>(job.plan.packed_gradient.bytes);
     }
-    AllGradients(const Job &j, Arena arena) : Base(j, arena), job(j), samples(j, this->n, arena) {}
+    AllGradients(const Job &j, Arena arena)
+        : Base(j, arena), job(j), levels(j.plan.packed_gradient), samples(j, this->n, arena),
+          packed_value(arena.take<char>(levels.bytes)), packed_gradient(arena.take<char>(levels.bytes)) {}
 
     void operator()(int64_t item) {
         const Call &call = this->call;
         const int64_t h = item % this->n.heads, b = item / this->n.heads;
         const OutputGradient<T> grad_output(call, b, h, this->row);
-        const OtherRows gradient{first_row(call.grad_value, b, h) - first_row(call.value, b, h),
-                                 reinterpret_cast<int64_t>(this->nowhere)};
-        this->find_value(job, b, h);
+        const OtherRows gradient{open_rows(b, h), reinterpret_cast<int64_t>(this->nowhere)};
         this->reader.open(b, h);
         samples.open(b, h);
         this->queries(
-            0, this->n.queries,
-            [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
+            0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
-                dots_and_scatter_add<T>(slot.address, slot.share, next.address, gradient, this->num_rows,
-                                        this->n.channels, g, samples.dot);
+                dots_and_scatter_add<T, !PACKED>(slot.address, slot.share, next.address, gradient, this->num_rows,
+                                                 this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
         samples.finish(this->reader);
+        if (PACKED) write_gradient(first_row(call.grad_value, b, h));
     }
 
   private:
     const Job job;
+    const PackedLevels &levels;
     SampleOutputs<T, Rule> samples;
+    char *packed_value, *packed_gradient;
 
-    static const char *first_row(const mxd_tensor &t, int64_t b, int64_t h) { return at(t, offset3(t, b, 0, h)); }
+    static char *first_row(const mxd_tensor &t, int64_t b, int64_t h) { return at(t, offset3(t, b, 0, h)); }
+    int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
+    int64_t step() const { return this->call.value.strides[1] * int64_t(sizeof(T)); }
+
+    // From now on rows are those of this head. Returns the distance from a row of value to its gradient's.
+    int64_t open_rows(int64_t b, int64_t h) {
+        const Call &call = this->call;
+        const char *value = first_row(call.value, b, h);
+        if (PACKED) {
+            packed_rows(call, levels, packed_value, row_bytes(), 0, 1,
+                        [&](int64_t row, char *to) { copy_row(value + row * step(), to, row_bytes()); });
+            memset(packed_gradient, 0, size_t(levels.bytes));
+        }
+        find_levels(call, this->n, 0, value, step(), levels, PACKED ? packed_value : nullptr, row_bytes(), this->rows);
+        return PACKED ? packed_gradient - packed_value : first_row(call.grad_value, b, h) - value;
+    }
+    void write_gradient(char *to) {
+        packed_rows(this->call, levels, packed_gradient, row_bytes(), 0, 1,
+                    [&](int64_t row, const char *from) { copy_row(from, to + row * step(), row_bytes()); });
+    }
 };
 
 } // namespace

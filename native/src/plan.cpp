@@ -211,7 +211,12 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
     if (plan.sample_gradients) plan.packed_value = packed_value;
     switch (plan.value_gradient) {
     case ValueGradient::NOT_WANTED:
+        break;
     case ValueGradient::WITH_SAMPLES:
+        plan.packed_gradient = choose_packed_gradient(call, lists.packed_gradient);
+        plan.all_rows_are_packed = all_rows_are_packed(call, plan.packed_gradient);
+        if (!plan.all_rows_are_packed || !rows_are_near(call, plan.packed_gradient)) plan.packed_gradient = NONE;
+        plan.all_rows_are_packed = plan.packed_gradient.bytes > 0;
         break;
     case ValueGradient::BY_HEADS:
         plan.packed_gradient = choose_packed_gradient(call, lists.packed_gradient);

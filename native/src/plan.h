@@ -32,8 +32,8 @@ struct Plan {
     bool rows_are_near;        // forward: the rows of a head stay in the nearest caches, so none is prefetched
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
-    PackedLevels packed_gradient; // BY_HEADS: a copy for each thread
-    bool all_rows_are_packed;     // BY_HEADS: so grad_value is written once, and need not be set to zero before
+    PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none
+    bool all_rows_are_packed;     // the same two: so grad_value is written once, and need not be set to zero before
     int64_t parts;                // BY_PARTS: of each head
     const int64_t *band_starts;   // BY_BANDS: num_bands + 1 rows of value
     int64_t num_bands;

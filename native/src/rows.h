@@ -274,7 +274,7 @@ struct OtherRows {
 
 // One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
 // store whose address ends like its own, and the addresses of a row in two tensors may end alike.
-template <class T, int N, int K>
+template <class T, int N, int K, bool PREFETCH>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next,
                                            OtherRows others, int64_t n, int64_t channel, const T *g, T *dot,
                                            bool accumulate) {
@@ -284,9 +284,11 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
         Vec<T, N> products[ROWS];
         MXD_UNROLL
         for (int r = 0; r < ROWS; ++r) {
-            const int64_t soon = next[i + r] + channel * int64_t(sizeof(T));
-            ask_for<PIECE_BYTES<T, N, K>>(soon);
-            ask_for<PIECE_BYTES<T, N, K>>(soon + others.distance);
+            if constexpr (PREFETCH) {
+                const int64_t soon = next[i + r] + channel * int64_t(sizeof(T));
+                ask_for<PIECE_BYTES<T, N, K>>(soon);
+                ask_for<PIECE_BYTES<T, N, K>>(soon + others.distance);
+            }
             products[r] = multiply_row<T, T, N, K>(row_at<const T>(address[i + r], channel), factor);
             finish(products[r]);
         }
@@ -298,12 +300,12 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
     }
 }
 
-template <class T>
+template <class T, bool PREFETCH>
 MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
                                      int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
-        dots_and_scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, others, n, c, g + c, dot,
-                                                                  c > 0);
+        dots_and_scatter_add_piece<T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c, g + c,
+                                                                            dot, c > 0);
     });
 }
 
