@@ -7,8 +7,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. PREFETCH_ROWS: the opposite of Plan::rows_are_near.
-template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> class Forward : QueryWorker<V, T, Rule> {
+// Items: QueryBlocks. SOME_FAR: the opposite of Plan::rows_are_near.
+template <class V, class T, template <class> class Rule, bool SOME_FAR> class Forward : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
@@ -16,7 +16,9 @@ template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> cla
         return Base::scratch_bytes(job) + Arena::bytes<V>(Sizes(job.call).channels);
     }
     Forward(const Job &j, Arena arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), sum(arena.take<V>(this->n.channels)) {}
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
+          far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
+          sum(arena.take<V>(this->n.channels)) {}
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
@@ -31,8 +33,8 @@ template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> cla
             [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
-                weighted_sum<V, T, PREFETCH_ROWS>(slot.address, slot.share, next.address, this->num_rows,
-                                                  this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
+                weighted_sum<V, T, SOME_FAR>(slot.address, slot.share, next.address, far, this->num_rows,
+                                             this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) write_sum(out);
             });
     }
@@ -40,6 +42,7 @@ template <class V, class T, template <class> class Rule, bool PREFETCH_ROWS> cla
   private:
     const Job job;
     QueryBlocks blocks;
+    FarRows far;
     V *sum; // of a query, where output has another dtype or stride
 
     void write_sum(char *out) const {

@@ -22,6 +22,12 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, c
     rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
 }
 
+// Of a query's rows, those on levels that are not near, and all that lie between them in its list.
+template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevels &levels) {
+    const int64_t first = levels.far_begin * n.points / ROWS * ROWS, end = round_up(levels.far_end * n.points, ROWS);
+    return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
+}
+
 // fn(row of value, its place in packed memory) for the rows of packed levels, as far as chunk `chunk` of `chunks` holds
 // them.
 template <class Byte, class Fn>
