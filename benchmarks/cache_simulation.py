@@ -34,6 +34,7 @@ PROCESSORS = {
     "Zen 5": ("49152,12,64", "1048576,16,64"),
 }
 NAMES = ("Deformable-DETR encoder", "BEVFormer spatial cross-attention, 6 x 2500")
+NUMBER, NOTHING, TENSOR = range(3)  # what an argument is, as in replay.c
 _BYTES = {number: dtype.itemsize for dtype, number in _native._DTYPE.items()}
 COUNTS = {
     "instructions": r"I\s+refs:\s+([\d,]+)",
@@ -63,12 +64,12 @@ def write(path: Path, workload: Workload, backward: bool) -> None:
 def _argument(argument: bytes | int | None) -> bytes:
     """One argument as replay.c reads it: its kind, a number, and what follows."""
     if not isinstance(argument, bytes):
-        return struct.pack("2q", 0, argument) if argument is not None else struct.pack("2q", 1, 0)
+        return struct.pack("2q", NOTHING, 0) if argument is None else struct.pack("2q", NUMBER, argument)
     data, dtype, *sizes = struct.unpack("14q", argument)
     shape, strides = sizes[:6], sizes[6:]
     elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n)
     memory = ctypes.string_at(data, elements * _BYTES[dtype])
-    return struct.pack("2q", 2, len(memory)) + argument + memory
+    return struct.pack("2q", TENSOR, len(memory)) + argument + memory
 
 
 def counts(replay: Path, library: Path, function: str, arguments: Path, first: str, second: str) -> dict[str, int]:

@@ -22,7 +22,7 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1)
-            if (plan.rows_are_near) return over_queries<Forward<V, T, Rule, false>>(job);
+            if (plan.packed_value.all_near()) return over_queries<Forward<V, T, Rule, false>>(job);
         return over_queries<Forward<V, T, Rule, true>>(job);
     });
 }

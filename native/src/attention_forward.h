@@ -7,7 +7,7 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. SOME_FAR: the opposite of Plan::rows_are_near.
+// Items: QueryBlocks. SOME_FAR: the opposite of PackedLevels::all_near.
 template <class V, class T, template <class> class Rule, bool SOME_FAR> class Forward : QueryWorker<V, T, Rule> {
     typedef QueryWorker<V, T, Rule> Base;
 

@@ -56,11 +56,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
                     plan.packed_gradient.bytes > 0 ? packed : nullptr, row_bytes(), this->rows);
     }
     void close(int64_t b, int64_t h) {
-        const mxd_tensor &grad = this->call.grad_value;
-        char *first = at(grad, offset3(grad, b, 0, h));
-        const int64_t step = grad.strides[1] * int64_t(sizeof(T));
-        packed_rows(this->call, plan.packed_gradient, packed, row_bytes(), 0, 1,
-                    [&](int64_t row, const char *from) { copy_row(from, first + row * step, row_bytes()); });
+        unpack(this->call, plan.packed_gradient, packed, row_bytes(), {this->call.grad_value, b, h});
     }
 };
 

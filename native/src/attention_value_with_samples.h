@@ -42,7 +42,7 @@ template <class T, template <class> class Rule, bool PACKED> class AllGradients 
                 samples.write(q, slot.query, this->reader);
             });
         samples.finish(this->reader);
-        if (PACKED) write_gradient(first_row(call.grad_value, b, h));
+        if (PACKED) unpack(call, levels, packed_gradient, row_bytes(), {call.grad_value, b, h});
     }
 
   private:
@@ -51,25 +51,19 @@ template <class T, template <class> class Rule, bool PACKED> class AllGradients 
     SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
-    static char *first_row(const mxd_tensor &t, int64_t b, int64_t h) { return at(t, offset3(t, b, 0, h)); }
     int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
-    int64_t step() const { return this->call.value.strides[1] * int64_t(sizeof(T)); }
 
     // From now on rows are those of this head. Returns the distance from a row of value to its gradient's.
     int64_t open_rows(int64_t b, int64_t h) {
         const Call &call = this->call;
-        const char *value = first_row(call.value, b, h);
+        const HeadRows value(call.value, b, h), gradient(call.grad_value, b, h);
         if (PACKED) {
-            packed_rows(call, levels, packed_value, row_bytes(), 0, 1,
-                        [&](int64_t row, char *to) { copy_row(value + row * step(), to, row_bytes()); });
+            pack(call, levels, value, row_bytes(), packed_value);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
-        find_levels(call, this->n, 0, value, step(), levels, PACKED ? packed_value : nullptr, row_bytes(), this->rows);
-        return PACKED ? packed_gradient - packed_value : first_row(call.grad_value, b, h) - value;
-    }
-    void write_gradient(char *to) {
-        packed_rows(this->call, levels, packed_gradient, row_bytes(), 0, 1,
-                    [&](int64_t row, const char *from) { copy_row(from, to + row * step(), row_bytes()); });
+        find_levels(call, this->n, 0, value.first, value.step, levels, PACKED ? packed_value : nullptr, row_bytes(),
+                    this->rows);
+        return PACKED ? packed_gradient - packed_value : gradient.first - value.first;
     }
 };
 

@@ -53,6 +53,26 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
+// The rows of a head in a tensor: the first, and bytes from row to row.
+struct HeadRows {
+    char *first;
+    int64_t step;
+
+    HeadRows(const mxd_tensor &t, int64_t b, int64_t h)
+        : first(at(t, offset3(t, b, 0, h))), step(t.strides[1] * element_size(t.dtype)) {}
+};
+
+// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them.
+inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, int64_t row_bytes, char *packed,
+                 int64_t chunk = 0, int64_t chunks = 1) {
+    packed_rows(call, levels, packed, row_bytes, chunk, chunks,
+                [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
+}
+inline void unpack(const Call &call, const PackedLevels &levels, const char *packed, int64_t row_bytes, HeadRows rows) {
+    packed_rows(call, levels, packed, row_bytes, 0, 1,
+                [&](int64_t row, const char *from) { copy_row(from, rows.first + row * rows.step, row_bytes); });
+}
+
 // Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, then work on
 // its items.
 template <class Worker> inline bool over_queries(const Job &given) {
@@ -68,11 +88,7 @@ template <class Worker> inline bool over_queries(const Job &given) {
     const int64_t bytes = n.channels * element_size(call.value.dtype);
     const bool done =
         parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
-            const mxd_tensor &value = call.value;
-            const char *first = at(value, offset3(value, head / n.heads, 0, head % n.heads));
-            const int64_t step = value.strides[1] * element_size(value.dtype);
-            packed_rows(call, levels, packed, bytes, chunk, STAGE_CHUNKS,
-                        [&](int64_t row, char *to) { copy_row(first + row * step, to, bytes); });
+            pack(call, levels, {call.value, head / n.heads, head % n.heads}, bytes, packed, chunk, STAGE_CHUNKS);
         });
     free(memory);
     return done;

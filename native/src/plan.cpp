@@ -244,8 +244,8 @@ std::string packed_text(const Call &call, const PackedLevels &packed) {
 
 std::string prefetched_text(const Call &call, const PackedLevels &packed) {
     if (packed.bytes == 0) return "all";
-    const int64_t levels = std::max<int64_t>(0, packed.far_end - packed.far_begin);
-    return levels == 0 ? "none" : std::to_string(levels) + " of " + std::to_string(call.num_levels) + " levels";
+    if (packed.all_near()) return "none";
+    return std::to_string(packed.far_end - packed.far_begin) + " of " + std::to_string(call.num_levels) + " levels";
 }
 
 std::string value_gradient_text(const Plan &plan) {
@@ -273,7 +273,6 @@ Plan make_plan(const Call &call, PlanLists &lists) {
         plan_gradients(call, packed_value, plan, lists);
     } else {
         plan.packed_value = packed_value;
-        plan.rows_are_near = packed_value.bytes > 0 && packed_value.far_begin >= packed_value.far_end;
     }
     return plan;
 }

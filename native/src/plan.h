@@ -25,12 +25,13 @@ struct PackedLevels {
     const int64_t *offset;      // for each level, in bytes; -1: not packed
     int64_t bytes;              // of all; 0: nothing is packed
     int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1; those of others stay near
+
+    bool all_near() const { return bytes > 0 && far_begin >= far_end; }
 };
 
 // Where a field is of no use to the way that is taken, it is zero.
 struct Plan {
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
-    bool rows_are_near;        // forward: all are packed, and on levels that are near
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none

@@ -125,7 +125,7 @@ template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, cons
 
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow. Prefetches stand between the rows that are added: all
-// before them, the vendor's example takes a tenth longer.
+// before them, the vendor's example takes a twentieth longer.
 template <class V, class T, int N, int K, bool SOME_FAR>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
                                int64_t channel, V *out) {

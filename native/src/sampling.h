@@ -30,7 +30,7 @@ template <class T> class Maps {
     static int64_t bytes(int64_t samples) { return Arena::bytes<MapLanes<T>>(samples / LANES); }
     Maps(Arena &arena, int64_t samples) : lanes(arena.take<MapLanes<T>>(samples / LANES)) {}
 
-    // Of samples i..i+LANES-1, i a multiple of LANES.
+    // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
     MXD_INLINE const MapLanes<T> &at(int64_t i) const {
         return *reinterpret_cast<const MapLanes<T> *>(reinterpret_cast<const char *>(lanes) +
                                                       i * int64_t(sizeof(MapLanes<T>) / LANES));
@@ -155,9 +155,12 @@ template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
 
+// The same for i a multiple of ROWS, without divisions.
+template <int CORNERS> MXD_INLINE int64_t first_entry_of(int64_t i, int k) { return i * CORNERS + k * ROWS; }
+
 // The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
 template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, int k, Vec<E, LANES> entries) {
-    E *to = list + i * CORNERS + k * ROWS; // entry_of, without its divisions
+    E *to = list + first_entry_of<CORNERS>(i, k);
     if constexpr (LANES == ROWS || CORNERS == 1) {
         memcpy(to, &entries, sizeof entries);
     } else {
@@ -223,7 +226,7 @@ struct RowAddresses {
 };
 
 template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *list, int64_t i, int k) {
-    const E *from = list + i * CORNERS + k * ROWS;
+    const E *from = list + first_entry_of<CORNERS>(i, k);
     if constexpr (LANES == ROWS)
         return raw_load<E, LANES>(from);
     else
