@@ -425,6 +425,7 @@ class Windowed(NamedTuple):
         name, inputs = "mxd_geometric_kernel_attention_with_logits", [pack(t) for t in self.tensors[:6]]
         value, logits, grad = (self.tensors[i] for i in (0, 5, 6))
         found = [torch.full(t.shape, 7, dtype=t.dtype) for t in (value, logits)]
+        found = [a if t.is_contiguous() else apart(a) for a, t in zip(found, (value, logits), strict=True)]
         out = torch.empty(grad.shape, dtype=value.dtype)
         assert getattr(_native._library(), name)(*inputs, pack(out), threads) == 0
         assert getattr(_native._library(), name + "_backward")(pack(grad), *inputs, *map(pack, found), threads) == 0
@@ -443,12 +444,19 @@ def windowed(shapes: list[tuple[int, int]], points: int, queries: int, dtype: to
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("shapes", "points", "queries"),
-    [([(20, 10)], 15, 40), ([(20, 10)], 16, 600), (PYRAMID[:3], 4, 60), ([(5, 7), (3, 4)], 3, 30), ([(3, 3)], 1, 9)],
+    ("shapes", "points", "queries", "heads"),
+    [
+        ([(20, 10)], 15, 40, 4),
+        ([(20, 10)], 16, 600, 4),
+        (PYRAMID[:3], 4, 60, 4),
+        ([(5, 7), (3, 4)], 3, 100, 8),
+        ([(5, 7), (3, 4)], 9, 70, 3),
+        ([(3, 3)], 1, 9, 1),
+    ],
 )
-def test_windows(dtype, shapes, points, queries):
+def test_windows(dtype, shapes, points, queries, heads):
     """The same pixels as torch finds, ties included: another pixel would be another row."""
-    call = windowed(shapes, points, queries, dtype)
+    call = windowed(shapes, points, queries, dtype, heads)
     first, true = call.run(), call.truth()
     for one, exact in zip(first, true, strict=True):
         computed = torch.float64 if dtype == torch.float64 else torch.float32
@@ -456,7 +464,7 @@ def test_windows(dtype, shapes, points, queries):
         assert ((one.double() - exact).abs() <= allowed + (2.0**-24 if dtype == torch.float16 else 0)).all()
     for threads in THREADS[1:]:
         assert all(torch.equal(a, b) for a, b in zip(first, call.run(threads), strict=True))
-    strided = Windowed([apart(t) for t in call.tensors])
-    assert all(torch.equal(a, b) for a, b in zip(first, strided.run(), strict=True))
+    for strided in ([apart(t) for t in call.tensors], [call.tensors[0], *map(apart, call.tensors[1:])]):
+        assert all(torch.equal(a, b) for a, b in zip(first, Windowed(strided).run(), strict=True))
     narrow = Windowed([t.int() if i == 4 else t for i, t in enumerate(call.tensors)])
     assert all(torch.equal(a, b) for a, b in zip(first, narrow.run(2), strict=True))

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import cases
+import logits_cases
 import pytest
 import torch
 import truth
-from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE
 from conftest import wanted_implementations
 from torch import Tensor
 
@@ -44,7 +45,8 @@ def with_rows_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class Row(NamedTuple):
     """A call, and for each of THREADS: the way to the gradient of value with all gradients wanted, in float32 and float64; the
     number of bands in 16 bits; how many levels of value the forward packs, and how many of the gradient of value are packed
-    where that is wanted alone.
+    where that is wanted alone. One pass packs all levels of both or none. A window's heads go together, all of them or none
+    in the forward, and in one pass some.
     """
 
     operator: str
@@ -53,6 +55,10 @@ class Row(NamedTuple):
     bands_of_16_bits: tuple[int, ...]
     packed_value: tuple[int, ...] = (0,) * 5
     packed_gradient: tuple[int, ...] = (0,) * 5
+    one_pass_packs: bool = False
+    packed_is_near: bool = True
+    heads_of_forward: int = 0
+    heads_of_one_pass: tuple[int, ...] = (0,) * 5
 
 
 SAMPLES, HEADS = "WITH_SAMPLES", "BY_HEADS"
@@ -115,6 +121,15 @@ ROWS = {
         (1, 1, 1, 1, 1),
         packed_value=(1, 1, 1, 1, 0),
         packed_gradient=(1, 1, 1, 1, 1),
+        one_pass_packs=True,
+    ),
+    "nearest, 3 points": Row(  # on two levels
+        GEOMETRIC,
+        lambda: cases.geometric(2, 300, 8, 12, [(7, 9), (3, 5)], 3),
+        (SAMPLES,) * 5,
+        (1, 1, 1, 1, 1),
+        packed_gradient=(2, 2, 2, 2, 2),
+        one_pass_packs=True,
     ),
     "nearest, 2 heads": Row(
         GEOMETRIC,
@@ -122,6 +137,35 @@ ROWS = {
         (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
         (1, 1, 3, 3, 12),
         packed_gradient=(1, 1, 0, 0, 0),
+    ),
+    "window": Row(
+        GEOMETRIC_LOGITS,
+        lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
+        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, *bands(3)),
+        (1, 1, 1, 1, 3),
+        packed_gradient=(1, 1, 1, 1, 0),
+        one_pass_packs=True,
+        heads_of_forward=8,
+        heads_of_one_pass=(4, 4, 2, 2, 0),
+    ),
+    "window, 3 heads": Row(
+        GEOMETRIC_LOGITS,
+        lambda: logits_cases.geometric(2, 160, 10, 3, [(15, 9), (5, 7)], (3, 3)),
+        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, *bands(4)),
+        (1, 1, 1, 1, 4),
+        packed_gradient=(2, 2, 2, 2, 0),
+        one_pass_packs=True,
+        heads_of_forward=3,
+        heads_of_one_pass=(1, 1, 1, 1, 0),
+    ),
+    "window, large map": Row(  # 1.3 MB in 16 bits
+        GEOMETRIC_LOGITS,
+        lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
+        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)),
+        (1, 1, 1, 2, 6),
+        packed_value=(1, 1, 1, 1, 1),
+        packed_gradient=(1, 1, 1, 0, 0),
+        packed_is_near=False,
     ),
     "cameras": Row(
         AGGREGATION,
@@ -159,14 +203,17 @@ def test_plans(every_thread, name, dtype):
         of_samples = _native.describe_plan(row.operator, args, [False] + [True] * others)
         assert {plan["threads"] for plan in (forward, all_gradients, of_value, of_samples)} == {str(threads)}
         assert levels(forward["packed_value"]) == row.packed_value[i]
-        packed, number = row.packed_value[i], args[1].shape[0]  # all that these rows pack is near
-        far = "all" if packed == 0 else "none" if packed == number else f"{number - packed} of {number} levels"
-        assert forward["prefetched_rows"] == far
+        packed, number = row.packed_value[i], args[1].shape[0]
+        far = number - packed if row.packed_is_near else number
+        assert forward["prefetched_rows"] == ("all" if packed == 0 else f"{far} of {number} levels" if far else "none")
         assert all_gradients["value_gradient"] == way
         assert all_gradients["sample_gradients"] == ("WITH_VALUE" if way == SAMPLES else "ALONE")
         assert levels(all_gradients["packed_value"]) == (0 if way == SAMPLES else row.packed_value[i])
-        if way == SAMPLES:  # all rows or none
-            assert levels(all_gradients["packed_gradient"]) == (1 if name == "nearest" else 0)
+        if way == SAMPLES:
+            assert levels(all_gradients["packed_gradient"]) == (number if row.one_pass_packs else 0)
+        if row.operator == GEOMETRIC_LOGITS:
+            together = [plan["heads_together"] for plan in (forward, all_gradients, of_value, of_samples)]
+            assert together == [str(row.heads_of_forward), str(row.heads_of_one_pass[i] if way == SAMPLES else 0), "0", "0"]
         assert of_value["value_gradient"] == (HEADS if way == SAMPLES else way)
         assert of_value["sample_gradients"] == "NOT_WANTED"
         assert levels(of_value["packed_gradient"]) == (row.packed_gradient[i] if is_wide else 0)
@@ -182,6 +229,7 @@ def test_every_way_is_in_the_table():
     packed = [row for row in ROWS.values() if any(row.packed_value)]
     assert all(any(row.packed_value[i] for row in packed) for i in range(len(THREADS)))
     assert all(any(row.packed_gradient[i] for row in ROWS.values()) for i in range(len(THREADS)))
+    assert {n for row in ROWS.values() for n in row.heads_of_one_pass} == {0, 1, 2, 4}
 
 
 @functools.cache

@@ -11,6 +11,8 @@
 #include "attention_value_by_bands.h"
 #include "attention_value_by_heads.h"
 #include "attention_value_with_samples.h"
+#include "window_forward.h"
+#include "window_gradients.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -21,8 +23,11 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        if constexpr (Rule<T>::CORNERS == 1)
+        if constexpr (Rule<T>::CORNERS == 1) {
+            if (plan.heads_together > 0)
+                return parallel<WindowForward<V, T>>(call.num_threads, WindowForward<V, T>::items(job), job);
             if (plan.packed_value.all_near()) return over_queries<Forward<V, T, Rule, false>>(job);
+        }
         return over_queries<Forward<V, T, Rule, true>>(job);
     });
 }
@@ -58,8 +63,11 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
         return true;
     case ValueGradient::WITH_SAMPLES: // value has the type computed in
         if constexpr (same_type<V, T>) {
-            if constexpr (Rule<T>::CORNERS == 1)
+            if constexpr (Rule<T>::CORNERS == 1) {
+                if (job.plan.heads_together > 0)
+                    return parallel<WindowGradients<T>>(job.call.num_threads, WindowGradients<T>::items(job), job);
                 if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<T, Rule, true>>(job);
+            }
             return add_to_zero<T, AllGradients<T, Rule, false>>(job);
         }
         return false;

@@ -5,11 +5,6 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-template <class T> MXD_INLINE IntLanes<T> clamped(IntLanes<T> x, IntLanes<T> last) {
-    x = x > 0 ? x : IntLanes<T>{};
-    return x < last ? x : last;
-}
-
 template <class T> struct Nearest {
     static constexpr int CORNERS = 1;
 
@@ -30,8 +25,8 @@ template <class T> struct Nearest {
                 y = whole_or_largest<false, LANES>(location_y);
             }
         }
-        x = clamped<T>(x, raw_load<Int<T>, LANES>(maps.last_x));
-        y = clamped<T>(y, raw_load<Int<T>, LANES>(maps.last_y));
+        x = on_map<LANES>(x, raw_load<Int<T>, LANES>(maps.last_x));
+        y = on_map<LANES>(y, raw_load<Int<T>, LANES>(maps.last_y));
     }
 
     static MXD_INLINE IntLanes<T> reach(const Query<T> &query, int64_t i, const BandReach<T> &band) {

@@ -287,13 +287,18 @@ struct OtherRows {
 
     MXD_INLINE int64_t of(int64_t address) const { return address == nowhere ? nowhere : address + distance; }
 };
+// The same where nowhere, too, has another row at that distance.
+struct SameDistance {
+    int64_t distance;
+
+    MXD_INLINE int64_t of(int64_t address) const { return address + distance; }
+};
 
 // One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
 // store whose address ends like its own, and the addresses of a row in two tensors may end alike.
-template <class T, int N, int K, bool PREFETCH>
-MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next,
-                                           OtherRows others, int64_t n, int64_t channel, const T *g, T *dot,
-                                           bool accumulate) {
+template <class T, int N, int K, bool PREFETCH, class Others>
+MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, Others others,
+                                           int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
     Vec<T, N> factor[K];
     read_factors<T, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
@@ -316,8 +321,8 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
     }
 }
 
-template <class T, bool PREFETCH>
-MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, OtherRows others,
+template <class T, bool PREFETCH, class Others>
+MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, Others others,
                                      int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
         dots_and_scatter_add_piece<T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c, g + c,

@@ -8,6 +8,17 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
+// Each operation rounds by itself, as in torch, because another pixel is another row.
+template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *place) {
+    return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(place);
+}
+
+// x clamped to 0..last.
+template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
+    x = x > 0 ? x : Ints{};
+    return x < last ? x : last;
+}
+
 template <class T> class Window {
   public:
     static int64_t bytes(const Sizes &n) { return n.has_window ? 2 * Arena::bytes<T>(n.room()) : 0; }
@@ -33,18 +44,13 @@ template <class T> class Window {
     // Of samples i..i+LANES-1, before they are rounded.
     MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x,
                           RealLanes<T> &y) const {
-        x = around(reference[0], maps.width, x_of + i);
-        y = around(reference[1], maps.height, y_of + i);
+        x = around_reference<LANES>(reference[0], maps.width, x_of + i);
+        y = around_reference<LANES>(reference[1], maps.height, y_of + i);
     }
 
   private:
     int64_t points = 0;
     T *x_of = nullptr, *y_of = nullptr; // of each sample
-
-    // Each operation rounds by itself, as in torch, because another pixel is another row.
-    static MXD_INLINE RealLanes<T> around(T reference, const T *size, const T *place) {
-        return rounded(RealLanes<T>(reference * raw_load<T, LANES>(size))) + raw_load<T, LANES>(place);
-    }
 };
 
 } // namespace

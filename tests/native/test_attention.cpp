@@ -194,7 +194,11 @@ struct Geometric : Attention {
 };
 
 void with_this_isa() {
-    const Sizes sizes[] = {{2, 9, 3, 8, 3, {{5, 4}, {2, 3}}}, {1, 7, 2, 40, 1, {{20, 20}}}, {1, 5, 1, 5, 9, {{3, 7}}}};
+    const Sizes sizes[] = {{2, 9, 3, 8, 3, {{5, 4}, {2, 3}}},
+                           {1, 7, 2, 40, 1, {{20, 20}}},
+                           {1, 5, 1, 5, 9, {{3, 7}}},
+                           {2, 30, 5, 8, 9, {{5, 4}, {2, 3}}}, // from here on levels are packed for their gradient
+                           {3, 40, 4, 12, 4, {{5, 4}}}};
     for (unsigned seed = 0; seed < 4; ++seed)
         for (const Sizes &n : sizes)
             for (const bool strided : {false, true}) {
