@@ -12,28 +12,27 @@ namespace {
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    static int64_t bytes(const Sizes &n) { return 2 * Arena::bytes<T>(OF_EACH * n.room()); }
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
     SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
         : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-          direct(t.data && axes.contiguous && t.dtype == OWN<T>),
-          scratch{arena.take<T>(OF_EACH * n.room()), arena.take<T>(OF_EACH * n.room())} {}
+          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
 
     void open(int64_t b, int64_t h) {
         if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
     }
     MXD_INLINE T *begin(int64_t q) const {
         char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
-        return direct ? reinterpret_cast<T *>(to) : memory(q);
+        return direct ? reinterpret_cast<T *>(to) : scratch;
     }
     // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
-    MXD_INLINE T *of_vector(int64_t q, T *begun, int64_t i) const { return i < in_vectors ? begun : memory(q); }
-    T *memory(int64_t q) const { return scratch[q & 1]; }
+    MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    T *memory() const { return scratch; }
     int64_t whole_vectors() const { return in_vectors; }
     bool in_whole_vectors() const { return direct && in_vectors == samples; }
     MXD_INLINE void end(int64_t q, T *begun) const {
-        if (tensor.data && !direct) axes.write_at(queries.at(q), memory(q));
+        if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
         if (direct && in_vectors < samples)
-            memcpy(begun + in_vectors * OF_EACH, memory(q) + in_vectors * OF_EACH,
+            memcpy(begun + in_vectors * OF_EACH, scratch + in_vectors * OF_EACH,
                    size_t((samples - in_vectors) * OF_EACH) * sizeof(T));
     }
 
@@ -42,7 +41,7 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     TrailingAxes<AXES> axes;
     int64_t samples, in_vectors;
     bool direct;
-    T *scratch[2]; // of a query, and of the one before
+    T *scratch; // of a query
     QueryRows queries;
 };
 
@@ -63,22 +62,20 @@ template <class T, template <class> class Rule> class SampleOutputs {
         xy.open(b, h);
         weights.open(b, h);
         sums.open(b, h);
+        at_once = n.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.of(0);
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         if (n.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
             return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
+        if constexpr (Rule<T>::CORNERS == 4)
+            if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);
         if (n.with_logits) return write_turned(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
-            Rule<T>::gradients(own, dots, i, xy.of_vector(q, grad_xy, i), weights.of_vector(q, grad_weight, i));
+            Rule<T>::gradients(own, dots, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
         });
         xy.end(q, grad_xy);
         weights.end(q, grad_weight);
-    }
-    // After the last query that was written.
-    __attribute__((noinline)) void finish(const QueryReader<T> &reader) {
-        if (late >= 0) write_late(reader);
-        late = -1;
     }
 
   private:
@@ -86,9 +83,8 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
     ReferenceSums<T> sums;
-    // With logits: the query whose gradients of locations and weights are known, but not yet those of offsets and
-    // logits. They wait for sums over the query, so they are written while the next query's rows are multiplied.
-    int64_t late = -1;
+    // With logits: whole vectors are written in place, and reference points have no gradient.
+    bool at_once = false;
 
     // op(first of LANES samples, the query, dot) for all samples of a query. The query is a copy, which stays in
     // registers while gradients are written.
@@ -98,21 +94,27 @@ template <class T, template <class> class Rule> class SampleOutputs {
         for (int64_t i = 0; i < padded; i += LANES) op(i, own, dots);
     }
 
-    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
-        T *grad_xy = xy.memory(q), *grad_weight = weights.memory(q);
+    MXD_INLINE void write_at_once(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        T *grad_offsets = xy.begin(q), *grad_weight = weights.memory();
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
-            Rule<T>::gradients(own, dots, i, grad_xy, grad_weight);
+            Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
         });
-        if (late >= 0) write_late(reader);
-        late = q;
+        reader.with_logits().logit_gradients(q, grad_weight, weights.whole_vectors(), weights.begin(q));
     }
-    MXD_INLINE void write_late(const QueryReader<T> &reader) const {
+    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         const Logits<T> &logits = reader.with_logits();
-        T *grad_offsets = xy.begin(late), *grad_logits = weights.begin(late);
-        logits.offset_gradients(late, xy.memory(late), xy.whole_vectors(), grad_offsets, sums.of(late));
-        logits.logit_gradients(late, weights.memory(late), weights.whole_vectors(), grad_logits);
-        xy.end(late, grad_offsets);
-        weights.end(late, grad_logits);
+        T *grad_xy = xy.memory(), *grad_weight = weights.memory();
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            if (logits.has_boxes())
+                Rule<T>::template gradients<false>(own, dots, i, grad_xy, grad_weight);
+            else
+                Rule<T>::template gradients<true>(own, dots, i, grad_xy, grad_weight);
+        });
+        T *grad_offsets = xy.begin(q), *grad_logits = weights.begin(q);
+        logits.offset_gradients(q, grad_xy, xy.whole_vectors(), grad_offsets, sums.of(q));
+        logits.logit_gradients(q, grad_weight, weights.whole_vectors(), grad_logits);
+        xy.end(q, grad_offsets);
+        weights.end(q, grad_logits);
     }
 };
 
@@ -140,7 +142,6 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
                 dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
-        samples.finish(this->reader);
     }
 
   private:

@@ -41,7 +41,6 @@ template <class T, template <class> class Rule, bool PACKED> class AllGradients 
                                                  this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
-        samples.finish(this->reader);
         if (PACKED) unpack(call, levels, packed_gradient, row_bytes(), {call.grad_value, b, h});
     }
 

@@ -48,6 +48,7 @@ template <class T> struct Nearest {
     }
 
     // The product with a sample's one row is its weight's gradient.
+    template <bool OF_OFFSETS = false>
     static MXD_INLINE void gradients(const Query<T> &, const T *dot, int64_t i, T *, T *grad_weight) {
         store<T, LANES>(grad_weight + i, get_entries<1>(dot, i, 0));
     }

@@ -44,11 +44,9 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
                                                         bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
-// Queries that are turned together: the four of a softmax, or twice as many if they are short, because the softmax of
-// one four does not wait for that of the other. A query stays while those AHEAD of it are prepared, so there is room
-// for twice as many.
-constexpr int64_t MOST_TURNED = 8;
-inline int64_t turned_together(const Sizes &n) { return n.levels * n.points <= LANES ? MOST_TURNED : 4; }
+// Queries that are turned together: two softmaxes of four, of which one does not wait for the other. A query stays
+// while those AHEAD of it are prepared, so there is room for twice as many.
+constexpr int64_t TURNED = 8;
 
 template <class T> class Logits {
     typedef PlainRows<T> Rows;
@@ -57,23 +55,22 @@ template <class T> class Logits {
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
         return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
-               2 * Rows::bytes(2 * turned_together(n), 2 * n.room()) +
-               2 * Rows::bytes(2 * turned_together(n), weight_room(n));
+               2 * Rows::bytes(2 * TURNED, 2 * n.room()) + 2 * Rows::bytes(2 * TURNED, weight_room(n));
     }
-    Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes), together(turned_together(sizes)) {
+    Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
         if (!n.with_logits) return;
         boxes = !n.has_window && c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
         inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
-        offset_copies = Rows::ring(2 * together, 2 * n.room(), arena);
-        located = Rows::ring(2 * together, 2 * n.room(), arena);
-        logit_copies = Rows::ring(2 * together, weight_room(n), arena);
-        all_weights = Rows::ring(2 * together, weight_room(n), arena);
+        offset_copies = Rows::ring(2 * TURNED, 2 * n.room(), arena);
+        located = Rows::ring(2 * TURNED, 2 * n.room(), arena);
+        logit_copies = Rows::ring(2 * TURNED, weight_room(n), arena);
+        all_weights = Rows::ring(2 * TURNED, weight_room(n), arena);
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
                    (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
-        step = c.reference.strides[1] * element_size(c.reference.dtype);
+        reference_step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
     void use_levels(int64_t first, int64_t last) {
@@ -109,33 +106,40 @@ template <class T> class Logits {
     const T *locations(int64_t q) const { return located[q]; }
     const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // of the levels in use
     int64_t turned_until() const { return turned; }
+    bool has_boxes() const { return boxes; }
 
-    // q and those that follow, together, because a query by itself waits for each step of its softmax. copy(query,
-    // where to its offsets go, where to its logits): for queries that cannot be read as they lie.
+    // q and its neighbours, because a query by itself waits for each step of its softmax. copy(query, where to its
+    // offsets go, where to its logits): for queries that cannot be read as they lie. Those that are turned together
+    // begin at a multiple of their number, so that they lie side by side in a ring.
     template <class Copy> __attribute__((noinline)) void turn(int64_t q, Copy &&copy) {
-        const int64_t last = q + together < n.queries ? q + together : n.queries;
+        q &= -TURNED;
+        const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
         turned = last;
         if (last - 1 > until) { // nearly never
             if (copied_from > q) copied_from = q;
             for (int64_t i = q; i < last; ++i) copy(i, offset_copies[i], logit_copies[i]);
         }
         if (samples == 0) return;
-        if (!n.has_window)
-            for (int64_t i = q; i < last; ++i) locate(reference_of(i), offsets_of(i), located[i]);
-        const Rows &logits = q < copied_from ? logits_in_place : logit_copies;
-        for (; q < last; q += 4) {
+        const bool copied = q >= copied_from;
+        if (!n.has_window) locate(q, last, copied ? offset_copies : offsets_in_place);
+        const Rows &logits = copied ? logit_copies : logits_in_place;
+        const char *from = logits.at(q);
+        char *to = all_weights.at(q);
+        const int64_t step = logits.step, weight_step = all_weights.step, count = n.levels * n.points;
+        for (; q < last; q += 4, from += 4 * step, to += 4 * weight_step) {
             const T *rows[4];
             T *weights[4];
             for (int64_t i = 0; i < 4; ++i) {
-                rows[i] = logits[q + i < last ? q + i : q];
-                weights[i] = all_weights[q + i];
+                rows[i] = reinterpret_cast<const T *>(q + i < last ? from + i * step : from);
+                weights[i] = reinterpret_cast<T *>(to + i * weight_step);
             }
-            softmax<T>(rows, n.levels * n.points, weights);
+            softmax<T>(rows, count, weights);
         }
     }
 
-    // From the gradients of a query's locations to those of its offsets, and of its reference points where they are
-    // wanted. What lies before sample `direct_until` is written to memory of its own. All levels are in use.
+    // From the gradients of a query's offsets in pixels, or of its locations if it has boxes, to those of its offsets,
+    // and of its reference points where they are wanted. What lies before sample `direct_until` is written to memory of
+    // its own. All levels are in use.
     MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
         if (n.has_window) return;
         if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
@@ -143,9 +147,11 @@ template <class T> class Logits {
         for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
-            if (size)
+            if (size) {
                 g = g == 0 ? g : g * (shared ? four_pairs<true>(size, place + i) : four_pairs<false>(size, place + i));
-            store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g * raw_load<T, 8>(inverse + 2 * i));
+                g *= raw_load<T, 8>(inverse + 2 * i);
+            }
+            store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g);
         }
     }
     // The same from the gradients of weights to those of logits.
@@ -156,7 +162,6 @@ template <class T> class Logits {
   private:
     const Call &call;
     Sizes n;
-    int64_t together; // queries that are turned at once: a power of two
     bool boxes = false;
     bool shared = true;       // four samples belong to the same reference point
     int64_t *place = nullptr; // where a sample's reference point is, among the query's numbers
@@ -165,11 +170,16 @@ template <class T> class Logits {
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
     bool in_place = false;                 // reference points are read as they lie
-    int64_t first = 0, step = 0;           // of reference points, in bytes
+    int64_t first = 0, reference_step = 0; // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
     int64_t turned = 0;
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
     int64_t until = -1, copied_from = 0; // the last query that can be read in place, the first that was copied
+
+    struct Places { // of each sample
+        const int64_t *place;
+        const T *divisor;
+    };
 
     const T *offsets_of(int64_t q) const { return q < copied_from ? offsets_in_place[q] : offset_copies[q]; }
 
@@ -183,46 +193,60 @@ template <class T> class Logits {
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
 
     const T *reference_of(int64_t q) const {
-        const char *from = reinterpret_cast<const char *>(first + q * step);
-        if (in_place) return reinterpret_cast<const T *>(from);
-        copy_reference(from);
-        return copy;
+        const char *from = reinterpret_cast<const char *>(first + q * reference_step);
+        return in_place ? reinterpret_cast<const T *>(from) : copied_reference(from);
     }
-    __attribute__((noinline)) void copy_reference(const char *from) const {
+    __attribute__((noinline)) const T *copied_reference(const char *from) const {
         const mxd_tensor &t = call.reference;
         const int64_t coordinates = t.shape[3];
         for (int64_t r = 0; r < t.shape[2]; ++r)
             read_elements(from + r * t.strides[2] * element_size(t.dtype), t.dtype, t.strides[3], coordinates,
                           copy + r * coordinates);
+        return copy;
     }
 
-    MXD_INLINE void locate(const T *reference, const T *offsets, T *locations) const {
+    // Of queries q..last-1, whose offsets are `offsets`.
+    MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
         if (boxes)
-            shared ? locate<true, true>(reference, offsets, locations)
-                   : locate<true, false>(reference, offsets, locations);
+            shared ? locate<true, true, 0>(q, last, offsets) : locate<true, false, 0>(q, last, offsets);
+        else if (!shared)
+            locate<false, false, 0>(q, last, offsets);
+        else if (samples == 16) // numbers that models have
+            locate<false, true, 16>(q, last, offsets);
+        else if (samples == 4)
+            locate<false, true, 4>(q, last, offsets);
         else
-            shared ? locate<false, true>(reference, offsets, locations)
-                   : locate<false, false>(reference, offsets, locations);
+            locate<false, true, 0>(q, last, offsets);
     }
-    template <bool BOXES, bool SHARED>
-    MXD_INLINE void locate(const T *reference, const T *offsets, T *locations) const {
-        for (int64_t i = 0; i < samples;) {
-            if (LOCATED<T> > 4 && samples - i > 4) {
-                locate<BOXES, SHARED, LOCATED<T>>(i, reference, offsets, locations);
-                i += LOCATED<T>;
-            } else {
-                locate<BOXES, SHARED, 4>(i, reference, offsets, locations);
-                i += 4;
+    // COUNT: samples, if they are known here.
+    template <bool BOXES, bool SHARED, int COUNT>
+    MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
+        // Copies: in registers they stay as they are while locations are written.
+        const Places of{place, divisor};
+        const int64_t count = COUNT > 0 ? COUNT : samples, step = reference_step, offset_step = offsets.step,
+                      location_step = located.step;
+        const bool as_they_lie = in_place;
+        const char *reference = reinterpret_cast<const char *>(first + q * step), *offset = offsets.at(q);
+        char *location = located.at(q);
+        for (; q < last; ++q, reference += step, offset += offset_step, location += location_step) {
+            const T *r = as_they_lie ? reinterpret_cast<const T *>(reference) : copied_reference(reference);
+            const T *o = reinterpret_cast<const T *>(offset);
+            T *to = reinterpret_cast<T *>(location);
+            int64_t i = 0;
+            if constexpr (LOCATED<T> > 4) {
+                for (; count - i > 4; i += LOCATED<T>) locate_some<BOXES, SHARED, LOCATED<T>>(i, of, r, o, to);
             }
+            for (; i < count; i += 4) locate_some<BOXES, SHARED, 4>(i, of, r, o, to);
         }
     }
     // Samples i..i+N-1.
     template <bool BOXES, bool SHARED, int N>
-    MXD_INLINE void locate(int64_t i, const T *reference, const T *offsets, T *locations) const {
+    static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets,
+                                       T *locations) {
         Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
-        if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, place + i);
+        if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, of.place + i);
         store<T, 2 * N>(locations + 2 * i,
-                        pairs_at<SHARED, N>(reference, place + i) + offset / raw_load<T, 2 * N>(divisor + 2 * i));
+                        pairs_at<SHARED, N>(reference, of.place + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
     // The gradient of a query's reference points, as this head has it.
@@ -230,7 +254,8 @@ template <class T> class Logits {
         for (int64_t i = 0; i < call.reference.shape[2] * call.reference.shape[3]; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
         for (int64_t i = 0; i < fours; i += 4) { // as they were stored: a wider load would wait for the stores
-            const Vec<T, 8> g = raw_load<T, 8>(grad_xy + 2 * i);
+            const Vec<T, 8> given = raw_load<T, 8>(grad_xy + 2 * i),
+                            g = boxes ? given : given * raw_load<T, 8>(divisor + 2 * i);
             add_pair(g, sums + place[i]);
             if (!boxes) continue;
             const Vec<T, 8> of_size = g * raw_load<T, 8>(offsets + 2 * i) * raw_load<T, 8>(inverse + 2 * i);
@@ -238,7 +263,8 @@ template <class T> class Logits {
         }
         for (int64_t i = fours; i < samples; ++i) {
             T *to = sums + place[i];
-            const T x = grad_xy[2 * i], y = grad_xy[2 * i + 1];
+            const T x = grad_xy[2 * i] * (boxes ? 1 : divisor[2 * i]);
+            const T y = grad_xy[2 * i + 1] * (boxes ? 1 : divisor[2 * i + 1]);
             to[0] += x;
             to[1] += y;
             if (!boxes) continue;

@@ -40,15 +40,17 @@ template <class T> struct Bilinear {
         return rows;
     }
 
+    // Of locations, or of offsets in pixels, and of weights.
+    template <bool OF_OFFSETS = false>
     static MXD_INLINE void gradients(const Query<T> &query, const T *dot, int64_t i, T *grad_xy, T *grad_weight) {
         const Corners<T> c = corners(query, i);
         const auto slope = slopes_at<T>(c, dot, i);
         const RealLanes<T> weight = query.weight(i);
         const MapLanes<T> &maps = query.maps().at(i);
-        const RealLanes<T> gx = raw_load<T, LANES>(maps.width) * weight * slope.dx;
-        const RealLanes<T> gy = raw_load<T, LANES>(maps.height) * weight * slope.dy;
-        store_pairs<T>(grad_xy + 2 * i, c.valid ? gx : RealLanes<T>{}, c.valid ? gy : RealLanes<T>{});
-        store<T, LANES>(grad_weight + i, c.valid ? slope.sample : RealLanes<T>{});
+        const RealLanes<T> x = OF_OFFSETS ? weight : raw_load<T, LANES>(maps.width) * weight;
+        const RealLanes<T> y = OF_OFFSETS ? weight : raw_load<T, LANES>(maps.height) * weight;
+        store_pairs<T>(grad_xy + 2 * i, or_zero(c.valid, x * slope.dx), or_zero(c.valid, y * slope.dy));
+        store<T, LANES>(grad_weight + i, or_zero(c.valid, slope.sample));
     }
 };
 

@@ -34,7 +34,7 @@ struct QueryBlocks {
     QueryBlocks(const Call &call, bool head_by_head) : n(call) {
         const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
         const int64_t wanted = together / (8 * (call.num_threads > 1 ? call.num_threads : 1));
-        size = wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted;
+        size = round_up(wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted, TURNED);
         per_head = (n.queries + size - 1) / size;
     }
     int64_t count() const { return n.batch * n.heads * per_head; }

@@ -56,12 +56,15 @@ template <class T> class PlainRows {
         return {memory, step, count - 1};
     }
     static int64_t bytes(int64_t count, int64_t elements) { return count * Arena::bytes<T>(elements); }
-    MXD_INLINE T *operator[](int64_t query) const { return reinterpret_cast<T *>(first + (query & mask) * step); }
+    MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + (query & mask) * step); }
+    MXD_INLINE T *operator[](int64_t query) const { return reinterpret_cast<T *>(at(query)); }
+
+    int64_t step = 0; // bytes from query to query
 
   private:
-    int64_t first = 0, step = 0, mask = 0;
+    int64_t first = 0, mask = 0;
 
-    PlainRows(char *at, int64_t bytes, int64_t wrap) : first(reinterpret_cast<int64_t>(at)), step(bytes), mask(wrap) {}
+    PlainRows(char *at, int64_t bytes, int64_t wrap) : step(bytes), first(reinterpret_cast<int64_t>(at)), mask(wrap) {}
 };
 
 } // namespace
