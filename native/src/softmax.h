@@ -116,47 +116,17 @@ template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], i
     for (int r = 0; r < 4; ++r) store<T, 8>(weights[r], joined<T, 4>(all.of[r], Four{})); // whole, as they are read
 }
 
-// For rows that fill this many vectors.
-template <class T, int VECTORS> MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], T *const (&weights)[4]) {
-    constexpr int N = SOFTMAX_LANES<T>, LAST = (VECTORS - 1) * N;
-    typedef Vec<T, N> Lanes;
-    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
-    Lanes top[4], tail[4], sums[4];
-    MXD_UNROLL
-    for (int r = 0; r < 4; ++r) {
-        top[r] = raw_load<T, N>(rows[r] + LAST);
-        for (int i = 0; i < LAST; i += N) top[r] = larger(raw_load<T, N>(rows[r] + i), top[r]);
-    }
-    const Vec<T, 4> most = folded_four<T, N>(top, larger);
-    MXD_UNROLL
-    for (int r = 0; r < 4; ++r) {
-        sums[r] = tail[r] = exp_below_zero<T, N>(raw_load<T, N>(rows[r] + LAST) - most[r]);
-        for (int i = 0; i < LAST; i += N) {
-            const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(rows[r] + i) - most[r]);
-            store<T, N>(weights[r] + i, e);
-            sums[r] += e;
-        }
-    }
-    const Vec<T, 4> share = 1 / sums_of_four<T, N>(sums);
-    MXD_UNROLL
-    for (int r = 0; r < 4; ++r) {
-        for (int i = 0; i < LAST; i += N) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * share[r]);
-        store<T, N>(weights[r] + LAST, tail[r] * share[r]);
-    }
-}
-
-// For rows of any other length. By itself: it is long, and few models need it.
-template <class T>
-__attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+// For rows that fill VECTORS vectors; 0: for rows of any length.
+template <class T, int VECTORS>
+MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
     typedef Vec<T, N> Lanes;
     const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
-    const int64_t last = (count - 1) / N * N;
-    const Lanes none = broadcast<T, N>(-T(__builtin_inf()));
-    const auto of_row = lanes_below<T, N>(count - last);
+    const int64_t last = VECTORS > 0 ? (VECTORS - 1) * N : (count - 1) / N * N;
     Lanes tail[4], top[4], sums[4];
     MXD_UNROLL
-    for (int r = 0; r < 4; ++r) top[r] = tail[r] = of_row ? raw_load<T, N>(rows[r] + last) : none;
+    for (int r = 0; r < 4; ++r)
+        top[r] = tail[r] = VECTORS > 0 ? raw_load<T, N>(rows[r] + last) : first_of<T, N>(rows[r] + last, count - last);
     for (int64_t i = 0; i < last; i += N) {
         MXD_UNROLL
         for (int r = 0; r < 4; ++r) top[r] = larger(raw_load<T, N>(rows[r] + i), top[r]);
@@ -180,6 +150,11 @@ __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t
     MXD_UNROLL
     for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * share[r]);
 }
+// By itself: it is long, and few models need it.
+template <class T>
+__attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    softmax_of_vectors<T, 0>(rows, count, weights);
+}
 
 // Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
 // whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
@@ -190,8 +165,8 @@ template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t co
         if (count <= 4) return softmax_of_fours<T>(rows, count, weights);
     if constexpr (N == 2 * LANES)
         if (count <= LANES) return softmax_of_halves<T>(rows, count, weights);
-    if (count == N) return softmax_of_vectors<T, 1>(rows, weights);
-    if (count == 2 * N) return softmax_of_vectors<T, 2>(rows, weights);
+    if (count == N) return softmax_of_vectors<T, 1>(rows, count, weights);
+    if (count == 2 * N) return softmax_of_vectors<T, 2>(rows, count, weights);
     softmax_of_any<T>(rows, count, weights);
 }
 
