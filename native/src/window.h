@@ -34,7 +34,7 @@ template <class T> class Window {
     // For samples in the order of Maps::set_levels.
     void set(const mxd_tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
-            T place[2];
+            T place[2] = {0, 0};
             read_elements(at(window, i % points * window.strides[0]), window.dtype, window.strides[1], 2, place);
             x_of[i] = place[0];
             y_of[i] = place[1];
