@@ -95,24 +95,6 @@ bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
     return rows == call.value.shape[1];
 }
 
-// ---- heads that go together
-
-// geometric_kernel_attention_with_logits, forward: all heads of a query go together where a batch's value is small.
-// That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
-// heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
-constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
-
-bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
-bool has_samples(const Call &call) { return call.num_levels * call.weights.shape[4] > 0; }
-
-int64_t choose_heads_of_forward(const Call &call) {
-    const mxd_tensor &value = call.value;
-    const int64_t rows = value.shape[1] * value.strides[1], heads = value.shape[2] * value.strides[2];
-    const bool near = std::max(rows, heads) * floating_size(value.dtype) <= NEAR_BYTES_OF_ALL_HEADS &&
-                      std::min(value.strides[1], value.strides[2]) >= 0;
-    return has_window(call) && has_samples(call) && near ? value.shape[2] : 0;
-}
-
 // ---- into how many bands or parts a head is cut, so that all threads have work
 
 struct Cut {
@@ -158,9 +140,25 @@ Cut choose_cut(const Call &call, bool in_place) {
     return best;
 }
 
-// ---- heads that go together, backward
+// ---- heads that go together
 
-// All that go together have value and gradient in the second-level cache, and leave enough for every thread.
+// geometric_kernel_attention_with_logits. Forward: all heads of a query go together where a batch's value is small.
+// That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
+// heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
+constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
+
+bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
+bool heads_can_go_together(const Call &call) { return has_window(call) && call.num_levels * call.weights.shape[4] > 0; }
+
+int64_t choose_heads_of_forward(const Call &call) {
+    const mxd_tensor &value = call.value;
+    const int64_t rows = value.shape[1] * value.strides[1], heads = value.shape[2] * value.strides[2];
+    const bool near = std::max(rows, heads) * floating_size(value.dtype) <= NEAR_BYTES_OF_ALL_HEADS &&
+                      std::min(value.strides[1], value.strides[2]) >= 0;
+    return heads_can_go_together(call) && near ? value.shape[2] : 0;
+}
+
+// Backward: all that go together have value and gradient in the second-level cache, and leave enough for every thread.
 int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
     const int64_t batch = call.value.shape[0], heads = call.value.shape[2];
     for (int64_t together : {4, 2})
@@ -249,7 +247,7 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
             call.op == GEOMETRIC && all_rows_are_packed(call, packed) && 2 * packed.bytes <= NEAR_BYTES;
         if (!plan.all_rows_are_packed) break;
         plan.packed_gradient = packed;
-        if (has_window(call) && has_samples(call)) plan.heads_together = choose_heads_of_backward(call, packed);
+        if (heads_can_go_together(call)) plan.heads_together = choose_heads_of_backward(call, packed);
         break;
     }
     case ValueGradient::BY_HEADS:
