@@ -8,6 +8,7 @@ import torch
 
 import mx_driving
 from mx_driving import nn
+from mx_driving.nn import spatial_cross_attention
 
 SIZES = [(9, 7), (5, 4), (3, 2)]
 
@@ -108,6 +109,32 @@ def test_spatial(positions):
     inputs = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
     inputs = (*inputs, rand(2, 11, 24, seed=4) if positions else None)
     assert_same(module, inputs, lambda state, *a: published.spatial(state, (3, 3, 4), *a))
+
+
+# of 3, 7, 2, 3, 0 and 1 queries; a query has 108 offsets and logits
+@pytest.mark.parametrize(("most", "groups"), [(1, [3, 7, 2, 3, 0, 1]), (5 * 108, [3, 7, 5, 1]), (10**6, [16])])
+def test_spatial_in_groups_of_cameras(most, groups, monkeypatch):
+    """How many cameras go through the layers together changes no number; a hook is called once for each group."""
+    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
+    value, shapes, starts = pyramid(24, bs=6)
+    reference, mask = pillars(2, 3, 11, 2)
+    args = (rand(2, 11, 24), reference, value.unflatten(0, (2, 3)), shapes, starts, mask)
+    asked = []
+    module.deformable_attention.register_forward_hook(lambda _module, inputs, _outputs: asked.append(inputs[0].shape[1]))
+    monkeypatch.setattr(spatial_cross_attention, "_TOGETHER", most)
+    found = module(*args)
+    assert asked == groups
+    torch.testing.assert_close(found, published.spatial(dict(module.named_parameters()), (3, 3, 4), *args, None))
+
+
+def test_pictures_with_their_own_numbers_of_queries():
+    module = randomise(nn.MSDeformableAttention3D(24, num_heads=3, num_levels=3, num_points=4))
+    value, shapes, starts = pyramid(24, bs=3)
+    query, reference = rand(1, 9, 24), rand(1, 9, 2, 2, seed=5)
+    counts = [4, 0, 5]
+    found = module(query, reference, value, shapes, starts, counts)
+    for one, q, r, v in zip(found, query.split(counts, 1), reference.split(counts, 1), value.split(1), strict=True):
+        torch.testing.assert_close(one, module(q, r, v, shapes, starts))
 
 
 def test_spatial_without_a_scene():
@@ -369,6 +396,24 @@ def test_a_replaced_layer_acts_and_so_does_a_hook():
             setattr(module.get_submodule(parent), last, layer)
             assert (replaced - before).abs().max() > 1e-4, name
             torch.testing.assert_close(replaced, hooked)
+
+
+def test_bevformer_without_gradients():
+    """The query is then added in place, but not to what a hook has seen, and not to the query itself."""
+    for module, args in bevformer():
+        randomise(module).float().eval()
+        query, expected = args[0].clone(), module(*args).detach()
+        with torch.no_grad():
+            torch.testing.assert_close(module(*args), expected)
+        for layer in (module.output_proj, module.dropout):
+            seen = []
+            hook = layer.register_forward_hook(lambda _layer, _inputs, output, seen=seen: seen.append(output))
+            with torch.no_grad():
+                found = module(*args)
+            hook.remove()
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(found - seen[0], query)
+        torch.testing.assert_close(args[0], query, rtol=0, atol=0)
 
 
 def test_bevformer_drops_in_training_only():

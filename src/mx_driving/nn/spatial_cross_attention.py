@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
+from ._layers import projected
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
+
+_TOGETHER = 2**22  # offsets and logits of cameras that go through the layers together: 16 MB in float32
+
+
+def _groups(counts: Sequence[int], most: int) -> Iterator[list[int]]:
+    """The counts, in their order, in groups that sum up to `most` or hold one count."""
+    group: list[int] = []
+    for count in counts:
+        if group and sum(group) + count > most:
+            yield group
+            group = []
+        group.append(count)
+    if group:
+        yield group
 
 
 class MSDeformableAttention3D(nn.Module):
@@ -45,8 +62,14 @@ class MSDeformableAttention3D(nn.Module):
         _initial.xavier(self.value_proj)
 
     def forward(
-        self, query: Tensor, reference_points: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor
-    ) -> Tensor:
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor | tuple[Tensor, ...]:
         """Attend.
 
         Args:
@@ -56,20 +79,29 @@ class MSDeformableAttention3D(nn.Module):
             value: [bs, num_keys, embed_dims], as `flatten_levels` makes it.
             spatial_shapes: [num_levels, 2], (H, W). int32 or int64.
             level_start_index: [num_levels]. int32 or int64.
+            counts: how many queries each picture has, where they differ. Then query and reference_points are those of the
+                first picture, followed by those of the next: [1, sum(counts), ...].
 
         Returns:
-            [bs, num_queries, embed_dims].
+            [bs, num_queries, embed_dims]; with counts, [1, count, embed_dims] of each picture.
         """
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
-        return multi_scale_deformable_attn_with_logits(
-            self.value_proj(value).unflatten(2, (heads, -1)),
-            spatial_shapes,
-            level_start_index,
+        rows = self.value_proj(value).unflatten(2, (heads, -1))
+        samples = (
             reference_points,
             self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2)),
             self.attention_weights(query).unflatten(2, (heads, levels * points)),
-            reference_axis="point",
         )
+
+        def attend(rows: Tensor, *samples: Tensor) -> Tensor:
+            return multi_scale_deformable_attn_with_logits(
+                rows, spatial_shapes, level_start_index, *samples, reference_axis="point"
+            )
+
+        if counts is None:
+            return attend(rows, *samples)
+        of_pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
+        return tuple(attend(*inputs) for inputs in of_pictures)
 
     def extra_repr(self) -> str:
         return (
@@ -160,30 +192,34 @@ class SpatialCrossAttention(nn.Module):
         inner = self.deformable_attention
         _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, inner.num_levels)
         _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
-        seen = bev_mask.any(-1)
         asked = query if query_pos is None else query + query_pos
-        found = self._sum_over_cameras(asked, reference_points, value, spatial_shapes, level_start_index, seen)
-        mean = found / seen.sum(1).clamp(min=1)[..., None]
-        return self.dropout(self.output_proj(mean)) + query
+        mean = self._mean_over_cameras(asked, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
+        return projected(mean, self.output_proj, self.dropout, query)
 
-    def _sum_over_cameras(
+    def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """[bs, num_queries, embed_dims]. One call for each camera of each scene, with the queries that it sees."""
+        """[bs, num_queries, embed_dims]. Each camera of each scene is asked by the queries that it sees."""
         bs, cams, queries = seen.shape
+        inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
         rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
         counts = seen.flatten(0, 1).sum(1).tolist()
+        groups = list(_groups(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
+        sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
-        asked = query.flatten(0, 1).index_select(0, rows).split(counts)
-        pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(counts)
-        pyramids = value.flatten(0, 1).unbind()
+        asked = query.flatten(0, 1).index_select(0, rows).split(sizes)
+        pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
+        pyramids = value.flatten(0, 1).split([len(group) for group in groups])
+        places = iter(rows.split(counts))
         summed = None
-        for places, *inputs in zip(rows.split(counts), asked, pillars, pyramids, strict=True):
-            found = self.deformable_attention(*(t[None] for t in inputs), shapes, starts)[0]
-            summed = found.new_zeros(bs * queries, self.embed_dims) if summed is None else summed
-            summed.index_add_(0, places, found)
-        return torch.zeros_like(query) if summed is None else summed.view(bs, queries, -1)
+        for group, group_asked, group_pillars, group_value in zip(groups, asked, pillars, pyramids, strict=True):
+            for found in inner(group_asked[None], group_pillars[None], group_value, shapes, starts, group):
+                summed = found.new_zeros(bs * queries, self.embed_dims) if summed is None else summed
+                summed.index_add_(0, next(places), found[0])
+        if summed is None:
+            return torch.zeros_like(query)
+        return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, -1)
 
     # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
-    _sum_over_cameras._torchdynamo_disable = True
+    _mean_over_cameras._torchdynamo_disable = True

@@ -8,15 +8,11 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
+from ._layers import is_plain, projected
 
 __all__ = ["TemporalSelfAttention"]
 
 _QUEUE = 2  # maps: the previous one and the current one
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether its weight and bias are all that it does: it was not replaced by another, and nobody looks on."""
-    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
 
 
 def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
@@ -130,12 +126,12 @@ class TemporalSelfAttention(nn.Module):
             offsets.flatten(0, 1),
             logits.flatten(0, 1),
         )
-        return self.dropout(self.output_proj(_mean_of_two(found.unflatten(0, (-1, _QUEUE))))) + query
+        return projected(_mean_of_two(found.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis."""
         layers = self.sampling_offsets, self.attention_weights
-        if all(_is_plain(layer) for layer in layers):
+        if all(is_plain(layer) for layer in layers):
             offsets, logits = _of_halves(layers, previous, query)
         else:
             offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)
