@@ -45,8 +45,8 @@ def with_rows_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 class Row(NamedTuple):
     """A call, and for each of THREADS: the way to the gradient of value with all gradients wanted, in float32 and float64; the
     number of bands in 16 bits; how many levels of value the forward packs, and how many of the gradient of value are packed
-    where that is wanted alone. One pass packs all levels of both or none. A window's heads go together, all of them or none
-    in the forward, and in one pass some.
+    where that is wanted alone. One pass packs all levels of both or none, and is taken in 16 bits where it packs them. A
+    window's heads go together, all of them or none in the forward, and in one pass some.
     """
 
     operator: str
@@ -125,7 +125,7 @@ ROWS = {
     ),
     "nearest, 3 points": Row(  # on two levels
         GEOMETRIC,
-        lambda: cases.geometric(2, 300, 8, 12, [(7, 9), (3, 5)], 3),
+        lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
         (SAMPLES,) * 5,
         (1, 1, 1, 1, 1),
         packed_gradient=(2, 2, 2, 2, 2),
@@ -150,7 +150,7 @@ ROWS = {
     ),
     "window, 3 heads": Row(
         GEOMETRIC_LOGITS,
-        lambda: logits_cases.geometric(2, 160, 10, 3, [(15, 9), (5, 7)], (3, 3)),
+        lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
         (SAMPLES, SAMPLES, SAMPLES, SAMPLES, *bands(4)),
         (1, 1, 1, 1, 4),
         packed_gradient=(2, 2, 2, 2, 0),
@@ -196,7 +196,8 @@ def test_plans(every_thread, name, dtype):
     is_wide = dtype in (torch.float32, torch.float64)
     for i, threads in enumerate(THREADS):
         torch.set_num_threads(threads)
-        way = row.ways[i] if is_wide else bands(row.bands_of_16_bits[i], end=", buffered")[0]
+        buffered = bands(row.bands_of_16_bits[i], end=", buffered")[0]
+        way = row.ways[i] if is_wide or (row.ways[i] == SAMPLES and row.one_pass_packs) else buffered
         forward = _native.describe_plan(row.operator, args)
         all_gradients = _native.describe_plan(row.operator, args, [True] * (1 + others))
         of_value = _native.describe_plan(row.operator, args, [True] + [False] * others)
@@ -214,7 +215,7 @@ def test_plans(every_thread, name, dtype):
         if row.operator == GEOMETRIC_LOGITS:
             together = [plan["heads_together"] for plan in (forward, all_gradients, of_value, of_samples)]
             assert together == [str(row.heads_of_forward), str(row.heads_of_one_pass[i] if way == SAMPLES else 0), "0", "0"]
-        assert of_value["value_gradient"] == (HEADS if way == SAMPLES else way)
+        assert of_value["value_gradient"] == (buffered if not is_wide else HEADS if way == SAMPLES else way)
         assert of_value["sample_gradients"] == "NOT_WANTED"
         assert levels(of_value["packed_gradient"]) == (row.packed_gradient[i] if is_wide else 0)
         assert (of_samples["value_gradient"], of_samples["sample_gradients"]) == ("NOT_WANTED", "ALONE")
@@ -257,6 +258,37 @@ def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thre
         first = first or found
         assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
     cases.assert_near(true, row.operator, args, first)
+
+
+INTO = [
+    *((dtype, into) for dtype in (torch.float32, torch.float64) for into in DTYPES),
+    *((dtype, into) for dtype in (torch.float16, torch.bfloat16) for into in (dtype, torch.float32)),
+]
+
+
+@pytest.mark.parametrize(("dtype", "into"), INTO, ids=str)
+@pytest.mark.parametrize("name", ["nearest, 3 points", "window, 3 heads"])
+def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread, name, dtype, into):
+    """In C the gradient of value may be of another dtype than value, and have gaps. It is rounded once."""
+    args, grad, _ = inputs_and_truth(name, dtype)
+    operator, place = ROWS[name].operator, 1 + len(args)  # behind the gradient of the output and the inputs
+    bs, keys, heads, channels = args[0].shape
+    memory = torch.full((bs, channels, keys, heads + 1), 7.0, dtype=into)
+    gradient = memory.permute(0, 2, 3, 1)[:, :, :heads]
+
+    def function_of(function):
+        return lambda *given: _native._library_function(function)(*given[:place], _native._pack(gradient), *given[place + 1 :])
+
+    torch.set_num_threads(2)
+    mask = [True] * len(cases.DIFFERENTIABLE[operator])
+    plain = _native.kernel(operator, True)(grad, *args, mask)
+    others = _native._kernels(operator)[1](function_of, operator, grad, *args, mask)
+    if dtype in (torch.float32, torch.float64):
+        assert torch.equal(gradient, plain[0].to(into))
+    else:
+        assert torch.equal(gradient.to(dtype), plain[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))
+    assert (memory[..., heads] == 7).all()
 
 
 @pytest.mark.parametrize(

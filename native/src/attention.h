@@ -63,15 +63,13 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
     switch (job.plan.value_gradient) {
     case ValueGradient::NOT_WANTED:
         return true;
-    case ValueGradient::WITH_SAMPLES: // value has the type computed in
-        if constexpr (same_type<V, T>) {
-            if constexpr (Rule<T>::CORNERS == 1) {
-                if (job.plan.heads_together > 0)
-                    return parallel<WindowGradients<T>>(job.call.num_threads, WindowGradients<T>::items(job), job);
-                if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<T, Rule, true>>(job);
-            }
-            return add_to_zero<T, AllGradients<T, Rule, false>>(job);
+    case ValueGradient::WITH_SAMPLES:
+        if constexpr (Rule<T>::CORNERS == 1) {
+            if (job.plan.heads_together > 0)
+                return parallel<WindowGradients<V, T>>(job.call.num_threads, WindowGradients<V, T>::items(job), job);
+            if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<V, T, Rule, true>>(job);
         }
+        if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<V, T, Rule, false>>(job);
         return false;
     case ValueGradient::BY_HEADS:
     case ValueGradient::BY_PARTS:

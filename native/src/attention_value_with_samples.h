@@ -8,9 +8,11 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: (batch, head). Value and its gradient are laid out alike, in their tensors, or PACKED in memory of the worker,
-// all rows of both. Where they are not packed, all of grad_value has been set to zero.
-template <class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
+// Items: (batch, head). Value and its gradient are laid out alike: in their tensors, which are of T; or PACKED in
+// memory of the worker, all rows of both, and the tensors are of any dtype. Where they are not packed, all of
+// grad_value has been set to zero.
+template <class V, class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
+    static_assert(PACKED || same_type<V, T>, "rows that are added to are of the type computed in");
     typedef QueryWorker<T, T, Rule> Base;
 
   public:
@@ -37,11 +39,11 @@ template <class T, template <class> class Rule, bool PACKED> class AllGradients 
             0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 const T *g = grad_output.of(q);
-                dots_and_scatter_add<T, !PACKED>(slot.address, slot.share, next.address, gradient, this->num_rows,
-                                                 this->n.channels, g, samples.dot);
+                dots_and_scatter_add<V, T, !PACKED>(slot.address, slot.share, next.address, gradient, this->num_rows,
+                                                    this->n.channels, g, samples.dot);
                 samples.write(q, slot.query, this->reader);
             });
-        if (PACKED) unpack(call, levels, packed_gradient, row_bytes(), {call.grad_value, b, h});
+        if (PACKED) unpack_as<V, T>(call, levels, packed_gradient, b, h, this->row);
     }
 
   private:
@@ -57,7 +59,7 @@ template <class T, template <class> class Rule, bool PACKED> class AllGradients 
         const Call &call = this->call;
         const HeadRows value(call.value, b, h), gradient(call.grad_value, b, h);
         if (PACKED) {
-            pack(call, levels, value, row_bytes(), packed_value);
+            pack_as<V, T>(call, levels, b, h, packed_value);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
         find_levels(call, this->n, 0, value.first, value.step, levels, PACKED ? packed_value : nullptr, row_bytes(),

@@ -197,11 +197,7 @@ template <class T> class Logits {
         return in_place ? reinterpret_cast<const T *>(from) : copied_reference(from);
     }
     __attribute__((noinline)) const T *copied_reference(const char *from) const {
-        const mxd_tensor &t = call.reference;
-        const int64_t coordinates = t.shape[3];
-        for (int64_t r = 0; r < t.shape[2]; ++r)
-            read_elements(from + r * t.strides[2] * element_size(t.dtype), t.dtype, t.strides[3], coordinates,
-                          copy + r * coordinates);
+        TrailingAxes<2>(call.reference, 2).read_at(from, copy);
         return copy;
     }
 

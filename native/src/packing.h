@@ -73,6 +73,28 @@ inline void unpack(const Call &call, const PackedLevels &levels, const char *pac
                 [&](int64_t row, const char *from) { copy_row(from, rows.first + row * rows.step, row_bytes); });
 }
 
+// The same of all of a head, with rows of value that are T in packed memory, in each_vector's order for V. Dtype and
+// strides of the gradient may be any; `row` is memory for one of its rows.
+template <class V, class T>
+inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed) {
+    const HeadRows rows(call.value, b, h);
+    const int64_t channels = call.value.shape[3];
+    packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), 0, 1, [&](int64_t i, char *to) {
+        widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
+    });
+}
+template <class V, class T>
+inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h, T *row) {
+    const mxd_tensor &t = call.grad_value;
+    const HeadRows rows(t, b, h);
+    const int64_t channels = t.shape[3], row_bytes = channels * int64_t(sizeof(T));
+    if (same_type<V, T> && t.dtype == OWN<T> && t.strides[3] == 1) return unpack(call, levels, packed, row_bytes, rows);
+    packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
+        order_row<V, T>(reinterpret_cast<const T *>(from), row, channels);
+        write_elements(row, rows.first + i * rows.step, t.dtype, t.strides[3], channels);
+    });
+}
+
 // Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, then work on
 // its items.
 template <class Worker> inline bool over_queries(const Job &given) {

@@ -19,6 +19,13 @@ bool samples_wanted(const Call &call) {
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
 
+// Whether grad_value has the type computed in and contiguous channels.
+bool can_be_added_to(const Call &call) {
+    const int last = axes_of(call).value - 1;
+    const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
+    return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
+}
+
 bool levels_overlap(const Call &call) {
     std::vector<Level> levels(call.levels, call.levels + call.num_levels);
     std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
@@ -82,7 +89,8 @@ PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset)
 // which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.value.shape[3] * size;
-    if (call.grad_value.strides[1] * size <= row_bytes || levels_overlap(call)) return NONE;
+    const bool lie_side_by_side = can_be_added_to(call) && call.grad_value.strides[1] * size <= row_bytes;
+    if (lie_side_by_side || levels_overlap(call)) return NONE;
     const int64_t heads = call.value.shape[0] * call.value.shape[2];
     return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
 }
@@ -206,63 +214,59 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 
 // ---- the way to the gradient of value
 
-// Whether grad_value has the type computed in and contiguous channels.
-bool can_be_added_to(const Call &call) {
-    const int last = axes_of(call).value - 1;
-    const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
-    return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
+// Two passes read the inputs and work out the rows twice; one pass has two sets of rows in the caches, those of value
+// and of its gradient. One pays where a sample is one row and all rows of a head, packed, stay in the second-level
+// cache. It is in memory of the type computed in, whatever the dtypes of value and gradient are.
+bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
+    return call.op == GEOMETRIC && samples_wanted(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
+           all_rows_are_packed(call, packed);
 }
 
-// Two passes read the inputs and work out the rows twice; one pass has two sets of rows in the caches, those of value
-// and of its gradient. One pays where value would not be packed, because few queries or large levels leave nothing to
-// gain, and where a sample is one row. Value and its gradient must be laid out alike.
+// One pass in the tensors themselves pays where value would not be packed, because few queries or large levels leave
+// nothing to gain, and where a sample is one row. They must be laid out alike.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return samples_wanted(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[1] == call.grad_value.strides[1] && (call.op == GEOMETRIC || !value_would_be_packed);
 }
 
+void plan_bands(const Call &call, int64_t wanted, bool buffered, Plan &plan, PlanLists &lists) {
+    plan.value_gradient = ValueGradient::BY_BANDS;
+    cut_bands(call, wanted, most_rows_of_a_band(call, buffered), lists.bands);
+    plan.band_starts = lists.bands.data();
+    plan.num_bands = int64_t(lists.bands.size()) - 1;
+    plan.band_is_buffered = buffered;
+}
+
 // Best first. A whole head repeats nothing. A part repeats reading grad_output; it goes through the samples of its own
-// levels alone. A band goes through all queries. `cut`: what keeps the threads busy.
-ValueGradient choose_way(const Call &call, const Cut &cut, bool buffered, bool value_would_be_packed) {
-    const bool whole_heads = call.op != AGGREGATION && !buffered && cut.bands == 1 && cut.parts == 1;
-    if (!call.grad_value.data) return ValueGradient::NOT_WANTED;
-    if (whole_heads && one_pass_pays(call, value_would_be_packed)) return ValueGradient::WITH_SAMPLES;
-    if (whole_heads) return ValueGradient::BY_HEADS;
-    if (cut.parts > 1) return ValueGradient::BY_PARTS;
-    return ValueGradient::BY_BANDS;
+// levels alone. A band goes through all queries.
+void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
+    const bool buffered = !can_be_added_to(call);
+    const Cut cut = choose_cut(call, !buffered); // what keeps the threads busy
+    const bool whole_heads = call.op != AGGREGATION && cut.bands == 1 && cut.parts == 1;
+    const PackedLevels packed = whole_heads ? choose_packed_gradient(call, lists.packed_gradient) : NONE;
+    if (whole_heads && one_packed_pass_pays(call, packed)) {
+        plan.value_gradient = ValueGradient::WITH_SAMPLES;
+        plan.packed_gradient = packed;
+        plan.all_rows_are_packed = true;
+        if (heads_can_go_together(call)) plan.heads_together = choose_heads_of_backward(call, packed);
+    } else if (whole_heads && !buffered && one_pass_pays(call, value_would_be_packed)) {
+        plan.value_gradient = ValueGradient::WITH_SAMPLES;
+    } else if (whole_heads && !buffered) {
+        plan.value_gradient = ValueGradient::BY_HEADS;
+        plan.packed_gradient = packed;
+        plan.all_rows_are_packed = all_rows_are_packed(call, packed);
+    } else if (cut.parts > 1) {
+        plan.value_gradient = ValueGradient::BY_PARTS;
+        plan.parts = cut.parts;
+    } else {
+        plan_bands(call, cut.bands, buffered, plan, lists);
+    }
 }
 
 void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &plan, PlanLists &lists) {
-    const bool buffered = call.grad_value.data && !can_be_added_to(call);
-    const Cut cut = call.grad_value.data ? choose_cut(call, !buffered) : Cut{1, 1};
-    plan.value_gradient = choose_way(call, cut, buffered, packed_value.bytes > 0);
+    if (call.grad_value.data) plan_value_gradient(call, packed_value.bytes > 0, plan, lists);
     plan.sample_gradients = samples_wanted(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
     if (plan.sample_gradients) plan.packed_value = packed_value;
-    switch (plan.value_gradient) {
-    case ValueGradient::NOT_WANTED:
-        break;
-    case ValueGradient::WITH_SAMPLES: {
-        const PackedLevels packed = choose_packed_gradient(call, lists.packed_gradient);
-        plan.all_rows_are_packed =
-            call.op == GEOMETRIC && all_rows_are_packed(call, packed) && 2 * packed.bytes <= NEAR_BYTES;
-        if (!plan.all_rows_are_packed) break;
-        plan.packed_gradient = packed;
-        if (heads_can_go_together(call)) plan.heads_together = choose_heads_of_backward(call, packed);
-        break;
-    }
-    case ValueGradient::BY_HEADS:
-        plan.packed_gradient = choose_packed_gradient(call, lists.packed_gradient);
-        plan.all_rows_are_packed = all_rows_are_packed(call, plan.packed_gradient);
-        break;
-    case ValueGradient::BY_PARTS:
-        plan.parts = cut.parts;
-        break;
-    case ValueGradient::BY_BANDS:
-        cut_bands(call, cut.bands, most_rows_of_a_band(call, buffered), lists.bands);
-        plan.band_starts = lists.bands.data();
-        plan.num_bands = int64_t(lists.bands.size()) - 1;
-        plan.band_is_buffered = buffered;
-    }
 }
 
 std::string packed_text(const Call &call, const PackedLevels &packed) {

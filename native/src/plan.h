@@ -34,7 +34,8 @@ struct Plan {
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
-    PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none
+    PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,
+                                  // of the type computed in
     bool all_rows_are_packed;     // the same two: so grad_value is written once, and need not be set to zero before
     int64_t heads_together;       // of geometric_kernel_attention_with_logits; 0: one head after the other
     int64_t parts;                // BY_PARTS: of each head

@@ -123,6 +123,23 @@ template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, cons
     }
 }
 
+// A row of V as T, its channels in each_vector's order; and a row of T in that order, its channels in theirs.
+template <class V, class T> inline void widen_row(const V *row, T *widened, int64_t channels) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        constexpr int N = lanes.value;
+        each_vector<V, T, N, vectors.value>(row + c, [&](Vec<T, N> v, int k) { store<T, N>(widened + c + k * N, v); });
+    });
+}
+template <class V, class T> inline void order_row(const T *widened, T *ordered, int64_t channels) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        constexpr int N = lanes.value, K = vectors.value;
+        Vec<T, N> row[K];
+        for (int k = 0; k < K; ++k) row[k] = load<T, N>(widened + c + k * N);
+        put_in_order<V, T, N, K>(row);
+        for (int k = 0; k < K; ++k) store<T, N>(ordered + c + k * N, row[k]);
+    });
+}
+
 // One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
 // give at least 8 independent chains where registers allow. Prefetches stand between the rows that are added: all
 // before them, the vendor's example takes a twentieth longer.
@@ -295,12 +312,13 @@ struct SameDistance {
 };
 
 // One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
-// store whose address ends like its own, and the addresses of a row in two tensors may end alike.
-template <class T, int N, int K, bool PREFETCH, class Others>
+// store whose address ends like its own, and the addresses of a row in two tensors may end alike. Rows are of T, in
+// each_vector's order for V.
+template <class V, class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
     Vec<T, N> factor[K];
-    read_factors<T, T, N, K>(g, factor);
+    read_factors<V, T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
         Vec<T, N> products[ROWS];
         MXD_UNROLL
@@ -321,12 +339,12 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
     }
 }
 
-template <class T, bool PREFETCH, class Others>
+template <class V, class T, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, Others others,
                                      int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
-        dots_and_scatter_add_piece<T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c, g + c,
-                                                                            dot, c > 0);
+        dots_and_scatter_add_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c,
+                                                                               g + c, dot, c > 0);
     });
 }
 

@@ -79,8 +79,14 @@ template <class To, int N, class From> MXD_INLINE Vec<To, N> convert(From from) 
 #if defined(__AVX512F__)
     if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 8>>)
         return (Vec<int64_t, 8>)_mm512_maskz_cvtepi32_epi64(0xff, (__m256i)from);
+    if constexpr (same_type<To, uint32_t> && same_type<From, Vec<uint16_t, 16>>)
+        return (Vec<uint32_t, 16>)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)from);
 #endif
 #if defined(__AVX2__)
+    if constexpr (same_type<To, uint32_t> && same_type<From, Vec<uint16_t, 8>>)
+        return (Vec<uint32_t, 8>)_mm256_cvtepu16_epi32((__m128i)from);
+    if constexpr (same_type<To, uint32_t> && same_type<From, Vec<uint16_t, 4>>)
+        return (Vec<uint32_t, 4>)_mm_cvtepu16_epi32(_mm_cvtsi64_si128(bits_as<long long>(from)));
     if constexpr (same_type<To, int64_t> && same_type<From, Vec<int32_t, 4>>)
         return (Vec<int64_t, 4>)_mm256_cvtepi32_epi64((__m128i)from);
 #endif

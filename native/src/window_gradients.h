@@ -10,7 +10,7 @@ namespace {
 
 // Items: (batch, heads that go together). Their value and its gradient lie in packed memory of the worker, a head after
 // the other, each with a row of zeros at its end for samples that there are not.
-template <class T> class WindowGradients {
+template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) {
         const Sizes n(job.call);
@@ -52,7 +52,7 @@ template <class T> class WindowGradients {
     Sizes n;
     int64_t heads; // that go together
     char *packed_value, *packed_gradient;
-    T *row;       // of grad_output, where it has another dtype or stride
+    T *row;       // of grad_output, where it has another dtype or stride, and of the gradient
     T *dots;      // of grad_output with rows, head by head
     T *of_logits; // where the tensor cannot be written in whole vectors
     TrailingAxes<3> axes;
@@ -67,14 +67,13 @@ template <class T> class WindowGradients {
     }
 
     void open(int64_t b, int64_t h) {
-        for (int64_t i = 0; i < heads; ++i)
-            pack(call, levels(), {call.value, b, h + i}, row_bytes(), packed_value + i * levels().bytes);
+        for (int64_t i = 0; i < heads; ++i) pack_as<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes);
         memset(packed_gradient, 0, size_t(bytes(job)));
         queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
     }
     void close(int64_t b, int64_t h) {
         for (int64_t i = 0; i < heads; ++i)
-            unpack(call, levels(), packed_gradient + i * levels().bytes, row_bytes(), {call.grad_value, b, h + i});
+            unpack_as<V, T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i, row);
     }
 
     // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
@@ -86,8 +85,8 @@ template <class T> class WindowGradients {
         for (int64_t h = 0; h < heads; ++h) {
             const T *g = row_as(grad_output + h * step, t.dtype, t.strides[3], n.channels, row);
             const int64_t *address = slot.address + h * address_step;
-            dots_and_scatter_add<T, false>(address, slot.weights + h * weight_step, address, gradient, queries.num_rows,
-                                           n.channels, g, dots + h * dot_step);
+            dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient,
+                                              queries.num_rows, n.channels, g, dots + h * dot_step);
         }
     }
     MXD_INLINE void write_logits(const WindowSlot<T> &slot, char *to) {
