@@ -187,6 +187,19 @@ def test_values(name, dtype):
     assert_near(case, run(case, tensors), truth(case, tensors), computed_in(tensors))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["encoder", "boxes of 3 levels and 3 points", "pillars"])
+def test_references_that_lie_at_one_place(name, dtype):
+    """A model's levels often have one reference point, which is expanded, not copied. Each still has its own gradient."""
+    case, tensors = CASES[name], drawn(name, dtype)
+    alike = tensors[3][:, :, :1].expand(-1, -1, case.references, -1)
+    assert case.references > 1
+    assert alike.stride(2) == 0
+    copied = run(case, [*tensors[:3], alike.contiguous(), *tensors[4:]])
+    found = run(case, [*tensors[:3], alike, *tensors[4:]])
+    assert all(torch.equal(a, b) for a, b in zip(found, copied, strict=True))
+
+
 MIXED = {
     "16-bit value": (torch.float16, torch.float32, torch.float32, torch.float32, torch.float32),
     "16-bit layers": (torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float32),

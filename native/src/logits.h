@@ -54,13 +54,15 @@ template <class T> class Logits {
   public:
     static int64_t bytes(const Sizes &n) {
         if (!n.with_logits) return 0;
-        return Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) + Arena::bytes<T>(4 * longest(n)) +
-               2 * Rows::bytes(2 * TURNED, 2 * n.room()) + 2 * Rows::bytes(2 * TURNED, weight_room(n));
+        return 2 * Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) +
+               Arena::bytes<T>(4 * longest(n)) + 2 * Rows::bytes(2 * TURNED, 2 * n.room()) +
+               2 * Rows::bytes(2 * TURNED, weight_room(n));
     }
     Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
         if (!n.with_logits) return;
         boxes = !n.has_window && c.reference.shape[3] == 4;
         place = arena.take<int64_t>(n.room());
+        sum_place = arena.take<int64_t>(n.room());
         divisor = arena.take<T>(2 * n.room());
         inverse = arena.take<T>(2 * n.room());
         copy = arena.take<T>(4 * longest(n));
@@ -68,8 +70,7 @@ template <class T> class Logits {
         located = Rows::ring(2 * TURNED, 2 * n.room(), arena);
         logit_copies = Rows::ring(2 * TURNED, weight_room(n), arena);
         all_weights = Rows::ring(2 * TURNED, weight_room(n), arena);
-        in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1 &&
-                   (c.reference.strides[2] == c.reference.shape[3] || c.reference.shape[2] == 1);
+        in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1;
         reference_step = c.reference.strides[1] * element_size(c.reference.dtype);
     }
 
@@ -82,11 +83,13 @@ template <class T> class Logits {
         for (int64_t i = 0; i < padded; ++i) {
             const int64_t sample = i < samples ? i : samples - 1; // padding is like the last
             const Level &level = call.levels[first + sample / n.points];
-            place[i] = place_of(first + sample / n.points, sample % n.points);
+            const int64_t reference = reference_of(first + sample / n.points, sample % n.points);
+            place[i] = reference * reference_apart();
+            sum_place[i] = reference * call.reference.shape[3];
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
             for (int k = 0; k < 2; ++k) inverse[2 * i + k] = 1 / divisor[2 * i + k];
-            shared = shared && place[i] == place[i / 4 * 4];
+            shared = shared && sum_place[i] == sum_place[i / 4 * 4];
         }
     }
 
@@ -143,7 +146,7 @@ template <class T> class Logits {
     MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
         if (n.has_window) return;
         if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
-        const T *size = boxes ? reference_of(q) + 2 : nullptr;
+        const T *size = boxes ? references(q) + 2 : nullptr;
         for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
@@ -163,8 +166,9 @@ template <class T> class Logits {
     const Call &call;
     Sizes n;
     bool boxes = false;
-    bool shared = true;       // four samples belong to the same reference point
-    int64_t *place = nullptr; // where a sample's reference point is, among the query's numbers
+    bool shared = true; // four samples belong to the same reference point
+    // Where a sample's reference point is, from the query's first one on, and where its gradient is among their sums.
+    int64_t *place = nullptr, *sum_place = nullptr;
     // Of the offsets, pairs. Locations are divided, so that they are those of torch to the bit: a model's first offsets
     // are whole pixels, where a slope jumps with the last bit.
     T *divisor = nullptr, *inverse = nullptr;
@@ -185,19 +189,27 @@ template <class T> class Logits {
 
     static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
 
-    int64_t place_of(int64_t level, int64_t point) const {
+    int64_t reference_of(int64_t level, int64_t point) const {
         const int64_t references = call.reference.shape[2];
-        const int64_t r = call.reference_by_point ? point % references : references == 1 ? 0 : level;
-        return r * call.reference.shape[3];
+        return call.reference_by_point ? point % references : references == 1 ? 0 : level;
+    }
+    // Numbers from a reference point of a query to the next. Levels often have the same one, at a stride of 0.
+    int64_t reference_apart() const {
+        const mxd_tensor &t = call.reference;
+        return in_place || t.strides[2] == 0 ? t.strides[2] : t.shape[3];
     }
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
 
-    const T *reference_of(int64_t q) const {
+    const T *references(int64_t q) const {
         const char *from = reinterpret_cast<const char *>(first + q * reference_step);
         return in_place ? reinterpret_cast<const T *>(from) : copied_reference(from);
     }
     __attribute__((noinline)) const T *copied_reference(const char *from) const {
-        TrailingAxes<2>(call.reference, 2).read_at(from, copy);
+        const mxd_tensor &t = call.reference;
+        if (t.strides[2] == 0)
+            read_elements(from, t.dtype, t.strides[3], t.shape[3], copy);
+        else
+            TrailingAxes<2>(t, 2).read_at(from, copy);
         return copy;
     }
 
@@ -252,13 +264,13 @@ template <class T> class Logits {
         for (int64_t i = 0; i < fours; i += 4) { // as they were stored: a wider load would wait for the stores
             const Vec<T, 8> given = raw_load<T, 8>(grad_xy + 2 * i),
                             g = boxes ? given : given * raw_load<T, 8>(divisor + 2 * i);
-            add_pair(g, sums + place[i]);
+            add_pair(g, sums + sum_place[i]);
             if (!boxes) continue;
             const Vec<T, 8> of_size = g * raw_load<T, 8>(offsets + 2 * i) * raw_load<T, 8>(inverse + 2 * i);
-            add_pair(g == 0 ? g : of_size, sums + place[i] + 2);
+            add_pair(g == 0 ? g : of_size, sums + sum_place[i] + 2);
         }
         for (int64_t i = fours; i < samples; ++i) {
-            T *to = sums + place[i];
+            T *to = sums + sum_place[i];
             const T x = grad_xy[2 * i] * (boxes ? 1 : divisor[2 * i]);
             const T y = grad_xy[2 * i + 1] * (boxes ? 1 : divisor[2 * i + 1]);
             to[0] += x;
