@@ -11,6 +11,7 @@ RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 OLDER = "epyc-zen3-2-cores.csv"  # a processor without AVX-512
+OLDER_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
 Row = dict[str, str]
 
 
@@ -273,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "forward_backward_older": lambda: speed_ups("forward + backward", OLDER),
     "with_logits_older": lambda: beside(BARE, RIVALS[:1], OLDER),
     "measured_older": lambda: made(read(OLDER)) + "\n",
+    "modules_older": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), OLDER_MODULES)}\n{made(read(OLDER_MODULES))}\n",
     "measured": lambda: made(read(BENCH)) + "\n",
     "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
