@@ -22,6 +22,7 @@ AGGREGATION = nn.DeformableFeatureAggregation(16, 4, 2, 3)
 BY_CAMERA = nn.DeformableFeatureAggregation(16, 4, 2, 6, use_camera_embed=False)
 TEMPORAL = nn.TemporalSelfAttention(16, 4, 2, 3, dropout=0.0)
 SPATIAL = nn.SpatialCrossAttention(16, 4, 2, 4)
+PILLARS = nn.MSDeformableAttention3D(16, 4, 2, 4)
 
 LEVELS = {"value": VALUE, "spatial_shapes": SHAPES, "level_start_index": STARTS, "padding_mask": PADDING}
 GOOD = {
@@ -53,6 +54,13 @@ GOOD[SPATIAL] = {
     "reference_points": torch.rand(2, 3, 5, 2, 2),
     "value": torch.rand(2, 3, 30, 16),
     "bev_mask": torch.rand(2, 3, 5, 2) < 0.4,
+}
+GOOD[PILLARS] = {
+    "query": torch.rand(1, 5, 16),
+    "reference_points": torch.rand(1, 5, 2, 2),
+    "value": VALUE,
+    "counts": [3, 2],
+    **TABLES,
 }
 TENSOR = "must be a torch.Tensor; got"
 
@@ -400,6 +408,23 @@ MADE = [
         {"fix_scale": (), "num_learnable_pts": 0},
         "fix_scale must hold a point where num_learnable_pts is 0; got none",
     ),
+]
+
+
+ROWS += [
+    (PILLARS, "counts", [5], ValueError, "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
+    (PILLARS, "counts", [6, -1], ValueError, "counts must hold a number from 0 on for each of 2 pictures; got [6, -1]"),
+    (PILLARS, "counts", [3, 3], ValueError, "query must have shape (1, sum(counts)=6, embed_dims=16); got (1, 5, 16)"),
+    (PILLARS, "query", QUERY, ValueError, "query must have shape (1, sum(counts)=5, embed_dims=16); got (2, 5, 16)"),
+    (PILLARS, "query", None, TypeError, f"query {TENSOR} NoneType"),
+    (
+        PILLARS,
+        "reference_points",
+        torch.rand(1, 4, 2, 2),
+        ValueError,
+        "reference_points must have shape (1, sum(counts)=5, num_Z_anchors, 2); got (1, 4, 2, 2)",
+    ),
+    (PILLARS, "value", VALUE[0], ValueError, "value must have shape (pictures, num_keys, embed_dims=16); got (30, 16)"),
 ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -118,6 +118,17 @@ def pillars(points: Tensor, value: Tensor, mask: Tensor, query: Tensor, num_poin
     divides("num_Z_anchors", points.shape[3], "num_points", num_points)
     need_shape("bev_mask", mask, axes, *points.shape[:4])
     need_dtype("bev_mask", mask, frozenset((torch.bool,)), "have dtype bool")
+
+
+def pictures(counts: Sequence[int], query: Tensor, points: Tensor, value: Tensor, embed_dims: int) -> None:
+    """The queries of several pictures, one picture's after the other's: `counts` of each."""
+    tensors(("query", query), ("reference_points", points), ("value", value))
+    need_some_sizes("value", value, "pictures, num_keys, embed_dims", None, None, embed_dims)
+    if len(counts) != value.shape[0] or min(counts, default=0) < 0:
+        fail(ValueError, "counts", f"hold a number from 0 on for each of {value.shape[0]} pictures", list(counts))
+    total = sum(counts)
+    need_some_sizes("query", query, "1, sum(counts), embed_dims", 1, total, embed_dims)
+    need_some_sizes("reference_points", points, "1, sum(counts), num_Z_anchors, 2", 1, total, None, 2)
 
 
 def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embed_dims: int) -> None:

@@ -84,7 +84,12 @@ class MSDeformableAttention3D(nn.Module):
 
         Returns:
             [bs, num_queries, embed_dims]; with counts, [1, count, embed_dims] of each picture.
+
+        Raises:
+            TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
+        if counts is not None:
+            _check.pictures(counts, query, reference_points, value, self.embed_dims)
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
         rows = self.value_proj(value).unflatten(2, (heads, -1))
         samples = (
