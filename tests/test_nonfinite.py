@@ -121,3 +121,14 @@ def test_geometric_huge_integers(implementation, pixel):
     location = torch.tensor([pixel, 0]).view(1, 1, 1, 1, 1, 2)
     args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), location, torch.ones(1, 1, 1, 1, 1))
     assert cases.forward_of(implementation, GEOMETRIC)(*args).item() == max(0, min(3, pixel))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [1, 8, 26, 32])
+def test_a_nan_of_any_bits_stays_one_in_16_bits(implementation, channels, dtype):
+    """Rounded as a number, one whose bits are all set would become zero."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
+    weights = bits.view(torch.float32).view(1, 4, 1, 1, 1)
+    value, shapes, starts = torch.ones(1, 6, 1, channels, dtype=dtype), torch.tensor([[2, 3]]), torch.tensor([0])
+    op = cases.forward_of(implementation, MULTI_SCALE)
+    assert op(value, shapes, starts, torch.full((1, 4, 1, 1, 1, 2), 0.5), weights).isnan().all()

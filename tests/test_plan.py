@@ -116,7 +116,7 @@ ROWS = {
     ),
     "nearest": Row(
         GEOMETRIC,
-        lambda: cases.geometric(3, MANY // 2, 8, 8, [(6, 8)], 4),
+        lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
         (SAMPLES,) * 5,
         (1, 1, 1, 1, 1),
         packed_value=(1, 1, 1, 1, 0),
@@ -231,6 +231,33 @@ def test_every_way_is_in_the_table():
     assert all(any(row.packed_value[i] for row in packed) for i in range(len(THREADS)))
     assert all(any(row.packed_gradient[i] for row in ROWS.values()) for i in range(len(THREADS)))
     assert {n for row in ROWS.values() for n in row.heads_of_one_pass} == {0, 1, 2, 4}
+
+
+@pytest.mark.parametrize(("side", "kilobytes", "in_16_bits", "of_samples"), [(20, 25, 25, 12), (68, 289, 144, 144)])
+def test_rows_that_all_stay_near_are_widened_when_they_are_packed(side, kilobytes, in_16_bits, of_samples):
+    """In the forward alone. Rows of the larger map stay near in 16 bits only."""
+    torch.set_num_threads(1)
+    args = cases.geometric(1, 12000, 16, 2, [(side, side)], 4)
+    for dtype, of_forward, of_backward in (
+        (torch.float32, kilobytes, kilobytes),
+        (torch.bfloat16, in_16_bits, of_samples),
+        (torch.float16, in_16_bits, of_samples),
+    ):
+        inputs = cases.cast(args, dtype)
+        plans = _native.describe_plan(GEOMETRIC, inputs), _native.describe_plan(GEOMETRIC, inputs, [False, True])
+        assert [plan["packed_value"] for plan in plans] == [f"1 of 1 levels, {n} KB" for n in (of_forward, of_backward)]
+
+
+@pytest.mark.parametrize("implementation", NATIVE, indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_widened_once_give_the_same_bits(implementation, dtype):
+    """Few queries leave rows as they are."""
+    args = cases.cast(logits_cases.geometric(2, 400, 58, 3, [(15, 9), (5, 7)], (3, 3)), dtype)
+    value, shapes, starts, reference, points, logits = args
+    few = value, shapes, starts, reference[:, :5], points, logits[:, :5]
+    assert [_native.describe_plan(GEOMETRIC_LOGITS, inputs)["heads_together"] for inputs in (args, few)] == ["3", "0"]
+    op = mx_driving.geometric_kernel_attention_with_logits
+    assert torch.equal(op(*args)[:, :5], op(*few))
 
 
 @functools.cache

@@ -26,11 +26,10 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (plan.heads_together > 0)
-                return parallel<WindowForward<V, T>>(call.num_threads, WindowForward<V, T>::items(job), job);
-            if (plan.packed_value.all_near()) return over_queries<Forward<V, T, Rule, false>>(job);
+            if (plan.heads_together > 0) return all_heads_together<V, T>(call, plan);
+            if (plan.packed_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
         }
-        return over_queries<Forward<V, T, Rule, true>>(job);
+        return over_queries<V, Forward<V, T, Rule, true>>(job);
     });
 }
 
@@ -59,7 +58,7 @@ template <class T, class Worker> inline bool add_to_zero(const Job &job) {
 }
 
 template <class V, class T, template <class> class Rule> inline bool all_gradients(const Job &job) {
-    if (job.plan.sample_gradients && !over_queries<SampleGradients<V, T, Rule>>(job)) return false;
+    if (job.plan.sample_gradients && !over_queries<V, SampleGradients<V, T, Rule>>(job)) return false;
     switch (job.plan.value_gradient) {
     case ValueGradient::NOT_WANTED:
         return true;

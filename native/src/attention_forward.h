@@ -7,11 +7,13 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. SOME_FAR: the opposite of PackedLevels::all_near.
-template <class V, class T, template <class> class Rule, bool SOME_FAR> class Forward : QueryWorker<V, T, Rule> {
-    typedef QueryWorker<V, T, Rule> Base;
+// Items: QueryBlocks. V: the type of the output; R: of the rows, V, or T if they are packed_as_computed.
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V>
+class Forward : QueryWorker<R, T, Rule> {
+    typedef QueryWorker<R, T, Rule> Base;
 
   public:
+    typedef R Row;
     static int64_t scratch_bytes(const Job &job) {
         return Base::scratch_bytes(job) + Arena::bytes<V>(Sizes(job.call).channels);
     }
@@ -33,8 +35,8 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR> class Fo
             [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
-                weighted_sum<V, T, SOME_FAR>(slot.address, slot.share, next.address, far, this->num_rows,
-                                             this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
+                weighted_sum<V, T, SOME_FAR, R>(slot.address, slot.share, next.address, far, this->num_rows,
+                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) write_sum(out);
             });
     }

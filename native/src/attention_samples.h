@@ -123,6 +123,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
     typedef QueryWorker<V, T, Rule> Base;
 
   public:
+    typedef V Row;
     static int64_t scratch_bytes(const Job &job) {
         return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
     }

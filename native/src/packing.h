@@ -73,13 +73,14 @@ inline void unpack(const Call &call, const PackedLevels &levels, const char *pac
                 [&](int64_t row, const char *from) { copy_row(from, rows.first + row * rows.step, row_bytes); });
 }
 
-// The same of all of a head, with rows of value that are T in packed memory, in each_vector's order for V. Dtype and
-// strides of the gradient may be any; `row` is memory for one of its rows.
+// The same with rows of value that are T in packed memory, in each_vector's order for V. Dtype and strides of the
+// gradient may be any; `row` is memory for one of its rows.
 template <class V, class T>
-inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed) {
+inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
+                    int64_t chunks = 1) {
     const HeadRows rows(call.value, b, h);
     const int64_t channels = call.value.shape[3];
-    packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), 0, 1, [&](int64_t i, char *to) {
+    packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), chunk, chunks, [&](int64_t i, char *to) {
         widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
     });
 }
@@ -95,25 +96,26 @@ inline void unpack_as(const Call &call, const PackedLevels &levels, const char *
     });
 }
 
-// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, then work on
-// its items.
-template <class Worker> inline bool over_queries(const Job &given) {
+// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, as rows of
+// Worker::Row, then work on its items. V: the type of value.
+template <class V, class Worker> inline bool over_queries(const Job &given) {
+    typedef typename Worker::Row Row;
     const Call &call = given.call;
     const Plan &plan = given.plan;
     const Sizes n(call);
     const PackedLevels &levels = plan.packed_value;
-    char *memory = levels.bytes > 0 ? static_cast<char *>(malloc(size_t(levels.bytes) + 64)) : nullptr;
-    char *packed = memory ? memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) : nullptr;
+    const Memory memory(levels.bytes);
+    char *packed = memory.begin();
     const Job job{call, plan, packed, given.reference_sums};
     const int64_t items = QueryBlocks(call, packed != nullptr).count();
-    if (!packed) return parallel<Worker>(call.num_threads, items, job);
-    const int64_t bytes = n.channels * element_size(call.value.dtype);
-    const bool done =
-        parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
-            pack(call, levels, {call.value, head / n.heads, head % n.heads}, bytes, packed, chunk, STAGE_CHUNKS);
-        });
-    free(memory);
-    return done;
+    if (!packed) return same_type<V, Row> && parallel<Worker>(call.num_threads, items, job);
+    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
+        const int64_t b = head / n.heads, h = head % n.heads;
+        if constexpr (same_type<V, Row>)
+            pack(call, levels, {call.value, b, h}, n.channels * int64_t(sizeof(V)), packed, chunk, STAGE_CHUNKS);
+        else
+            pack_as<V, Row>(call, levels, b, h, packed, chunk, STAGE_CHUNKS);
+    });
 }
 
 } // namespace

@@ -27,6 +27,18 @@ class Arena {
     char *next;
 };
 
+// Memory that begins at a cache line; none for 0 bytes, or where there is none.
+class Memory {
+  public:
+    explicit Memory(int64_t bytes) : memory(bytes > 0 ? static_cast<char *>(malloc(size_t(bytes) + 64)) : nullptr) {}
+    Memory(const Memory &) = delete;
+    ~Memory() { free(memory); }
+    char *begin() const { return memory ? memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) : nullptr; }
+
+  private:
+    char *memory;
+};
+
 constexpr int64_t STAGE_CHUNKS = 64;
 
 struct Nothing {};
@@ -90,17 +102,15 @@ bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args 
     const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
     int64_t bytes;
     if (__builtin_mul_overflow(scratch, threads, &bytes)) return false;
-    char *memory = static_cast<char *>(malloc(size_t(bytes) + 64));
-    if (!memory) return false;
-    char *aligned = memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64);
-    Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, aligned, scratch};
+    const Memory memory(bytes);
+    if (!memory.begin()) return false;
+    Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, memory.begin(), scratch};
     if (lent) {
         lent->run(lent->lender, threads, loop.body, &loop);
         if (loop.used > lent->used) lent->used = loop.used;
     } else {
         run_on_threads(threads, loop.body, &loop);
     }
-    free(memory);
     return true;
 }
 

@@ -78,11 +78,23 @@ PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, 
 // Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
+bool value_can_be_packed(const Call &call) {
+    return call.op != AGGREGATION &&
+           call.value.strides[1] > call.value.shape[3] && // else rows lie side by side already
+           call.weights.shape[1] >= QUERIES_OF_A_THREAD * num_threads(call);
+}
+
 PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
-    const int64_t size = floating_size(call.value.dtype), row_bytes = call.value.shape[3] * size;
-    if (call.value.strides[1] * size <= row_bytes) return NONE; // rows lie side by side already
-    if (call.weights.shape[1] < QUERIES_OF_A_THREAD * num_threads(call)) return NONE;
-    return choose_levels(call, row_bytes, 1, offset);
+    if (!value_can_be_packed(call)) return NONE;
+    return choose_levels(call, call.value.shape[3] * floating_size(call.value.dtype), 1, offset);
+}
+
+// Rows that all stay near are packed as the type computed in, where a sample is one row: in 16 bits that row would be
+// widened again for each of its samples.
+PackedLevels choose_packed_as_computed(const Call &call, std::vector<int64_t> &offset) {
+    if (call.op != GEOMETRIC || !value_can_be_packed(call)) return NONE;
+    const PackedLevels packed = choose_levels(call, call.value.shape[3] * computed_size(call), 1, offset);
+    return packed.all_near() ? packed : NONE;
 }
 
 // Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
@@ -158,12 +170,18 @@ constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
 bool heads_can_go_together(const Call &call) { return has_window(call) && call.num_levels * call.weights.shape[4] > 0; }
 
+// All of a batch's rows are widened before the first is read, if they have 16 bits.
+bool widening_pays(const Call &call) {
+    const int64_t reads = call.weights.shape[1] * call.num_levels * call.weights.shape[4];
+    return floating_size(call.value.dtype) == computed_size(call) || reads >= call.value.shape[1];
+}
+
 int64_t choose_heads_of_forward(const Call &call) {
     const mxd_tensor &value = call.value;
     const int64_t rows = value.shape[1] * value.strides[1], heads = value.shape[2] * value.strides[2];
-    const bool near = std::max(rows, heads) * floating_size(value.dtype) <= NEAR_BYTES_OF_ALL_HEADS &&
+    const bool near = std::max(rows, heads) * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS &&
                       std::min(value.strides[1], value.strides[2]) >= 0;
-    return heads_can_go_together(call) && near ? value.shape[2] : 0;
+    return heads_can_go_together(call) && near && widening_pays(call) ? value.shape[2] : 0;
 }
 
 // Backward: all that go together have value and gradient in the second-level cache, and leave enough for every thread.
@@ -302,13 +320,15 @@ std::string value_gradient_text(const Plan &plan) {
 
 Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
-    const PackedLevels packed_value = call.op == AGGREGATION ? NONE : choose_packed_value(call, lists.packed_value);
     if (call.backward) {
-        plan_gradients(call, packed_value, plan, lists);
-    } else {
-        plan.heads_together = choose_heads_of_forward(call);
-        if (plan.heads_together == 0) plan.packed_value = packed_value;
+        plan_gradients(call, choose_packed_value(call, lists.packed_value), plan, lists);
+        return plan;
     }
+    plan.heads_together = choose_heads_of_forward(call);
+    if (plan.heads_together > 0) return plan;
+    plan.packed_value = choose_packed_as_computed(call, lists.packed_value);
+    plan.packed_as_computed = plan.packed_value.bytes > 0;
+    if (!plan.packed_as_computed) plan.packed_value = choose_packed_value(call, lists.packed_value);
     return plan;
 }
 

@@ -32,6 +32,7 @@ struct PackedLevels {
 // Where a field is of no use to the way that is taken, it is zero.
 struct Plan {
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
+    bool packed_as_computed;   // packed_value has rows of the type computed in, not of value's, and all stay near
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,

@@ -1,5 +1,5 @@
 // All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is
-// in T, and weighted_sum stores its result as V.
+// in T, and weighted_sum stores its result as V. Rows that are read often may be of T, widened once by widen_row.
 //
 //   weighted_sum           out     = sum over i of  share[i] * row[i]
 //   dots                   dot[i]  = sum over channels of  g * row[i]
@@ -140,23 +140,24 @@ template <class V, class T> inline void order_row(const T *widened, T *ordered, 
     });
 }
 
-// One piece of weighted_sum. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets
-// give at least 8 independent chains where registers allow. Prefetches stand between the rows that are added: all
-// before them, the vendor's example takes a twentieth longer.
-template <class V, class T, int N, int K, bool SOME_FAR>
+// One piece of weighted_sum, of rows of type Row: V, or T in each_vector's order for V. Several sets of accumulators
+// hide the latency of the multiply-add: K vectors in SETS sets give at least 8 independent chains where registers
+// allow. Prefetches stand between the rows that are added: all before them, the vendor's example takes a twentieth
+// longer.
+template <class V, class T, int N, int K, bool SOME_FAR, class Row = V>
 inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
                                int64_t channel, V *out) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
     const auto add = [&](int64_t i, int r) __attribute__((always_inline)) {
         const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
-        add_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor, sums[r % SETS]);
+        add_row<Row, T, N, K>(row_at<const Row>(address[i + r], channel), factor, sums[r % SETS]);
     };
     for (int64_t i = 0; i < n; i += ROWS) {
         if (SOME_FAR && far.holds(i)) {
             MXD_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-                ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+                ask_for<PIECE_BYTES<Row, N, K>>(next[i + r] + channel * int64_t(sizeof(Row)));
                 add(i, r);
             }
         } else {
@@ -173,11 +174,11 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
 }
 
 // Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
-template <class V, class T, bool SOME_FAR>
+template <class V, class T, bool SOME_FAR, class Row = V>
 inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
                          int64_t channels, V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR>(address, share, next, far, n, c, out + c);
+        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, share, next, far, n, c, out + c);
     });
 }
 
@@ -360,6 +361,17 @@ inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t t
             if (i + 4 <= n) store<T, 4>(to + i, load<T, 4>(from + i)), i += 4;
     }
     for (; i < n; ++i) store<T, 1>(to + i * to_stride, load<T, 1>(from + i * from_stride));
+}
+// Widens n elements that lie side by side. Not inlined, so that loops around it keep their registers.
+template <class V> __attribute__((noinline)) void widen_run(const V *from, float *to, int64_t n) {
+    constexpr int N = WIDTH<float>;
+    int64_t i = 0;
+    for (; i + 2 * N <= n; i += 2 * N) {
+        const Vec<float, N> first = load<float, N>(from + i), second = load<float, N>(from + i + N);
+        store<float, N>(to + i, first);
+        store<float, N>(to + i + N, second);
+    }
+    if (i < n) convert_run<float>(from + i, 1, to + i, 1, n - i);
 }
 
 } // namespace

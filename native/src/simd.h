@@ -312,7 +312,7 @@ inline uint16_t float_to_half(float x) {
 template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x) {
     typedef Vec<uint32_t, N> U;
     const U bits = bits_as<U>(x), rounded = bits + 0x7fff + (bits >> 16 & 1), nan = bits | 0x400000;
-    return (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+    return x == x ? rounded : nan;
 }
 
 // Whether any lane of a mask, all ones or all zeros in each lane, is set.
