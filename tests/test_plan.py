@@ -260,6 +260,19 @@ def test_rows_widened_once_give_the_same_bits(implementation, dtype):
     assert torch.equal(op(*args)[:, :5], op(*few))
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_an_expanded_value_are_not_widened(axis, dtype):
+    """They would take the memory that value has not, 2.5 MB here."""
+    value, *others = cases.cast(logits_cases.geometric(1, 3000, 16, 16, [(30, 81)], (1, 1)), dtype)
+    args = value.narrow(axis, 0, 1).contiguous().expand_as(value), *others
+    assert _native.describe_plan(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
+    assert torch.equal(
+        mx_driving.geometric_kernel_attention_with_logits(*args),
+        mx_driving.geometric_kernel_attention_with_logits(args[0].contiguous(), *others),
+    )
+
+
 @functools.cache
 def inputs_and_truth(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...], Tensor, truth.Truth]:
     row = ROWS[name]

@@ -23,8 +23,10 @@ namespace {
 struct Job {
     const Call &call;
     const Plan &plan;
-    const char *packed_value; // plan.packed_value of the head that is worked on; null where nothing is packed
-    char *reference_sums;     // the gradient of reference points, head by head; null where it is not wanted
+    // plan.packed_value of the head that is worked on; where heads go together, rows of 16 bits of the batch that is
+    // worked on, widened; null where there are none
+    const char *packed_value;
+    char *reference_sums; // the gradient of reference points, head by head; null where it is not wanted
     // Of deformable_aggregation with logits, backward: SoftmaxTotals; ProjectionSums, null where they are not wanted.
     char *softmax_totals = nullptr, *projection_sums = nullptr;
 };

@@ -170,10 +170,11 @@ constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
 bool heads_can_go_together(const Call &call) { return has_window(call) && call.num_levels * call.weights.shape[4] > 0; }
 
-// All of a batch's rows are widened before the first is read, if they have 16 bits.
+// Rows of 16 bits are all widened before the first is read. Value may be expanded: then they take more memory than it.
 bool widening_pays(const Call &call) {
-    const int64_t reads = call.weights.shape[1] * call.num_levels * call.weights.shape[4];
-    return floating_size(call.value.dtype) == computed_size(call) || reads >= call.value.shape[1];
+    const int64_t *shape = call.value.shape, reads = call.weights.shape[1] * call.num_levels * call.weights.shape[4];
+    if (floating_size(call.value.dtype) == computed_size(call)) return true; // nothing is widened
+    return reads >= shape[1] && shape[1] * shape[2] * shape[3] * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS;
 }
 
 int64_t choose_heads_of_forward(const Call &call) {
