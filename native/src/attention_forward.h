@@ -7,7 +7,8 @@ namespace mxd {
 namespace MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. V: the type of the output; R: of the rows, V, or T if they are packed_as_computed.
+// Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
+// all near, so without SOME_FAR.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V>
 class Forward : QueryWorker<R, T, Rule> {
     typedef QueryWorker<R, T, Rule> Base;
