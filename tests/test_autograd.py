@@ -12,12 +12,12 @@ from torch.autograd import gradcheck, gradgradcheck
 import mx_driving
 
 SMALL = {
-    MULTI_SCALE: lambda: cases.multi_scale(2, 2, 3, 2, [(2, 3), (2, 1)], 2),
-    AGGREGATION: lambda: cases.aggregation(2, 2, 2, 4, 2, [[(2, 3), (1, 1)], [(2, 2), (1, 2)]]),
-    GEOMETRIC: lambda: cases.geometric(2, 2, 3, 2, [(2, 3), (2, 1)], 2),
-    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 2, 3, 2, [(2, 3), (2, 1)], 2),
-    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 3, 4, 2, [[(2, 3), (1, 1)], [(2, 2), (1, 2)]]),
-    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 2, 3, 2, [(2, 3), (2, 1)], (1, 2)),
+    MULTI_SCALE: lambda: cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
+    AGGREGATION: lambda: cases.aggregation(2, 2, 2, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
+    GEOMETRIC: lambda: cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 2, 3, 2, [(3, 4), (2, 1)], 2),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 3, 4, 2, [[(3, 4), (1, 1)], [(2, 2), (1, 3)]]),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 2, 3, 2, [(3, 4), (2, 1)], (1, 2)),
 }
 
 
