@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import functools
+import math
 import os
 import pathlib
 import re
@@ -84,6 +85,23 @@ def test_patch_finds_every_core():
     with mx_driving.patched("transformers") as done:
         assert sorted({name.split(".")[2] for name in done.replaced}) == CARRIERS
         assert done.skipped == {}
+
+
+@pytest.mark.parametrize(
+    ("ours", "difference"),
+    [
+        ([1, -2, math.inf], 0),
+        ([1, -2.5, math.inf], 0.25),
+        ([1, -2, 3], math.inf),
+        ([1, math.nan, math.inf], math.inf),
+        ([1, -2, -math.inf], math.inf),
+        ([1, math.inf, math.inf], math.inf),
+    ],
+)
+def test_a_difference_is_found(ours, difference):
+    theirs = {"a": torch.tensor([1, -2, math.inf]), "b": torch.ones(2)}
+    assert models.largest({"a": torch.tensor(ours), "b": torch.ones(2)}, theirs) == difference
+    assert models.largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

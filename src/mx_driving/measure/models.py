@@ -203,10 +203,10 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 def _difference(a: Tensor, b: Tensor) -> float:
     """The largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
-    largest = float((a - b).abs().max())
-    if math.isfinite(largest):  # nearly always, and a third of the time
-        return largest
-    return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(torch.inf).max())
+    found = float((a - b).abs().max())
+    if math.isfinite(found):  # nearly always, in a third of the time
+        return found
+    return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
