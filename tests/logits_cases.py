@@ -145,4 +145,5 @@ CASES = [
     ),
     Case(GEOMETRIC_LOGITS, "pyramid", lambda: geometric(2, 70, 32, 4, PYRAMID, (2, 2))),
     Case(GEOMETRIC_LOGITS, "MapTR tiny", lambda: geometric(1, 120, 64, 4, [(15, 25)], (3, 5))),
+    Case(GEOMETRIC_LOGITS, "odd channels", lambda: geometric(2, 90, 5, 2, [(5, 7), (1, 1)], (3, 3))),  # one packed pass
 ]
