@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _checks
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._forms import keys_last, levels, levels_by_points
@@ -82,9 +82,9 @@ def _tables(given: Given, keys: int, device: torch.device) -> tuple[Tensor, Tens
     shapes: Any = given.get("spatial_shapes")
     sizes, starts = given.get("spatial_shapes_list"), given.get("level_start_index")
     if sizes is not None:
-        _check.rows_of_levels(sum(h * w for h, w in sizes), keys)
+        _checks.inputs.rows_of_levels(sum(h * w for h, w in sizes), keys)
     elif _can_be_read(shapes):
-        _check.rows_of_levels(int(shapes.prod(-1).sum()), keys)
+        _checks.inputs.rows_of_levels(int(shapes.prod(-1).sum()), keys)
     if shapes is None or starts is None:
         shapes, starts = levels(given["spatial_shapes_list"] if shapes is None else shapes, device)
     return shapes, starts
