@@ -21,7 +21,7 @@ import mx_driving
 from mx_driving import _kernels
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
-PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "plan.h"
+PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
 THREADS = (1, 2, 3, 8, 24)
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PYRAMID = [(24, 32), (12, 16), (6, 8)]
