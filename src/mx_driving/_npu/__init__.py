@@ -72,11 +72,16 @@ _finder = _Finder()
 
 def _real() -> str | None:
     """Where a torch_npu that is not ours lies."""
-    if _finder in sys.meta_path:
+    if installed():
         return None
     loaded = sys.modules.get("torch_npu")
     spec = importlib.util.find_spec("torch_npu") if loaded is None else loaded.__spec__
     return None if spec is None else str(spec.origin)
+
+
+def installed() -> bool:
+    """Whether the stand-in is there."""
+    return _finder in sys.meta_path
 
 
 def install() -> None:
@@ -84,7 +89,7 @@ def install() -> None:
     where = _real()
     if where is not None:
         raise RuntimeError(f"torch_npu must not be installed where mx_driving.compat stands in for it; got {where}")
-    if _finder in sys.meta_path:
+    if installed():
         return
     if hasattr(torch, "npu"):
         raise RuntimeError("torch must have no device module called npu where mx_driving.compat stands in for it; got one")
@@ -99,7 +104,7 @@ def install() -> None:
 
 def uninstall() -> None:
     """Undo `install` and `transfer_to_npu`. Code that holds a name of the stand-in keeps it."""
-    if _finder not in sys.meta_path:
+    if not installed():
         return
     sys.meta_path.remove(_finder)
     _replaced.undo()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,15 @@ def current_device() -> int:
 def get_device_name(device: Any = None) -> str:
     """Begins like an Atlas A2's: the vendor's tests skip themselves elsewhere."""
     return "Ascend910B, mx_driving's stand-in on a CPU"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """Older than any that Triton compiles for: torch and this package ask it before they use Triton."""
+    return 0, 0
+
+
+def get_device_properties(device: Any = None) -> types.SimpleNamespace:
+    return types.SimpleNamespace(name=get_device_name(), major=0, minor=0, total_memory=0, multi_processor_count=0)
 
 
 def _nothing(*args: Any, **named: Any) -> None:
