@@ -59,6 +59,7 @@ COMMANDS = {
         *("--tolerance", "--traits", "--list", "--explain"),
     },
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
+    "fuse": {"path_in", "path_out"},
 }
 
 

@@ -12,6 +12,7 @@ from .._programs.problems import in_a_sentence
 from .bench import bench
 from .check import check
 from .demo import demo
+from .fuse import fuse
 from .models import models
 
 app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
@@ -37,6 +38,7 @@ app.command()(check)
 app.command()(demo)
 app.command()(bench)
 app.command()(models)
+app.command()(fuse)
 
 
 def main() -> None:

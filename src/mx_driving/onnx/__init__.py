@@ -9,14 +9,18 @@ By default it writes gathers of standard operators (`_dispatch/decompositions.py
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _whose as _whose
 
-__all__ = ["FORMS", "library", "translations"]
+if TYPE_CHECKING:
+    from ._fuse import Fused
+
+__all__ = ["FORMS", "fuse", "library", "translations"]
 
 FORMS = ("gather", "grid_sample", "npu", "onnxruntime", "tensorrt")
 
@@ -77,3 +81,28 @@ def library() -> str:
     if reason := _kernels.native.why_not():
         raise RuntimeError(reason)
     return str(config.library_path())
+
+
+def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
+    """Write an ONNX file that somebody else exported again, with our node in place of deformable attention made of GridSample.
+
+        print(mx_driving.onnx.fuse("detector.onnx", "fused.onnx"))
+
+    Each place is tried before it is replaced: its nodes run in onnxruntime on random inputs, and must give what the operator
+    gives, but for rounding. Anything else stays as it is, and the report says why. Nodes that nothing reads are left out.
+    onnxruntime runs the new file with the library that `library` names.
+
+    Args:
+        path_in: an ONNX file whose levels have fixed sizes; batch and queries may be free.
+        path_out: the file to write. Weights outside path_in go to a file beside it, path_out with ".data" behind.
+
+    Returns:
+        What was replaced and what was left, each by a tensor's name: `replaced` and `left`. It prints as lines.
+
+    Raises:
+        ValueError: path_in is no ONNX file or has nothing to replace, or path_out is the same file. Nothing is written.
+        ImportError: onnx, onnxscript (the extra `onnx`) or onnxruntime is not installed.
+    """
+    for module in ("onnx_ir", "onnxruntime"):
+        importlib.import_module(module)
+    return importlib.import_module(f"{__name__}._fuse").fuse(path_in, path_out)

@@ -1,0 +1,155 @@
+"""Deformable attention in somebody else's ONNX file becomes our node for onnxruntime."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
+
+from ._search import Sampling, Unfit, candidates, dims, is_node, sums
+from ._trial import padding, prove, tables
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What `fuse` found in a file, by the name of the tensor that the samples are summed up in.
+
+    Attributes:
+        path: the file that was written.
+        replaced: name -> what became a node, in words.
+        left: name -> why it stays as it was. GridSample nodes that belong to no weighted sum are here, too.
+    """
+
+    path: Path
+    replaced: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
+        lines += [f"  replaced {name}: {what}" for name, what in self.replaced.items()]
+        return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
+
+
+def _load(path: Path) -> ir.Model:
+    try:
+        model = ir.load(path)
+    except OSError as error:
+        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
+    except Exception as error:  # protobuf's and onnx_ir's own
+        fact = str(error).strip().split("\n")[0] or type(error).__name__
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {fact}") from None
+    if not model.graph.opset_imports:
+        raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
+    return ShapeInferencePass()(model).model
+
+
+def _certain(model: ir.Model, node: ir.Node, levels: list[ir.Node], weights: ir.Value) -> Sampling:
+    """The first candidate that passes its trial."""
+    reason = Unfit("no tensors have the shapes of the operator's value, locations and weights")
+    for sampling in candidates(node, levels, weights):
+        try:
+            prove(model, sampling)
+            return sampling
+        except Unfit as unfit:
+            reason = unfit
+    raise reason
+
+
+class _Writer:
+    """Nodes in place of a sampling, whose names begin with its output's name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.tape = name, ir.tape.Tape()
+
+    def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
+        name = f"{self.name}/{what}"
+        return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
+
+    def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+        return self.tape.op(kind, inputs, attributes or None, domain=domain, name=f"{self.name}/{kind}{len(self.tape.nodes)}")
+
+    def shaped(self, value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
+        """Two axes as they are, then these."""
+        if dims(value)[2:] == sizes:
+            return value
+        return self.op("Reshape", value, self.table(f"shape{len(self.tape.nodes)}", [0, 0, *sizes]))
+
+    def samples(self, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
+        """Locations or weights with an axis of levels and one of points, the same number for each level."""
+        heads, points = sampling.num_heads, sampling.points
+        if len(set(points)) > 1:
+            places, mask = padding(points)
+            value = self.op("Gather", value, self.table(f"places{len(self.tape.nodes)}", places), axis=3)
+            if not last:
+                assert sampling.weights.dtype is not None
+                value = self.op("Mul", value, self.table("mask", mask, sampling.weights.dtype.numpy()))
+        return self.shaped(value, (heads, len(points), max(points), *last))
+
+
+def _replace(model: ir.Model, sampling: Sampling) -> None:
+    old = sampling.output
+    write = _Writer(str(old.name))
+    value = write.shaped(sampling.value, (sampling.num_heads, sampling.channels))
+    locations, weights = write.samples(sampling.locations, sampling, 2), write.samples(sampling.weights, sampling)
+    shapes, starts = tables(sampling)
+    inputs = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
+    new = write.op("multi_scale_deformable_attn", *inputs, domain="mx_driving")
+    producer = old.producer()
+    assert producer is not None
+    new.shape, new.type = old.shape, old.type
+    for table in write.tape.initializers:
+        model.graph.register_initializer(table)
+    model.graph.insert_after(producer, write.tape.nodes)
+    name, old.name = old.name, f"{old.name}/before"
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    new.name = name
+
+
+def _in_words(sampling: Sampling) -> str:
+    maps = ", ".join(f"{height} x {width}" for height, width in sampling.maps)
+    points = " + ".join(map(str, sampling.points)) if len(set(sampling.points)) > 1 else str(sampling.points[0])
+    return f"{sampling.num_heads} heads of {sampling.channels} channels, {points} points on maps of {maps}"
+
+
+def _fuse(model: ir.Model, path: Path) -> Fused:
+    report, seen = Fused(path), set()
+    for node, (levels, weights) in sums(model.graph).items():
+        seen.update(levels)
+        name = str(node.outputs[0].name)
+        try:
+            sampling = _certain(model, node, levels, weights)
+        except Unfit as unfit:
+            report.left[name] = str(unfit)
+        else:
+            report.replaced[name] = _in_words(sampling)
+            _replace(model, sampling)
+    for node in model.graph:
+        if is_node(node, "GridSample") and node not in seen:
+            report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
+    return report
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    """Weights stay where they are: in the file, or in a file beside it."""
+    model.graph.opset_imports["mx_driving"] = 1
+    RemoveUnusedNodesPass()(model)
+    outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
+    ir.save(model, path, external_data=f"{path.name}.data" if outside else None)
+
+
+def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
+    source, target = Path(path_in), Path(path_out)
+    if source.resolve() == target.resolve():
+        raise ValueError(f"path_out must be another file than path_in; got {target} for both")
+    model = _load(source)
+    report = _fuse(model, target)
+    if not report.replaced:
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "no GridSample"
+        raise ValueError(f"path_in must hold deformable attention made of GridSample; got {source} ({why})")
+    _save(model, target)
+    return report
