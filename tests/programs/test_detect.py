@@ -174,9 +174,9 @@ def test_a_model_of_another_kind_is_refused(refused, detect, monkeypatch, photo,
 def test_an_encoder_alone_is_refused(detect):
     """No layer has a query for each box."""
     look = types.SimpleNamespace(locations=torch.zeros(1, 20, 8, 4, 4, 2))
-    assert detect.last_look([look], 20) is look
+    assert detect.of_decoder([look], 20) == [look]
     with pytest.raises(ValueError, match="must sample deformably for its 30 boxes; got 1 other layers"):
-        detect.last_look([look], 30)
+        detect.of_decoder([look], 30)
 
 
 @pytest.mark.parametrize("option", ["--count", "--rounds"])

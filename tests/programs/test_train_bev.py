@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
 
 
 def run(folder: pathlib.Path, name: str, transform: str = "aggregation", **more) -> list[float]:
-    defaults = {"resume": False, "stop": 0, "save": 2, "rate": 2e-3, "transform": transform, "out": folder / name}
+    defaults = {"resume": False, "stop": 0, "save": 2, "rate": 2e-3, "transform": transform, "out": folder / name, "page": None}
     train_bev.train(argparse.Namespace(**{**TINY, **defaults, **more}))
     return curve(folder / name)
 

@@ -16,7 +16,7 @@ import torch
 
 from .. import _checks, compat
 from ._attention import ATTENTION_FORMS, LAYERS, Attention
-from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
+from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
 
 # where a library keeps its cores; for other libraries the loaded modules are searched
 _FILES = {"transformers": "models/*/modeling_*.py", "mmcv": "ops/multi_scale_deform_attn.py"}
@@ -29,7 +29,7 @@ class Found:
     asked for. `unknown` names the things that look like one of them but have no known form, with the reason."""
 
     def __init__(self, modules: bool) -> None:
-        self.cores: dict[str, tuple[list[Form], Any]] = {}
+        self.cores: dict[str, tuple[list[Core | Form], Any]] = {}
         self.modules: dict[str, tuple[list[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
         self._wants_modules = modules
@@ -90,9 +90,9 @@ def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
 
 def _parameters(function: types.FunctionType) -> tuple[str, ...]:
     """Names in order. Keyword-only ones get a "*", so that they fit no form."""
-    code = function.__code__
-    names, positional = code.co_varnames, code.co_argcount
-    return names[:positional] + tuple("*" + name for name in names[positional : positional + code.co_kwonlyargcount])
+    code, names = function.__code__, parameters_of(function)
+    keywords = code.co_varnames[len(names) : len(names) + code.co_kwonlyargcount]
+    return names + tuple("*" + name for name in keywords)
 
 
 def find(target: Any, modules: bool) -> Found:
