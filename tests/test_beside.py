@@ -191,7 +191,7 @@ def test_ours_over_theirs_works_and_says_so(tmp_path):
     assert f"beside: {BESIDE}\n" in said
 
 
-ROOMS = ("aclnn", "cli.app", "compat", "nn", "onnx", "patching", "reference", "viz")
+ROOMS = ("aclnn", "cli.app", "compat", "nn", "onnx", "patcher", "patching", "reference", "viz")
 TRY = """
 said = {}
 for room in sys.argv[1:]:
