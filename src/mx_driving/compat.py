@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._functions import as_compiled, backward_as_compiled
+from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
