@@ -13,13 +13,15 @@ import torch
 
 from mx_driving._npu import _testing
 
-PROGRAMS = pathlib.Path(__file__).with_name("npu_programs.py")
+HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 REFUSED = "runs on an Ascend device; mx_driving.compat's stand-in for torch_npu has no such thing for a CPU"
 
 
 def run(*programs: str) -> list[str]:
-    """What programs of npu_programs.py print, one after the other in one process."""
-    done = subprocess.run([sys.executable, "-W", "ignore", PROGRAMS, *programs], capture_output=True, text=True)
+    """What programs of helpers/npu_programs.py print, one after the other in one process."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HELPERS / "npu_programs.py", *programs], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -38,7 +40,7 @@ def test_torch_compile():
 
 
 def test_transfer_to_npu():
-    run("transfer")
+    run("transfer", "distributed")
 
 
 def test_what_is_not_there_is_refused():
@@ -63,8 +65,9 @@ def test_all_is_given_back(tmp_path):
     """Also where it is installed twice. A real torch_npu is left alone, imported or not."""
     (tmp_path / "torch_npu.py").write_text("")
     refused = f"torch_npu must not be installed where mx_driving.compat stands in for it; got {tmp_path / 'torch_npu.py'}"
-    given_back = PROGRAMS.with_name("npu_given_back.py")
-    done = subprocess.run([sys.executable, "-W", "ignore", given_back, tmp_path], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", HELPERS / "npu_given_back.py", tmp_path], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [refused, refused]
 

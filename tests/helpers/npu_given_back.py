@@ -1,4 +1,4 @@
-"""Installs the stand-in for torch_npu and gives everything back, twice; then beside a real one. For tests/test_npu.py."""
+"""For tests/models/test_npu.py: installs the stand-in for torch_npu and gives all back, twice; then beside a real one."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ OWNERS = (
     torch.nn.Module,
     torch.cuda,
     torch.cuda.amp,
+    torch.distributed,
     torch.random,
     torch.autocast,
     torch.amp.GradScaler,

@@ -1,4 +1,4 @@
-"""Tests in the form of the vendor's operator tests: small writings of their calls, for tests/test_npu.py to run."""
+"""Tests in the form of the vendor's operator tests: small writings of their calls, for tests/models/test_npu.py to run."""
 
 from __future__ import annotations
 

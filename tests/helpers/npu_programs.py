@@ -1,4 +1,4 @@
-"""Programs for an Ascend device. tests/test_npu.py runs them with the stand-in for torch_npu, in processes of their own."""
+"""Programs for an Ascend device, which tests/models/test_npu.py runs in other processes with the stand-in for torch_npu."""
 
 from __future__ import annotations
 
@@ -284,6 +284,27 @@ def transfer():
     layer(torch.rand(3, 1, 2).cuda())[0].sum().backward()
     step.step()
     assert set(mx_driving.backends()["cpu"]) == set(mx_driving.backends()["cuda"])
+
+
+def distributed():
+    """The backends of the device, and of CUDA after their transfer, are gloo."""
+    import torch.distributed as dist
+
+    def backends(named):
+        dist.init_process_group(named, store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.new_group([0], backend=named)
+        total = torch.ones(2, device="npu")
+        dist.all_reduce(total, group=group)
+        assert torch.equal(total, torch.ones(2))
+        found = dist.get_backend(), dist.get_backend(group)
+        dist.destroy_process_group()
+        return found
+
+    for named in ("hccl", "cpu:gloo,npu:hccl", "gloo"):
+        assert backends(named) == ("gloo", "gloo")
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    assert backends("nccl") == ("gloo", "gloo")
 
 
 def refusals():
