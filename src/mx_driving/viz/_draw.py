@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _checks
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
 
@@ -39,7 +39,7 @@ def sampling_points(
     Returns:
         The axes.
     """
-    _check.same_samples(locations, weights)
+    _checks.inputs.same_samples(locations, weights)
     picture = image.detach().cpu()
     picture = picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
     ax = _axes(ax, picture.shape[1] / picture.shape[0])
@@ -110,7 +110,7 @@ def _axes(ax: Any, aspect: float) -> Any:
     if ax is not None:
         return ax
     try:
-        from .._picture import Picture, PictureAxes
+        from ._picture import Picture, PictureAxes
     except ImportError:
         raise RuntimeError('mx_driving.viz draws with matplotlib: pip install "mx-driving-portable[demo]"') from None
     # not through pyplot, which would keep the figure for a window that never opens

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _checks
 
 LONGEST = 960  # pixels of a side: more is not seen on a page, and costs bytes
 EXACT = 256  # up to this side every pixel is kept, because pictures of feature maps are small
@@ -34,9 +34,9 @@ def cameras(pictures: Any) -> tuple[Camera, ...]:
     elif isinstance(pictures, (Sequence, Tensor)) and not isinstance(pictures, str):
         named = [(f"camera {i}" if len(pictures) > 1 else "picture", picture) for i, picture in enumerate(pictures)]
     else:
-        _check.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
+        _checks.rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
     if not named:
-        _check.fail(ValueError, "pictures", "hold a picture for each camera", "none")
+        _checks.rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
     return tuple(_camera(name, picture) for name, picture in named)
 
 
@@ -45,7 +45,7 @@ def _camera(name: str, picture: Any) -> Camera:
     parts = tuple(picture) if apart else (picture,)
     where = f"pictures, {name},"
     if not parts:
-        _check.fail(ValueError, where, "hold a picture for each level", "none")
+        _checks.rules.fail(ValueError, where, "hold a picture for each level", "none")
     return Camera(name, tuple(image(where, part) for part in parts), apart)
 
 
@@ -63,9 +63,9 @@ def image(name: str, picture: Any) -> Any:
         pixels = _pixels(name, picture)
         found = Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), pixels.numpy().tobytes())
     else:
-        _check.fail(TypeError, name, _RULE, type(picture).__name__)
+        _checks.rules.fail(TypeError, name, _RULE, type(picture).__name__)
     if not min(found.size):
-        _check.fail(ValueError, name, "have pixels", f"{found.height} x {found.width}")
+        _checks.rules.fail(ValueError, name, "have pixels", f"{found.height} x {found.width}")
     found.thumbnail((LONGEST, LONGEST))
     return found
 
@@ -78,9 +78,9 @@ def _pixels(name: str, picture: Tensor) -> Tensor:
     if picture.dim() == 2:
         picture = picture[..., None]
     if picture.dim() != 3 or picture.shape[-1] not in (1, 3):
-        _check.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
+        _checks.rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
     if picture.dtype != torch.uint8:
-        _check.need_dtype(name, picture, _check.FLOATING | {torch.bool}, "hold bytes, or floats from 0 to 1")
+        _checks.rules.need_dtype(name, picture, _checks.rules.FLOATING | {torch.bool}, "hold bytes, or floats from 0 to 1")
         picture = (picture.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
     return picture.expand(-1, -1, 3).contiguous()
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _checks
 from .._operators import OPERATORS
 from ._looks import Look
 
@@ -103,7 +103,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
     for call in calls:
         for look in call.looks:
             if look.weights.numel() == 0:
-                _check.fail(
+                _checks.rules.fail(
                     ValueError, "looks", "have queries and samples", f"weights {tuple(look.weights.shape)} in {call.name}"
                 )
         _check_cameras(call)
@@ -111,7 +111,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
             _check_seen(call, seen)
     counts = [call.queries(seen) for call in calls]
     if len(set(counts)) > 1:
-        _check.fail(
+        _checks.rules.fail(
             ValueError,
             "looks",
             "have the same queries on one page",
@@ -129,14 +129,14 @@ def _check_cameras(call: Call) -> None:
     elif grouped:
         if first.starts.shape[0] != cameras:
             rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
-            _check.fail(ValueError, "pictures", rule, cameras)
+            _checks.rules.fail(ValueError, "pictures", rule, cameras)
     else:
         scenes = batch // cameras
         if batch % cameras:
             rule = f"be one for each camera of a scene, a number that divides bs={batch} of {call.name}"
-            _check.fail(ValueError, "pictures", rule, cameras)
+            _checks.rules.fail(ValueError, "pictures", rule, cameras)
     if not 0 <= call.scene < scenes:
-        _check.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
+        _checks.rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
 
 def _check_one_for_each(call: Call) -> None:
@@ -144,13 +144,13 @@ def _check_one_for_each(call: Call) -> None:
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
     if OPERATORS[call.operator].grouped or len(kinds) > 1 or len(call.looks) != call.cameras:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
-        _check.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
+        _checks.rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
 
 
 def _check_seen(call: Call, seen: Tensor) -> None:
     """Rows are all queries, or those that the camera sees: alone, or padded to the longest as BEVFormer pads them."""
     if seen.shape[1] != call.cameras:
-        _check.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
+        _checks.rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
     for camera, look in enumerate(call.looks):
         rows = look.weights.shape[1]
@@ -158,7 +158,7 @@ def _check_seen(call: Call, seen: Tensor) -> None:
         packed = rows == wanted and not OPERATORS[look.operator].grouped
         if rows != len(seen) and not packed:
             rule = f"have as many rows as {call.name} has queries, or mark as many as it asks {_whom(call, camera)} for"
-            _check.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
+            _checks.rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
 
 
 def _whom(call: Call, camera: int) -> str:
