@@ -14,7 +14,8 @@ from torch import Tensor
 
 from mx_driving_portable.record import FORMAT
 
-from .. import _check
+from .._checks import inputs as checks
+from .._checks.rules import INDEX
 from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
 from .._programs.problems import Problem, need, ruled
 
@@ -132,11 +133,11 @@ def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     if missing:
         raise Problem(f"{name} must hold {missing[0]}; got {', '.join(sorted(tensors)) or 'nothing'}")
     inputs = [tensors[place] for place in PLACES]
-    inputs[SHAPES], inputs[STARTS] = (t if t.dtype in _check.INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
+    inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
     with ruled(f"{name} must be a legal call of {operator}", ValueError, TypeError):
-        _check.INPUTS[operator](*inputs)
+        checks.INPUTS[operator](*inputs)
         names = OPERATORS[operator].tables
-        _check.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
+        checks.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
     call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))
     call.results = {n: tensors[n] for n in ("output", *call.gradients) if n in tensors}
     return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from .._operators import LOCATIONS, SHAPES
 from .calls import PLACES, Call
 from .compute import SOME, Core, computed, core
 from .suspects import SUSPECTS
-
-if TYPE_CHECKING:
-    from .judge import Yardstick
+from .yardstick import Yardstick
 
 _JUMPS = 1e-3  # the share of entries where float32 and float64 may be on different sides of a jump
 _WORST = 121  # queries that a suspect is tried on first, when a call has many
