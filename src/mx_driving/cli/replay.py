@@ -21,7 +21,7 @@ def replay(
     ] = None,
     threads: Threads = 0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the errors of all calls to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
 ) -> None:
     """Judge recorded calls: was it the operator?
 
