@@ -140,8 +140,17 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
 
 def link(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     program = folder / ("native_tests.exe" if library.suffix == ".dll" else "native_tests")
-    sources = sorted((ROOT / "tests" / "native").glob("[!f]*.cpp"))
-    flags = ["-std=c++17", "-O1", "-g0", f"-I{library.parent / 'include'}", f"-L{library.parent}", "-lmx_driving"]
+    native = ROOT / "tests" / "native"
+    sources = sorted([*native.glob("[!f]*.cpp"), *native.glob("compare/[!m]*.cpp")])
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g0",
+        "-ffp-contract=off",
+        f"-I{library.parent / 'include'}",
+        f"-L{library.parent}",
+        "-lmx_driving",
+    ]
     # Windows looks beside the program, the others where they are told
     path = [] if library.suffix == ".dll" else [f"-Wl,-rpath,{library.parent}"]
     output_of(ZIG, "c++", "-target", platform.target, *sources, *flags, *path, "-o", program)
