@@ -10,7 +10,7 @@
 #include "call/arguments.h"
 #include "call/axes.h"
 #include "call/check.h"
-#define MXD_ISA baseline
+#include "call/make_plan.h"
 #include "call/prepare.h"
 #include "kernels/kernels.h"
 #ifdef MXD_HAVE_AVX2
@@ -19,13 +19,6 @@
 #include "threads/threads.h"
 
 namespace mxd {
-
-namespace avx2 {
-extern const Kernels kernels[];
-}
-namespace avx512 {
-extern const Kernels kernels[];
-}
 
 namespace {
 

@@ -1,12 +1,10 @@
 #include "call/prepare.h"
 
+#include <cmath>
 #include <cstring>
 #include <new>
 
 #include "call/axes.h"
-
-#define MXD_ISA plain // the readers of tensor.h, for any machine
-#include "kernels/shared/tensor.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -37,15 +35,45 @@ mxd_tensor contiguous(mxd_tensor t, int axes, int64_t dtype) {
 void copy_runs(const mxd_tensor &t, int axes, char *to) {
     const int64_t size = floating_size(t.dtype), channels = t.shape[axes - 1], stride = t.strides[axes - 1];
     runs_of_channels(t, axes, [&](int64_t offset, int64_t place) {
-        const char *from = plain::at(t, offset);
+        const char *from = static_cast<const char *>(t.data) + offset * size;
         for (int64_t c = 0; c < channels; ++c)
             std::memcpy(to + (place + c) * size, from + c * stride * size, size_t(size));
     });
 }
 
+template <class T> T loaded(const char *from) {
+    T element;
+    std::memcpy(&element, from, sizeof element);
+    return element;
+}
+
+double half_as_double(uint16_t bits) {
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    const double sign = bits & 0x8000 ? -1 : 1;
+    if (exponent == 31) return fraction ? std::nan("") : sign * HUGE_VAL;
+    return sign * std::ldexp(exponent ? 1024 + fraction : fraction, (exponent ? exponent : 1) - 25);
+}
+
+double as_double(const char *from, int64_t dtype) {
+    switch (dtype) {
+    case MXD_FLOAT64:
+        return loaded<double>(from);
+    case MXD_FLOAT16:
+        return half_as_double(loaded<uint16_t>(from));
+    case MXD_BFLOAT16: {
+        const uint32_t bits = uint32_t(loaded<uint16_t>(from)) << 16;
+        return loaded<float>(reinterpret_cast<const char *>(&bits));
+    }
+    default:
+        return loaded<float>(from);
+    }
+}
+
 void copy_runs_as_doubles(const mxd_tensor &t, int axes, double *to) {
+    const int64_t size = floating_size(t.dtype), channels = t.shape[axes - 1], stride = t.strides[axes - 1];
     runs_of_channels(t, axes, [&](int64_t offset, int64_t place) {
-        plain::read_elements(plain::at(t, offset), t.dtype, t.strides[axes - 1], t.shape[axes - 1], to + place);
+        const char *from = static_cast<const char *>(t.data) + offset * size;
+        for (int64_t c = 0; c < channels; ++c) to[place + c] = as_double(from + c * stride * size, t.dtype);
     });
 }
 

@@ -1,7 +1,7 @@
 // How large a call of deformable_aggregation is. A pair (point, camera) is numbered point * cameras + camera.
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 #include "kernels/shared/sampling.h"
 
 namespace mxd {

@@ -13,8 +13,6 @@
 #include "kernels/attention/value_by_bands.h"
 #include "kernels/attention/value_by_heads.h"
 #include "kernels/attention/value_with_samples.h"
-#include "kernels/window/forward.h"
-#include "kernels/window/gradients.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -26,7 +24,6 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (plan.heads_together > 0) return all_heads_together<V, T>(call, plan);
             if (plan.packed_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
         }
         return over_queries<V, Forward<V, T, Rule, true>>(job);
@@ -64,8 +61,6 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
         return true;
     case ValueGradient::WITH_SAMPLES:
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (job.plan.heads_together > 0)
-                return parallel<WindowGradients<V, T>>(job.call.num_threads, WindowGradients<V, T>::items(job), job);
             if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<V, T, Rule, true>>(job);
         }
         if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<V, T, Rule, false>>(job);

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/queries.h"
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 
 namespace mxd {
 namespace MXD_ISA {

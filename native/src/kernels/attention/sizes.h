@@ -2,7 +2,7 @@
 // num_levels, num_points].
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 #include "kernels/shared/sampling.h"
 
 namespace mxd {

@@ -3,6 +3,7 @@
 
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/tensor.h"
+#include "kernels/shared/whole_numbers.h"
 
 namespace mxd {
 namespace MXD_ISA {

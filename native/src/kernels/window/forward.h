@@ -1,7 +1,7 @@
 // The forward direction of geometric_kernel_attention_with_logits: the heads of a query one after the other.
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 #include "kernels/window/queries.h"
 
 namespace mxd {
@@ -87,7 +87,7 @@ template <class V, class T> class WindowForward {
 };
 
 // A batch is a stage: all threads widen its rows, then work on its items.
-template <class V, class T> inline bool all_heads_together(const Call &call, const Plan &plan) {
+template <class V, class T> inline bool forward_of_heads_together(const Call &call, const Plan &plan) {
     typedef WindowForward<V, T> Worker;
     if constexpr (same_type<V, T>) {
         const Job job{call, plan, nullptr, nullptr};
@@ -108,6 +108,11 @@ template <class V, class T> inline bool all_heads_together(const Call &call, con
                                         n.channels);
             });
     }
+}
+
+inline bool all_heads_together(const Call &call, const Plan &plan) {
+    return with_types(
+        call, [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
 } // namespace

@@ -99,6 +99,14 @@ template <class V, class T> class WindowGradients {
     }
 };
 
+inline bool gradients_of_heads_together(const Call &call, const Plan &plan) {
+    return with_types(call, [&](auto *v, auto *t) {
+        typedef WindowGradients<__typeof__(*v), __typeof__(*t)> Worker;
+        const Job job{call, plan, nullptr, nullptr};
+        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+    });
+}
+
 } // namespace
 } // namespace MXD_ISA
 } // namespace mxd

@@ -1,9 +1,6 @@
-#include "call/plan.h"
+#include "call/make_plan.h"
 
 #include "call/axes.h"
-
-#define MXD_ISA plain
-#include "kernels/shared/rows.h"
 
 namespace mxd {
 namespace {
@@ -37,6 +34,8 @@ bool levels_overlap(const Call &call) {
 // ---- which levels are packed
 
 constexpr PackedLevels NONE{nullptr, 0, 0, 0};
+
+bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
 // What a core's second-level cache holds beside all else. A prefetch of a row that is there takes three of the reads
 // that a core has time for, beside six for the row itself, and saves little. Forward, one thread: the encoder 29.0 ->
@@ -94,7 +93,7 @@ PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset)
 PackedLevels choose_packed_as_computed(const Call &call, std::vector<int64_t> &offset) {
     if (call.op != GEOMETRIC || !value_can_be_packed(call)) return NONE;
     const PackedLevels packed = choose_levels(call, call.value.shape[3] * computed_size(call), 1, offset);
-    return packed.all_near() ? packed : NONE;
+    return all_near(packed) ? packed : NONE;
 }
 
 // Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
@@ -138,7 +137,7 @@ double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_level
 // Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
 // of two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
-    return call.op != AGGREGATION && call.weights.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
+    return call.op != AGGREGATION && call.weights.shape[4] % ROWS == 0 && !levels_overlap(call);
 }
 
 // The cut that is finished first.
@@ -297,7 +296,7 @@ std::string packed_text(const Call &call, const PackedLevels &packed) {
 
 std::string prefetched_text(const Call &call, const PackedLevels &packed) {
     if (packed.bytes == 0) return "all";
-    if (packed.all_near()) return "none";
+    if (all_near(packed)) return "none";
     return std::to_string(packed.far_end - packed.far_begin) + " of " + std::to_string(call.num_levels) + " levels";
 }
 
