@@ -32,18 +32,18 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
 
 // Chunk `chunk` of the gradient of value, in the order of memory: head by head takes longer.
 template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
-    const Sizes n(call);
-    const mxd_tensor &grad = call.grad_value;
+    const Sizes &n = call.sizes;
+    const Tensor &grad = call.grad_value;
     const int64_t begin = n.keys * chunk / STAGE_CHUNKS, end = n.keys * (chunk + 1) / STAGE_CHUNKS;
-    const bool contiguous = grad.strides[2] == n.channels && grad.strides[1] == n.heads * n.channels;
+    const bool contiguous = grad.strides[HEAD] == n.channels && grad.strides[KEY] == n.heads * n.channels;
     for (int64_t b = 0; b < n.batch; ++b) {
         if (contiguous) {
-            memset(at(grad, offset3(grad, b, begin, 0)), 0, size_t((end - begin) * grad.strides[1]) * sizeof(T));
+            memset(at(grad, offset_of(grad, b, begin, 0)), 0, size_t((end - begin) * grad.strides[KEY]) * sizeof(T));
             continue;
         }
         for (int64_t i = begin; i < end; ++i)
             for (int64_t h = 0; h < n.heads; ++h)
-                memset(at(grad, offset3(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
+                memset(at(grad, offset_of(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
     }
 }
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-SOURCES = pathlib.Path(__file__).parents[1] / "native" / "src"
+SOURCES = pathlib.Path(__file__).parents[2] / "native" / "src"
 KERNELS = "kernels"
 DOOR = "kernels/kernels.h"  # all that others see of the kernels
 # Lowest first. A file takes from its own room and from those below; rooms of one floor know nothing of each other.
@@ -72,6 +72,11 @@ def broken_rules(sources: pathlib.Path) -> Iterator[str]:
                 yield f"{file} takes a function's body from {one}"
 
 
+def axes_by_number(sources: pathlib.Path) -> list[str]:
+    by_number = re.compile(r"\b(?:shape|strides)\[\d\]")
+    return [file for file in files(sources) if by_number.search((sources / file).read_text(encoding="utf-8"))]
+
+
 def test_rooms_are_as_drawn():
     rooms = {room_of(file) for file in files(SOURCES)}
     assert rooms == set(FLOOR_OF)
@@ -97,3 +102,11 @@ def test_a_broken_rule_is_found(tmp_path, file, line, broken):
     with (tmp_path / "src" / file).open("a", encoding="utf-8") as opened:
         opened.write(f"{line}\n")
     assert broken in "\n".join(broken_rules(tmp_path / "src"))
+
+
+def test_axes_have_names(tmp_path):
+    assert axes_by_number(SOURCES) == []
+    shutil.copytree(SOURCES, tmp_path / "src")
+    with (tmp_path / "src" / "interface.cpp").open("a", encoding="utf-8") as opened:
+        opened.write("const int64_t keys(const mxd::Call &call) { return call.value.shape[1]; }\n")
+    assert axes_by_number(tmp_path / "src") == ["interface.cpp"]
