@@ -103,10 +103,11 @@ namespace {
 
 int run_function(const char *c_name, std::initializer_list<const mxd_tensor *> arguments, int num_threads,
                  int reference_axis = 0) {
+    if (reference_axis != 0 && reference_axis != 1) return MXD_BAD_SHAPE;
     Function function;
     if (!find_function(c_name + std::strlen("mxd_"), function)) return MXD_BAD_NAME;
     Call call = make_call(function, arguments.begin(), num_threads);
-    call.reference_by_point = reference_axis != 0;
+    call.reference_by_point = reference_axis == 1;
     return run(call);
 }
 
