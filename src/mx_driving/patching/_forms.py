@@ -1,14 +1,18 @@
 """The forms in which libraries write a deformable sampling core, and the operator in each form.
 
-The names of its parameters identify a form. The code that replaces a function's runs with the globals of the library's
-module (see `_patch.py`), so it imports what it calls.
+A core that is a function has the four arguments that all libraries name alike, and perhaps some of `_OPTIONS`. What the names
+do not tell (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`, which
+are tried in turn. A core that is a class is known by its exact parameters.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +28,7 @@ FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write a core: its kind, its parameters (without self or ctx), and its replacement."""
+    """One way to write a core that is a class: its kind, its parameters (without self or ctx), and its replacement."""
 
     kind: str
     parameters: tuple[str, ...]
@@ -36,32 +40,17 @@ class Form:
         return kind == self.kind and parameters == self.parameters and re.search(self.called, name) is not None
 
 
+def parameters_of(function: types.FunctionType) -> tuple[str, ...]:
+    """Its positional parameters, which a decorator's `__wrapped__` does not hide."""
+    code = function.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
 def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """spatial_shapes and level_start_index of levels that lie one after the other."""
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
     rows = shapes.prod(-1)
     return shapes, rows.cumsum(0) - rows
-
-
-def plain(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor) -> Tensor:
-    """mmcv, Deformable-DETR, Mask2Former: locations [bs, queries, heads, levels, points, 2]."""
-    return multi_scale_deformable_attn(value, *levels(sizes, value.device), locations, weights)
-
-
-def uneven(value: Tensor, sizes: Any, locations: Tensor, weights: Tensor, counts: Sequence[int], method: str) -> Tensor:
-    """RT-DETR v2, D-FINE: a level has its own number of points; one axis holds all, [bs, queries, heads, sum(counts), 2].
-
-    A level with more points than another is listed several times: levels may overlap.
-    """
-    value = keys_last(value)
-    points, order = math.gcd(*counts), levels_by_points(counts)
-    shapes, starts = (t[order] for t in levels(sizes, value.device))
-    locations = locations.unflatten(3, (len(order), points))
-    weights = weights.unflatten(3, (len(order), points))
-    if method == "discrete":  # the nearest pixel, clamped to the border
-        pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
-        return geometric_kernel_attention(value, shapes, starts, pixels, weights)
-    return multi_scale_deformable_attn(value, shapes, starts, locations, weights)
 
 
 def levels_by_points(counts: Sequence[int]) -> list[int]:
@@ -90,16 +79,104 @@ class _KeysLast(torch.autograd.Function):
         return grad.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
-def _plain(value, value_spatial_shapes, sampling_locations, attention_weights):
-    from mx_driving.patching import _forms
+@dataclass(frozen=True)
+class Layout:
+    """How a core's value lies in memory: from it to ours, [bs, num_keys, num_heads, channels], and back for a trial."""
 
-    return _forms.plain(value, value_spatial_shapes, sampling_locations, attention_weights)
+    ours: Callable[[Any, Tensor], Tensor]  # of their value and sampling_locations
+    theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]  # of our value and the levels' (H, W)
 
 
-def _uneven(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method="default"):
-    from mx_driving.patching import _forms
+def _level_by_level(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+    return list(value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1))
 
-    return _forms.uneven(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
+
+LAYOUTS = (
+    Layout(lambda value, _: value, lambda value, _: value),  # mmcv, Deformable-DETR, ultralytics
+    Layout(lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1)),  # RF-DETR: keys last
+    Layout(lambda value, _: torch.cat(list(value), -1).permute(0, 3, 1, 2), _level_by_level),  # D-FINE: so for each level
+)
+_NEEDED = {"value", "value_spatial_shapes", "sampling_locations", "attention_weights"}
+_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw"}
+SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
+_UNEVEN = "num_points_list"
+
+
+@dataclass(frozen=True)
+class Core:
+    """One way to write a core that is a function: how its arguments are laid out."""
+
+    layout: Layout
+    axes: tuple[int, ...]  # the numbers of axes that sampling_locations may have
+    methods: tuple[str, ...]  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
+    uneven: bool  # a level has its own number of points, in num_points_list
+    kind = FUNCTION
+
+    def fits(self, name: str, kind: str, parameters: tuple[str, ...]) -> bool:
+        """Whether a thing of this kind with these parameters may be written in this form."""
+        known = set(parameters) >= _NEEDED and set(parameters) <= _NEEDED | _OPTIONS
+        return kind == FUNCTION and known and self.uneven == (_UNEVEN in parameters)
+
+    def serves(self, given: Mapping[str, Any]) -> bool:
+        """Whether the form was tried on such arguments. The core's own code does the rest."""
+        return given["sampling_locations"].dim() in self.axes and given.get("method", "default") in self.methods
+
+    def replacement(self, original: types.FunctionType) -> Callable[..., Tensor]:
+        """A function with the original's parameters."""
+        names = parameters_of(original)
+        defaults = original.__defaults__ or ()
+        preset = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+
+        @functools.wraps(original)
+        def core(*args: Any) -> Tensor:
+            given = {**preset, **dict(zip(names, args, strict=False))}
+            return self.sample(given) if self.serves(given) else original(*args)
+
+        return core
+
+    def sample(self, given: Mapping[str, Any]) -> Tensor:
+        """The operator on what a core is given, by name."""
+        sizes = given.get("value_spatial_shapes_hw")
+        sizes = given["value_spatial_shapes"] if sizes is None else sizes
+        locations = given["sampling_locations"]
+        value = self.layout.ours(given["value"], locations)
+        shapes, starts = levels(sizes, value.device)
+        if self.uneven:  # a level with more points than another is listed several times: levels may overlap
+            value, order = keys_last(value), levels_by_points(given[_UNEVEN])
+            shapes, starts = shapes[order], starts[order]
+        if locations.dim() == _MERGED:
+            locations = locations.unflatten(3, (len(shapes), -1))
+        weights = given["attention_weights"].reshape(locations.shape[:-1])
+        if given.get("method") == "discrete":
+            pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
+            return geometric_kernel_attention(value, shapes, starts, pixels, weights)
+        return multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+
+
+CORES = tuple(
+    Core(layout, axes, methods, uneven)
+    for uneven, ways in (
+        (False, itertools.product(((SPLIT, _MERGED), (SPLIT,), (_MERGED,)), (("default",),))),
+        (True, itertools.product(((_MERGED,),), (("default", "discrete"), ("default",)))),
+    )
+    for axes, methods in ways
+    for layout in LAYOUTS
+)
+
+# What the new code of a function calls, by the function's id. An entry stays when a patch ends: another thread may be about
+# to call it.
+SERVED: dict[int, Callable[..., Tensor]] = {}
+
+
+def code_of(form: Core, core: types.FunctionType) -> types.CodeType:
+    """Code for the function, which keeps its own defaults and globals, and so imports what it calls."""
+    original = types.FunctionType(core.__code__, core.__globals__, core.__name__, core.__defaults__)
+    SERVED[id(core)] = form.replacement(original)
+    names = ", ".join(parameters_of(core))
+    made: dict[str, Any] = {}
+    text = f"def {core.__name__}({names}):\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({names})"
+    exec(compile(text, __file__, "exec"), made)
+    return made[core.__name__].__code__
 
 
 def _layer(
@@ -117,13 +194,8 @@ def _layer(
 
 
 _MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
-FORMS = (
-    Form(FUNCTION, ("value", "value_spatial_shapes", "sampling_locations", "attention_weights"), _plain),
-    Form(
-        FUNCTION,
-        ("value", "value_spatial_shapes", "sampling_locations", "attention_weights", "num_points_list", "method"),
-        _uneven,
-    ),
+FORMS: tuple[Core | Form, ...] = (
+    *CORES,
     Form(
         MODULE,
         (

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from .. import _check
+from .. import _checks
 from . import _autograd
 from ._attention import Attention
-from ._forms import FUNCTION, MODULE, Form
+from ._forms import MODULE, Core, Form, code_of
 from ._search import find
 from ._trial import choose
 
@@ -102,7 +102,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             _take(found.cores, held, skipped)
             _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
             if not held:
-                _check.nothing_to_patch(_called(target), skipped)
+                _checks.rules.nothing_to_patch(_called(target), skipped)
         except BaseException:
             Patch(held, {}).restore()
             raise
@@ -140,7 +140,7 @@ def _called(target: Any) -> str:
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
-def _hold(form: Form | Attention | None, thing: Any) -> None:
+def _hold(form: Core | Form | Attention | None, thing: Any) -> None:
     if form is not None:
         _changes[id(thing)] = _Change(thing, _replace(form, thing))
     _changes[id(thing)].holders += 1
@@ -154,10 +154,10 @@ def _release(thing: Any) -> None:
         change.undo()
 
 
-def _replace(form: Form | Attention, thing: Any) -> Callable[[], None]:
+def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
     """Change the thing; the function returned changes it back."""
-    if form.kind == FUNCTION:
-        original, thing.__code__ = thing.__code__, form.replacement.__code__
+    if isinstance(form, Core):
+        original, thing.__code__ = thing.__code__, code_of(form, thing)
         return lambda: setattr(thing, "__code__", original)
     changed = _attributes(form, thing)
     before = {name: vars(thing).get(name) for name in changed}  # None for `apply`, which is inherited

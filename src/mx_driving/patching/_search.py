@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .. import _check, compat
+from .. import _checks, compat
 from ._attention import ATTENTION_FORMS, LAYERS, Attention
-from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Form
+from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
 
 # where a library keeps its cores; for other libraries the loaded modules are searched
 _FILES = {"transformers": "models/*/modeling_*.py", "mmcv": "ops/multi_scale_deform_attn.py"}
@@ -29,7 +29,7 @@ class Found:
     asked for. `unknown` names the things that look like one of them but have no known form, with the reason."""
 
     def __init__(self, modules: bool) -> None:
-        self.cores: dict[str, tuple[list[Form], Any]] = {}
+        self.cores: dict[str, tuple[list[Core | Form], Any]] = {}
         self.modules: dict[str, tuple[list[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
         self._wants_modules = modules
@@ -90,9 +90,9 @@ def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
 
 def _parameters(function: types.FunctionType) -> tuple[str, ...]:
     """Names in order. Keyword-only ones get a "*", so that they fit no form."""
-    code = function.__code__
-    names, positional = code.co_varnames, code.co_argcount
-    return names[:positional] + tuple("*" + name for name in names[positional : positional + code.co_kwonlyargcount])
+    code, names = function.__code__, parameters_of(function)
+    keywords = code.co_varnames[len(names) : len(names) + code.co_kwonlyargcount]
+    return names + tuple("*" + name for name in keywords)
 
 
 def find(target: Any, modules: bool) -> Found:
@@ -106,7 +106,7 @@ def find(target: Any, modules: bool) -> Found:
     elif isinstance(target, str):
         _of_name(_ALIASES.get(target, target), found)
     else:
-        _check.patch_target(target)
+        _checks.rules.patch_target(target)
     return found
 
 
@@ -131,14 +131,14 @@ def _of_name(name: str, found: Found) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise type(error)(_check.import_failed(error, compat.NAMES), name=error.name) from error
+            raise type(error)(_checks.rules.import_failed(error, compat.NAMES), name=error.name) from error
         _of_package(name, found)
         return
     for module_name in _marked(name):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
-            reason = _check.import_failed(error, compat.NAMES)
+            reason = _checks.rules.import_failed(error, compat.NAMES)
             found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
             continue
         before = len(found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import Attention
-from ._forms import AUTOGRAD, FUNCTION, Form, levels
+from ._attention import LISTED, ROLES, Attention
+from ._forms import AUTOGRAD, SPLIT, Core, Form, levels, parameters_of
 
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
@@ -68,14 +69,14 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _objection(form: Form | Attention, thing: Any) -> str | None:
+def _objection(form: Core | Form | Attention, thing: Any) -> str | None:
     """Why the thing must stay, or None when it gives our outputs and gradients on small random inputs.
 
     An autograd function is not tried: its compiled extension may be missing, which is a reason to replace it.
     """
     if form.kind == AUTOGRAD:
         return None
-    if form.kind == FUNCTION and thing.__closure__:
+    if isinstance(form, Core) and thing.__closure__:
         return "it is a closure, whose code cannot be exchanged"
     try:
         for difference in _module_differences(form, thing) if isinstance(form, Attention) else _core_differences(form, thing):
@@ -90,29 +91,56 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _core_differences(form: Form, core: Any) -> Iterator[float]:
-    original = core if form.kind == FUNCTION else core()
-    replacement = form.replacement if form.kind == FUNCTION else lambda *args: form.replacement(None, *args)
-    for inputs in _core_inputs(form):
-        yield _difference((original, replacement), inputs)
+def _core_differences(form: Core | Form, core: Any) -> Iterator[float]:
+    if isinstance(form, Core):
+        both, inputs = [_of_our_value(f, form, core) for f in (core, form.replacement(core))], _function_inputs(form)
+    else:
+        both, inputs = [core(), functools.partial(form.replacement, None)], [_layer_inputs()]
+    for given in inputs:
+        yield _difference(both, tuple(given.values()))
 
 
-def _core_inputs(form: Form) -> list[tuple[Any, ...]]:
-    """Arguments for the form; some locations lie outside the map."""
+def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable[..., Tensor]:
+    """A function of `_function_inputs` that calls a core in its own layout and order."""
+    names = parameters_of(core)
+
+    def core_of(value: Tensor, locations: Tensor, weights: Tensor, method: str) -> Tensor:
+        given = {
+            "value": form.layout.theirs(value, _SIZES),
+            "sampling_locations": locations,
+            "attention_weights": weights,
+            **dict.fromkeys(("value_spatial_shapes", "value_spatial_shapes_hw"), _SIZES),
+            "num_points_list": _COUNTS,
+            "method": method,
+        }
+        return run(*(given[name] for name in names))
+
+    return core_of
+
+
+def _core_tensors(points: Sequence[int]) -> dict[str, Any]:
+    """Value, locations and weights of 2 batches, 5 queries, 3 heads; some locations lie outside the map."""
     generator = _generator()
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(*shape, generator=generator, device="cpu", dtype=torch.float32)
 
     value = rand(2, sum(h * w for h, w in _SIZES), 3, 4) - 0.5
-    if "num_points_list" in form.parameters:
-        locations, weights = rand(2, 5, 3, sum(_COUNTS), 2) * 1.4 - 0.2, rand(2, 5, 3, sum(_COUNTS))
-        return [(value, _SIZES, locations, weights, _COUNTS, method) for method in ("default", "discrete")]
-    locations, weights = rand(2, 5, 3, 2, 2, 2) * 1.4 - 0.2, rand(2, 5, 3, 2, 2)
-    if form.kind == FUNCTION:
-        return [(value, _SIZES, locations, weights)]
-    shapes, starts = levels(_SIZES, value.device)
-    return [(value, shapes, _SIZES, starts, locations, weights, 64)]
+    return {"value": value, "locations": rand(2, 5, 3, *points, 2) * 1.4 - 0.2, "weights": rand(2, 5, 3, *points)}
+
+
+def _function_inputs(form: Core) -> Iterator[Mapping[str, Any]]:
+    """An example of every kind that the form serves."""
+    for axes, method in itertools.product(form.axes, form.methods):
+        points = (sum(_COUNTS),) if form.uneven else (2, 2) if axes == SPLIT else (4,)
+        yield {**_core_tensors(points), "method": method}
+
+
+def _layer_inputs() -> Mapping[str, Any]:
+    given = _core_tensors((2, 2))
+    shapes, starts = levels(_SIZES, given["value"].device)
+    tables = {"shapes": shapes, "sizes": _SIZES, "starts": starts}
+    return {"value": given.pop("value"), **tables, **given, "im2col_step": 64}
 
 
 def _module_differences(form: Attention, kind: type) -> Iterator[float]:
@@ -139,7 +167,7 @@ def _seeded(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]
 
 def _small(kind: type, form: Attention) -> Any:
     """An instance with random parameters of float64."""
-    known = {**_ARGUMENTS, "config": SimpleNamespace(**{**_CONFIG, **form.config})}
+    known = {**_ARGUMENTS, **form.arguments, "config": SimpleNamespace(**{**_CONFIG, **form.arguments})}
     module = kind(**{name: known[name] for name in inspect.signature(kind).parameters if name in known}).to(torch.float64)
     generator = _generator()
     for p in module.parameters():
@@ -161,20 +189,14 @@ def _module_inputs(form: Attention, module: Any) -> Iterator[Mapping[str, Any]]:
         batches = 2 * form.queue
         query, memory = rows(2), rows(batches)
         reference = torch.rand(batches, _KEYS, *sides, generator=generator, dtype=torch.float64)
-        given = {
-            **dict.fromkeys(("hidden_states", "query"), query),
-            **dict.fromkeys(("encoder_hidden_states", "input_flatten"), memory),
-            "reference_points": reference,
-            "spatial_shapes_list": _LEVELS,
-            **dict.fromkeys(("spatial_shapes", "input_spatial_shapes"), shapes),
-            **dict.fromkeys(("level_start_index", "input_level_start_index"), starts),
-        }
+        given = {"query": query, "memory": memory, "reference": reference, "shapes": shapes, "sizes": _LEVELS, "starts": starts}
         if first == 0:
             mask = torch.rand(batches, _KEYS, generator=generator) < 0.3
-            given |= {"value": memory, "identity": rows(2)}
-            given |= dict.fromkeys(("position_embeddings", "query_pos"), rows(2))
-            given |= dict.fromkeys(("attention_mask", "key_padding_mask", "input_padding_mask") if form.masked else (), mask)
-        yield given
+            given |= {"identity": rows(2), "position": rows(2), **({"mask": mask} if form.masked else {})}
+        elif form.alone:
+            del given["memory"]
+        named = {name: given[role] for role, names in ROLES.items() if role in given for name in names}
+        yield {**named, **dict.fromkeys(LISTED & set(named), _LEVELS)}
 
 
 def _difference(both: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], parameters: Sequence[Tensor] = ()) -> float:
