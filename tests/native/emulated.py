@@ -39,7 +39,8 @@ sleep 2
 poweroff -f
 """
 
-# noxsaves, clearcpuid: Linux finds that the compact form of saved registers is not as long as Bochs says, and then has no AVX at all.
+# noxsaves, clearcpuid: Bochs says another length of the compact form of saved registers than Linux expects, which then has no
+# AVX at all.
 LINUX = """serial 0 115200
 default programs
 label programs
