@@ -88,12 +88,12 @@ class Layout:
 
 
 def _level_by_level(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    return list(value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1))
+    return [level.contiguous() for level in value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1)]
 
 
 LAYOUTS = (
     Layout(lambda value, _: value, lambda value, _: value),  # mmcv, Deformable-DETR, ultralytics
-    Layout(lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1)),  # RF-DETR: keys last
+    Layout(lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()),  # RF-DETR
     Layout(lambda value, _: torch.cat(list(value), -1).permute(0, 3, 1, 2), _level_by_level),  # D-FINE: so for each level
 )
 _NEEDED = {"value", "value_spatial_shapes", "sampling_locations", "attention_weights"}

@@ -22,6 +22,7 @@ from ._forms import AUTOGRAD, SPLIT, Core, Form, levels, parameters_of
 
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
+_DIFFERS = "its result on a small example differs"
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
 
 # A small module: what its constructor is given, by the names of its parameters. transformers' take a configuration.
@@ -47,7 +48,7 @@ _ARGUMENTS = {
 
 
 def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
-    """The first form that the thing agrees with; else None, and why the first form does not fit."""
+    """The first form that the thing agrees with; else None, and why not: what its numbers are beats that it does not run."""
     reasons = []
     with _one_thread():
         for form in forms:
@@ -55,7 +56,7 @@ def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
             if reason is None:
                 return form, ""
             reasons.append(reason)
-    return None, reasons[0]
+    return None, next((reason for reason in reasons if _DIFFERS in reason), reasons[0])
 
 
 @contextlib.contextmanager
@@ -81,7 +82,7 @@ def _objection(form: Core | Form | Attention, thing: Any) -> str | None:
     try:
         for difference in _module_differences(form, thing) if isinstance(form, Attention) else _core_differences(form, thing):
             if not difference < _CLOSE:  # a NaN is an objection too
-                return f"its result on a small example differs from the operator's by {difference:.1e}"
+                return f"{_DIFFERS} from the operator's by {difference:.1e}"
     except Exception as error:  # an unknown core may raise anything
         return f"it does not run on a small example: {type(error).__name__}: {error}"
     return None
