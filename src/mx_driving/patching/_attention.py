@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import _check
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
+from ._callers import weights_may_be_watched
 from ._forms import keys_last, levels, levels_by_points
 
 ATTENTION = "attention module"
@@ -44,6 +45,7 @@ class Attention:
     config: Mapping[str, Any] = field(default_factory=dict)  # of the module that is tried
     queue: int = 1  # batches of value for each batch of queries
     masked: bool = True  # whether the trial gives a mask
+    returns_weights: bool = False  # beside the output
     kind: str = ATTENTION
 
     def replacement(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +57,9 @@ class Attention:
             if len(args) > len(names):
                 return original(module, *args, **kwargs)  # which says so
             given = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-            return self.attend(module, given) if self.serves(module, given) else original(module, *args, **kwargs)
+            if not self.serves(module, given) or (self.returns_weights and weights_may_be_watched(module)):
+                return original(module, *args, **kwargs)  # which calls its core
+            return self.attend(module, given)
 
         return forward
 
@@ -227,10 +231,18 @@ _HUGGING_FACE = frozenset({"hidden_states", "attention_mask", "encoder_hidden_st
 _MMCV = frozenset({"query", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
 _PAPER = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"})
 ATTENTION_FORMS = (
-    Attention(_HUGGING_FACE, functools.partial(_hugging_face, mask_keeps=True)),
-    Attention(_HUGGING_FACE, functools.partial(_hugging_face, mask_keeps=False)),
-    Attention(_HUGGING_FACE, _rt_detr_v2, _one_box, ((1, 4),)),
-    Attention(_HUGGING_FACE, _d_fine, _one_box_unmasked, ((1, 4),), {"decoder_n_points": [2, 4]}, masked=False),
+    Attention(_HUGGING_FACE, functools.partial(_hugging_face, mask_keeps=True), returns_weights=True),
+    Attention(_HUGGING_FACE, functools.partial(_hugging_face, mask_keeps=False), returns_weights=True),
+    Attention(_HUGGING_FACE, _rt_detr_v2, _one_box, ((1, 4),), returns_weights=True),
+    Attention(
+        _HUGGING_FACE,
+        _d_fine,
+        _one_box_unmasked,
+        ((1, 4),),
+        {"decoder_n_points": [2, 4]},
+        masked=False,
+        returns_weights=True,
+    ),
     Attention(_MMCV, _mmcv, _known_names),
     Attention(_MMCV, _pillars, _known_names, ((2, 2),)),
     Attention(_MMCV, _temporal, _known_names, ((2, 2), (2, 4)), queue=2),
