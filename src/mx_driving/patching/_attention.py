@@ -24,6 +24,7 @@ from torch import Tensor
 from .. import _check
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
+from ._callers import weights_may_be_watched
 from ._forms import keys_last, levels, levels_by_points
 
 ATTENTION = "attention module"
@@ -44,6 +45,10 @@ ROLES = {
 }
 LISTED = {"value_spatial_shapes", "value_shapes"}  # names of shapes that are a list
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
+
+
+def by_role(named: Mapping[str, Any]) -> Given:
+    return {_ROLE.get(name, name): argument for name, argument in named.items()}
 
 
 def _always(module: Any, given: Given) -> bool:
@@ -117,8 +122,10 @@ class Attention:
             if len(args) > len(names):
                 return original(module, *args, **kwargs)  # which says so
             named = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-            given = {_ROLE.get(name, name): argument for name, argument in named.items()}
-            return self.attend(module, given) if self.serves(module, given) else original(module, *args, **kwargs)
+            given = by_role(named)
+            if not self.serves(module, given) or (self.weights and weights_may_be_watched(module)):
+                return original(module, *args, **kwargs)  # which calls its core
+            return self.attend(module, given)
 
         return forward
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LISTED, ROLES, Attention
+from ._attention import LISTED, ROLES, Attention, by_role
 from ._forms import AUTOGRAD, SPLIT, Core, Form, levels, parameters_of
 
 _SIZES = [(5, 4), (3, 6)]
@@ -152,8 +152,13 @@ def _module_differences(form: Attention, kind: type) -> Iterator[float]:
         module = _small(kind, form)
         for given in _module_inputs(form, module):
             chosen = {name: given[name] for name in names if name in given}
-            both = [_seeded(functools.partial(f, module), list(chosen)) for f in (original, form.replacement(original))]
+            ours = functools.partial(_attended, form, module)  # even where it would leave this call to the original
+            both = [_seeded(f, list(chosen)) for f in (functools.partial(original, module), ours)]
             yield _difference(both, tuple(chosen.values()), list(module.parameters()))
+
+
+def _attended(form: Attention, module: Any, **given: Any) -> Any:
+    return form.attend(module, by_role(given))
 
 
 def _seeded(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
