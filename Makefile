@@ -131,7 +131,7 @@ sanitize: $(SANITIZERS) fuzz-onnx
 fuzz-onnx: build/asan $(STAMP)
 	LD_PRELOAD="$(foreach name,libasan libstdc++,$(shell $${CXX:-g++} -print-file-name=$(name).so))" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-		$(BIN)/python tests/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
+		$(BIN)/python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
 TOOLS := .venv-wheels

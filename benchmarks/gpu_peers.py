@@ -24,7 +24,7 @@ import types
 import zipfile
 from typing import Annotated, Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "helpers"))
 
 import cases
 import machine_code

@@ -17,15 +17,15 @@ import re
 import sys
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "tests" / "helpers"))
 
 import machine_code
 import torch
 import triton
 from cases import GEOMETRIC, MULTI_SCALE
 
+from mx_driving._kernels.triton import launch
 from mx_driving._operators import OPERATORS
-from mx_driving._triton import launch
 from mx_driving.measure.workloads import GPU_WORKLOADS
 
 CHANNELS = 32  # of a head

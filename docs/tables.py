@@ -220,7 +220,7 @@ def tested_by_file() -> str:
 
 def needs() -> str:
     """The features that not every torch has."""
-    from mx_driving._needs import NEEDS
+    from mx_driving._checks.needs import NEEDS
 
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 

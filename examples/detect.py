@@ -2,6 +2,7 @@
 
     python examples/detect.py --checkpoint path/to/a/saved/detector --photo street.jpg --out detected.png
     python examples/detect.py --model rt_detr_v2                    # random weights: boxes mean nothing, times and looks do
+    python examples/detect.py --page looks.html                     # and a page with the looks of every box in every layer
 
 A checkpoint is a folder that `save_pretrained` wrote or that was downloaded before; nothing is fetched. Without --photo
 the picture is scikit-learn's, of a temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5"`.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 import mx_driving
-from mx_driving._programs.files import open_picture, writable_picture, writing
+from mx_driving._programs.files import open_picture, writable, writable_picture, writing
 from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need, ruled
 from mx_driving.measure import models
 
@@ -71,12 +72,12 @@ def median_ms(run: Any, rounds: int) -> float:
     return 1e3 * statistics.median(times)
 
 
-def last_look(looks: list[mx_driving.viz.Look], queries: int) -> mx_driving.viz.Look:
-    """The look of the last decoder layer, which has a query for each box."""
+def of_decoder(looks: list[mx_driving.viz.Look], queries: int) -> list[mx_driving.viz.Look]:
+    """The looks of the decoder's layers, which have a query for each box."""
     fitting = [look for look in looks if look.locations.shape[1] == queries]
     if not fitting:
         raise Problem(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
-    return fitting[-1]
+    return fitting
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,6 +113,16 @@ def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, s
         figure.savefig(path, dpi=80)
 
 
+def write_page(photo: Any, outputs: Any, looks: list[mx_driving.viz.Look], names: dict[int, str], path: Path) -> None:
+    """Every box, and the points its query read in each layer of the decoder."""
+    scores, classes = outputs.logits[0].float().sigmoid().max(-1)
+    labels = [f"{names.get(kind, kind)}, {score:.2f}" for kind, score in zip(classes.tolist(), scores.tolist(), strict=True)]
+    layers = {f"decoder layer {number}": look for number, look in enumerate(looks, 1)}
+    plane = mx_driving.viz.Plane(outputs.pred_boxes[0], photo, labels=labels)
+    with writing("--page", path):
+        mx_driving.viz.page(layers, {"photograph": photo}, path, plane=plane, title="Where the boxes' queries look")
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photo", type=Path)
@@ -120,12 +131,15 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--count", type=at_least_one, default=5, help="boxes to draw")
     parser.add_argument("--rounds", type=at_least_one, default=5, help="runs to time, before and after")
     parser.add_argument("--out", type=Path, default=Path("detected.png"))
+    parser.add_argument("--page", type=Path, help="page (HTML) to write as well")
     return parser.parse_args()
 
 
 def look_before_work(options: argparse.Namespace) -> None:
     """Raise a Problem now if something is missing that the program needs only after its work."""
     writable_picture("--out", options.out, "detect.py")
+    if options.page is not None:
+        writable("--page", options.page)
     if options.checkpoint is None:
         models.need_transformers("detect.py")
     need("detect.py", "transformers>=5", "transformers")
@@ -159,8 +173,12 @@ def run(options: argparse.Namespace) -> None:
     print(f"{type(model).__name__}, {height} x {width}: {ms_before:.0f} ms before, {ms_after:.0f} ms after")
     print(f"largest difference of logits and boxes: {difference:.1e}; {len(looks)} layers sample deformably")
     names = getattr(model.config, "id2label", {}) if options.checkpoint else {}
-    draw(photo, after, last_look(looks, after.logits.shape[1]), names, options.count, options.out)
+    decoder = of_decoder(looks, after.logits.shape[1])
+    draw(photo, after, decoder[-1], names, options.count, options.out)
     print(f"the picture is in {options.out}")
+    if options.page is not None:
+        write_page(photo, after, decoder, names, options.page)
+        print(f"the page is in {options.page}")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
     python examples/train_bev.py --transform aggregation --out runs/aggregation
     python examples/train_bev.py --transform multi_scale --out runs/multi_scale --resume
     torchrun --nproc-per-node 2 examples/train_bev.py --transform geometric --out runs/geometric
+    python examples/train_bev.py --page looks.html      # and a page on which one sees where each cell of the map looks
 
 Scenes are rendered: the demo's street from a random place and heading, with random vehicles. A step's scenes depend on the
 step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
@@ -28,7 +29,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import mx_driving
-from mx_driving._programs.files import folder_of_pictures, writing
+from mx_driving._programs.files import folder_of_pictures, writable, writing
 from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, ruled
 from mx_driving.demo import scene
 from mx_driving.demo.rig import Camera, surround
@@ -244,16 +245,25 @@ def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 
     figure.savefig(path, dpi=90)
 
 
-def draw_looks(model: Network, scenes: Scenes, path: Path) -> None:
+def draw_looks(look: mx_driving.viz.Look, scenes: Scenes, path: Path) -> None:
     """Where the cell of a vehicle ahead looks in the front camera's picture."""
-    front = 1
-    with torch.no_grad(), mx_driving.viz.recording() as looks:
-        model(scenes.images[:1] / 255)
+    front, cells = 1, scenes.maps.shape[-1]
     cell = vehicle_ahead(scenes.maps[0, 1])
-    ax = mx_driving.viz.sampling_points(scenes.images[0, front], *seen_by(looks[-1], front, cell))
-    ahead, left = cell_centres(model.cells).flatten(0, 1)[cell].tolist()
+    ax = mx_driving.viz.sampling_points(scenes.images[0, front], *seen_by(look, front, cell))
+    ahead, left = cell_centres(cells).flatten(0, 1)[cell].tolist()
     ax.set_title(f"where the cell {ahead:.1f} m ahead and {left:.1f} m left looks", fontsize=9)
     ax.figure.savefig(path, dpi=90)
+
+
+def write_page(model: Network, look: mx_driving.viz.Look, scenes: Scenes, guess: Tensor, path: Path) -> None:
+    """Where each cell of the first scene's map looks, in every camera."""
+    share = getattr(model.lift, "share", None)  # cells that a camera does not see ask it all the same, for nothing
+    extent = (-REACH, REACH, -REACH, REACH)
+    seen = None if share is None else share.T > 0
+    plane = mx_driving.viz.Plane(tuple(guess.shape[1:]), _coloured(guess), extent, seen=seen)
+    pictures = {camera.name: image for camera, image in zip(surround(*SIZE), scenes.images[0], strict=True)}
+    with writing("--page", path):
+        mx_driving.viz.page(look, pictures, path, plane=plane, title="Where the cells of the map look")
 
 
 def vehicle_ahead(vehicle: Tensor) -> int:
@@ -307,6 +317,8 @@ def _rank() -> int:
 def train(options: argparse.Namespace) -> dict[str, float]:
     """Train, and return the intersection over union on held-out scenes."""
     folder_of_pictures("--out", options.out, "train_bev.py")
+    if options.page is not None:
+        writable("--page", options.page)
     if options.scenes < options.batch:
         raise Problem(f"--scenes must be at least --batch={options.batch}; got {options.scenes}")
     rank, world = _rank(), dist.get_world_size() if dist.is_initialized() else 1
@@ -357,9 +369,15 @@ def report(model: Network, held_out: Scenes, losses: list[float], seconds: float
         with (options.out / "losses.csv").open("w", newline="") as file:
             csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
         draw(model, held_out, options.out / "prediction.png", what)
-        draw_looks(model, held_out, options.out / "looks.png")
+        with torch.no_grad(), mx_driving.viz.recording() as looks:
+            guess = model(held_out.images[:1] / 255)[0].sigmoid()
+        draw_looks(looks[-1], held_out, options.out / "looks.png")
+    if options.page is not None:
+        write_page(model, looks[-1], held_out, guess, options.page)
     print(f"{what}; {len(losses)} steps, {seconds:.0f} s of training")
     print(f"checkpoint, losses and picture are in {options.out}")
+    if options.page is not None:
+        print(f"the page is in {options.page}")
     return found
 
 
@@ -376,6 +394,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transform", choices=("aggregation", "multi_scale", "geometric"), default="aggregation")
     parser.add_argument("--out", type=Path, default=Path("runs/bev"))
+    parser.add_argument("--page", type=Path, help="page (HTML) to write: where each cell of a map looks")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stop", type=int, default=0, help="stop after this step, as if interrupted")
     for name, default, what in (

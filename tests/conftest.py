@@ -1,6 +1,6 @@
 """MX_DRIVING_TEST_BACKENDS names the implementations to test; without it all here run. A named one that is missing fails.
 
-Without a GPU the Triton kernels run in Triton's interpreter, on the small cases of test_triton.py alone.
+Without a GPU the Triton kernels run in Triton's interpreter, on the small inputs of gpu/test_triton.py alone.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import atexit
 import collections
 import os
 import pathlib
-import platform
 import shutil
 import tempfile
 
@@ -24,7 +23,7 @@ if not torch.cuda.is_available():
 import cases
 import record
 
-from mx_driving import _needs
+from mx_driving import _checks, _kernels
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
@@ -37,20 +36,8 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
 os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(2**36))
 
-EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
 
-
-def wanted_implementations() -> list[str]:
-    named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
-    if named:
-        return named.split(",")
-    found = dict.fromkeys([*EXPECTED, *cases.implementations()])
-    if cases.INTERPRETED:
-        found.pop("triton", None)
-    return list(found)
-
-
-@pytest.fixture(params=wanted_implementations())
+@pytest.fixture(params=cases.wanted_implementations())
 def implementation(request):
     """Runs the test once per implementation, inside its context."""
     known = cases.implementations()
@@ -58,6 +45,26 @@ def implementation(request):
         pytest.fail(f"implementation {request.param} is not on this machine; there are {sorted(known)}")
     with known[request.param]():
         yield request.param
+
+
+@pytest.fixture
+def every_thread(monkeypatch):
+    """As many threads as torch may use, however little each has to do."""
+    monkeypatch.setattr(_kernels.native, "WORK_OF_A_THREAD", 1)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch):
+    """The names of the native functions that were called."""
+    library, called = _kernels.native._library(), []
+
+    class Recorded:
+        def __getattr__(self, name):
+            called.append(name)
+            return getattr(library, name)
+
+    monkeypatch.setattr(_kernels.native, "_library", Recorded)
+    return called
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +93,7 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_setup(item):
     """`needs(feature)` skips a test on a torch that lacks it, by the package's own table."""
     for marker in item.iter_markers("needs"):
-        if sentence := _needs.lacks(*marker.args):
+        if sentence := _checks.needs.lacks(*marker.args):
             pytest.skip(sentence)
 
 

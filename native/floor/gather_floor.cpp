@@ -3,8 +3,8 @@
 // rows of another tensor.
 // `mx-driving bench` measures the operators' distance from it.
 #include "floor.h"
-#include "parallel.h"
-#include "rows.h"
+#include "kernels/shared/parallel.h"
+#include "kernels/shared/rows.h"
 
 namespace mxd {
 namespace MXD_ISA {

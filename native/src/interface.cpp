@@ -7,16 +7,16 @@
 #include <exception>
 #include <string>
 
-#include "arguments.h"
-#include "axes.h"
-#include "check.h"
+#include "call/arguments.h"
+#include "call/axes.h"
+#include "call/check.h"
 #define MXD_ISA baseline
-#include "kernels.h"
-#include "prepare.h"
+#include "call/prepare.h"
+#include "kernels/kernels.h"
 #ifdef MXD_HAVE_AVX2
 #include "processor.h"
 #endif
-#include "threads.h"
+#include "threads/threads.h"
 
 namespace mxd {
 

@@ -1,7 +1,7 @@
 // What both C interfaces call: the functions of mx_driving.h, and CANN's two phases.
 #pragma once
 
-#include "call.h"
+#include "call/call.h"
 
 namespace mxd {
 

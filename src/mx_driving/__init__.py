@@ -12,9 +12,9 @@ if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") fo
 
 from . import _compiled as _C
 from . import compat, nn, onnx, ops, viz
-from ._data_checks import DataWarning, data_checks
-from ._library import backends
-from ._limits import atlas_limits
+from ._checks.data import DataWarning, data_checks
+from ._checks.limits import atlas_limits
+from ._dispatch.library import backends
 from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
 from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits

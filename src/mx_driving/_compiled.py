@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._functions import as_compiled, backward_as_compiled
+from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
 from .ops.npu_deformable_aggregation import deformable_aggregation as _aggregation

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _check, _native
+from . import _checks, _kernels
 
 __all__ = [
     "Executor",
@@ -88,7 +88,7 @@ _NAMES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = _native._library()
+    library = _kernels.native._library()
     library.aclGetRecentErrMsg.restype = c_char_p
     library.aclCreateTensor.restype = c_void_p
     sizes = POINTER(c_int64)
@@ -165,7 +165,7 @@ def _describe(name: str, t: Tensor | None) -> int | None:
     """An aclTensor for a tensor, which the caller destroys; None for None."""
     if t is None:
         return None
-    _check.host_memory(name, t)
+    _checks.inputs.host_memory(name, t)
     axes, storage = t.dim(), t.untyped_storage()
     numbers = c_int64 * axes
     handle = _library().aclCreateTensor(
@@ -206,7 +206,7 @@ def _phase_two(
 ) -> Status:
     queue = stream or _default_stream()
     if workspace is not None:
-        _check.workspace(workspace, workspace_size)
+        _checks.inputs.workspace(workspace, workspace_size)
     memory = None if workspace is None else workspace.data_ptr()
     handle = None if executor is None else executor._hand_over()
     status = Status(getattr(_library(), operator)(memory, workspace_size, handle, queue._handle))
@@ -325,7 +325,7 @@ def multi_scale_deformable_attention_grad_out(
         >>> [g.flatten()[0].item() for g in grads]
         [8.0, 4.0, 2.0]
     """
-    _check.tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
+    _checks.rules.tensors(("value", value), ("location", location), ("attn_weight", attn_weight))
     outputs = (
         _output(grad_value, value.shape, value.dtype),
         _output(grad_location, location.shape, location.dtype),
@@ -370,7 +370,7 @@ def multi_scale_deformable_attn_function_out(
 ) -> Tensor:
     """The forward in one call, as `multi_scale_deformable_attention_grad_out`. If output is None, it makes one: [bs,
     num_queries, num_heads * channels] in value's dtype."""
-    _check.tensors(("value", value), ("location", location))
+    _checks.rules.tensors(("value", value), ("location", location))
     shaped = value.dim() == 4 and location.dim() == 6  # if not, phase one says what is wrong
     rows = (value.shape[0], location.shape[1], value.shape[2] * value.shape[3]) if shaped else ()
     output = _output(output, rows, value.dtype)

@@ -8,6 +8,9 @@ package that would hold the compiled file (`from . import deformable_aggregation
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
 - `mmcv._ext`, only if mmcv comes without it (mmcv-lite): ms_deform_attn_forward, _backward; its other functions raise
   NotImplementedError when they are called
+
+`mx_driving.compat.install("torch_npu")` stands in for the vendor's device module: devices called "npu" are the CPU, so that the
+vendor's tests and models run on a PC.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._functions import as_compiled, backward_as_compiled
+from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
@@ -119,17 +122,28 @@ _first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
 _last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
 
 
-def install() -> tuple[str, ...]:
+def install(what: str = "extensions") -> tuple[str, ...]:
     """Let the extensions' names import this package's operators from now on. A second call does nothing.
 
     Call it before the code that imports them.
+
+    Args:
+        what: "extensions", or "torch_npu": `import torch_npu` gives a stand-in, whose device is the CPU.
 
     Returns:
         The names.
 
     Raises:
-        RuntimeError: a compiled extension of one of the names has been imported already.
+        RuntimeError: a compiled extension of one of the names has been imported already, or torch_npu is installed.
+        ValueError: there is no such stand-in.
     """
+    if what == "torch_npu":
+        from . import _npu
+
+        _npu.install()
+        return ("torch_npu",)
+    if what != "extensions":
+        raise ValueError(f'what must be "extensions" or "torch_npu"; got {what!r}')
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:
@@ -141,7 +155,10 @@ def install() -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo `install`: later imports find what they found before. Code that has imported a stand-in keeps it."""
+    """Undo every `install`: later imports find what they found before. Code that has imported a stand-in keeps it."""
+    npu = sys.modules.get(f"{__package__}._npu")
+    if npu is not None:
+        npu.uninstall()
     for finder in (_first, _last):
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)

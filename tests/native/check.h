@@ -20,6 +20,7 @@
 void known_answer();
 void layouts();
 void levels();
+void instruction_sets();
 void cameras();
 void attention();
 void handles();

@@ -8,10 +8,19 @@ namespace {
 const struct {
     const char *name;
     void (*run)();
-} TESTS[] = {{"known_answer", known_answer}, {"layouts", layouts},         {"levels", levels},
-             {"cameras", cameras},           {"attention", attention},     {"handles", handles},
-             {"any_number", any_number},     {"executors", executors},     {"streams", streams},
-             {"many_threads", many_threads}, {"own_threads", own_threads}, {"callers_at_once", callers_at_once}};
+} TESTS[] = {{"known_answer", known_answer},
+             {"layouts", layouts},
+             {"levels", levels},
+             {"instruction_sets", instruction_sets},
+             {"cameras", cameras},
+             {"attention", attention},
+             {"handles", handles},
+             {"any_number", any_number},
+             {"executors", executors},
+             {"streams", streams},
+             {"many_threads", many_threads},
+             {"own_threads", own_threads},
+             {"callers_at_once", callers_at_once}};
 
 } // namespace
 

@@ -2,6 +2,7 @@
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <cmath>
@@ -11,22 +12,6 @@
 namespace {
 
 constexpr char CANARY = 0x5a;
-
-template <class T> T load(const char *from) {
-    T number;
-    std::memcpy(&number, from, sizeof(T));
-    return number;
-}
-template <class T> void store(char *to, T number) { std::memcpy(to, &number, sizeof(T)); }
-
-float from_bfloat16(uint16_t bits) {
-    const uint32_t wide = uint32_t(bits) << 16;
-    return load<float>(reinterpret_cast<const char *>(&wide));
-}
-uint16_t to_bfloat16(float number) {
-    const uint32_t bits = load<uint32_t>(reinterpret_cast<const char *>(&number));
-    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 aclDataType pick(const std::vector<aclDataType> &dtypes, size_t which) { return dtypes[which % dtypes.size()]; }
 

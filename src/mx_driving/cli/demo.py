@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 
-from .._programs.files import PICTURES, writable_photograph
+from .._programs.files import PICTURES, writable, writable_photograph, writing
 from .._programs.problems import need
 from .._programs.show import grid, open_console, say, show
+from ..viz import Look, Plane, recording
+from ..viz import page as write_page
 
 FLOOR = 26.0  # dB where seen; 29.4 measured, at most 25.5 when the map is moved by half a cell
 FALL = 1000.0  # times the loss must fall; 157 thousand measured on the example rig, 289 thousand on the street
@@ -38,7 +41,14 @@ class DemoResult:
 
 
 def run_demo(
-    out: Path, rig: Path | None = None, *, width: int = 800, cells: int = 200, steps: int = STEPS, tell: Any = None
+    out: Path,
+    rig: Path | None = None,
+    *,
+    width: int = 800,
+    cells: int = 200,
+    steps: int = STEPS,
+    tell: Any = None,
+    page: Path | None = None,
 ) -> DemoResult:
     """Make the views, recover them, and draw the picture.
 
@@ -49,10 +59,11 @@ def run_demo(
         cells: cells per side of the rendered scene's view (a rig file sets its own).
         steps: gradient steps of the recovery.
         tell: called with (fraction done, what is going on).
+        page: page to write, which shows where each cell of the view looks.
     Raises: RigError for a rig that cannot be used, Problem when an extra is missing or the picture could not be written.
     """
     out = Path(out)
-    _look_before_work(out)
+    _look_before_work(out, page)
     from ..demo import lift, picture
 
     tell = tell or (lambda fraction, text: None)
@@ -63,7 +74,8 @@ def run_demo(
     if not bool(plan.seen.any()):
         raise _rig_error(f"the cameras must see some ground inside the bev extent; got none of {extent.cells**2} cells")
     features = lift.pyramid(cameras)
-    bev = plan(features)
+    with recording() as looks:
+        bev = plan(features)
     found = lift.recover(plan, bev, steps, _ticker(tell, steps))
     tell(0.85, "drawing")
     quality = None if truth is None else lift.psnr(bev, truth, plan.seen)
@@ -71,6 +83,9 @@ def run_demo(
     seen = float(plan.seen.float().mean())
     notes = _notes(cameras, extent, quality, again, seen)
     picture.draw(picture.Story(cameras, extent, plan, bev, truth, found, lift.paint(plan, found.features), *notes), out)
+    if page is not None:
+        tell(0.95, "writing the page")
+        _write_page(page, looks, cameras, extent, torch.where(plan.seen[:, None], bev, torch.tensor(picture.EMPTY)))
     return DemoResult(out, quality, again, found.losses, seen, time.perf_counter() - began)
 
 
@@ -95,6 +110,14 @@ def _input(rig: Path | None, width: int, cells: int, tell: Callable[[float, str]
     return tuple(cameras), extent, scene.true_map(ground, extent), scene.hidden
 
 
+def _write_page(path: Path, looks: list[Look], cameras: Any, extent: Any, view: torch.Tensor) -> None:
+    """Where the cells of the lifted view look."""
+    cells = extent.cells, extent.cells
+    plane = Plane(cells, view.view(*cells, 3), (*extent.x, *extent.y))
+    with writing("--page", path):
+        write_page(looks, {c.name: c.image for c in cameras}, path, plane=plane, title="Where a bird's-eye view looks")
+
+
 def _ticker(tell: Callable[[float, str], None], steps: int) -> Callable[[], None]:
     done = iter(range(1, steps + 1))
     return lambda: tell(0.3 + 0.55 * next(done) / steps, "recovering the view by gradient descent")
@@ -107,9 +130,11 @@ def _notes(cameras: Any, extent: Any, quality: float | None, again: float, seen:
     return caption, "" if quality is None else f"PSNR {quality:.1f} dB where seen", f"PSNR {again:.1f} dB to the lifted view"
 
 
-def _look_before_work(out: Path) -> None:
+def _look_before_work(out: Path, page: Path | None) -> None:
     need("the demo", PICTURES, "matplotlib", "numpy", "PIL")
     writable_photograph("--out", out, "the demo")
+    if page is not None:
+        writable("--page", page)
 
 
 def _rig_error(message: str) -> ValueError:
@@ -123,6 +148,9 @@ def demo(
     rig: Annotated[
         Path | None, typer.Option(help="Rig file (JSON) with your own photographs and calibration; see docs/command_line.md.")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(help="Page (HTML) to write: move over the view and see where each cell looks.")
+    ] = None,
 ) -> None:
     """Six cameras to a bird's-eye view, and back again by gradient descent.
 
@@ -132,13 +160,15 @@ def demo(
     """
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    _look_before_work(out)
+    _look_before_work(out, page)
     console = open_console("mx-driving demo")
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
-        result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text))
+        result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text), page=page)
     _report(console, result)
+    if page is not None:
+        say(console, f"the page is in {escape(str(page))}")
     raise typer.Exit(0 if result.ok else 1)
 
 

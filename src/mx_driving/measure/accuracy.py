@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _library, reference
+from .. import _dispatch, reference
 from .rivals import plain_form, recorded
 from .workloads import Args, Workload, cast, some_queries
 
@@ -125,6 +125,6 @@ def check_one(
         ours, theirs = _times(workload, args, grad, device)
         tick()
     kind = device if device in ("cpu", "cuda") else "other"
-    serving = _library.backends()[kind][workload.operator]
+    serving = _dispatch.library.backends()[kind][workload.operator]
     backend = f"reference ({device}: {serving})" if serving.startswith("reference") else f"{device}: {serving}"
     return Checked(workload, dtype, backend, errors, allowed, ours, theirs)

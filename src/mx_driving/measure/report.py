@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import _native
+from .. import _kernels
 from .._programs.files import writing
 from .._programs.problems import Problem, ruled
 from .._programs.show import grid
@@ -49,7 +49,7 @@ def processor() -> str:
 def machine() -> str:
     """Date, machine, versions, commit: a number means nothing without them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {processor()}, {_native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
+    return f"{date.today()}, {processor()}, {_kernels.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
 
 def tables(rows: list[Row]) -> Iterator[Any]:

@@ -1,6 +1,6 @@
 """Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators, and where onnxruntime finds our own.
 
-By default it writes gathers of standard operators (`_decompositions.py`). To get another form, pass its table:
+By default it writes gathers of standard operators (`_dispatch/decompositions.py`). To get another form, pass its table:
 
     torch.onnx.export(module, inputs, dynamo=True, opset_version=20,
                       custom_translation_table=mx_driving.onnx.translations("grid_sample"))
@@ -72,8 +72,8 @@ def library() -> str:
     Raises:
         RuntimeError: the package has no native library, or one that does not fit.
     """
-    from .. import _native, config
+    from .. import _kernels, config
 
-    if reason := _native.why_not():
+    if reason := _kernels.native.why_not():
         raise RuntimeError(reason)
     return str(config.library_path())

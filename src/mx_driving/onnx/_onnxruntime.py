@@ -1,5 +1,5 @@
 """The operators as nodes of our own for onnxruntime, domain `mx_driving`. It imports onnxscript, so only `onnx.translations`
-imports it. native/src/ort.cpp has the kernels.
+imports it. native/src/onnxruntime/operators.cpp has the kernels.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check_with_logits, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
 
 __all__ = ["deformable_aggregation_with_logits"]
@@ -69,7 +69,7 @@ def deformable_aggregation_with_logits(
     tensor([[[2.]]])
     """
     inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
-    _check_with_logits.deformable_aggregation(_NAMES, *inputs)
-    if _limits.enforced():
-        _limits.hold("deformable_aggregation_with_logits", *inputs)
-    return _distributed.call(torch.ops.mx_driving.deformable_aggregation_with_logits.default, *inputs)
+    _checks.with_logits.deformable_aggregation(_NAMES, *inputs)
+    if _checks.limits.enforced():
+        _checks.limits.hold("deformable_aggregation_with_logits", *inputs)
+    return _dispatch.distributed.call(torch.ops.mx_driving.deformable_aggregation_with_logits.default, *inputs)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
-from .._elsewhere import as_elsewhere
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
+from ._elsewhere import as_elsewhere
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
@@ -60,7 +60,7 @@ def geometric_kernel_attention(
     >>> mx_driving.geometric_kernel_attention(value, shapes, start, far_right, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.]]])
     """
-    _check.attention(
+    _checks.inputs.attention(
         _NAMES,
         value,
         spatial_shapes,
@@ -69,15 +69,15 @@ def geometric_kernel_attention(
         attention_weights,
         integer_locations=True,
     )
-    if _limits.enforced():
-        _limits.hold(
+    if _checks.limits.enforced():
+        _checks.limits.hold(
             "geometric_kernel_attention", value, spatial_shapes, level_start_index, sampling_locations, attention_weights
         )
     op = torch.ops.mx_driving.geometric_kernel_attention.default
-    return _distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    return _dispatch.distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
 
 
-class GeometricKernelAttentionFunc(_functions.OperatorFunction):
+class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `GeometricKernelAttentionFunc.apply(...)`."""
 
     door = staticmethod(as_elsewhere(geometric_kernel_attention, *OPERATORS["geometric_kernel_attention"].tables))
@@ -93,12 +93,12 @@ class GeometricKernelAttentionFunc(_functions.OperatorFunction):
     ) -> Tensor:
         """The output; the inputs are saved in ctx."""
         inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
-        return _functions.forward(ctx, geometric_kernel_attention, *inputs)
+        return _dispatch.functions.forward(ctx, geometric_kernel_attention, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """A result for each input: the gradients of value and attention_weights, None for the others."""
-        return _functions.backward(ctx, "geometric_kernel_attention", grad_output)
+        return _dispatch.functions.backward(ctx, "geometric_kernel_attention", grad_output)
 
 
 def npu_geometric_kernel_attention(

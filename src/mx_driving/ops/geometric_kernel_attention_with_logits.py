@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check_with_logits, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
 
 __all__ = ["geometric_kernel_attention_with_logits"]
@@ -60,7 +60,7 @@ def geometric_kernel_attention_with_logits(
     tensor([[[0.5000]]])
     """
     inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
-    _check_with_logits.geometric_kernel_attention(_NAMES, *inputs)
-    if _limits.enforced():
-        _limits.hold("geometric_kernel_attention_with_logits", *inputs)
-    return _distributed.call(torch.ops.mx_driving.geometric_kernel_attention_with_logits.default, *inputs)
+    _checks.with_logits.geometric_kernel_attention(_NAMES, *inputs)
+    if _checks.limits.enforced():
+        _checks.limits.hold("geometric_kernel_attention_with_logits", *inputs)
+    return _dispatch.distributed.call(torch.ops.mx_driving.geometric_kernel_attention_with_logits.default, *inputs)

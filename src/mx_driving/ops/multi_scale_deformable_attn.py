@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
-from .._elsewhere import as_elsewhere
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
+from ._elsewhere import as_elsewhere
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
@@ -64,18 +64,11 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    _check.attention(_NAMES, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
-    if _limits.enforced():
-        _limits.hold(
-            "multi_scale_deformable_attn",
-            value,
-            value_spatial_shapes,
-            value_level_start_index,
-            sampling_locations,
-            attention_weights,
-        )
-    op = torch.ops.mx_driving.multi_scale_deformable_attn.default
-    return _distributed.call(op, value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+    inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+    _checks.inputs.attention(_NAMES, *inputs)
+    if _checks.limits.enforced():
+        _checks.limits.hold("multi_scale_deformable_attn", *inputs)
+    return _dispatch.distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn.default, *inputs)
 
 
 _as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *OPERATORS["multi_scale_deformable_attn"].tables)
@@ -96,7 +89,7 @@ def npu_multi_scale_deformable_attn_function(
     return _as_elsewhere(value, shape, offset, locations, weights)
 
 
-class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
+class MultiScaleDeformableAttnFunction(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `MultiScaleDeformableAttnFunction.apply(...)`."""
 
     door = staticmethod(_as_elsewhere)
@@ -113,9 +106,9 @@ class MultiScaleDeformableAttnFunction(_functions.OperatorFunction):
     ) -> Tensor:
         """The output; the inputs are saved in ctx. mmcv's im2col_step is not used."""
         inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
-        return _functions.forward(ctx, multi_scale_deformable_attn, *inputs)
+        return _dispatch.functions.forward(ctx, multi_scale_deformable_attn, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """A result for each input: the gradients of value, sampling_locations and attention_weights, None for the others."""
-        return _functions.backward(ctx, "multi_scale_deformable_attn", grad_output)
+        return _dispatch.functions.backward(ctx, "multi_scale_deformable_attn", grad_output)

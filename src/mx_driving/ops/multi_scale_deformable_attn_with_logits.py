@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _check_with_logits, _distributed, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
@@ -78,7 +78,7 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits,
         reference_axis,
     )
-    _check_with_logits.multi_scale_deformable_attn(_NAMES, *inputs)
-    if _limits.enforced():
-        _limits.hold("multi_scale_deformable_attn_with_logits", *inputs)
-    return _distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default, *inputs)
+    _checks.with_logits.multi_scale_deformable_attn(_NAMES, *inputs)
+    if _checks.limits.enforced():
+        _checks.limits.hold("multi_scale_deformable_attn_with_logits", *inputs)
+    return _dispatch.distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default, *inputs)

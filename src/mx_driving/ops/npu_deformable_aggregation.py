@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check, _distributed, _functions, _library, _limits  # noqa: F401  (_library registers the operator that is called below)
+from .. import _checks, _dispatch
 from .._operators import OPERATORS
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
@@ -63,11 +63,11 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    _check.aggregation(_NAMES, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-    if _limits.enforced():
-        _limits.hold("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    _checks.inputs.aggregation(_NAMES, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    if _checks.limits.enforced():
+        _checks.limits.hold("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     op = torch.ops.mx_driving.deformable_aggregation.default
-    return _distributed.call(op, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    return _dispatch.distributed.call(op, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
 
 def npu_deformable_aggregation(
@@ -81,7 +81,7 @@ def npu_deformable_aggregation(
     return deformable_aggregation(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
 
-class AdsDeformableAggregation(_functions.OperatorFunction):
+class AdsDeformableAggregation(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `AdsDeformableAggregation.apply(...)`."""
 
     door = staticmethod(deformable_aggregation)
@@ -97,9 +97,9 @@ class AdsDeformableAggregation(_functions.OperatorFunction):
     ) -> Tensor:
         """The output; the inputs are saved in ctx."""
         inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-        return _functions.forward(ctx, deformable_aggregation, *inputs)
+        return _dispatch.functions.forward(ctx, deformable_aggregation, *inputs)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """A result for each input: the gradients of feature_maps, sample_locations and weight, None for the others."""
-        return _functions.backward(ctx, "deformable_aggregation", grad_output)
+        return _dispatch.functions.backward(ctx, "deformable_aggregation", grad_output)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _check
+from .. import _checks
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._callers import weights_may_be_watched
@@ -172,9 +172,9 @@ def _tables(given: Given, keys: int, device: torch.device) -> tuple[Tensor, Tens
     if not isinstance(shapes, Tensor):
         shapes, sizes = None, shapes or sizes
     if sizes is not None:
-        _check.rows_of_levels(sum(h * w for h, w in sizes), keys)
+        _checks.inputs.rows_of_levels(sum(h * w for h, w in sizes), keys)
     elif shapes is not None and _can_be_read(shapes):
-        _check.rows_of_levels(int(shapes.prod(-1).sum()), keys)
+        _checks.inputs.rows_of_levels(int(shapes.prod(-1).sum()), keys)
     if shapes is not None and starts is not None:
         return shapes, starts
     table: Any = sizes if shapes is None else shapes

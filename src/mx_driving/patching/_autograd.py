@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _functions
+from .. import _dispatch
 
 # a name in forward's code -> the dtype it casts the inputs to; type_as casts to value's
 _DTYPES = {
@@ -58,7 +58,7 @@ def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
 
 def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
     """The class's new attributes, by name."""
-    casts, kernel = _casts_of(core.forward), _functions.as_compiled(door)
+    casts, kernel = _casts_of(core.forward), _dispatch.functions.as_compiled(door)
 
     def apply(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None) -> Tensor:
         return kernel(*casts(value, shapes, starts, locations, weights))
@@ -67,10 +67,10 @@ def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
     def forward(
         ctx: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None
     ) -> Tensor:
-        return _functions.forward(ctx, kernel, *casts(value, shapes, starts, locations, weights))
+        return _dispatch.functions.forward(ctx, kernel, *casts(value, shapes, starts, locations, weights))
 
     @functools.wraps(core.backward)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _functions.backward(ctx, door.__name__, grad_output)
+        return _dispatch.functions.backward(ctx, door.__name__, grad_output)
 
     return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}

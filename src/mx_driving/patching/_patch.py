@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .. import _check
+from .. import _checks
 from . import _autograd
 from ._attention import Attention
 from ._forms import MODULE, Core, Form, code_of
@@ -102,7 +102,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             _take(found.cores, held, skipped)
             _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
             if not held:
-                _check.nothing_to_patch(_called(target), skipped)
+                _checks.rules.nothing_to_patch(_called(target), skipped)
         except BaseException:
             Patch(held, {}).restore()
             raise

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .. import _check, compat
+from .. import _checks, compat
 from ._attention import ATTENTION_FORMS, LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
 
@@ -114,7 +114,7 @@ def find(target: Any, modules: bool) -> Found:
     elif isinstance(target, str):
         _of_name(_ALIASES.get(target, target), found)
     else:
-        _check.patch_target(target)
+        _checks.rules.patch_target(target)
     return found
 
 
@@ -139,7 +139,7 @@ def _of_name(name: str, found: Found) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise type(error)(_check.import_failed(error, compat.NAMES), name=error.name) from error
+            raise type(error)(_checks.rules.import_failed(error, compat.NAMES), name=error.name) from error
         _of_package(name, found)
         if not len(found):
             _name_unloaded(name, found)
@@ -148,7 +148,7 @@ def _of_name(name: str, found: Found) -> None:
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
-            reason = _check.import_failed(error, compat.NAMES)
+            reason = _checks.rules.import_failed(error, compat.NAMES)
             found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
             continue
         if not found.look(module):

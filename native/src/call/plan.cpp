@@ -1,0 +1,347 @@
+#include "call/plan.h"
+
+#include "call/axes.h"
+
+#define MXD_ISA plain
+#include "kernels/shared/rows.h"
+
+namespace mxd {
+namespace {
+
+int64_t num_rows(const Level &level) { return level.height * level.width; }
+
+// prepare.cpp widens value to double as soon as one input is double.
+int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
+
+bool samples_wanted(const Call &call) {
+    return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data || call.grad_projection.data;
+}
+
+int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
+
+// Whether grad_value has the type computed in and contiguous channels.
+bool can_be_added_to(const Call &call) {
+    const int last = axes_of(call).value - 1;
+    const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
+    return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
+}
+
+bool levels_overlap(const Call &call) {
+    std::vector<Level> levels(call.levels, call.levels + call.num_levels);
+    std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
+    for (size_t l = 1; l < levels.size(); ++l)
+        if (levels[l - 1].start + num_rows(levels[l - 1]) > levels[l].start) return true;
+    return false;
+}
+
+// ---- which levels are packed
+
+constexpr PackedLevels NONE{nullptr, 0, 0, 0};
+
+// What a core's second-level cache holds beside all else. A prefetch of a row that is there takes three of the reads
+// that a core has time for, beside six for the row itself, and saves little. Forward, one thread: the encoder 29.0 ->
+// 27.3 ms, BEVFormer spatial 74.6 -> 72.3 (2026-11-23, Zen 3); MapTR tiny, all of whose rows are near, 23.1 -> 21.1
+// (2026-11-22, Zen 5).
+constexpr int64_t NEAR_BYTES = 256 * 1024;
+
+// A level is worth packing where each of its rows is read at least PACK_READS times. The smallest levels come first,
+// while `copies` of them take at most PACK_BYTES, or PACK_SHARE of value's memory if that is more.
+constexpr double PACK_BYTES = 15.5 * (1 << 20); // 16 MB with all other scratch memory
+constexpr double PACK_SHARE = 0.049;            // 5 %
+constexpr int64_t PACK_READS = 8;
+
+PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
+    const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
+    const int64_t reads = call.weights.shape[1] * call.weights.shape[4] * corners;
+    const double value_bytes =
+        double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+    const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
+    std::vector<int64_t> order;
+    for (int64_t l = 0; l < call.num_levels; ++l) order.push_back(l);
+    const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
+    std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows(a) < rows(b); });
+    offset.assign(size_t(call.num_levels), -1);
+    std::vector<bool> near(size_t(call.num_levels), false);
+    int64_t total = 0;
+    for (int64_t l : order) {
+        const int64_t bytes = (rows(l) * row_bytes + 63) / 64 * 64;
+        if (double(total + bytes) * double(copies) > allowed || reads < PACK_READS * rows(l)) break;
+        offset[size_t(l)] = total;
+        total += bytes;
+        near[size_t(l)] = total <= NEAR_BYTES;
+    }
+    const auto far_begin = std::find(near.begin(), near.end(), false);
+    const auto far_end = std::find(near.rbegin(), near.rend(), false).base();
+    return {offset.data(), total, far_begin - near.begin(), far_end - near.begin()};
+}
+
+// Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.
+constexpr int64_t QUERIES_OF_A_THREAD = 512;
+
+bool value_can_be_packed(const Call &call) {
+    return call.op != AGGREGATION &&
+           call.value.strides[1] > call.value.shape[3] && // else rows lie side by side already
+           call.weights.shape[1] >= QUERIES_OF_A_THREAD * num_threads(call);
+}
+
+PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
+    if (!value_can_be_packed(call)) return NONE;
+    return choose_levels(call, call.value.shape[3] * floating_size(call.value.dtype), 1, offset);
+}
+
+// Rows that all stay near are packed as the type computed in, where a sample is one row: in 16 bits that row would be
+// widened again for each of its samples.
+PackedLevels choose_packed_as_computed(const Call &call, std::vector<int64_t> &offset) {
+    if (call.op != GEOMETRIC || !value_can_be_packed(call)) return NONE;
+    const PackedLevels packed = choose_levels(call, call.value.shape[3] * computed_size(call), 1, offset);
+    return packed.all_near() ? packed : NONE;
+}
+
+// Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
+// which levels are packed.
+PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
+    const int64_t size = computed_size(call), row_bytes = call.value.shape[3] * size;
+    const bool lie_side_by_side = can_be_added_to(call) && call.grad_value.strides[1] * size <= row_bytes;
+    if (lie_side_by_side || levels_overlap(call)) return NONE;
+    const int64_t heads = call.value.shape[0] * call.value.shape[2];
+    return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
+}
+
+// Whether every row of value belongs to a packed level.
+bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
+    int64_t rows = 0; // levels do not overlap where any is packed
+    for (int64_t l = 0; packed.bytes > 0 && l < call.num_levels; ++l)
+        rows += packed.offset[l] < 0 ? 0 : num_rows(call.levels[l]);
+    return rows == call.value.shape[1];
+}
+
+// ---- into how many bands or parts a head is cut, so that all threads have work
+
+struct Cut {
+    int64_t bands, parts;
+};
+
+// Items that the busiest thread does.
+int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
+
+bool heads_keep_threads_busy(int64_t heads, int64_t threads) {
+    return 4 * heads >= 3 * threads * rounds(heads, threads);
+}
+
+// How long a cut takes until all threads are done, as a multiple of a whole head's time. The 0.15 is measured: a band
+// goes through all queries, whatever its size.
+double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_levels) {
+    if (cut.bands > 1) return double(rounds(heads * cut.bands, threads)) * (0.15 + 1.0 / double(cut.bands));
+    return double(rounds(heads * cut.parts, threads)) * double(rounds(num_levels, cut.parts)) / double(num_levels);
+}
+
+// Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
+// of two levels would belong to two parts.
+bool levels_can_be_parts(const Call &call) {
+    return call.op != AGGREGATION && call.weights.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
+}
+
+// The cut that is finished first.
+Cut choose_cut(const Call &call, bool in_place) {
+    const int64_t threads = num_threads(call), num_levels = call.num_levels;
+    const int64_t heads =
+        std::max<int64_t>(1, call.value.shape[0] * (call.op == AGGREGATION ? 1 : call.value.shape[2]));
+    Cut best{1, 1};
+    if (heads_keep_threads_busy(heads, threads) || num_levels == 0) return best;
+    double best_time = time_of(best, heads, threads, num_levels);
+    const auto consider = [&](const Cut &cut) {
+        const double time = time_of(cut, heads, threads, num_levels);
+        if (time < best_time) best = cut, best_time = time;
+    };
+    consider({num_levels, 1}); // each level is cut into the same number of bands
+    for (int64_t bands = 2 * num_levels; heads * bands <= 2 * threads; bands += num_levels) consider({bands, 1});
+    if (in_place && levels_can_be_parts(call))
+        for (int64_t parts = 2; parts <= num_levels; ++parts) consider({1, parts});
+    return best;
+}
+
+// ---- heads that go together
+
+// geometric_kernel_attention_with_logits. Forward: all heads of a query go together where a batch's value is small.
+// That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
+// heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
+constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
+
+bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
+bool heads_can_go_together(const Call &call) { return has_window(call) && call.num_levels * call.weights.shape[4] > 0; }
+
+// Rows of 16 bits are all widened before the first is read. Value may be expanded: then they take more memory than it.
+bool widening_pays(const Call &call) {
+    const int64_t *shape = call.value.shape, reads = call.weights.shape[1] * call.num_levels * call.weights.shape[4];
+    if (floating_size(call.value.dtype) == computed_size(call)) return true; // nothing is widened
+    return reads >= shape[1] && shape[1] * shape[2] * shape[3] * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS;
+}
+
+int64_t choose_heads_of_forward(const Call &call) {
+    const mxd_tensor &value = call.value;
+    const int64_t rows = value.shape[1] * value.strides[1], heads = value.shape[2] * value.strides[2];
+    const bool near = std::max(rows, heads) * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS &&
+                      std::min(value.strides[1], value.strides[2]) >= 0;
+    return heads_can_go_together(call) && near && widening_pays(call) ? value.shape[2] : 0;
+}
+
+// Backward: all that go together have value and gradient in the second-level cache, and leave enough for every thread.
+int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
+    const int64_t batch = call.value.shape[0], heads = call.value.shape[2];
+    for (int64_t together : {4, 2})
+        if (heads % together == 0 && 2 * together * packed.bytes <= NEAR_BYTES &&
+            heads_keep_threads_busy(batch * heads / together, num_threads(call)))
+            return together;
+    return 1;
+}
+
+// ---- bands
+
+// Where bands begin. Every level is cut into the same number of bands, because every level has the same number of
+// samples. No band has more than `most_rows` rows.
+void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<int64_t> &cuts) {
+    const int64_t num_keys = call.value.shape[1];
+    cuts = {0, num_keys};
+    if (wanted > 1 || most_rows < num_keys) {
+        const int64_t per_level = call.num_levels == 0 ? 1 : (wanted + call.num_levels - 1) / call.num_levels;
+        for (int64_t l = 0; l < call.num_levels; ++l)
+            for (int64_t i = 0; i <= per_level; ++i)
+                cuts.push_back(call.levels[l].start + num_rows(call.levels[l]) * i / per_level);
+        std::sort(cuts.begin(), cuts.end());
+        const size_t known = cuts.size();
+        for (size_t i = 0; i + 1 < known; ++i) {
+            const int64_t rows = cuts[i + 1] - cuts[i], bands = (rows + most_rows - 1) / most_rows;
+            for (int64_t b = 1; b < bands; ++b) cuts.push_back(cuts[i] + rows * b / bands);
+        }
+        std::sort(cuts.begin(), cuts.end());
+    }
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+}
+
+// The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
+// head is cut into more bands, and each band goes through all queries.
+constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
+// A band of deformable_aggregation has all channels and is added up in place. It should stay in the third-level cache.
+constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
+
+int64_t most_rows_of_a_band(const Call &call, bool buffered) {
+    const int64_t channels = call.value.shape[axes_of(call).value - 1];
+    const int64_t row_bytes = std::max<int64_t>(1, channels * computed_size(call));
+    if (buffered) return std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+    return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.value.shape[1];
+}
+
+// ---- the way to the gradient of value
+
+// Two passes read the inputs and work out the rows twice; one pass has two sets of rows in the caches, those of value
+// and of its gradient. One pays where a sample is one row and all rows of a head, packed, stay in the second-level
+// cache. It is in memory of the type computed in, whatever the dtypes of value and gradient are.
+bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
+    return call.op == GEOMETRIC && samples_wanted(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
+           all_rows_are_packed(call, packed);
+}
+
+// One pass in the tensors themselves pays where value would not be packed, because few queries or large levels leave
+// nothing to gain, and where a sample is one row. They must be laid out alike.
+bool one_pass_pays(const Call &call, bool value_would_be_packed) {
+    return samples_wanted(call) && call.value.dtype == call.grad_value.dtype &&
+           call.value.strides[1] == call.grad_value.strides[1] && (call.op == GEOMETRIC || !value_would_be_packed);
+}
+
+void plan_bands(const Call &call, int64_t wanted, bool buffered, Plan &plan, PlanLists &lists) {
+    plan.value_gradient = ValueGradient::BY_BANDS;
+    cut_bands(call, wanted, most_rows_of_a_band(call, buffered), lists.bands);
+    plan.band_starts = lists.bands.data();
+    plan.num_bands = int64_t(lists.bands.size()) - 1;
+    plan.band_is_buffered = buffered;
+}
+
+// Best first. A whole head repeats nothing. A part repeats reading grad_output; it goes through the samples of its own
+// levels alone. A band goes through all queries.
+void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &plan, PlanLists &lists) {
+    const bool buffered = !can_be_added_to(call);
+    const Cut cut = choose_cut(call, !buffered); // what keeps the threads busy
+    const bool whole_heads = call.op != AGGREGATION && cut.bands == 1 && cut.parts == 1;
+    const PackedLevels packed = whole_heads ? choose_packed_gradient(call, lists.packed_gradient) : NONE;
+    if (whole_heads && one_packed_pass_pays(call, packed)) {
+        plan.value_gradient = ValueGradient::WITH_SAMPLES;
+        plan.packed_gradient = packed;
+        plan.all_rows_are_packed = true;
+        if (heads_can_go_together(call)) plan.heads_together = choose_heads_of_backward(call, packed);
+    } else if (whole_heads && !buffered && one_pass_pays(call, value_would_be_packed)) {
+        plan.value_gradient = ValueGradient::WITH_SAMPLES;
+    } else if (whole_heads && !buffered) {
+        plan.value_gradient = ValueGradient::BY_HEADS;
+        plan.packed_gradient = packed;
+        plan.all_rows_are_packed = all_rows_are_packed(call, packed);
+    } else if (cut.parts > 1) {
+        plan.value_gradient = ValueGradient::BY_PARTS;
+        plan.parts = cut.parts;
+    } else {
+        plan_bands(call, cut.bands, buffered, plan, lists);
+    }
+}
+
+void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &plan, PlanLists &lists) {
+    if (call.grad_value.data) plan_value_gradient(call, packed_value.bytes > 0, plan, lists);
+    plan.sample_gradients = samples_wanted(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
+    if (plan.sample_gradients) plan.packed_value = packed_value;
+}
+
+std::string packed_text(const Call &call, const PackedLevels &packed) {
+    if (packed.bytes == 0) return "none";
+    const int64_t left = std::count(packed.offset, packed.offset + call.num_levels, -1);
+    return std::to_string(call.num_levels - left) + " of " + std::to_string(call.num_levels) + " levels, " +
+           std::to_string(packed.bytes / 1024) + " KB";
+}
+
+std::string prefetched_text(const Call &call, const PackedLevels &packed) {
+    if (packed.bytes == 0) return "all";
+    if (packed.all_near()) return "none";
+    return std::to_string(packed.far_end - packed.far_begin) + " of " + std::to_string(call.num_levels) + " levels";
+}
+
+std::string value_gradient_text(const Plan &plan) {
+    switch (plan.value_gradient) {
+    case ValueGradient::NOT_WANTED:
+        return "NOT_WANTED";
+    case ValueGradient::WITH_SAMPLES:
+        return "WITH_SAMPLES";
+    case ValueGradient::BY_HEADS:
+        return "BY_HEADS";
+    case ValueGradient::BY_PARTS:
+        return "BY_PARTS, " + std::to_string(plan.parts) + " a head";
+    case ValueGradient::BY_BANDS:
+        return "BY_BANDS, " + std::to_string(plan.num_bands) + (plan.band_is_buffered ? ", buffered" : "");
+    }
+    return "";
+}
+
+} // namespace
+
+Plan make_plan(const Call &call, PlanLists &lists) {
+    Plan plan{};
+    if (call.backward) {
+        plan_gradients(call, choose_packed_value(call, lists.packed_value), plan, lists);
+        return plan;
+    }
+    plan.heads_together = choose_heads_of_forward(call);
+    if (plan.heads_together > 0) return plan;
+    plan.packed_value = choose_packed_as_computed(call, lists.packed_value);
+    plan.packed_as_computed = plan.packed_value.bytes > 0;
+    if (!plan.packed_as_computed) plan.packed_value = choose_packed_value(call, lists.packed_value);
+    return plan;
+}
+
+std::string describe(const Call &call, const Plan &plan) {
+    std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
+    text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
+    if (has_window(call)) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
+    if (!call.backward) return text + "prefetched_rows: " + prefetched_text(call, plan.packed_value) + "\n";
+    text += "sample_gradients: ";
+    text += plan.sample_gradients ? "ALONE" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";
+    text += "\nvalue_gradient: " + value_gradient_text(plan) + "\n";
+    return text + "packed_gradient: " + packed_text(call, plan.packed_gradient) + "\n";
+}
+
+} // namespace mxd

@@ -1,0 +1,226 @@
+// aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
+// makes a task, phase two queues it on a stream.
+#include "call/prepare.h"
+#include "cann/check.h"
+#include "cann/handles.h"
+#include "cann/stream.h"
+#include "interface.h"
+#include "threads/threads.h"
+
+#include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
+#include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
+
+#include <algorithm>
+
+struct aclOpExecutor {
+    bool backward;
+    bool nothing_to_do; // an argument has no elements
+    bool repeatable;
+    uint64_t workspace_bytes;
+    mxd::Call call; // its index tables are the caller's until the task has copied them
+};
+
+namespace acl {
+namespace {
+
+constexpr int VALUE_AXES = 4;
+constexpr uint64_t WORKSPACE_ALIGNMENT = alignof(mxd::Level);
+
+Handles<aclOpExecutor> &executors() {
+    static Handles<aclOpExecutor> handles;
+    return handles;
+}
+
+// Phase one reads no data, because on a device the index tables may not be there yet. The task reads them: it copies
+// the levels to the start of the workspace, checks the copy and uses the copy, so a program that writes to its tables
+// meanwhile does no harm. A contiguous copy of value follows, where value's channels are not contiguous.
+int64_t bytes_of_levels(const mxd_tensor &shapes) { return shapes.shape[0] * int64_t(sizeof(mxd::Level)); }
+
+void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
+    const std::string at = "[" + std::to_string(index) + "]";
+    const int64_t size[] = {level.height, level.width};
+    if (level.height <= 0 || level.width <= 0)
+        throw Refusal(ACL_ERROR_RT_AICORE_EXCEPTION, "spatialShape" + at, "be positive (H, W)", list(size, 2));
+    const int64_t room = level.start < 0 || level.start > keys ? 0 : keys - level.start;
+    if (level.width > room || level.height > room / level.width)
+        throw Refusal(ACL_ERROR_RT_AICORE_EXCEPTION, "levelStartIndex" + at,
+                      "leave room for " + std::to_string(level.height) + " x " + std::to_string(level.width) +
+                          " rows among " + std::to_string(keys),
+                      std::to_string(level.start));
+}
+
+mxd::Level *read_levels(const aclOpExecutor &task, void *workspace) {
+    mxd::Level *levels = static_cast<mxd::Level *>(workspace);
+    const int64_t *stride = task.call.shapes.strides;
+    for (int64_t l = 0; l < task.call.shapes.shape[0]; ++l) {
+        levels[l] = {mxd::element(task.call.shapes, l * stride[0]),
+                     mxd::element(task.call.shapes, l * stride[0] + stride[1]),
+                     mxd::element(task.call.starts, l * task.call.starts.strides[0])};
+        check_level(levels[l], l, task.call.value.shape[1]);
+    }
+    return levels;
+}
+
+// An index table of numbers inside an array of levels: `fields` of each level, from `first` on. With 0 the table has
+// one axis.
+mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
+    return {first, MXD_INT64, {levels, fields}, {sizeof(mxd::Level) / sizeof(int64_t), 1}};
+}
+
+void run(aclOpExecutor task, void *workspace) {
+    mxd::Level *levels = read_levels(task, workspace);
+    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
+        mxd::make_contiguous(task.call.value, VALUE_AXES,
+                             static_cast<char *>(workspace) + bytes_of_levels(task.call.shapes));
+    const int64_t count = task.call.shapes.shape[0];
+    task.call.shapes = column(&levels->height, count, 2);
+    task.call.starts = column(&levels->start, count, 0);
+    const int status = mxd::run(task.call);
+    if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
+    if (status != MXD_OK)
+        throw Refusal(ACL_ERROR_INTERNAL_ERROR, "executor", "hold what the kernels take",
+                      "mxd_status " + std::to_string(status));
+}
+
+// A checked argument with elements, as the kernels want it. An axis of one element may have any stride, even one that
+// overflows when it is added up, so it gets stride 0.
+mxd_tensor native(const aclTensor &t) {
+    mxd_tensor to{};
+    to.dtype = t.dtype; // mxd_dtype and aclDataType number their dtypes alike
+    to.data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
+    std::copy_n(t.shape, t.axes, to.shape);
+    for (int a = 0; a < t.axes; ++a) to.strides[a] = t.shape[a] > 1 ? t.strides[a] : 0;
+    return to;
+}
+
+// output or gradOutput as [bs, num_queries, num_heads, channels]: three axes become four.
+mxd_tensor with_heads(const aclTensor &t, const AttentionSizes &n) {
+    mxd_tensor to = native(t);
+    if (t.axes == 4) return to;
+    to.shape[2] = n.heads;
+    to.shape[3] = n.channels;
+    to.strides[2] = n.channels * t.strides[2];
+    to.strides[3] = t.strides[2];
+    return to;
+}
+
+aclOpExecutor executor_of(Arguments &a, const AttentionSizes &n) {
+    aclOpExecutor task{};
+    task.backward = a.backward;
+    a.for_each([&](const Argument &each) { task.nothing_to_do = task.nothing_to_do || empty(each.tensor); });
+    if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
+    task.call.shapes = native(a.spatial_shape.tensor);
+    task.call.starts = native(a.level_start_index.tensor);
+    task.call.op = mxd::MULTI_SCALE;
+    task.call.backward = a.backward;
+    task.call.value = native(a.value.tensor);
+    task.call.locations = native(a.location.tensor);
+    task.call.weights = native(a.attn_weight.tensor);
+    // Asked on the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on
+    // another.
+    task.call.num_threads = mxd::usable_threads();
+    if (task.backward) {
+        task.call.grad_output = with_heads(a.grad_output.tensor, n);
+        task.call.grad_value = native(a.grad_value.tensor);
+        task.call.grad_locations = native(a.grad_location.tensor);
+        task.call.grad_weights = native(a.grad_attn_weight.tensor);
+    } else {
+        task.call.output = with_heads(a.output.tensor, n);
+    }
+    task.workspace_bytes = uint64_t(bytes_of_levels(task.call.shapes));
+    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
+        task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value, VALUE_AXES));
+    return task;
+}
+
+aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
+    return guarded([&] {
+        const AttentionSizes n = check_phase_one(arguments, workspace_size, executor);
+        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments, n));
+        *workspace_size = task->workspace_bytes;
+        *executor = executors().add(std::move(task));
+    });
+}
+
+aclOpExecutor take(aclOpExecutor *executor) {
+    if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
+    aclOpExecutor task;
+    if (!executors().copy(executor, task) || (!task.repeatable && !executors().remove(executor)))
+        throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from phase one and be run once",
+                      "a pointer that is no executor");
+    return task;
+}
+
+aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream stream) {
+    const aclnnStatus status = guarded([&] {
+        const aclOpExecutor task = take(executor);
+        if (task.backward != backward)
+            throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from this operator's phase one",
+                          "another operator's");
+        const std::shared_ptr<Stream> queue = stream_of(stream);
+        if (task.nothing_to_do) return;
+        if (!workspace) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspace", "be memory", "NULL");
+        if (size < task.workspace_bytes)
+            throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspaceSize",
+                          "be at least " + std::to_string(task.workspace_bytes), std::to_string(size));
+        if (reinterpret_cast<uintptr_t>(workspace) % WORKSPACE_ALIGNMENT)
+            throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspace", "be aligned to 8 bytes", "an address that is not");
+        queue->push([task, workspace] { run(task, workspace); });
+    });
+    // stream_of refuses with a status of the runtime; operators have their own for a bad argument.
+    return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
+}
+
+} // namespace
+} // namespace acl
+
+extern "C" {
+
+aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
+    const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
+    const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
+    aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor) {
+    acl::Arguments arguments(true, value, spatialShape, levelStartIndex, location, attnWeight);
+    arguments.grad_output.handle = gradOutput;
+    arguments.grad_value.handle = gradValue;
+    arguments.grad_location.handle = gradLocation;
+    arguments.grad_attn_weight.handle = gradAttnWeight;
+    return acl::phase_one(arguments, workspaceSize, executor);
+}
+
+aclnnStatus aclnnMultiScaleDeformableAttentionGrad(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor,
+                                                   aclrtStream stream) {
+    return acl::phase_two(true, workspace, workspaceSize, executor, stream);
+}
+
+aclnnStatus aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(const aclTensor *value, const aclTensor *spatialShape,
+                                                                  const aclTensor *levelStartIndex,
+                                                                  const aclTensor *location,
+                                                                  const aclTensor *attnWeight, aclTensor *output,
+                                                                  uint64_t *workspaceSize, aclOpExecutor **executor) {
+    acl::Arguments arguments(false, value, spatialShape, levelStartIndex, location, attnWeight);
+    arguments.output.handle = output;
+    return acl::phase_one(arguments, workspaceSize, executor);
+}
+
+aclnnStatus aclnnMultiScaleDeformableAttnFunction(void *workspace, uint64_t workspaceSize, aclOpExecutor *executor,
+                                                  aclrtStream stream) {
+    return acl::phase_two(false, workspace, workspaceSize, executor, stream);
+}
+
+aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
+    return acl::guarded([&] {
+        if (!executor) throw acl::Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
+        if (!acl::executors().remove(executor))
+            throw acl::Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "be alive", "a pointer that is no executor");
+    });
+}
+
+aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
+    return acl::guarded([&] {
+        if (!executor) throw acl::Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
+        if (!acl::executors().change(executor, [](aclOpExecutor &task) { task.repeatable = true; }))
+            throw acl::Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "be alive", "a pointer that is no executor");
+    });
+}
+}

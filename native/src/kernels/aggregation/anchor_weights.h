@@ -1,0 +1,209 @@
+// The weights of anchors' pairs: as they are given, or with logits the softmax of each group over all samples of an
+// anchor, times the pair's scale.
+#pragma once
+
+#include "kernels/aggregation/grouped_softmax.h"
+#include "kernels/aggregation/sizes.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Where the weights of samples are, or their logits.
+class WeightPlaces {
+  public:
+    explicit WeightPlaces(const Call &c)
+        : call(c), cameras(c.starts.shape[0]), of_point(c.weights.strides[c.with_logits ? 4 : 2]),
+          of_camera(c.weights.strides[c.with_logits ? 2 : 3]), of_scale(c.weights.strides[c.with_logits ? 3 : 4]) {}
+    // Of a pair, on the first scale.
+    int64_t first(int64_t b, int64_t anchor, int64_t pair) const {
+        return offset2(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
+    }
+    int64_t scale(int64_t s) const { return s * of_scale; }
+
+  private:
+    const Call &call;
+    int64_t cameras, of_point, of_camera, of_scale;
+};
+
+// Of each anchor and group: the largest logit, and 1 / the sum of exps. The gradient of feature_maps goes through the
+// anchors once for each band, and makes the weights of that band's samples from these two.
+template <class T> class SoftmaxTotals {
+  public:
+    static int64_t bytes(const Call &call) {
+        const Sizes n(call);
+        return n.with_logits ? n.batch * n.anchors * 2 * n.groups * int64_t(sizeof(T)) : 0;
+    }
+    explicit SoftmaxTotals(const Job &job) : n(job.call), all(reinterpret_cast<T *>(job.softmax_totals)) {}
+    explicit operator bool() const { return all; }
+    T *most(int64_t b, int64_t anchor) const { return all + (b * n.anchors + anchor) * 2 * n.groups; }
+    T *inverse(int64_t b, int64_t anchor) const { return most(b, anchor) + n.groups; }
+
+  private:
+    Sizes n;
+    T *all;
+};
+
+// pair_scale, which is 1 where it is not given.
+template <class T> class PairScale {
+  public:
+    PairScale(const Call &call, const Sizes &n) : tensor(call.pair_scale), cameras(n.cameras) {}
+    T of(int64_t b, int64_t anchor, int64_t pair) const {
+        T scale = 1;
+        if (tensor.data)
+            read_elements(at(tensor, offset2(tensor, b, anchor) + pair % cameras * tensor.strides[2] +
+                                         pair / cameras * tensor.strides[3]),
+                          tensor.dtype, 1, 1, &scale);
+        return scale;
+    }
+
+  private:
+    const mxd_tensor &tensor;
+    int64_t cameras;
+};
+
+// What is known of the logits of one anchor.
+template <class T> struct AnchorSoftmax {
+    T *exps;           // [camera, scale, point, group]
+    T *most, *inverse; // [group]: as in SoftmaxTotals
+
+    static int64_t bytes(const Sizes &n, int64_t rows) {
+        return Arena::bytes<T>(GroupedSoftmax<T>::room(rows * n.groups)) + Arena::bytes<T>(2 * n.groups);
+    }
+    AnchorSoftmax(const Sizes &n, int64_t rows, Arena &arena)
+        : exps(arena.take<T>(GroupedSoftmax<T>::room(rows * n.groups))), most(arena.take<T>(2 * n.groups)),
+          inverse(most + n.groups) {}
+};
+
+template <class T> class AnchorWeights {
+  public:
+    static int64_t bytes(const Sizes &n) {
+        const int64_t rows = rows_of(n);
+        return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + KNOWN_ANCHORS * AnchorSoftmax<T>::bytes(n, rows);
+    }
+    AnchorWeights(const Job &job, const Sizes &sizes, Arena &arena)
+        : call(job.call), n(sizes), places(job.call), of_pair(job.call.weights, 4), of_anchor(job.call.weights, 2),
+          pair_scale(job.call, sizes), totals(job), softmax(rows_of(n), n.groups, arena),
+          anchors{{n, rows_of(n), arena}, {n, rows_of(n), arena}, {n, rows_of(n), arena}} {}
+
+    // With logits, before the weights of an anchor's pairs are read. The two anchors before it are still known.
+    void turn(int64_t b, int64_t anchor) {
+        AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
+        const int64_t offset = offset2(call.weights, b, anchor);
+        if (totals) {
+            to.most = totals.most(b, anchor);
+            to.inverse = totals.inverse(b, anchor);
+        }
+        const auto turn_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
+            softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
+        };
+        if (of_anchor.contiguous)
+            return with_elements(call.weights, offset,
+                                 [&](auto *logits) { turn_elements(logits, call.weights.strides[1]); });
+        of_anchor.read(offset, to.exps);
+        turn_elements(static_cast<const T *>(to.exps), 0);
+    }
+
+    // The weights of a pair, [scales, groups].
+    void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
+        if (!n.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
+        const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
+        const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
+        for (int64_t s = 0; s < n.scales; ++s)
+            multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
+    }
+    // Prefetches them. With logits they were made just before.
+    MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
+        if (!n.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
+    }
+
+    // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
+    // mean[group]: the sum of weights times gradients. of_weights and the anchor's exps are written over.
+    void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *of_weights, T *mean) {
+        AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
+        const mxd_tensor &grad = call.grad_weights;
+        const TrailingAxes<4> out(grad, 2);
+        const bool direct = out.contiguous && grad.dtype == OWN<T>;
+        const int64_t offset = offset2(grad, b, anchor);
+        T *to = direct ? reinterpret_cast<T *>(at(grad, offset)) : from.exps;
+        for (int64_t i = 0; i < count; ++i) {
+            const T scale = pair_scale.of(b, anchor, pairs[i]), *exps = from.exps + first_row(pairs[i]) * n.groups;
+            for (int64_t s = 0; s < n.scales; ++s)
+                of_logits(exps + s * n.points * n.groups, from.inverse, scale, mean,
+                          of_weights + (i * n.scales + s) * n.groups);
+        }
+        for (int64_t g = 0; g < n.groups; ++g) mean[g] *= -from.inverse[g]; // the others have weights * (0 - mean)
+        softmax.multiply(from.exps, mean, to);
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t s = 0; s < n.scales; ++s)
+                memcpy(to + (first_row(pairs[i]) + s * n.points) * n.groups, of_weights + (i * n.scales + s) * n.groups,
+                       size_t(n.groups) * sizeof(T));
+        if (!direct) out.write(offset, to);
+    }
+
+  private:
+    const Call &call;
+    Sizes n;
+    WeightPlaces places;
+    TrailingAxes<2> of_pair;
+    TrailingAxes<4> of_anchor;
+    PairScale<T> pair_scale;
+    SoftmaxTotals<T> totals;
+    GroupedSoftmax<T> softmax;
+    AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
+
+    static int64_t rows_of(const Sizes &n) { return n.with_logits ? n.cameras * n.scales * n.points : 0; }
+    // Of logits, on the first scale; `points` rows follow until the next scale.
+    int64_t first_row(int64_t pair) const { return pair % n.cameras * n.scales * n.points + pair / n.cameras; }
+    void multiply(const T *exps, const T *inverse, T scale, T *to) const {
+        for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
+            constexpr int N = lanes.value;
+            store<T, N>(to + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * scale);
+        });
+    }
+    // Writes over of_weights.
+    void of_logits(const T *exps, const T *inverse, T scale, const T *mean, T *of_weights) const {
+        for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
+            constexpr int N = lanes.value;
+            const Vec<T, N> of_softmax = load<T, N>(of_weights + g) * scale;
+            store<T, N>(of_weights + g,
+                        load<T, N>(exps + g) * load<T, N>(inverse + g) * (of_softmax - load<T, N>(mean + g)));
+        });
+    }
+};
+
+// The weights of single samples, from SoftmaxTotals where logits are given.
+template <class T> class SampleWeights {
+  public:
+    SampleWeights(const Job &job, const Sizes &sizes)
+        : tensor(job.call.weights), n(sizes), places(job.call), pair_scale(job.call, sizes), totals(job) {}
+
+    void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
+        read_elements(at(tensor, places.first(b, anchor, pair) + places.scale(scale)), tensor.dtype, tensor.strides[5],
+                      n.groups, to);
+        if (n.with_logits) turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+    }
+    MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
+        prefetch(tensor, places.first(b, anchor, pair) + places.scale(scale), n.groups);
+    }
+
+  private:
+    const mxd_tensor &tensor;
+    Sizes n;
+    WeightPlaces places;
+    PairScale<T> pair_scale;
+    SoftmaxTotals<T> totals;
+
+    // Logits become weights.
+    void turn(const T *most, const T *inverse, T scale, T *logits) const {
+        for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
+            constexpr int N = lanes.value;
+            const Vec<T, N> e = exp_below_zero<T, N>(load<T, N>(logits + g) - load<T, N>(most + g));
+            store<T, N>(logits + g, e * load<T, N>(inverse + g) * scale);
+        });
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,290 @@
+// How deformable_aggregation reads its anchors: which pairs (point, camera) are seen, and bundles of their samples.
+//
+// A bundle holds all samples of an anchor that are seen, or as many as there is room for. While the rows of one bundle
+// are used, the first rows of the next are prefetched.
+#pragma once
+
+#include "kernels/aggregation/anchor_weights.h"
+#include "kernels/aggregation/projection.h"
+#include "kernels/shared/grouped_rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+constexpr int64_t WEIGHTS_AHEAD = 16;
+
+template <class T> inline T pixel_of(T normalised, T size) { return normalised * size - T(0.5); }
+
+// The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
+// image. With logits the cameras say so. Locations are then known of pairs that are seen; the two anchors before are
+// still known.
+template <class T> class AnchorReader {
+  public:
+    const int64_t *seen = nullptr;
+    int64_t num_seen = 0;
+
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<int64_t>(n.pairs()) + Arena::bytes<T>(n.with_logits ? 0 : 2 * n.pairs()) +
+               Cameras<T>::bytes(n) + KNOWN_ANCHORS * SeenPoints<T>::bytes(n);
+    }
+    AnchorReader(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
+          found(arena.take<int64_t>(n.pairs())), copy(arena.take<T>(n.with_logits ? 0 : 2 * n.pairs())),
+          cameras(c, n, arena), anchors{{n, arena}, {n, arena}, {n, arena}}, last_camera(n.cameras) {}
+
+    // Anchors of this batch are read from now on; with logits, as the cameras first..last-1 see them.
+    void open(int64_t b, int64_t first, int64_t last) {
+        first_camera = first;
+        last_camera = last;
+        if (n.with_logits) cameras.open(b);
+    }
+    void read(int64_t b, int64_t anchor) {
+        const int64_t offset = offset2(call.locations, b, anchor);
+        if (n.with_logits) {
+            cameras.find_seen(offset, first_camera, last_camera, anchors[anchor % KNOWN_ANCHORS]);
+            xy = anchors[anchor % KNOWN_ANCHORS].xy;
+        } else if (in_place) {
+            xy = reinterpret_cast<const T *>(at(call.locations, offset));
+        } else {
+            axes.read(offset, copy);
+            xy = copy;
+        }
+    }
+    const T *location(int64_t pair) const { return xy + pair * 2; }
+    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
+    const Cameras<T> &all_cameras() const { return cameras; }
+
+    // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
+    template <class Skip> void find_seen(int64_t anchor, Skip &&skip) {
+        num_seen = 0;
+        if (n.with_logits) {
+            seen = points_of(anchor).pairs;
+            num_seen = points_of(anchor).count;
+            return;
+        }
+        for (int64_t pair = 0; pair < n.pairs(); ++pair)
+            if (inside(pair))
+                found[num_seen++] = pair;
+            else
+                skip(pair);
+        seen = found;
+    }
+    // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
+    void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
+        const T height = T(call.levels[map].height);
+        const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of(xy[2 * pair + 1], height), map); };
+        seen = found;
+        num_seen = 0;
+        if (!n.with_logits) {
+            for (int64_t pair = camera; pair < n.pairs(); pair += n.cameras)
+                if (inside(pair) && reaches(pair)) found[num_seen++] = pair;
+            return;
+        }
+        const SeenPoints<T> &points = points_of(anchor);
+        for (int64_t i = points.begins[camera]; i < points.begins[camera + 1]; ++i)
+            if (reaches(points.pairs[i])) found[num_seen++] = points.pairs[i];
+    }
+
+  private:
+    const Call &call;
+    Sizes n;
+    TrailingAxes<3> axes;
+    bool in_place; // locations are read where they lie
+    int64_t *found;
+    T *copy;
+    Cameras<T> cameras;
+    SeenPoints<T> anchors[KNOWN_ANCHORS];
+    int64_t first_camera = 0, last_camera;
+    const T *xy = nullptr;
+
+    bool inside(int64_t pair) const {
+        const T u = xy[2 * pair], v = xy[2 * pair + 1];
+        return u > 0 && u < 1 && v > 0 && v < 1;
+    }
+};
+
+// Samples of one anchor: positions, maps, and weights [sample, groups].
+template <class T> class Samples {
+  public:
+    int64_t count = 0;
+
+    static int64_t bytes(const Sizes &n) {
+        return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups);
+    }
+    Samples(const Call &c, const Sizes &sizes, Arena &arena)
+        : call(c), n(sizes), maps_(arena, n.room()), x(arena.take<T>(n.room())), y(arena.take<T>(n.room())),
+          weights(arena.take<T>(n.room() * n.groups)) {}
+
+    // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. Returns where their weights
+    // belong, [scales, groups].
+    T *add_pair(T u, T v, int64_t camera) {
+        T *of_pair = weights + count * n.groups;
+        for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
+        return of_pair;
+    }
+    // Adds a sample on one map, and returns where its weights belong, [groups].
+    T *add(T u, T v, int64_t map) {
+        T *of_sample = weights + count * n.groups;
+        place(u, v, call.levels[map]);
+        return of_sample;
+    }
+    // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
+    int64_t pad() {
+        const int64_t padded = round_up(count, LANES);
+        for (int64_t i = count; i < padded; ++i) {
+            maps_.set(i, Level{0, 0, 0});
+            x[i] = y[i] = T(__builtin_nan(""));
+            for (int64_t g = 0; g < n.groups; ++g) weights[i * n.groups + g] = 0;
+        }
+        return padded;
+    }
+    const Maps<T> &maps() const { return maps_; }
+    const T *weight(int64_t sample) const { return weights + sample * n.groups; }
+    Corners<T> corners(int64_t i) const {
+        return corners_at<T>(raw_load<T, LANES>(x + i), raw_load<T, LANES>(y + i), maps_.at(i));
+    }
+
+  private:
+    const Call &call;
+    const Sizes n;
+    Maps<T> maps_;
+    T *x, *y, *weights;
+
+    void place(T u, T v, const Level &level) {
+        maps_.set(count, level);
+        x[count] = pixel_of(u, T(level.width));
+        y[count] = pixel_of(v, T(level.height));
+        ++count;
+    }
+};
+
+// Samples of one anchor and their rows, in the order of lists of rows.
+template <class T> struct Bundle {
+    Samples<T> samples;
+    int64_t anchor = -1;
+    bool first = true, last = true; // whether it is its anchor's first bundle, and its last
+    int64_t *pairs, num_pairs = 0;  // each has `scales` samples, one after the other
+    int64_t *address;
+    T *corner_share;  // of each row, before it is multiplied with a weight
+    Int<T> *inside;   // whether it is on the map
+    T *right, *below; // of each sample, as in Corners
+
+    static int64_t bytes(const Sizes &n) {
+        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(n.room()) +
+               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room()) +
+               Arena::bytes<Int<T>>(4 * n.room()) + 2 * Arena::bytes<T>(n.room());
+    }
+    Bundle(const Call &call, const Sizes &n, Arena &arena)
+        : samples(call, n, arena), pairs(arena.take<int64_t>(n.room())),
+          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), corner_share(arena.take<T>(4 * n.room())),
+          inside(arena.take<Int<T>>(4 * n.room())), right(arena.take<T>(n.room())), below(arena.take<T>(n.room())) {}
+
+    int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
+
+    void find_rows(const RowAddresses &rows) {
+        const int64_t padded = samples.pad();
+        for (int64_t i = 0; i < padded; i += LANES) {
+            const Corners<T> c = samples.corners(i);
+            rows.put<4>(address, i, c);
+            for (int k = 0; k < 4; ++k) {
+                put_entries<4>(corner_share, i, k, or_zero(c.inside[k], c.share(k)));
+                put_entries<4>(inside, i, k, c.inside[k]);
+            }
+            store<T, LANES>(right + i, c.right);
+            store<T, LANES>(below + i, c.below);
+        }
+    }
+};
+
+// Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, where
+// locations are given; serve(bundle) for bundles in order, at least one for each anchor.
+template <class V, class T> struct AnchorWorker {
+    const Call &call;
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorReader<T> locations;
+    AnchorWeights<T> weights;
+    Bundle<T> bundles[2];
+    V *zeros; // a row, for corners that are not on the map
+    T *row;
+    RowAddresses rows;
+
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return AnchorReader<T>::bytes(n) + AnchorWeights<T>::bytes(n) + 2 * Bundle<T>::bytes(n) +
+               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+    }
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * AnchorBlocks(job.call, n).blocks;
+    }
+    AnchorWorker(const Job &job, Arena &arena)
+        : call(job.call), n(call), blocks(call, n), locations(call, n, arena), weights(job, n, arena),
+          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
+          rows(arena, n.room(), zeros) {
+        memset(zeros, 0, size_t(n.channels) * sizeof(V));
+    }
+
+    template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
+        rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
+        ready = nullptr;
+        locations.open(b, 0, n.cameras);
+        see(b, begin, skip);
+        for (int64_t a = begin; a < end; ++a) {
+            open(a, true);
+            for (int64_t i = 0; i < locations.num_seen; ++i) {
+                if (filling->samples.count + n.scales > n.room()) {
+                    close(false, serve);
+                    open(a, false);
+                }
+                const int64_t pair = locations.seen[i];
+                const T *xy = locations.location(pair);
+                ask_for_weights(b, a, i + WEIGHTS_AHEAD);
+                weights.read(b, a, pair, filling->samples.add_pair(xy[0], xy[1], pair % n.cameras));
+                filling->pairs[filling->num_pairs++] = pair;
+            }
+            if (a + 1 < end) see(b, a + 1, skip);
+            close(true, serve);
+        }
+        if (!ready) return;
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[ready->num_rows() + i] = rows.nowhere;
+        serve(*ready);
+    }
+
+  private:
+    Bundle<T> *filling = nullptr, *ready = nullptr;
+
+    template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
+        locations.read(b, anchor);
+        locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
+        // a gradient is NaN where softmax is, seen or not
+        if (n.with_logits && (call.backward || locations.num_seen > 0)) weights.turn(b, anchor);
+        for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
+    }
+    // Prefetches the weights of the pair seen[index]: those of pairs lie apart.
+    MXD_INLINE void ask_for_weights(int64_t b, int64_t anchor, int64_t index) const {
+        if (index < locations.num_seen) weights.ask_for(b, anchor, locations.seen[index]);
+    }
+    void open(int64_t anchor, bool first) {
+        filling = ready == &bundles[0] ? &bundles[1] : &bundles[0];
+        filling->anchor = anchor;
+        filling->first = first;
+        filling->samples.count = filling->num_pairs = 0;
+    }
+    template <class Serve> void close(bool last, Serve &&serve) {
+        filling->last = last;
+        filling->find_rows(rows);
+        if (ready) {
+            const int64_t end = ready->num_rows(), coming = filling->num_rows();
+            for (int64_t i = 0; i < ROWS_AHEAD; ++i)
+                ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
+            serve(*ready);
+        }
+        ready = filling;
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,50 @@
+// The forward direction of deformable_aggregation: each anchor's rows, summed with a share for each group.
+#pragma once
+
+#include "kernels/aggregation/anchors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: AnchorBlocks.
+template <class V, class T> class Forward : AnchorWorker<V, T> {
+    typedef AnchorWorker<V, T> Base;
+
+  public:
+    using Base::items;
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups);
+    }
+    Forward(const Job &job, Arena arena)
+        : Base(job, arena), shares(arena.take<T>(4 * this->n.room() * this->n.groups)) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = this->blocks.batch(item);
+        this->each(
+            b, this->blocks.begin(item), this->blocks.end(item), [](int64_t, int64_t) {},
+            [&](const Bundle<T> &bundle) { serve(b, bundle); });
+    }
+
+  private:
+    T *shares; // [row, groups]
+
+    void serve(int64_t b, const Bundle<T> &bundle) {
+        const Sizes &n = this->n;
+        if (bundle.first) memset(this->row, 0, size_t(n.channels) * sizeof(T));
+        for (int64_t i = 0; i < bundle.num_rows() / 4; ++i)
+            for (int k = 0; k < 4; ++k) {
+                const int64_t entry = entry_of<4>(i, k);
+                scaled<T>(bundle.samples.weight(i), bundle.corner_share[entry], n.groups, shares + entry * n.groups);
+            }
+        grouped_sum<V, T>(bundle.address, shares, bundle.num_rows(), n.groups, n.group_channels, this->row);
+        const mxd_tensor &out = this->call.output;
+        if (bundle.last)
+            write_elements(this->row, at(out, offset2(out, b, bundle.anchor)), out.dtype, out.strides[2], n.channels);
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

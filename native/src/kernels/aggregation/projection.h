@@ -1,0 +1,180 @@
+// With logits, deformable_aggregation's locations: (u, v, d) = projection (point, 1), and
+//
+//   location = (u, v) / max(d, 1e-5) / image_size
+//
+// The gradient of the projection is a sum over all anchors. Each block of anchors has sums of its own, which are added
+// in the order of the blocks, so that threads do not matter.
+#pragma once
+
+#include "kernels/aggregation/sizes.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
+
+constexpr int64_t OF_MATRIX = 12; // of a projection's numbers three rows are read
+
+// What the cameras see of one anchor's key points.
+template <class T> struct SeenPoints {
+    int64_t room = 0;                            // of each coordinate
+    T *points = nullptr;                         // [3, room]: all x, all y, all z
+    int64_t *pairs = nullptr, *begins = nullptr; // the pairs that are seen, camera by camera; where each camera's begin
+    int64_t count = 0;
+    T *xy = nullptr, *depth = nullptr; // of pairs that are seen, by their number: the location, and d
+
+    static int64_t bytes(const Sizes &n) {
+        if (!n.with_logits) return 0;
+        return Arena::bytes<T>(3 * round_up(n.points, LANES)) + Arena::bytes<int64_t>(n.pairs()) +
+               Arena::bytes<int64_t>(n.cameras + 1) + Arena::bytes<T>(2 * n.pairs()) + Arena::bytes<T>(n.pairs());
+    }
+    SeenPoints(const Sizes &n, Arena &arena) {
+        if (!n.with_logits) return;
+        room = round_up(n.points, LANES);
+        points = arena.take<T>(3 * room);
+        pairs = arena.take<int64_t>(n.pairs());
+        begins = arena.take<int64_t>(n.cameras + 1);
+        xy = arena.take<T>(2 * n.pairs());
+        depth = arena.take<T>(n.pairs());
+    }
+};
+
+template <class T> class Cameras {
+  public:
+    static int64_t bytes(const Sizes &n) {
+        return n.with_logits ? Arena::bytes<T>(OF_MATRIX * n.cameras) + Arena::bytes<T>(2 * n.cameras) : 0;
+    }
+    Cameras(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
+        if (!n.with_logits) return;
+        matrices = arena.take<T>(OF_MATRIX * n.cameras);
+        image_sizes = arena.take<T>(2 * n.cameras);
+    }
+
+    void open(int64_t b) {
+        const mxd_tensor &m = call.projection, &s = call.image_size;
+        for (int64_t cam = 0; cam < n.cameras; ++cam) {
+            for (int64_t r = 0; r < 3; ++r)
+                read_elements(at(m, offset2(m, b, cam) + r * m.strides[2]), m.dtype, m.strides[3], 4,
+                              matrices + cam * OF_MATRIX + 4 * r);
+            T *size = image_sizes + 2 * cam;
+            size[0] = size[1] = 1;
+            if (s.data) read_elements(at(s, offset2(s, b, cam)), s.dtype, s.strides[2], 2, size);
+        }
+    }
+
+    // The pairs of an anchor that the cameras first..last-1 see: strictly inside their images. Its key points begin at
+    // element `offset`.
+    void find_seen(int64_t offset, int64_t first, int64_t last, SeenPoints<T> &to) const {
+        read_points(offset, to);
+        to.count = 0;
+        for (int64_t cam = first; cam < last; ++cam) {
+            to.begins[cam] = to.count;
+            for (int64_t p = 0; p < to.room; p += LANES) find_seen(cam, p, to);
+        }
+        to.begins[last] = to.count;
+    }
+
+    // From the gradient of a location to those of its key point, and of its camera's matrix if it is not null. Both are
+    // added to. A depth that overflows has no gradient, but an infinite row.
+    void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *of_location, T *of_point,
+                       T *of_matrices) const {
+        const int64_t cam = pair % n.cameras, p = pair / n.cameras;
+        const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;
+        const bool in_front = seen.depth[pair] >= NEAREST<T>;
+        const T depth = in_front ? seen.depth[pair] : NEAREST<T>;
+        const T inner = of_location[0] * location[0] + of_location[1] * location[1];
+        const T of_projected[3] = {of_location[0] / size[0] / depth, of_location[1] / size[1] / depth, -inner / depth};
+        T *to = of_matrices ? of_matrices + cam * OF_MATRIX : nullptr;
+        for (int r = 0; r < (in_front ? 3 : 2); ++r) {
+            for (int k = 0; k < 3; ++k) of_point[k] += of_projected[r] * m[4 * r + k];
+            if (!to) continue;
+            for (int k = 0; k < 3; ++k) to[4 * r + k] += of_projected[r] * seen.points[k * seen.room + p];
+            to[4 * r + 3] += of_projected[r];
+        }
+    }
+
+  private:
+    const Call &call;
+    Sizes n;
+    T *matrices = nullptr, *image_sizes = nullptr; // [camera, 3, 4], [camera, 2]
+
+    // Padding is NaN, which no camera sees.
+    void read_points(int64_t offset, SeenPoints<T> &to) const {
+        const mxd_tensor &t = call.locations;
+        for (int64_t k = 0; k < 3; ++k) {
+            T *of_axis = to.points + k * to.room;
+            read_elements(at(t, offset + k * t.strides[3]), t.dtype, t.strides[2], n.points, of_axis);
+            for (int64_t p = n.points; p < to.room; ++p) of_axis[p] = T(__builtin_nan(""));
+        }
+    }
+
+    // The same for points p..p+LANES-1.
+    MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
+        const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
+        RealLanes<T> point[3], projected[3]; // u, v, d
+        MXD_UNROLL
+        for (int k = 0; k < 3; ++k) point[k] = raw_load<T, LANES>(to.points + k * to.room + p);
+        MXD_UNROLL
+        for (int r = 0; r < 3; ++r)
+            projected[r] = point[0] * m[4 * r] + point[1] * m[4 * r + 1] + point[2] * m[4 * r + 2] + m[4 * r + 3];
+        const RealLanes<T> nearest = broadcast<T, LANES>(NEAREST<T>);
+        const RealLanes<T> depth = nearest > projected[2] ? nearest : projected[2]; // a NaN stays
+        const RealLanes<T> x = projected[0] / depth / size[0], y = projected[1] / depth / size[1];
+        const IntLanes<T> inside = (x > 0) & (x < 1) & (y > 0) & (y < 1);
+        if (!any(inside)) return;
+        for (int lane = 0; lane < LANES; ++lane) {
+            if (!inside[lane]) continue;
+            const int64_t pair = (p + lane) * n.cameras + cam;
+            to.pairs[to.count++] = pair;
+            to.xy[2 * pair] = x[lane];
+            to.xy[2 * pair + 1] = y[lane];
+            to.depth[pair] = projected[2][lane];
+        }
+    }
+};
+
+// The sums of blocks of anchors: [batch, block, camera, 12].
+template <class T> class ProjectionSums {
+  public:
+    static int64_t bytes(const Call &call) {
+        if (!call.grad_projection.data) return 0;
+        const Sizes n(call);
+        return n.batch * AnchorBlocks(call, n).blocks * n.cameras * OF_MATRIX * int64_t(sizeof(T));
+    }
+    explicit ProjectionSums(const Job &job)
+        : of_block(Sizes(job.call).cameras * OF_MATRIX), all(reinterpret_cast<T *>(job.projection_sums)) {}
+    int64_t numbers() const { return of_block; }
+    T *of(int64_t item) const { return all ? all + item * of_block : nullptr; }
+
+  private:
+    int64_t of_block;
+    T *all;
+};
+
+// Items: (batch, camera).
+template <class T> class ProjectionGradient {
+  public:
+    static int64_t items(const Job &job) { return Sizes(job.call).batch * Sizes(job.call).cameras; }
+    static int64_t scratch_bytes(const Job &) { return 0; }
+    ProjectionGradient(const Job &job, Arena)
+        : grad(job.call.grad_projection), n(job.call), blocks(job.call, n), sums(job) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = item / n.cameras, cam = item % n.cameras;
+        T all[16] = {}; // the last row has no gradient
+        for (int64_t block = b * blocks.blocks; block < (b + 1) * blocks.blocks; ++block)
+            for (int64_t i = 0; i < OF_MATRIX; ++i) all[i] += sums.of(block)[cam * OF_MATRIX + i];
+        TrailingAxes<2>(grad, 2).write(offset2(grad, b, cam), all);
+    }
+
+  private:
+    const mxd_tensor &grad;
+    Sizes n;
+    AnchorBlocks blocks;
+    ProjectionSums<T> sums;
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,106 @@
+// The gradients of sample_locations and weights; with logits, of key points, the projection and logits.
+#pragma once
+
+#include "kernels/aggregation/anchor_gradients.h"
+#include "kernels/aggregation/anchors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: AnchorBlocks.
+template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
+    typedef AnchorWorker<V, T> Base;
+
+  public:
+    using Base::items;
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(pair_size(n)) +
+               AnchorGradients<T>::bytes(n);
+    }
+    SampleGradients(const Job &job, Arena arena)
+        : Base(job, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, 4),
+          of_anchor(job, this->n, arena) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = this->blocks.batch(item);
+        of_anchor.open(item);
+        this->each(
+            b, this->blocks.begin(item), this->blocks.end(item),
+            [&](int64_t a, int64_t unseen) {
+                memset(pair, 0, size_t(pair_size(this->n)) * sizeof(T));
+                write(b, a, unseen, pair, pair);
+            },
+            [&](const Bundle<T> &bundle) { serve(b, bundle); });
+    }
+
+  private:
+    T *dot;  // [row, groups]
+    T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
+    TrailingAxes<2> weights_out;
+    AnchorGradients<T> of_anchor; // with logits
+
+    static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
+
+    void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
+        const mxd_tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
+        const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
+        if (l.data)
+            write_elements(location, at(l, offset2(l, b, a) + p * l.strides[2] + cam * l.strides[3]), l.dtype,
+                           l.strides[4], 2);
+        if (w.data) weights_out.write(offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3], weight);
+    }
+
+    void serve(int64_t b, const Bundle<T> &bundle) {
+        const Sizes &n = this->n;
+        if (n.with_logits && bundle.first) of_anchor.begin();
+        if (bundle.num_pairs > 0) find_dots(b, bundle);
+        for (int64_t i = 0; i < bundle.num_pairs; ++i) {
+            T location[2] = {0, 0}, *weight = n.with_logits ? of_anchor.of_next_pair() : pair;
+            for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
+            if (n.with_logits)
+                of_anchor.add(this->locations, bundle, i, location, weight);
+            else
+                write(b, bundle.anchor, bundle.pairs[i], location, weight);
+        }
+        if (n.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
+    }
+
+    void find_dots(int64_t b, const Bundle<T> &bundle) {
+        const Sizes &n = this->n;
+        const mxd_tensor &grad = this->call.grad_output;
+        const T *g =
+            row_as(at(grad, offset2(grad, b, bundle.anchor)), grad.dtype, grad.strides[2], n.channels, this->row);
+        grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
+    }
+
+    // Adds to location[0], location[1]; writes weight[groups].
+    void sample(const Bundle<T> &bundle, int64_t i, T *location, T *weight) {
+        T slope_x = 0, slope_y = 0;
+        for_pieces<T>(this->n.groups, [&](auto lanes, auto vectors, int64_t c) {
+            constexpr int N = lanes.value;
+            const auto right = broadcast<T, N>(bundle.right[i]), below = broadcast<T, N>(bundle.below[i]);
+            for (int v = 0; v < vectors.value; ++v, c += N) {
+                Vec<T, N> d[4];
+                MXD_UNROLL
+                for (int k = 0; k < 4; ++k) {
+                    const int64_t entry = entry_of<4>(i, k);
+                    d[k] = bundle.inside[entry] ? load<T, N>(dot + entry * this->n.groups + c) : Vec<T, N>{};
+                }
+                const CornerSlopes<Vec<T, N>> slope(d, right, below);
+                store<T, N>(weight + c, slope.sample);
+                const Vec<T, N> w = load<T, N>(bundle.samples.weight(i) + c);
+                slope_x += sum<T, N>(w * slope.dx);
+                slope_y += sum<T, N>(w * slope.dy);
+            }
+        });
+        location[0] += bundle.samples.maps().width(i) * slope_x;
+        location[1] += bundle.samples.maps().height(i) * slope_y;
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,32 @@
+// With logits, where only the gradient of feature_maps is wanted: the totals that the gradients of samples else write.
+#pragma once
+
+#include "kernels/aggregation/anchors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: AnchorBlocks.
+template <class T> class Totals {
+  public:
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * AnchorBlocks(job.call, n).blocks;
+    }
+    static int64_t scratch_bytes(const Job &job) { return AnchorWeights<T>::bytes(Sizes(job.call)); }
+    Totals(const Job &job, Arena arena) : n(job.call), blocks(job.call, n), weights(job, n, arena) {}
+
+    void operator()(int64_t item) {
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.turn(blocks.batch(item), a);
+    }
+
+  private:
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorWeights<T> weights;
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,63 @@
+// The forward direction: each query's rows, summed.
+#pragma once
+
+#include "kernels/attention/worker.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
+// all near, so without SOME_FAR.
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V>
+class Forward : QueryWorker<R, T, Rule> {
+    typedef QueryWorker<R, T, Rule> Base;
+
+  public:
+    typedef R Row;
+    static int64_t scratch_bytes(const Job &job) {
+        return Base::scratch_bytes(job) + Arena::bytes<V>(Sizes(job.call).channels);
+    }
+    Forward(const Job &j, Arena arena)
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
+          far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
+          sum(arena.take<V>(this->n.channels)) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const mxd_tensor &output = this->call.output;
+        // value may have been widened to double, while the output keeps its dtype
+        const bool in_place = output.dtype == this->call.value.dtype && output.strides[3] == 1;
+        const QueryRows outputs(output, b, h, this->n.channels);
+        this->find_value(job, b, h);
+        this->reader.open(b, h);
+        this->queries(
+            blocks.begin(item), blocks.end(item),
+            [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                char *out = outputs.template at_in_turn<true>(q);
+                weighted_sum<V, T, SOME_FAR, R>(slot.address, slot.share, next.address, far, this->num_rows,
+                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
+                if (!in_place) write_sum(out);
+            });
+    }
+
+  private:
+    const Job job;
+    QueryBlocks blocks;
+    FarRows far;
+    V *sum; // of a query, where output has another dtype or stride
+
+    void write_sum(char *out) const {
+        const mxd_tensor &output = this->call.output;
+        if constexpr (same_type<V, T>)
+            write_elements(sum, out, output.dtype, output.strides[3], this->n.channels);
+        else // the dtype is the same, only the stride differs
+            for (int64_t c = 0; c < this->n.channels; ++c)
+                memcpy(out + c * output.strides[3] * int64_t(sizeof(V)), sum + c, sizeof(V));
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,123 @@
+// Levels of one head in memory of their own: where they lie, and how rows get there and back.
+#pragma once
+
+#include "kernels/attention/queries.h"
+#include "kernels/kernels.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in
+// `packed` memory, where a level is packed.
+inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, const char *head, int64_t step,
+                        const PackedLevels &levels, const char *packed, int64_t row_bytes, RowAddresses &rows) {
+    for (int64_t l = 0; l < n.levels; ++l) {
+        const int64_t level = first_level + l, first = l * n.points, last = first + n.points;
+        if (packed && levels.offset[level] >= 0)
+            rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes);
+        else
+            rows.set(first, last, head, step);
+    }
+    rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
+}
+
+// Of a query's rows, those on levels that are not near, and all that lie between them in its list.
+template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevels &levels) {
+    const int64_t first = levels.far_begin * n.points / ROWS * ROWS, end = round_up(levels.far_end * n.points, ROWS);
+    return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
+}
+
+// fn(row of value, its place in packed memory) for the rows of packed levels, as far as chunk `chunk` of `chunks` holds
+// them.
+template <class Byte, class Fn>
+inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t row_bytes, int64_t chunk,
+                        int64_t chunks, Fn &&fn) {
+    if (levels.bytes == 0) return;
+    for (int64_t l = 0; l < call.num_levels; ++l) {
+        if (levels.offset[l] < 0) continue;
+        const Level level = call.levels[l];
+        const int64_t rows = level.height * level.width, end = rows * (chunk + 1) / chunks;
+        Byte *first = packed + levels.offset[l];
+        for (int64_t r = rows * chunk / chunks; r < end; ++r) fn(level.start + r, first + r * row_bytes);
+    }
+}
+
+// A call of memcpy takes as long as a head's row of 128 bytes.
+MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
+    int64_t i = 0;
+    for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) {
+        const auto vector = raw_load<int64_t, VECTOR_BYTES / 8>(from + i);
+        memcpy(to + i, &vector, sizeof vector);
+    }
+    if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
+}
+
+// The rows of a head in a tensor: the first, and bytes from row to row.
+struct HeadRows {
+    char *first;
+    int64_t step;
+
+    HeadRows(const mxd_tensor &t, int64_t b, int64_t h)
+        : first(at(t, offset3(t, b, 0, h))), step(t.strides[1] * element_size(t.dtype)) {}
+};
+
+// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them.
+inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, int64_t row_bytes, char *packed,
+                 int64_t chunk = 0, int64_t chunks = 1) {
+    packed_rows(call, levels, packed, row_bytes, chunk, chunks,
+                [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
+}
+inline void unpack(const Call &call, const PackedLevels &levels, const char *packed, int64_t row_bytes, HeadRows rows) {
+    packed_rows(call, levels, packed, row_bytes, 0, 1,
+                [&](int64_t row, const char *from) { copy_row(from, rows.first + row * rows.step, row_bytes); });
+}
+
+// The same with rows of value that are T in packed memory, in each_vector's order for V. Dtype and strides of the
+// gradient may be any; `row` is memory for one of its rows.
+template <class V, class T>
+inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
+                    int64_t chunks = 1) {
+    const HeadRows rows(call.value, b, h);
+    const int64_t channels = call.value.shape[3];
+    packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), chunk, chunks, [&](int64_t i, char *to) {
+        widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
+    });
+}
+template <class V, class T>
+inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h, T *row) {
+    const mxd_tensor &t = call.grad_value;
+    const HeadRows rows(t, b, h);
+    const int64_t channels = t.shape[3], row_bytes = channels * int64_t(sizeof(T));
+    if (same_type<V, T> && t.dtype == OWN<T> && t.strides[3] == 1) return unpack(call, levels, packed, row_bytes, rows);
+    packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
+        order_row<V, T>(reinterpret_cast<const T *>(from), row, channels);
+        write_elements(row, rows.first + i * rows.step, t.dtype, t.strides[3], channels);
+    });
+}
+
+// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, as rows of
+// Worker::Row, then work on its items. V: the type of value.
+template <class V, class Worker> inline bool over_queries(const Job &given) {
+    typedef typename Worker::Row Row;
+    const Call &call = given.call;
+    const Plan &plan = given.plan;
+    const Sizes n(call);
+    const PackedLevels &levels = plan.packed_value;
+    const Memory memory(levels.bytes);
+    char *packed = memory.begin();
+    const Job job{call, plan, packed, given.reference_sums};
+    const int64_t items = QueryBlocks(call, packed != nullptr).count();
+    if (!packed) return same_type<V, Row> && parallel<Worker>(call.num_threads, items, job);
+    return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
+        const int64_t b = head / n.heads, h = head % n.heads;
+        if constexpr (same_type<V, Row>)
+            pack(call, levels, {call.value, b, h}, n.channels * int64_t(sizeof(V)), packed, chunk, STAGE_CHUNKS);
+        else
+            pack_as<V, Row>(call, levels, b, h, packed, chunk, STAGE_CHUNKS);
+    });
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,72 @@
+// Where the elements of queries lie, query by query: inputs, outputs, copies.
+#pragma once
+
+#include "kernels/attention/sizes.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
+// apart: the hardware's prefetcher does not follow that.
+constexpr int64_t PREFETCH_QUERIES = 8;
+
+// The elements of a tensor for one (batch, head), query by query. Addresses are integers, not pointers: we prefetch
+// past the last query.
+class QueryRows {
+  public:
+    QueryRows() {}
+    // `count` contiguous elements a query, from element `skipped` on.
+    QueryRows(const mxd_tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
+        : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset3(t, b, 0, h) + skipped))),
+          step(t.strides[1] * element_size(t.dtype)) {
+        // as many cache lines as a query can touch: it begins at a multiple of `unit`
+        const int64_t places = first | step | 64, unit = places & -places;
+        const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // place in its first line, at most
+        last_line = (begin + count * element_size(t.dtype) + 63) / 64 * 64 - 64;
+        ahead = PREFETCH_QUERIES * step;
+    }
+    int64_t bytes_of_query() const { return step; }
+    MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
+    // The same, for queries that come one after the other: also prefetches what a later query reads or writes. A write
+    // fetches its line, too.
+    template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
+        const int64_t address = first + query * step, from = address + ahead;
+        __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);
+        __builtin_prefetch(reinterpret_cast<const void *>(from + last_line), TO_WRITE);
+        for (int64_t line = 64; line < last_line; line += 64)
+            __builtin_prefetch(reinterpret_cast<const void *>(from + line), TO_WRITE);
+        return reinterpret_cast<char *>(address);
+    }
+
+  private:
+    int64_t first = 0, step = 0, last_line = 0, ahead = 0;
+};
+
+// Elements of T, query by query, either where QueryRows has them or in a ring of copies.
+template <class T> class PlainRows {
+  public:
+    PlainRows() {}
+    static PlainRows in_place(const QueryRows &rows) { return {rows.at(0), rows.bytes_of_query(), -1}; }
+    // count: a power of two. A copy stays until that of the query `count` later.
+    static PlainRows ring(int64_t count, int64_t elements, Arena &arena) {
+        const int64_t step = Arena::bytes<T>(elements);
+        char *memory = arena.take<char>(count * step);
+        memset(memory, 0, size_t(count * step)); // whole vectors are read, of which not all was written
+        return {memory, step, count - 1};
+    }
+    static int64_t bytes(int64_t count, int64_t elements) { return count * Arena::bytes<T>(elements); }
+    MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + (query & mask) * step); }
+    MXD_INLINE T *operator[](int64_t query) const { return reinterpret_cast<T *>(at(query)); }
+
+    int64_t step = 0; // bytes from query to query
+
+  private:
+    int64_t first = 0, mask = 0;
+
+    PlainRows(char *at, int64_t bytes, int64_t wrap) : step(bytes), first(reinterpret_cast<int64_t>(at)), mask(wrap) {}
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

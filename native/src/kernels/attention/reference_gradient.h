@@ -1,0 +1,72 @@
+// The gradient of reference points, which all heads share. Each head has sums of its own, at most as many as value's
+// locations have numbers over num_points or num_levels; they are added in the order of the heads, so that threads do
+// not matter.
+#pragma once
+
+#include "kernels/attention/sizes.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+template <class T> class ReferenceSums {
+  public:
+    static int64_t numbers(const Call &call) { return call.reference.shape[2] * call.reference.shape[3]; }
+    static int64_t bytes(const Call &call) {
+        const Sizes n(call);
+        return n.batch * n.heads * n.queries * numbers(call) * int64_t(sizeof(T)) + 1; // never nothing
+    }
+    explicit ReferenceSums(const Job &job)
+        : n(job.call), of_query(numbers(job.call)), all(reinterpret_cast<T *>(job.reference_sums)) {}
+
+    // Queries of this (batch, head) are meant from now on.
+    void open(int64_t b, int64_t h) { opened = all ? all + (b * n.heads + h) * n.queries * of_query : nullptr; }
+    MXD_INLINE T *of(int64_t q) const { return opened ? opened + q * of_query : nullptr; }
+
+  private:
+    Sizes n;
+    int64_t of_query;
+    T *all, *opened = nullptr;
+};
+
+// Items: blocks of queries, of all batches together.
+template <class T> class ReferenceGradient {
+  public:
+    static int64_t scratch_bytes(const Job &job) { return Arena::bytes<T>(ReferenceSums<T>::numbers(job.call)); }
+    ReferenceGradient(const Job &job, Arena arena)
+        : grad(job.call.grad_reference), n(job.call), sums(job), numbers(ReferenceSums<T>::numbers(job.call)),
+          row(arena.take<T>(numbers)) {}
+
+    static int64_t items(const Job &job) { return job.call.value.shape[0] * blocks(Sizes(job.call)); }
+    void operator()(int64_t item) {
+        const int64_t b = item / blocks(n), block = item % blocks(n);
+        for (int64_t q = n.queries * block / blocks(n); q < n.queries * (block + 1) / blocks(n); ++q) write(b, q);
+    }
+
+  private:
+    const mxd_tensor &grad;
+    Sizes n;
+    ReferenceSums<T> sums;
+    int64_t numbers;
+    T *row;
+
+    static int64_t blocks(const Sizes &n) { return n.queries < 64 ? n.queries : 64; }
+
+    void write(int64_t b, int64_t q) {
+        for (int64_t i = 0; i < numbers; ++i) row[i] = 0;
+        for (int64_t h = 0; h < n.heads; ++h) {
+            sums.open(b, h);
+            const T *of_head = sums.of(q);
+            for (int64_t i = 0; i < numbers; ++i) row[i] += of_head[i];
+        }
+        TrailingAxes<2>(grad, 2).write(b * grad.strides[0] + q * grad.strides[1], row);
+    }
+};
+
+template <class T> inline bool add_up_heads(const Job &job) {
+    return parallel<ReferenceGradient<T>>(job.call.num_threads, ReferenceGradient<T>::items(job), job);
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

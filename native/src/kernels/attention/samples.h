@@ -1,0 +1,156 @@
+// The gradients of samples: of their locations and weights.
+#pragma once
+
+#include "kernels/attention/reference_gradient.h"
+#include "kernels/attention/worker.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Writes a gradient of OF_EACH numbers a sample, query by query. If dtype and strides allow it, whole vectors are
+// written in place as they are worked out. Everything else goes through scratch memory.
+template <class T, int AXES, int OF_EACH> class SampleOutput {
+  public:
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
+    SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
+        : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
+          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
+
+    void open(int64_t b, int64_t h) {
+        if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
+    }
+    MXD_INLINE T *begin(int64_t q) const {
+        char *to = tensor.data ? queries.template at_in_turn<true>(q) : nullptr;
+        return direct ? reinterpret_cast<T *>(to) : scratch;
+    }
+    // Where samples i..i+LANES-1 of a query are written. begun: what begin() returned.
+    MXD_INLINE T *of_vector(T *begun, int64_t i) const { return i < in_vectors ? begun : scratch; }
+    T *memory() const { return scratch; }
+    int64_t whole_vectors() const { return in_vectors; }
+    bool in_whole_vectors() const { return direct && in_vectors == samples; }
+    MXD_INLINE void end(int64_t q, T *begun) const {
+        if (tensor.data && !direct) axes.write_at(queries.at(q), scratch);
+        if (direct && in_vectors < samples)
+            memcpy(begun + in_vectors * OF_EACH, scratch + in_vectors * OF_EACH,
+                   size_t((samples - in_vectors) * OF_EACH) * sizeof(T));
+    }
+
+  private:
+    const mxd_tensor &tensor;
+    TrailingAxes<AXES> axes;
+    int64_t samples, in_vectors;
+    bool direct;
+    T *scratch; // of a query
+    QueryRows queries;
+};
+
+// From the dot products of a query's rows with grad_output to the gradients of its samples.
+template <class T, template <class> class Rule> class SampleOutputs {
+  public:
+    T *dot; // of each row
+
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<T>(4 * n.room()) + SampleOutput<T, 3, 2>::bytes(n) + SampleOutput<T, 2, 1>::bytes(n);
+    }
+    SampleOutputs(const Job &job, const Sizes &sizes, Arena &arena)
+        : dot(arena.take<T>(4 * sizes.room())), n(sizes), xy(job.call.grad_locations, n, arena),
+          weights(job.call.grad_weights, n, arena), sums(job) {
+        memset(dot, 0, size_t(4 * n.room()) * sizeof(T));
+    }
+    void open(int64_t b, int64_t h) {
+        xy.open(b, h);
+        weights.open(b, h);
+        sums.open(b, h);
+        at_once = n.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.of(0);
+    }
+    MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        if (n.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
+            return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
+        if constexpr (Rule<T>::CORNERS == 4)
+            if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);
+        if (n.with_logits) return write_turned(q, query, reader);
+        T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            Rule<T>::gradients(own, dots, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
+        });
+        xy.end(q, grad_xy);
+        weights.end(q, grad_weight);
+    }
+
+  private:
+    Sizes n;
+    SampleOutput<T, 3, 2> xy;
+    SampleOutput<T, 2, 1> weights;
+    ReferenceSums<T> sums;
+    // With logits: whole vectors are written in place, and reference points have no gradient.
+    bool at_once = false;
+
+    // op(first of LANES samples, the query, dot) for all samples of a query. The query is a copy, which stays in
+    // registers while gradients are written.
+    template <class Op> MXD_INLINE void each_vector(const Query<T> &query, int64_t padded, Op &&op) const {
+        const Query<T> own = query;
+        const T *dots = dot;
+        for (int64_t i = 0; i < padded; i += LANES) op(i, own, dots);
+    }
+
+    MXD_INLINE void write_at_once(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        T *grad_offsets = xy.begin(q), *grad_weight = weights.memory();
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
+        });
+        reader.with_logits().logit_gradients(q, grad_weight, weights.whole_vectors(), weights.begin(q));
+    }
+    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+        const Logits<T> &logits = reader.with_logits();
+        T *grad_xy = xy.memory(), *grad_weight = weights.memory();
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
+            if (logits.has_boxes())
+                Rule<T>::template gradients<false>(own, dots, i, grad_xy, grad_weight);
+            else
+                Rule<T>::template gradients<true>(own, dots, i, grad_xy, grad_weight);
+        });
+        T *grad_offsets = xy.begin(q), *grad_logits = weights.begin(q);
+        logits.offset_gradients(q, grad_xy, xy.whole_vectors(), grad_offsets, sums.of(q));
+        logits.logit_gradients(q, grad_weight, weights.whole_vectors(), grad_logits);
+        xy.end(q, grad_offsets);
+        weights.end(q, grad_logits);
+    }
+};
+
+// The gradients of samples alone. Items: QueryBlocks.
+template <class V, class T, template <class> class Rule> class SampleGradients : QueryWorker<V, T, Rule> {
+    typedef QueryWorker<V, T, Rule> Base;
+
+  public:
+    typedef V Row;
+    static int64_t scratch_bytes(const Job &job) {
+        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
+    }
+    SampleGradients(const Job &j, Arena arena)
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, this->n, arena) {}
+
+    void operator()(int64_t item) {
+        const int64_t b = blocks.batch(item), h = blocks.head(item);
+        const OutputGradient<T> grad_output(this->call, b, h, this->row);
+        this->find_value(job, b, h);
+        this->reader.open(b, h);
+        samples.open(b, h);
+        this->queries(
+            blocks.begin(item), blocks.end(item), [](T *, int64_t, const auto &) {},
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                const T *g = grad_output.of(q);
+                dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
+                samples.write(q, slot.query, this->reader);
+            });
+    }
+
+  private:
+    const Job job;
+    QueryBlocks blocks;
+    SampleOutputs<T, Rule> samples;
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,77 @@
+// The gradient of value, by bands of rows: where threads are more than heads, and where the gradient is buffered
+// because kernels do not compute in its dtype or its channels are not contiguous.
+#pragma once
+
+#include "kernels/attention/worker.h"
+#include "kernels/shared/bands.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: (batch, head, band).
+template <class T, template <class> class Rule> class ValueByBands {
+  public:
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * n.heads * job.plan.num_bands;
+    }
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return QueryReader<T>::bytes(n) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(n.room()) +
+               Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(n.room());
+    }
+    ValueByBands(const Job &job, Arena arena)
+        : call(job.call), plan(job.plan), n(job.call), reader(job.call, n, arena), query(n, reader, arena),
+          lists{{arena, n.room()}, {arena, n.room()}, {arena, n.room()}, {arena, n.room()}},
+          row(arena.take<T>(n.channels)), band(call, plan, n.channels, arena), reach(arena, n.room()) {}
+
+    void operator()(int64_t item) {
+        const int64_t h = item / plan.num_bands % n.heads, b = item / plan.num_bands / n.heads;
+        band.open(item % plan.num_bands, offset3(call.grad_value, b, 0, h), call.grad_value.strides[1],
+                  call.grad_value.strides[3]);
+        int64_t first, last;
+        band.levels_touched(first, last);
+        if (first < last) add_queries(b, h, first, last);
+        band.close();
+    }
+
+  private:
+    const Call &call;
+    const Plan &plan;
+    Sizes n;
+    QueryReader<T> reader;
+    Query<T> query;
+    ScatterList<T> lists[SLOTS];
+    T *row;
+    Band<T> band;
+    BandReach<T> reach;
+
+    // Samples of levels first..last-1.
+    void add_queries(int64_t b, int64_t h, int64_t first, int64_t last) {
+        const OutputGradient<T> grad_output(call, b, h, row);
+        while (first * n.points % ROWS != 0) --first; // lists take ROWS samples at a time, in every band the same
+        reader.use_levels(first, last);
+        reach.set_levels(call.levels, first, last, n.points, reader.padded, band);
+        reader.open(b, h);
+        ahead(
+            0, n.queries,
+            [&](int64_t q, int64_t slot) {
+                reader.read(q, query);
+                lists[slot].count = 0;
+                for (int64_t i = 0; i < reader.padded; i += LANES)
+                    if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
+                        lists[slot].add(Rule<T>::rows(query, i), band);
+            },
+            [&](int64_t q, int64_t slot, int64_t next) {
+                const ScatterList<T> &list = lists[slot];
+                if (list.count > 0)
+                    scatter_add<T>(list.address, list.share, lists[next].address, list.count, n.channels,
+                                   grad_output.of(q));
+            });
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,65 @@
+// The gradient of value, by heads or by parts of heads. A worker owns the rows that it adds to. They lie in grad_value;
+// only those of packed levels lie in memory of the worker, and go to grad_value when the head is done.
+#pragma once
+
+#include "kernels/attention/worker.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
+// zero.
+template <class T, template <class> class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
+    typedef QueryWorker<T, T, Rule> Base;
+
+  public:
+    static int64_t parts(const Plan &plan) { return plan.parts > 1 ? plan.parts : 1; }
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * n.heads * parts(job.plan);
+    }
+    static int64_t scratch_bytes(const Job &job) {
+        return Base::scratch_bytes(job) + Arena::bytes<char>(job.plan.packed_gradient.bytes);
+    }
+    ValueByHeads(const Job &j, Arena arena)
+        : Base(j, arena), plan(j.plan), packed(arena.take<char>(plan.packed_gradient.bytes)) {}
+
+    void operator()(int64_t item) {
+        const Call &call = this->call;
+        const int64_t part = item % parts(plan), h = item / parts(plan) % this->n.heads,
+                      b = item / parts(plan) / this->n.heads;
+        const OutputGradient<T> grad_output(call, b, h, this->row);
+        open(b, h, call.num_levels * part / parts(plan), call.num_levels * (part + 1) / parts(plan));
+        this->queries(
+            0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
+            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+                scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
+                               grad_output.of(q));
+            });
+        close(b, h);
+    }
+
+  private:
+    const Plan &plan;
+    char *packed; // levels of plan.packed_gradient
+
+    int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
+
+    void open(int64_t b, int64_t h, int64_t first_level, int64_t last_level) {
+        const mxd_tensor &grad = this->call.grad_value;
+        memset(packed, 0, size_t(plan.packed_gradient.bytes));
+        this->use_levels(first_level, last_level);
+        this->reader.open(b, h);
+        find_levels(this->call, this->n, first_level, at(grad, offset3(grad, b, 0, h)),
+                    grad.strides[1] * int64_t(sizeof(T)), plan.packed_gradient,
+                    plan.packed_gradient.bytes > 0 ? packed : nullptr, row_bytes(), this->rows);
+    }
+    void close(int64_t b, int64_t h) {
+        unpack(this->call, plan.packed_gradient, packed, row_bytes(), {this->call.grad_value, b, h});
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,58 @@
+// The window of geometric_kernel_attention_with_logits: pixel = reference * (W, H) + window, which is then
+// rounded, halves to even.
+#pragma once
+
+#include "kernels/attention/sizes.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Each operation rounds by itself, as in torch, because another pixel is another row.
+template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *place) {
+    return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(place);
+}
+
+// x clamped to 0..last.
+template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
+    x = x > 0 ? x : Ints{};
+    return x < last ? x : last;
+}
+
+template <class T> class Window {
+  public:
+    static int64_t bytes(const Sizes &n) { return n.has_window ? 2 * Arena::bytes<T>(n.room()) : 0; }
+    Window() {}
+    Window(const Sizes &n, Arena &arena) : points(n.points) {
+        if (!n.has_window) return;
+        x_of = arena.take<T>(n.room());
+        y_of = arena.take<T>(n.room());
+        for (int64_t i = 0; i < n.room(); ++i) x_of[i] = y_of[i] = 0; // padding
+    }
+    bool exists() const { return x_of != nullptr; }
+
+    // For samples in the order of Maps::set_levels.
+    void set(const mxd_tensor &window, int64_t samples) {
+        for (int64_t i = 0; i < samples; ++i) {
+            T place[2] = {0, 0};
+            read_elements(at(window, i % points * window.strides[0]), window.dtype, window.strides[1], 2, place);
+            x_of[i] = place[0];
+            y_of[i] = place[1];
+        }
+    }
+
+    // Of samples i..i+LANES-1, before they are rounded.
+    MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x,
+                          RealLanes<T> &y) const {
+        x = around_reference<LANES>(reference[0], maps.width, x_of + i);
+        y = around_reference<LANES>(reference[1], maps.height, y_of + i);
+    }
+
+  private:
+    int64_t points = 0;
+    T *x_of = nullptr, *y_of = nullptr; // of each sample
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

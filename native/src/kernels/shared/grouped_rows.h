@@ -1,0 +1,160 @@
+// All arithmetic on rows whose channels come in groups: share[i * groups + g] is the share of group g of row i.
+//
+//   grouped_sum    out    += sum over i of  share[i][group] * row[i]
+//   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
+//   grouped_add    row[i] += share[i][group] * g
+//
+// Lists of rows are as in rows.h, with ROWS_AHEAD addresses more, which are prefetched.
+#pragma once
+
+#include "kernels/shared/rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// How many rows ahead are prefetched. A row may be a kilobyte, so a few are enough.
+constexpr int ROWS_AHEAD = 8;
+
+// The most vectors that a walk over the rows holds in registers.
+constexpr int PASS_VECTORS = VECTOR_BYTES == 64 ? 16 : 8;
+
+template <class T, int K, class Op> inline void for_groups_together(int64_t groups, Op &&op) {
+    constexpr int G = PASS_VECTORS / K;
+    int64_t g = 0;
+    for (; g + G <= groups; g += G) op(Count<WIDTH<T>>(), Count<K>(), Count<G>(), g, int64_t(0));
+    for (; g < groups; ++g) op(Count<WIDTH<T>>(), Count<K>(), Count<1>(), g, int64_t(0));
+}
+
+// op(Count<lanes>, Count<vectors of a group>, Count<groups>, first group, first channel within it) for pieces that
+// cover all groups of `channels` channels.
+template <class T, class Op> inline void for_groups(int64_t groups, int64_t channels, Op &&op) {
+    if (channels == WIDTH<T>) return for_groups_together<T, 1>(groups, op);
+    if (channels == 2 * WIDTH<T>) return for_groups_together<T, 2>(groups, op);
+    if (channels == 4 * WIDTH<T>) return for_groups_together<T, 4>(groups, op);
+    for (int64_t g = 0; g < groups; ++g)
+        for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) { op(lanes, vectors, Count<1>(), g, c); });
+}
+
+// Rows are summed SUM_ROWS at a time, so that rounding errors do not pile up over thousands of them.
+constexpr int64_t SUM_ROWS = 32;
+
+template <class V, class T, int N, int K, int G>
+inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel,
+                              T *out) {
+    for (int64_t first = 0; first < n; first += SUM_ROWS) {
+        const int64_t end = first + SUM_ROWS < n ? first + SUM_ROWS : n;
+        Vec<T, N> sums[G][K] = {};
+        for (int64_t i = first; i < end; ++i) {
+            const V *row = row_at<const V>(address[i], channel);
+            ask_for<G * PIECE_BYTES<V, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
+            MXD_UNROLL
+            for (int g = 0; g < G; ++g)
+                add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
+        }
+        MXD_UNROLL
+        for (int g = 0; g < G; ++g) {
+            put_in_order<V, T, N, K>(sums[g]);
+            MXD_UNROLL
+            for (int k = 0; k < K; ++k) {
+                T *to = out + (g * K + k) * N;
+                store<T, N>(to, load<T, N>(to) + sums[g][k]);
+            }
+        }
+    }
+}
+
+template <class V, class T>
+inline void grouped_sum(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels, T *out) {
+    for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t g, int64_t c) {
+        const int64_t first = g * channels + c;
+        grouped_sum_piece<V, T, lanes.value, vectors.value, together.value>(address, share + g, groups, n, first,
+                                                                            out + first);
+    });
+}
+
+// n is a multiple of ROWS.
+template <class V, class T, int N, int K, int G>
+inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n, int64_t channel, const T *g, T *dot,
+                               bool accumulate) {
+    constexpr int R = G < 4 ? 4 / G : 1; // rows a turn: sums come four at a time
+    Vec<T, N> factor[G][K];
+    MXD_UNROLL
+    for (int group = 0; group < G; ++group) read_factors<V, T, N, K>(g + group * K * N, factor[group]);
+    for (int64_t i = 0; i < n; i += R) {
+        Vec<T, N> products[R * G];
+        MXD_UNROLL
+        for (int r = 0; r < R; ++r) {
+            const V *row = row_at<const V>(address[i + r], channel);
+            ask_for<G * PIECE_BYTES<V, N, K>>(address[i + r + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
+            MXD_UNROLL
+            for (int group = 0; group < G; ++group)
+                products[r * G + group] = multiply_row<V, T, N, K>(row + group * K * N, factor[group]);
+        }
+        MXD_UNROLL
+        for (int four = 0; four < R * G; four += 4) {
+            const Vec<T, N> some[4] = {products[four], products[four + 1], products[four + 2], products[four + 3]};
+            const Vec<T, 4> sums = sums_of_four<T, N>(some);
+            MXD_UNROLL
+            for (int s = 0; s < 4; ++s) {
+                T &to = dot[(i + (four + s) / G) * groups + (four + s) % G];
+                to = accumulate ? to + sums[s] : sums[s];
+            }
+        }
+    }
+}
+
+template <class V, class T>
+inline void grouped_dots(const int64_t *address, int64_t n, int64_t groups, int64_t channels, const T *g, T *dot) {
+    if (channels == 0) memset(dot, 0, size_t(n * groups) * sizeof(T));
+    for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
+        const int64_t first = group * channels + c;
+        grouped_dots_piece<V, T, lanes.value, vectors.value, together.value>(address, groups, n, first, g + first,
+                                                                             dot + group, c > 0);
+    });
+}
+
+template <class T, int N, int K, int G>
+inline void grouped_add_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel,
+                              const T *g) {
+    Vec<T, N> factor[G][K];
+    MXD_UNROLL
+    for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
+    for (int64_t i = 0; i < n; ++i) {
+        T *row = row_at<T>(address[i], channel);
+        ask_for<G * PIECE_BYTES<T, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(T)));
+        MXD_UNROLL
+        for (int group = 0; group < G; ++group) {
+            const Vec<T, N> s = broadcast<T, N>(share[i * groups + group]);
+            MXD_UNROLL
+            for (int k = 0; k < K; ++k) {
+                T *to = row + (group * K + k) * N;
+                store<T, N>(to, load<T, N>(to) + s * factor[group][k]);
+            }
+        }
+    }
+}
+
+template <class T>
+inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels,
+                        const T *g) {
+    for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
+        const int64_t first = group * channels + c;
+        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, share + group, groups, n, first,
+                                                                         g + first);
+    });
+}
+
+// to = factor * from
+template <class T> inline void scaled(const T *from, T factor, int64_t n, T *to) {
+    for_pieces<T>(n, [&](auto lanes, auto vectors, int64_t c) {
+        constexpr int N = lanes.value;
+        MXD_UNROLL
+        for (int k = 0; k < vectors.value; ++k)
+            store<T, N>(to + c + k * N, broadcast<T, N>(factor) * load<T, N>(from + c + k * N));
+    });
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

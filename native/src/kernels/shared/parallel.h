@@ -1,0 +1,123 @@
+// The one loop over threads.
+#pragma once
+
+#include "kernels/shared/simd.h"
+#include "threads/lent_threads.h"
+#include "threads/threads.h"
+
+#include <stdint.h>
+#include <stdlib.h>
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Hands out scratch memory. Each array begins at a cache line.
+class Arena {
+  public:
+    explicit Arena(char *memory) : next(memory) {}
+    template <class T> T *take(int64_t count) {
+        T *array = reinterpret_cast<T *>(next);
+        next += bytes<T>(count);
+        return array;
+    }
+    template <class T> static int64_t bytes(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 64; }
+
+  private:
+    char *next;
+};
+
+// Memory that begins at a cache line; none for 0 bytes, or where there is none.
+class Memory {
+  public:
+    explicit Memory(int64_t bytes) : memory(bytes > 0 ? static_cast<char *>(malloc(size_t(bytes) + 64)) : nullptr) {}
+    Memory(const Memory &) = delete;
+    ~Memory() { free(memory); }
+    char *begin() const { return memory ? memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) : nullptr; }
+
+  private:
+    char *memory;
+};
+
+constexpr int64_t STAGE_CHUNKS = 64;
+
+struct Nothing {};
+
+// What the threads of a loop share. Units are chunks and items, numbered stage by stage, and taken one by one. Who
+// takes a unit waits until those that come before its stage, or before its stage's items, are done. They were taken
+// before it, by threads that are at work. So the loop ends for any number of threads, also if bodies run one after the
+// other. Begin may be Nothing: then there are no chunks, and nobody waits.
+template <class Worker, class Args, class Begin> struct Loop {
+    int64_t stages, per_stage;
+    const Args &args;
+    const Begin &begin;
+    char *memory;
+    int64_t scratch; // bytes of a body
+    alignas(64) int64_t taken = 0;
+    alignas(64) int64_t done = 0;
+    int used = 0; // bodies that had work
+
+    static void body(void *context, int index) { static_cast<Loop *>(context)->work(index); }
+
+  private:
+    static constexpr int64_t CHUNKS = same_type<Begin, Nothing> ? 0 : STAGE_CHUNKS;
+
+    int64_t take() { return __atomic_fetch_add(&taken, 1, __ATOMIC_RELAXED); }
+
+    void work(int index) {
+        const int64_t units = stages * (CHUNKS + per_stage);
+        int64_t unit = take();
+        if (unit >= units) return;
+        __atomic_fetch_add(&used, 1, __ATOMIC_RELAXED);
+        Worker worker(args, Arena(memory + index * scratch));
+        for (; unit < units; unit = take()) {
+            do_unit(worker, unit / (CHUNKS + per_stage), unit % (CHUNKS + per_stage));
+            __atomic_fetch_add(&done, 1, __ATOMIC_RELEASE);
+        }
+    }
+
+    void do_unit(Worker &worker, int64_t stage, int64_t place) {
+        wait_until_done(stage * (CHUNKS + per_stage) + (place < CHUNKS ? 0 : CHUNKS));
+        if constexpr (CHUNKS > 0)
+            if (place < CHUNKS) return begin(stage, place);
+        worker(stage * per_stage + place - CHUNKS);
+    }
+
+    void wait_until_done(int64_t units) const {
+        if constexpr (CHUNKS > 0) wait_for(&done, units);
+    }
+};
+
+// Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
+//
+// The items come in equal stages, one after the other. Before the items of a stage the threads do begin(stage, chunk)
+// for chunks 0..STAGE_CHUNKS-1, and wait for each other.
+template <class Worker, class Args, class Begin>
+bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args &args, const Begin &begin) {
+    if (items <= 0) return true;
+    const int64_t per_stage = items / stages;
+    LentThreads *lent = lent_threads();
+    int threads = lent ? lent->most : num_threads < 1 ? 1 : num_threads;
+    if (per_stage < threads) threads = int(per_stage);
+    const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
+    int64_t bytes;
+    if (__builtin_mul_overflow(scratch, threads, &bytes)) return false;
+    const Memory memory(bytes);
+    if (!memory.begin()) return false;
+    Loop<Worker, Args, Begin> loop{stages, per_stage, args, begin, memory.begin(), scratch};
+    if (lent) {
+        lent->run(lent->lender, threads, loop.body, &loop);
+        if (loop.used > lent->used) lent->used = loop.used;
+    } else {
+        run_on_threads(threads, loop.body, &loop);
+    }
+    return true;
+}
+
+template <class Worker, class Args> bool parallel(int num_threads, int64_t items, const Args &args) {
+    return parallel_stages<Worker>(num_threads, 1, items, args, Nothing{});
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,379 @@
+// All arithmetic on rows. A row is the contiguous channels of one pixel, in one of the storage types V; arithmetic is
+// in T, and weighted_sum stores its result as V. Rows that are read often may be of T, widened once by widen_row.
+//
+//   weighted_sum           out     = sum over i of  share[i] * row[i]
+//   dots                   dot[i]  = sum over channels of  g * row[i]
+//   scatter_add            row[i] += share[i] * g
+//   dots_and_scatter_add   both, with rows of one tensor and the same rows of another
+//
+// A list of rows is addresses and shares. Its length is a multiple of ROWS; the padding has share 0 or is a row of
+// zeros. `next` is a list of as many addresses to prefetch; any address is harmless.
+//
+// Channels are cut into pieces of 8, 4, 2, 1 vectors, then a half, a quarter ... of a vector, down to one channel. Each
+// piece goes once through the whole list, with its accumulators in registers. So there are no masks, nothing is read
+// past a row's end, and each channel meets the same operations in the same order for any number of threads.
+#pragma once
+
+#include "kernels/shared/simd.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Rows of a list that are read together.
+constexpr int ROWS = 4;
+
+// Of a list of rows, those that are far enough for a prefetch to pay: from `begin` on, `count`.
+struct FarRows {
+    int64_t begin = 0, count = INT64_MAX;
+
+    MXD_INLINE bool holds(int64_t i) const { return uint64_t(i - begin) < uint64_t(count); }
+};
+
+template <int N> struct Count {
+    static constexpr int value = N;
+};
+
+// op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
+template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&op) {
+    // nearly every model has 32 channels a head: one piece, which the compiler knows to begin at 0
+    if constexpr (sizeof(T) == 4)
+        if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
+    int64_t c = 0;
+    for (; channels - c >= 8 * WIDTH<T>; c += 8 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<8>(), c);
+    const int64_t rest = channels - c;
+    if (rest & 4 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<4>(), c), c += 4 * WIDTH<T>;
+    if (rest & 2 * WIDTH<T>) op(Count<WIDTH<T>>(), Count<2>(), c), c += 2 * WIDTH<T>;
+    if (rest & WIDTH<T>) op(Count<WIDTH<T>>(), Count<1>(), c), c += WIDTH<T>;
+    if (c == channels) return;
+    if constexpr (WIDTH<T> > 8)
+        if (rest & 8) op(Count<8>(), Count<1>(), c), c += 8;
+    if constexpr (WIDTH<T> > 4)
+        if (rest & 4) op(Count<4>(), Count<1>(), c), c += 4;
+    if constexpr (WIDTH<T> > 2)
+        if (rest & 2) op(Count<2>(), Count<1>(), c), c += 2;
+    if (rest & 1) op(Count<1>(), Count<1>(), c);
+}
+
+// op(Count<lanes>, first channel) for each vector of `channels`.
+template <class T, class Op> inline void for_vectors(int64_t channels, Op &&op) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        MXD_UNROLL
+        for (int k = 0; k < vectors.value; ++k) op(lanes, c + k * lanes.value);
+    });
+}
+
+// const V for rows that are read.
+template <class V> MXD_INLINE V *row_at(int64_t address, int64_t channel) {
+    return reinterpret_cast<V *>(address + channel * int64_t(sizeof(V)));
+}
+
+template <class V, int N, int K> constexpr int PIECE_BYTES = K * N * int(sizeof(V));
+
+// Prefetches the cache lines of BYTES bytes from an address on. Any address is harmless.
+template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
+    MXD_UNROLL
+    for (int line = 0; line < (BYTES + 63) / 64; ++line)
+        __builtin_prefetch(reinterpret_cast<const void *>(address + 64 * line));
+}
+
+// Two vectors of bfloat16 are read as one vector of words. A word's upper half is a float as it stands, its lower half
+// needs a shift. That is cheaper than widening one vector after the other. It separates even and odd channels, so
+// sums and factors are put in the same order, once.
+template <class V, class T, int N, int K>
+constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
+
+// op(vector k, k) for K vectors of a row. In words, vector k holds the even channels of two vectors, and k + 1 the odd.
+template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(const V *row, Op &&op) {
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) {
+            const Vec<uint32_t, N> words = raw_load<uint32_t, N>(row + k * N);
+            op(bits_as<Vec<float, N>>(Vec<uint32_t, N>(words << 16)), k);
+            op(bits_as<Vec<float, N>>(Vec<uint32_t, N>(words & 0xffff0000u)), k + 1);
+        }
+    } else {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) op(load<T, N>(row + k * N), k);
+    }
+}
+// sums += factor * row
+template <class V, class T, int N, int K>
+MXD_INLINE void add_row(const V *row, Vec<T, N> factor, Vec<T, N> (&sums)[K]) {
+    each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) { sums[k] += factor * v; });
+}
+template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N> (&sums)[K]) {
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
+    }
+}
+// Stores K vectors in each_vector's order as a row.
+template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, const Vec<T, N> (&vectors)[K]) {
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) {
+            const Vec<uint32_t, N> words =
+                rounded_to_bfloat16<N>(vectors[k]) >> 16 | (rounded_to_bfloat16<N>(vectors[k + 1]) & 0xffff0000u);
+            memcpy(row + k * N, &words, sizeof words);
+        }
+    } else {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) store<T, N>(row + k * N, vectors[k]);
+    }
+}
+
+// A row of V as T, its channels in each_vector's order; and a row of T in that order, its channels in theirs.
+template <class V, class T> inline void widen_row(const V *row, T *widened, int64_t channels) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        constexpr int N = lanes.value;
+        each_vector<V, T, N, vectors.value>(row + c, [&](Vec<T, N> v, int k) { store<T, N>(widened + c + k * N, v); });
+    });
+}
+template <class V, class T> inline void order_row(const T *widened, T *ordered, int64_t channels) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        constexpr int N = lanes.value, K = vectors.value;
+        Vec<T, N> row[K];
+        for (int k = 0; k < K; ++k) row[k] = load<T, N>(widened + c + k * N);
+        put_in_order<V, T, N, K>(row);
+        for (int k = 0; k < K; ++k) store<T, N>(ordered + c + k * N, row[k]);
+    });
+}
+
+// One piece of weighted_sum, of rows of type Row: V, or T in each_vector's order for V. Several sets of accumulators
+// hide the latency of the multiply-add: K vectors in SETS sets give at least 8 independent chains where registers
+// allow. Prefetches stand between the rows that are added: all before them, the vendor's example takes a twentieth
+// longer.
+template <class V, class T, int N, int K, bool SOME_FAR, class Row = V>
+inline void weighted_sum_piece(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
+                               int64_t channel, V *out) {
+    constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
+    Vec<T, N> sums[SETS][K] = {};
+    const auto add = [&](int64_t i, int r) __attribute__((always_inline)) {
+        const Vec<T, N> factor = broadcast<T, N>(share[i + r]);
+        add_row<Row, T, N, K>(row_at<const Row>(address[i + r], channel), factor, sums[r % SETS]);
+    };
+    for (int64_t i = 0; i < n; i += ROWS) {
+        if (SOME_FAR && far.holds(i)) {
+            MXD_UNROLL
+            for (int r = 0; r < ROWS; ++r) {
+                ask_for<PIECE_BYTES<Row, N, K>>(next[i + r] + channel * int64_t(sizeof(Row)));
+                add(i, r);
+            }
+        } else {
+            MXD_UNROLL
+            for (int r = 0; r < ROWS; ++r) add(i, r);
+        }
+    }
+    MXD_UNROLL
+    for (int s = 1; s < SETS; ++s) {
+        MXD_UNROLL
+        for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
+    }
+    store_row<V, T, N, K>(out, sums[0]);
+}
+
+// Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
+template <class V, class T, bool SOME_FAR, class Row = V>
+inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
+                         int64_t channels, V *out) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, share, next, far, n, c, out + c);
+    });
+}
+
+// Four vectors, each folded to one number, side by side. Folding them together takes half the steps of folding each by
+// itself. fold(a, b) is lane by lane.
+template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec<T, N> (&v)[4], Fold &&fold) {
+    typedef Vec<int32_t, N> I;
+    if constexpr (!same_type<T, float>) {
+        const auto folded = [&](Vec<T, N> x) __attribute__((always_inline)) { return folded_lanes<T, N>(x, fold); };
+        return Vec<T, 4>{folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
+    } else if constexpr (N == 4) {
+        const Vec<float, 4> a = fold(MXD_SHUFFLE(v[0], v[1], I, 0, 4, 1, 5), MXD_SHUFFLE(v[0], v[1], I, 2, 6, 3, 7));
+        const Vec<float, 4> b = fold(MXD_SHUFFLE(v[2], v[3], I, 0, 4, 1, 5), MXD_SHUFFLE(v[2], v[3], I, 2, 6, 3, 7));
+        return fold(MXD_SHUFFLE(a, b, I, 0, 1, 4, 5), MXD_SHUFFLE(a, b, I, 2, 3, 6, 7));
+    } else if constexpr (N == 8) {
+        const auto halves = [&](Vec<float, 8> a, Vec<float, 8> b) __attribute__((always_inline)) { // of a, then of b
+            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11),
+                        MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15));
+        };
+        const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+        const Vec<float, 8> pairs = // of 0, 2, 1, 3
+            fold(MXD_SHUFFLE(a, b, I, 0, 1, 8, 9, 4, 5, 12, 13), MXD_SHUFFLE(a, b, I, 2, 3, 10, 11, 6, 7, 14, 15));
+        const Vec<float, 8> all = fold(pairs, MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6));
+        return four_of<0>(MXD_SHUFFLE(all, all, I, 0, 4, 2, 6, 0, 4, 2, 6));
+    } else {
+        const auto halves = [&](Vec<float, 16> a, Vec<float, 16> b) __attribute__((always_inline)) { // of a, then of b
+            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                        MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+        };
+        const Vec<float, 16> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
+        const Vec<float, 16> quarters =
+            fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                 MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+        const Vec<float, 16> pairs =
+            fold(quarters, MXD_SHUFFLE(quarters, quarters, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+        const Vec<float, 16> all =
+            fold(pairs, MXD_SHUFFLE(pairs, pairs, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+        const Vec<float, 16> four = MXD_SHUFFLE(all, all, I, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+        return raw_load<float, 4>(&four);
+    }
+}
+template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
+    if constexpr (same_type<T, float> && N >= 4)
+        return folded_four<T, N>(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+    else
+        return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
+}
+
+// K vectors of g in each_vector's order.
+template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
+    MXD_UNROLL
+    for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
+    if constexpr (IN_WORDS<V, T, N, K>) {
+        MXD_UNROLL
+        for (int k = 0; k < K; k += 2) separate<T, N>(factor[k], factor[k + 1], factor[k], factor[k + 1]);
+    }
+}
+// A vector whose sum is that of factor * row.
+template <class V, class T, int N, int K>
+MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
+    Vec<T, N> products;
+    each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) {
+        products = k == 0 ? factor[0] * v : products + factor[k] * v;
+    });
+    return products;
+}
+
+// One piece of dots, ROWS rows at a time.
+template <class V, class T, int N, int K>
+inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
+                       bool accumulate) {
+    Vec<T, N> factor[K];
+    read_factors<V, T, N, K>(g, factor);
+    for (int64_t i = 0; i < n; i += ROWS) {
+        Vec<T, N> products[ROWS];
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+            products[r] = multiply_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor);
+            finish(products[r]);
+        }
+        const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
+        store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
+    }
+}
+
+template <class V, class T>
+inline void dots(const int64_t *address, const int64_t *next, int64_t n, int64_t channels, const T *g, T *dot) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        dots_piece<V, T, lanes.value, vectors.value>(address, next, n, c, g + c, dot, c > 0);
+    });
+}
+
+// row += share * factor
+template <class T, int N, int K> MXD_INLINE void add_to_row(T *row, T share, const Vec<T, N> (&factor)[K]) {
+    const Vec<T, N> s = broadcast<T, N>(share);
+    MXD_UNROLL
+    for (int k = 0; k < K; ++k) store<T, N>(row + k * N, load<T, N>(row + k * N) + s * factor[k]);
+}
+
+template <class T, int N, int K>
+inline void scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channel,
+                              const T *g) {
+    Vec<T, N> factor[K];
+    read_factors<T, T, N, K>(g, factor);
+    for (int64_t i = 0; i < n; ++i) {
+        ask_for<PIECE_BYTES<T, N, K>>(next[i] + channel * int64_t(sizeof(T)));
+        add_to_row<T, N, K>(row_at<T>(address[i], channel), share[i], factor);
+    }
+}
+
+// row[i] += share[i] * g
+template <class T>
+inline void scatter_add(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
+                        const T *g) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+        scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, n, c, g + c);
+    });
+}
+
+// From a row of value to the same row of its gradient: always the same distance, but `nowhere` stays nowhere.
+struct OtherRows {
+    int64_t distance, nowhere;
+
+    MXD_INLINE int64_t of(int64_t address) const { return address == nowhere ? nowhere : address + distance; }
+};
+// The same where nowhere, too, has another row at that distance.
+struct SameDistance {
+    int64_t distance;
+
+    MXD_INLINE int64_t of(int64_t address) const { return address + distance; }
+};
+
+// One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
+// store whose address ends like its own, and the addresses of a row in two tensors may end alike. Rows are of T, in
+// each_vector's order for V.
+template <class V, class T, int N, int K, bool PREFETCH, class Others>
+MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *share, const int64_t *next, Others others,
+                                           int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
+    Vec<T, N> factor[K];
+    read_factors<V, T, N, K>(g, factor);
+    for (int64_t i = 0; i < n; i += ROWS) {
+        Vec<T, N> products[ROWS];
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r) {
+            if constexpr (PREFETCH) {
+                const int64_t soon = next[i + r] + channel * int64_t(sizeof(T));
+                ask_for<PIECE_BYTES<T, N, K>>(soon);
+                ask_for<PIECE_BYTES<T, N, K>>(soon + others.distance);
+            }
+            products[r] = multiply_row<T, T, N, K>(row_at<const T>(address[i + r], channel), factor);
+            finish(products[r]);
+        }
+        MXD_UNROLL
+        for (int r = 0; r < ROWS; ++r)
+            add_to_row<T, N, K>(row_at<T>(others.of(address[i + r]), channel), share[i + r], factor);
+        const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
+        store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
+    }
+}
+
+template <class V, class T, bool PREFETCH, class Others>
+MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, Others others,
+                                     int64_t n, int64_t channels, const T *g, T *dot) {
+    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
+        dots_and_scatter_add_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c,
+                                                                               g + c, dot, c > 0);
+    });
+}
+
+// Converts n elements by way of T; one of the two strides is 1.
+template <class T, class From, class To>
+inline void convert_run(const From *from, int64_t from_stride, To *to, int64_t to_stride, int64_t n) {
+    int64_t i = 0;
+    if (from_stride == 1 && to_stride == 1) {
+        for (; i + WIDTH<T> <= n; i += WIDTH<T>) store<T, WIDTH<T>>(to + i, load<T, WIDTH<T>>(from + i));
+        if constexpr (WIDTH<T> > 8)
+            if (i + 8 <= n) store<T, 8>(to + i, load<T, 8>(from + i)), i += 8;
+        if constexpr (WIDTH<T> > 4)
+            if (i + 4 <= n) store<T, 4>(to + i, load<T, 4>(from + i)), i += 4;
+    }
+    for (; i < n; ++i) store<T, 1>(to + i * to_stride, load<T, 1>(from + i * from_stride));
+}
+// Widens n elements that lie side by side. Not inlined, so that loops around it keep their registers.
+template <class V> __attribute__((noinline)) void widen_run(const V *from, float *to, int64_t n) {
+    constexpr int N = WIDTH<float>;
+    int64_t i = 0;
+    for (; i + 2 * N <= n; i += 2 * N) {
+        const Vec<float, N> first = load<float, N>(from + i), second = load<float, N>(from + i + N);
+        store<float, N>(to + i, first);
+        store<float, N>(to + i + N, second);
+    }
+    if (i < n) convert_run<float>(from + i, 1, to + i, 1, n - i);
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

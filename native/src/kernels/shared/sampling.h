@@ -1,0 +1,314 @@
+// The one bilinear sample: its four corners, which of them lie on the map, and the share of each.
+#pragma once
+
+#include "kernels/shared/parallel.h"
+#include "kernels/shared/tensor.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
+
+template <class T> using RealLanes = Vec<T, LANES>;
+template <class T> using IntLanes = Vec<Int<T>, LANES>;
+typedef Vec<int64_t, LANES> AddressLanes;
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// The maps that LANES samples are taken from. All that is known of them lies together, so that one register finds it.
+template <class T> struct MapLanes {
+    T width[LANES], height[LANES];
+    Int<T> row[LANES];                   // pixels of a row
+    Int<T> last_x[LANES], last_y[LANES]; // -1 on an empty map
+    Int<T> start[LANES];
+};
+
+// For each sample of one query (level by level, point by point), the map it is taken from.
+template <class T> class Maps {
+  public:
+    static int64_t bytes(int64_t samples) { return Arena::bytes<MapLanes<T>>(samples / LANES); }
+    Maps(Arena &arena, int64_t samples) : lanes(arena.take<MapLanes<T>>(samples / LANES)) {}
+
+    // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
+    MXD_INLINE const MapLanes<T> &at(int64_t i) const {
+        return *reinterpret_cast<const MapLanes<T> *>(reinterpret_cast<const char *>(lanes) +
+                                                      i * int64_t(sizeof(MapLanes<T>) / LANES));
+    }
+    T width(int64_t sample) const { return lanes[sample / LANES].width[sample % LANES]; }
+    T height(int64_t sample) const { return lanes[sample / LANES].height[sample % LANES]; }
+
+    void set(int64_t sample, const Level &level) {
+        MapLanes<T> &to = lanes[sample / LANES];
+        const int64_t lane = sample % LANES;
+        to.width[lane] = T(level.width);
+        to.height[lane] = T(level.height);
+        to.row[lane] = Int<T>(level.width);
+        to.last_x[lane] = Int<T>(level.width - 1);
+        to.last_y[lane] = Int<T>(level.height - 1);
+        to.start[lane] = Int<T>(level.start);
+    }
+    // `points` samples on each of the levels first..last-1; an empty map for the padding.
+    void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
+        int64_t sample = 0;
+        for (int64_t l = first; l < last; ++l)
+            for (int64_t p = 0; p < points; ++p) set(sample++, levels[l]);
+        for (; sample < padded; ++sample) set(sample, Level{0, 0, 0});
+    }
+
+  private:
+    MapLanes<T> *lanes;
+};
+
+// For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels
+// to spare at either end: a sample also reads the pixels below its y, and y may be rounded otherwise than its corners.
+template <class T> class BandReach {
+  public:
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
+    BandReach(Arena &arena, int64_t samples) : first_y(arena.take<T>(samples)), last_y(arena.take<T>(samples)) {}
+
+    // For samples in the order of Maps::set_levels.
+    template <class B>
+    void set_levels(const Level *levels, int64_t first_level, int64_t last_level, int64_t points, int64_t padded,
+                    const B &band) {
+        int64_t sample = 0;
+        for (int64_t l = first_level; l < last_level; ++l)
+            for (int64_t p = 0; p < points; ++p, ++sample) {
+                const Level &level = levels[l];
+                const bool reached = band.touches(level);
+                first_y[sample] = reached ? T((band.begin - level.start) / level.width - 2) : T(1);
+                last_y[sample] = reached ? T((band.end - 1 - level.start) / level.width + 2) : T(0);
+            }
+        for (; sample < padded; ++sample) first_y[sample] = 1, last_y[sample] = 0;
+    }
+    bool holds_one(T y, int64_t sample) const { return y >= first_y[sample] && y <= last_y[sample]; }
+    MXD_INLINE IntLanes<T> holds(RealLanes<T> y, int64_t sample) const {
+        return (y >= raw_load<T, LANES>(first_y + sample)) & (y <= raw_load<T, LANES>(last_y + sample));
+    }
+
+  private:
+    T *first_y, *last_y;
+};
+
+// The share of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
+// distances from corner 0, lw and lh.
+template <class Real> MXD_INLINE Real corner_share(int k, Real right, Real below) {
+    return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
+}
+
+// The corners of LANES samples.
+template <class T> struct Corners {
+    IntLanes<T> valid, inside[4]; // all ones or all zeros
+    IntLanes<T> pixel[4];         // row of value; meaningful where inside
+    IntLanes<T> row;              // pixels of a row
+    RealLanes<T> right, below;    // 0 where not valid
+
+    RealLanes<T> share(int k) const { return corner_share(k, right, below); }
+};
+
+// x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
+template <class T> MXD_INLINE Corners<T> corners_at(RealLanes<T> x, RealLanes<T> y, const MapLanes<T> &maps) {
+    const auto width = raw_load<T, LANES>(maps.width), height = raw_load<T, LANES>(maps.height);
+    const auto last_x = raw_load<Int<T>, LANES>(maps.last_x), last_y = raw_load<Int<T>, LANES>(maps.last_y);
+    Corners<T> c;
+    c.valid = (x > -1) & (y > -1) & (x < width) & (y < height);
+    x = or_zero(c.valid, x);
+    y = or_zero(c.valid, y);
+    IntLanes<T> left, top;
+    c.right = x - floor_of<LANES>(x, left);
+    c.below = y - floor_of<LANES>(y, top);
+    const IntLanes<T> left_in = c.valid & (left >= 0), right_in = c.valid & (left < last_x);
+    const IntLanes<T> top_in = top >= 0, bottom_in = top < last_y;
+    c.inside[0] = top_in & left_in;
+    c.inside[1] = top_in & right_in;
+    c.inside[2] = bottom_in & left_in;
+    c.inside[3] = bottom_in & right_in;
+    c.row = raw_load<Int<T>, LANES>(maps.row);
+    c.pixel[0] = raw_load<Int<T>, LANES>(maps.start) + top * c.row + left;
+    c.pixel[1] = c.pixel[0] + 1;
+    c.pixel[2] = c.pixel[0] + c.row;
+    c.pixel[3] = c.pixel[2] + 1;
+    return c;
+}
+
+// x and y of LANES samples from pairs (x, y).
+template <class T> MXD_INLINE void load_pairs(const T *xy, RealLanes<T> &x, RealLanes<T> &y) {
+    separate<T, LANES>(raw_load<T, LANES>(xy), raw_load<T, LANES>(xy + LANES), x, y);
+}
+template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<T> y) {
+    RealLanes<T> a, b;
+    interleave<T, LANES>(x, y, a, b);
+    memcpy(xy, &a, sizeof a);
+    memcpy(xy + LANES, &b, sizeof b);
+}
+
+// The rows that LANES samples read: which of them are on the map, and the share of each in the output.
+template <class T, int CORNERS> struct SampledRows {
+    IntLanes<T> inside[CORNERS], pixel[CORNERS];
+    IntLanes<T> row;             // pixels of a row of the map
+    RealLanes<T> share[CORNERS]; // 0 where not inside
+};
+
+// Lists of rows take ROWS samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
+// in list order gives the same order, and so the same bits, wherever the samples are cut.
+template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
+    return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
+}
+
+// The same for i a multiple of ROWS, without divisions.
+template <int CORNERS> MXD_INLINE int64_t first_entry_of(int64_t i, int k) { return i * CORNERS + k * ROWS; }
+
+// The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
+template <int CORNERS, class E> MXD_INLINE void put_entries(E *list, int64_t i, int k, Vec<E, LANES> entries) {
+    E *to = list + first_entry_of<CORNERS>(i, k);
+    if constexpr (LANES == ROWS || CORNERS == 1) {
+        memcpy(to, &entries, sizeof entries);
+    } else {
+        const Vec<E, 4> low = four_of<0>(entries), high = four_of<4>(entries);
+        memcpy(to, &low, sizeof low);
+        memcpy(to + CORNERS * ROWS, &high, sizeof high);
+    }
+}
+
+// The addresses of the rows that LANES samples read: pixel 0 lies at `base`, each next `step` bytes on. `far`: some
+// step does not fit in 32 bits, as in no tensor of a model.
+template <int CORNERS, class Sampled>
+MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, AddressLanes step, bool far,
+                               AddressLanes (&to)[CORNERS]) {
+    AddressLanes first, row;
+    if (sizeof(sampled.row[0]) == 4 && !far) {
+        first = short_product<LANES>(sampled.pixel[0], step);
+        row = short_product<LANES>(sampled.row, step);
+    } else {
+        first = convert<int64_t, LANES>(sampled.pixel[0]) * step;
+        row = convert<int64_t, LANES>(sampled.row) * step;
+    }
+    to[0] = base + first;
+    if constexpr (CORNERS == 4) { // the corner to the right is the next pixel
+        to[1] = to[0] + step;
+        to[2] = to[0] + row;
+        to[3] = to[2] + step;
+    }
+}
+inline bool is_far(int64_t step) { return step != int32_t(step); }
+
+// The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
+// lies at `nowhere`, a row of zeros. A share of 0 for some row of the map would not do: 0 * infinity is NaN.
+struct RowAddresses {
+    int64_t *base, *stride, nowhere;
+    bool far = false; // some stride is
+
+    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
+    RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
+        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
+          nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
+
+    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
+        for (int64_t i = first; i < last; ++i) {
+            base[i] = reinterpret_cast<int64_t>(pixel0);
+            stride[i] = bytes;
+        }
+        far = far || is_far(bytes);
+    }
+    // Puts the rows of samples i..i+LANES-1 into a list.
+    template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
+        AddressLanes address[CORNERS];
+        find_addresses(sampled, raw_load<int64_t, LANES>(base + i), raw_load<int64_t, LANES>(stride + i), far, address);
+        const AddressLanes off_map = broadcast<int64_t, LANES>(nowhere);
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) {
+            if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is nowhere for padding
+                put_entries<CORNERS>(list, i, k, address[k]);
+            else
+                put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address[k], off_map));
+        }
+    }
+};
+
+template <int CORNERS, class E> MXD_INLINE Vec<E, LANES> get_entries(const E *list, int64_t i, int k) {
+    const E *from = list + first_entry_of<CORNERS>(i, k);
+    if constexpr (LANES == ROWS)
+        return raw_load<E, LANES>(from);
+    else
+        return eight_of<E>(raw_load<E, 4>(from), raw_load<E, 4>(from + CORNERS * ROWS));
+}
+
+// From the dot products d of g with the four corner rows, 0 for a corner off the map, to the products of g with the
+// sample and with its slopes in x and y.
+template <class Real> struct CornerSlopes {
+    Real sample, dx, dy;
+
+    MXD_INLINE CornerSlopes(const Real (&d)[4], Real right, Real below) : sample{} {
+        MXD_UNROLL
+        for (int k = 0; k < 4; ++k) sample += corner_share(k, right, below) * d[k];
+        dx = (1 - below) * (d[1] - d[0]) + below * (d[3] - d[2]);
+        dy = (1 - right) * (d[2] - d[0]) + right * (d[3] - d[1]);
+    }
+};
+
+// The same for samples i..i+LANES-1 of a list of products.
+template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners<T> &c, const T *dot, int64_t i) {
+    RealLanes<T> d[4];
+    MXD_UNROLL
+    for (int k = 0; k < 4; ++k) {
+        d[k] = get_entries<4>(dot, i, k);
+        d[k] = or_zero(c.inside[k], d[k]);
+    }
+    return {d, c.right, c.below};
+}
+
+// Which corners k of LANES samples are rows of a band.
+template <class T, class Sampled, class B>
+MXD_INLINE IntLanes<T> in_band(const Sampled &sampled, int k, const B &band) {
+    return sampled.inside[k] & (sampled.pixel[k] >= Int<T>(band.begin)) & (sampled.pixel[k] < Int<T>(band.end));
+}
+
+// The rows of one query that a band holds, in one list without gaps.
+template <class T> struct ScatterList {
+    int64_t *address;
+    T *share;
+    int64_t count = 0;
+
+    // Room for LANES entries more: add() writes an entry before it knows whether it stays.
+    static int64_t bytes(int64_t samples) {
+        return Arena::bytes<int64_t>(4 * samples + LANES) + Arena::bytes<T>(4 * samples + LANES);
+    }
+    ScatterList(Arena &arena, int64_t n)
+        : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {
+        memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // prefetched before the first is written
+    }
+
+    // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
+    // samples for all bands, so the order does not depend on where bands are cut.
+    template <int CORNERS, class B> MXD_INLINE void add(const SampledRows<T, CORNERS> &rows, const B &band) {
+        IntLanes<T> mine[CORNERS], here = {};
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k) {
+            mine[k] = in_band<T>(rows, k, band);
+            here |= mine[k];
+        }
+        if (!any(here)) return;
+        AddressLanes to[CORNERS];
+        find_addresses(rows, broadcast<int64_t, LANES>(band.address - band.begin * band.step),
+                       broadcast<int64_t, LANES>(band.step), is_far(band.step), to);
+        add_four<0>(rows, mine, to);
+        if constexpr (LANES == 8) add_four<4>(rows, mine, to);
+    }
+
+  private:
+    template <int FIRST, int CORNERS>
+    MXD_INLINE void add_four(const SampledRows<T, CORNERS> &rows, const IntLanes<T> (&mine)[CORNERS],
+                             const AddressLanes (&to)[CORNERS]) {
+        static_assert(ROWS == 4, "four samples corner by corner");
+        int64_t n = count;
+        MXD_UNROLL
+        for (int k = 0; k < CORNERS; ++k)
+            n += put_kept<T>(four_of<FIRST>(mine[k]), four_of<FIRST>(to[k]), four_of<FIRST>(rows.share[k]), address + n,
+                             share + n);
+        count = n;
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,195 @@
+// exp and softmax, in steps that every machine has.
+#pragma once
+
+#include "kernels/shared/rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// e^x = 2^n e^r with n the whole number nearest to x / ln 2. A polynomial for (e^r - 1 - r) / r^2 where |r| <= ln 2 /
+// 2, highest power first, from a Chebyshev fit: its relative error is below 0.2 units in the last place.
+template <class T> struct ExpOf;
+template <> struct ExpOf<float> {
+    typedef uint32_t Bits;
+    static constexpr int MANTISSA = 23, BIAS = 127;
+    static constexpr float LEAST = -104; // e^x is 0 from here on
+    static constexpr float ROUND = 0x1.8p23f, LOG2_E = 0x1.715476p0f;
+    static constexpr float LN2_HIGH = 0x1.62cp-1f, LN2_LOW = 0x1.217f7ep-12f; // n * LN2_HIGH is exact
+    static constexpr int UP = 64; // 2^(n + UP) is a normal number for every n
+    static constexpr float DOWN = 0x1p-64f;
+    static constexpr float TERMS[] = {0x1.6d117cp-10f, 0x1.120be2p-7f, 0x1.555518p-5f, 0x1.5554dcp-3f, 0.5f};
+};
+template <> struct ExpOf<double> {
+    typedef uint64_t Bits;
+    static constexpr int MANTISSA = 52, BIAS = 1023;
+    static constexpr double LEAST = -746;
+    static constexpr double ROUND = 0x1.8p52, LOG2_E = 0x1.71547652b82fep0;
+    static constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
+    static constexpr int UP = 512;
+    static constexpr double DOWN = 0x1p-512;
+    static constexpr double TERMS[] = {0x1.af390ba7e6f47p-26, 0x1.2891d4ffbb0f9p-22, 0x1.71de0d85293b8p-19,
+                                       0x1.a019b8ca26fcfp-16, 0x1.a01a01a7cebcdp-13, 0x1.6c16c1789d1d7p-10,
+                                       0x1.11111111109a6p-7,  0x1.5555555553d37p-5,  0x1.5555555555556p-3,
+                                       0x1.0000000000001p-1};
+};
+
+// e^x for x <= 0, to two units in the last place; 0 for -inf, NaN for NaN.
+template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
+    typedef ExpOf<T> E;
+    typedef Vec<typename E::Bits, N> Bits;
+    const Vec<T, N> least = broadcast<T, N>(E::LEAST);
+    x = least > x ? least : x; // a NaN stays
+    const Vec<T, N> shifted = x * E::LOG2_E + E::ROUND, n = shifted - E::ROUND;
+    const Vec<T, N> r = x - n * E::LN2_HIGH - n * E::LN2_LOW;
+    Vec<T, N> p = broadcast<T, N>(E::TERMS[0]);
+    MXD_UNROLL
+    for (int k = 1; k < int(sizeof E::TERMS / sizeof(T)); ++k) p = p * r + E::TERMS[k];
+    p = p * (r * r) + r + 1;
+    // the lowest bits of `shifted` are n, and its upper ones leave
+    const Bits power = (bits_as<Bits>(shifted) << E::MANTISSA) + (typename E::Bits(E::BIAS + E::UP) << E::MANTISSA);
+    return p * bits_as<Vec<T, N>>(power) * E::DOWN;
+}
+
+// Numbers of one row that are worked on together.
+template <class T>
+constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
+
+// Whether lanes i, i + 1, .. are among the first `count`.
+template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
+    typedef typename IntOfSize<sizeof(T)>::type I;
+    static constexpr I NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return raw_load<I, N>(NUMBERS) < broadcast<I, N>(I(count));
+}
+
+// What the numbers of each part of a vector, PART lanes, fold into, in all lanes of that part.
+template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_parts(Vec<T, N> x, Fold &&fold) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    static_assert((PART == 4 || PART == 8) && (N == 8 || N == 16), "parts and vectors that models need");
+    if constexpr (N == 16) {
+        if constexpr (PART == 8)
+            x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+        x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+        return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    } else {
+        x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5));
+        return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6));
+    }
+}
+
+// The softmax of each part of a vector.
+template <class T, int N, int PART> MXD_INLINE Vec<T, N> softmax_of_parts(Vec<T, N> logits) {
+    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const auto total = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
+    const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, larger));
+    return e / folded_parts<T, N, PART>(e, total);
+}
+template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t count) {
+    return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
+}
+
+// The same as softmax for rows of at most LANES numbers, half a vector: two rows share one.
+template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    typedef Vec<T, LANES> Half;
+    struct Two {
+        Half first, second;
+    };
+    MXD_UNROLL
+    for (int r = 0; r < 4; r += 2) {
+        const auto logits =
+            joined<T, LANES>(first_of<T, LANES>(rows[r], count), first_of<T, LANES>(rows[r + 1], count));
+        const Two both = bits_as<Two>(softmax_of_parts<T, 2 * LANES, LANES>(logits));
+        store<T, LANES>(weights[r], both.first);
+        store<T, LANES>(weights[r + 1], both.second);
+    }
+}
+// For rows of at most 4 numbers where vectors hold 16: all four rows share one.
+template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    typedef Vec<T, 4> Four;
+    struct All {
+        Four of[4];
+    };
+    const auto low = joined<T, 4>(first_of<T, 4>(rows[0], count), first_of<T, 4>(rows[1], count));
+    const auto high = joined<T, 4>(first_of<T, 4>(rows[2], count), first_of<T, 4>(rows[3], count));
+    const All all = bits_as<All>(softmax_of_parts<T, 16, 4>(joined<T, 8>(low, high)));
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) store<T, 8>(weights[r], joined<T, 4>(all.of[r], Four{})); // whole, as they are read
+}
+
+// For rows that fill VECTORS vectors; 0: for rows of any length.
+template <class T, int VECTORS>
+MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    constexpr int N = SOFTMAX_LANES<T>;
+    typedef Vec<T, N> Lanes;
+    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const int64_t last = VECTORS > 0 ? (VECTORS - 1) * N : (count - 1) / N * N;
+    Lanes tail[4], top[4], sums[4];
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r)
+        top[r] = tail[r] = VECTORS > 0 ? raw_load<T, N>(rows[r] + last) : first_of<T, N>(rows[r] + last, count - last);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) top[r] = larger(raw_load<T, N>(rows[r] + i), top[r]);
+    }
+    const Vec<T, 4> most = folded_four<T, N>(top, larger);
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) sums[r] = tail[r] = exp_below_zero<T, N>(tail[r] - most[r]);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) {
+            const Lanes e = exp_below_zero<T, N>(raw_load<T, N>(rows[r] + i) - most[r]);
+            store<T, N>(weights[r] + i, e);
+            sums[r] += e;
+        }
+    }
+    const Vec<T, 4> share = 1 / sums_of_four<T, N>(sums);
+    for (int64_t i = 0; i < last; i += N) {
+        MXD_UNROLL
+        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * share[r]);
+    }
+    MXD_UNROLL
+    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * share[r]);
+}
+// By itself: it is long, and few models need it.
+template <class T>
+__attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    softmax_of_vectors<T, 0>(rows, count, weights);
+}
+
+// Of four rows of `count` > 0 numbers, as torch computes it: the largest is subtracted, -inf has weight 0, and a row
+// whose largest is infinite is NaN, as is one with a NaN. Four, because a row by itself waits for each of its steps.
+// Whole vectors are read and written: what follows the numbers may be anything, and gets weight 0, or NaN.
+template <class T> MXD_INLINE void softmax(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
+    constexpr int N = SOFTMAX_LANES<T>;
+    if constexpr (N == 16 && LANES == 8)
+        if (count <= 4) return softmax_of_fours<T>(rows, count, weights);
+    if constexpr (N == 2 * LANES)
+        if (count <= LANES) return softmax_of_halves<T>(rows, count, weights);
+    if (count == N) return softmax_of_vectors<T, 1>(rows, count, weights);
+    if (count == 2 * N) return softmax_of_vectors<T, 2>(rows, count, weights);
+    softmax_of_any<T>(rows, count, weights);
+}
+
+// weights * (gradient of weights - sum over the row of their product): the gradient of the logits. Whole vectors of
+// LANES are read and written; those from `in_place` on are written over the gradient of the weights.
+template <class T>
+MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights, int64_t in_place, T *of_logits) {
+    typedef Vec<T, LANES> Lanes;
+    const int64_t last = count & -LANES;
+    Lanes sums = {};
+    for (int64_t i = 0; i < last; i += LANES)
+        sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
+    if (last < count) {
+        const auto mine = lanes_below<T, LANES>(count - last);
+        const Lanes products = raw_load<T, LANES>(of_weights + last) * raw_load<T, LANES>(weights + last);
+        sums += mine ? products : Lanes{};
+    }
+    const Lanes total = broadcast<T, LANES>(sum<T, LANES>(sums));
+    for (int64_t i = 0; i < count; i += LANES)
+        store<T, LANES>((i < in_place ? of_logits : of_weights) + i,
+                        raw_load<T, LANES>(weights + i) * (raw_load<T, LANES>(of_weights + i) - total));
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,161 @@
+// How kernels read and write tensors: runs of elements of any dtype and stride.
+#pragma once
+
+#include "call/call.h"
+#include "kernels/shared/rows.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+inline int64_t element_size(int64_t dtype) {
+    switch (dtype) {
+    case MXD_FLOAT64:
+    case MXD_INT64:
+        return 8;
+    case MXD_FLOAT16:
+    case MXD_BFLOAT16:
+        return 2;
+    default:
+        return 4;
+    }
+}
+
+// The dtype of T itself.
+template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
+
+inline char *at(const mxd_tensor &t, int64_t offset) {
+    return static_cast<char *>(t.data) + offset * element_size(t.dtype);
+}
+
+template <class T> inline void read_elements(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
+    switch (dtype) {
+    case MXD_FLOAT32:
+        return convert_run<T>(reinterpret_cast<const float *>(from), stride, to, 1, n);
+    case MXD_FLOAT64:
+        return convert_run<T>(reinterpret_cast<const double *>(from), stride, to, 1, n);
+    case MXD_FLOAT16:
+        return convert_run<T>(reinterpret_cast<const Half *>(from), stride, to, 1, n);
+    case MXD_BFLOAT16:
+        return convert_run<T>(reinterpret_cast<const BFloat16 *>(from), stride, to, 1, n);
+    case MXD_INT32:
+        return convert_run<T>(reinterpret_cast<const int32_t *>(from), stride, to, 1, n);
+    case MXD_INT64:
+        return convert_run<T>(reinterpret_cast<const int64_t *>(from), stride, to, 1, n);
+    }
+}
+
+// fn(the elements of a floating tensor from `offset` on)
+template <class Fn> inline void with_elements(const mxd_tensor &t, int64_t offset, Fn &&fn) {
+    const char *from = at(t, offset);
+    switch (t.dtype) {
+    case MXD_FLOAT64:
+        return fn(reinterpret_cast<const double *>(from));
+    case MXD_FLOAT16:
+        return fn(reinterpret_cast<const Half *>(from));
+    case MXD_BFLOAT16:
+        return fn(reinterpret_cast<const BFloat16 *>(from));
+    default:
+        return fn(reinterpret_cast<const float *>(from));
+    }
+}
+
+template <class T> inline void write_elements(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
+    switch (dtype) {
+    case MXD_FLOAT32:
+        return convert_run<T>(from, 1, reinterpret_cast<float *>(to), stride, n);
+    case MXD_FLOAT64:
+        return convert_run<T>(from, 1, reinterpret_cast<double *>(to), stride, n);
+    case MXD_FLOAT16:
+        return convert_run<T>(from, 1, reinterpret_cast<Half *>(to), stride, n);
+    case MXD_BFLOAT16:
+        return convert_run<T>(from, 1, reinterpret_cast<BFloat16 *>(to), stride, n);
+    }
+}
+
+// The trailing axes of a tensor: one run when they are contiguous, else element by element.
+template <int AXES> struct TrailingAxes {
+    const mxd_tensor &tensor;
+    int64_t shape[AXES], strides[AXES];
+    bool contiguous;
+
+    TrailingAxes(const mxd_tensor &t, int first_axis) : tensor(t), contiguous(true) {
+        int64_t expected = 1;
+        for (int a = AXES - 1; a >= 0; --a) {
+            shape[a] = t.shape[first_axis + a];
+            strides[a] = t.strides[first_axis + a];
+            contiguous = contiguous && (shape[a] == 1 || strides[a] == expected);
+            expected *= shape[a];
+        }
+    }
+
+    MXD_INLINE int64_t count() const {
+        int64_t product = 1;
+        for (int a = 0; a < AXES; ++a) product *= shape[a];
+        return product;
+    }
+
+    // fn(element offset of a run, its stride, its length, its place in a contiguous copy)
+    template <class Fn> void runs(int64_t offset, Fn &&fn) const {
+        if (contiguous) {
+            fn(offset, 1, count(), 0);
+        } else {
+            int64_t done = 0;
+            walk<0>(offset, done, fn);
+        }
+    }
+
+    template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
+    // From the element at this address. One run of 16 bits goes round two calls that take as long as 48 elements.
+    template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
+        if constexpr (same_type<T, float>) {
+            if (contiguous && tensor.dtype == MXD_BFLOAT16)
+                return widen_run(reinterpret_cast<const BFloat16 *>(from), to, count());
+            if (contiguous && tensor.dtype == MXD_FLOAT16)
+                return widen_run(reinterpret_cast<const Half *>(from), to, count());
+        }
+        read_runs(from, to);
+    }
+    template <class T> void read_runs(const char *from, T *to) const {
+        const int64_t size = element_size(tensor.dtype);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            read_elements(from + o * size, tensor.dtype, stride, n, to + place);
+        });
+    }
+    template <class T> void write(int64_t offset, const T *from) const { write_at(at(tensor, offset), from); }
+    template <class T> void write_at(char *to, const T *from) const {
+        const int64_t size = element_size(tensor.dtype);
+        runs(0, [&](int64_t o, int64_t stride, int64_t n, int64_t place) {
+            write_elements(from + place, to + o * size, tensor.dtype, stride, n);
+        });
+    }
+
+  private:
+    template <int AXIS, class Fn> void walk(int64_t offset, int64_t &done, Fn &fn) const {
+        if constexpr (AXIS == AXES - 1) {
+            fn(offset, strides[AXIS], shape[AXIS], done);
+            done += shape[AXIS];
+        } else {
+            for (int64_t i = 0; i < shape[AXIS]; ++i) walk<AXIS + 1>(offset + i * strides[AXIS], done, fn);
+        }
+    }
+};
+
+// Prefetches `count` elements from `offset` on. Always inlined: GCC takes a function that does nothing but prefetch for
+// one without effect, and drops the calls.
+MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
+    const char *from = at(t, offset);
+    const int64_t bytes = count * element_size(t.dtype);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+// A row of channels as T: in the tensor's own memory where dtype and stride allow it, else copied to `scratch`.
+template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, int64_t stride, int64_t n, T *scratch) {
+    if (dtype == OWN<T> && stride == 1) return reinterpret_cast<const T *>(from);
+    read_elements(from, dtype, stride, n, scratch);
+    return scratch;
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,115 @@
+// The forward direction of geometric_kernel_attention_with_logits: the heads of a query one after the other.
+#pragma once
+
+#include "kernels/kernels.h"
+#include "kernels/window/queries.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: (batch, block of queries). V: the type of value and output. Rows are read as T; if V is another type, all rows
+// of the batch were widened, to job.packed_value.
+template <class V, class T> class WindowForward {
+  public:
+    static int64_t items(const Job &job) { return Sizes(job.call).batch * blocks(job.call); }
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        return Arena::bytes<T>(n.channels) + Arena::bytes<V>(n.heads * n.channels) +
+               WindowQueries<T, true>::bytes(n, n.heads);
+    }
+    WindowForward(const Job &job, Arena arena)
+        : call(job.call), widened(job.packed_value), n(call), nowhere(arena.take<T>(n.channels)),
+          sums(arena.take<V>(n.heads * n.channels)),
+          queries(
+              call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(),
+              nowhere, arena) {
+        memset(nowhere, 0, size_t(n.channels) * sizeof(T));
+    }
+
+    void operator()(int64_t item) {
+        const int64_t b = item / blocks(call), block = item % blocks(call);
+        const int64_t begin = n.queries * block / blocks(call), end = n.queries * (block + 1) / blocks(call);
+        const mxd_tensor &output = call.output;
+        queries.open(b, 0, [&](int64_t h) -> const char * {
+            if constexpr (same_type<V, T>) return at(call.value, offset3(call.value, b, 0, h));
+            return widened + h * n.channels * int64_t(sizeof(T));
+        });
+        const QueryRows outputs(output, b, 0, n.heads * n.channels);
+        queries.go_through(begin, end, [&](int64_t q, const WindowSlot<T> &slot) __attribute__((always_inline)) {
+            sum_rows(slot, outputs.at(q));
+        });
+    }
+
+  private:
+    const Call &call;
+    const char *widened; // rows of the batch that is worked on
+    Sizes n;
+    T *nowhere; // a row of zeros
+    V *sums;    // where output has another dtype or stride
+    WindowQueries<T, true> queries;
+
+    // Bytes from a head's row to its next.
+    int64_t step_of_rows() const {
+        return (same_type<V, T> ? call.value.strides[1] : n.heads * n.channels) * int64_t(sizeof(T));
+    }
+    static int64_t blocks(const Call &call) {
+        const Sizes n(call);
+        const int64_t wanted = n.queries / 64;
+        return wanted < 1 ? 1 : wanted;
+    }
+
+    MXD_INLINE void sum_rows(const WindowSlot<T> &slot, char *to) {
+        const mxd_tensor &output = call.output;
+        const bool in_place = output.dtype == call.value.dtype && output.strides[3] == 1;
+        V *const out = in_place ? reinterpret_cast<V *>(to) : sums;
+        const int64_t step = in_place ? output.strides[2] : n.channels, heads = n.heads, num_rows = queries.num_rows,
+                      address_step = queries.address_step, weight_step = queries.weight_step;
+        for_pieces<T>(n.channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
+            for (int64_t h = 0; h < heads; ++h)
+                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(
+                    slot.address + h * address_step, slot.weights + h * weight_step, nullptr, FarRows{}, num_rows, c,
+                    out + h * step + c);
+        });
+        if (!in_place) write_sums(to);
+    }
+    void write_sums(char *to) const {
+        const mxd_tensor &output = call.output;
+        const int64_t size = element_size(output.dtype);
+        for (int64_t h = 0; h < n.heads; ++h, to += output.strides[2] * size) {
+            const V *from = sums + h * n.channels;
+            if constexpr (same_type<V, T>)
+                write_elements(from, to, output.dtype, output.strides[3], n.channels);
+            else // the dtype is the same, only the stride differs
+                for (int64_t c = 0; c < n.channels; ++c) memcpy(to + c * output.strides[3] * size, from + c, sizeof(V));
+        }
+    }
+};
+
+// A batch is a stage: all threads widen its rows, then work on its items.
+template <class V, class T> inline bool all_heads_together(const Call &call, const Plan &plan) {
+    typedef WindowForward<V, T> Worker;
+    if constexpr (same_type<V, T>) {
+        const Job job{call, plan, nullptr, nullptr};
+        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+    } else {
+        const Sizes n(call);
+        const int64_t row_bytes = n.channels * int64_t(sizeof(T));
+        const Memory widened(n.keys * n.heads * row_bytes);
+        if (!widened.begin()) return false;
+        const Job job{call, plan, widened.begin(), nullptr};
+        return parallel_stages<Worker>(
+            call.num_threads, n.batch, Worker::items(job), job, [&](int64_t b, int64_t chunk) {
+                const int64_t end = n.keys * (chunk + 1) / STAGE_CHUNKS;
+                for (int64_t i = n.keys * chunk / STAGE_CHUNKS; i < end; ++i)
+                    for (int64_t h = 0; h < n.heads; ++h)
+                        widen_row<V, T>(reinterpret_cast<const V *>(at(call.value, offset3(call.value, b, i, h))),
+                                        reinterpret_cast<T *>(widened.begin() + (i * n.heads + h) * row_bytes),
+                                        n.channels);
+            });
+    }
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,104 @@
+// The gradients of geometric_kernel_attention_with_logits in one pass, a few heads at a time.
+#pragma once
+
+#include "kernels/attention/packing.h"
+#include "kernels/window/queries.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Items: (batch, heads that go together). Their value and its gradient lie in packed memory of the worker, a head after
+// the other, each with a row of zeros at its end for samples that there are not.
+template <class V, class T> class WindowGradients {
+  public:
+    static int64_t items(const Job &job) {
+        const Sizes n(job.call);
+        return n.batch * (n.heads / job.plan.heads_together);
+    }
+    static int64_t scratch_bytes(const Job &job) {
+        const Sizes n(job.call);
+        const int64_t heads = job.plan.heads_together;
+        return WindowQueries<T, false>::bytes(n, heads) + 2 * Arena::bytes<char>(bytes(job)) +
+               Arena::bytes<T>(n.channels) + Arena::bytes<T>(heads * dots_of_head(n)) +
+               Arena::bytes<T>(heads * n.levels * n.points + LANES);
+    }
+    WindowGradients(const Job &j, Arena arena)
+        : job(j), call(j.call), n(call), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
+          packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
+          dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
+          axes(call.grad_weights, 2), queries(
+                                          call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
+                                          packed_value + heads * levels().bytes, arena) {
+        axes.shape[0] = heads;
+        memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
+    }
+
+    void operator()(int64_t item) {
+        const int64_t h = item % (n.heads / heads) * heads, b = item / (n.heads / heads);
+        open(b, h);
+        const QueryRows grad_output(call.grad_output, b, h, heads * n.channels);
+        const QueryRows grad_logits(call.grad_weights, b, h, heads * samples());
+        queries.go_through(0, n.queries, [&](int64_t q, const WindowSlot<T> &slot) __attribute__((always_inline)) {
+            add_rows(slot, grad_output.at_in_turn(q));
+            write_logits(slot, grad_logits.template at_in_turn<true>(q));
+        });
+        close(b, h);
+    }
+
+  private:
+    const Job job;
+    const Call &call;
+    Sizes n;
+    int64_t heads; // that go together
+    char *packed_value, *packed_gradient;
+    T *row;       // of grad_output, where it has another dtype or stride, and of the gradient
+    T *dots;      // of grad_output with rows, head by head
+    T *of_logits; // where the tensor cannot be written in whole vectors
+    TrailingAxes<3> axes;
+    WindowQueries<T, false> queries;
+
+    const PackedLevels &levels() const { return job.plan.packed_gradient; }
+    int64_t row_bytes() const { return n.channels * int64_t(sizeof(T)); }
+    int64_t samples() const { return n.levels * n.points; }
+    static int64_t dots_of_head(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
+    static int64_t bytes(const Job &job) {
+        return job.plan.heads_together * job.plan.packed_gradient.bytes + job.call.value.shape[3] * int64_t(sizeof(T));
+    }
+
+    void open(int64_t b, int64_t h) {
+        for (int64_t i = 0; i < heads; ++i) pack_as<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes);
+        memset(packed_gradient, 0, size_t(bytes(job)));
+        queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
+    }
+    void close(int64_t b, int64_t h) {
+        for (int64_t i = 0; i < heads; ++i)
+            unpack_as<V, T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i, row);
+    }
+
+    // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
+    MXD_INLINE void add_rows(const WindowSlot<T> &slot, const char *grad_output) {
+        const mxd_tensor &t = call.grad_output;
+        const int64_t step = t.strides[2] * element_size(t.dtype), address_step = queries.address_step,
+                      weight_step = queries.weight_step, dot_step = dots_of_head(n);
+        const SameDistance gradient{packed_gradient - packed_value};
+        for (int64_t h = 0; h < heads; ++h) {
+            const T *g = row_as(grad_output + h * step, t.dtype, t.strides[3], n.channels, row);
+            const int64_t *address = slot.address + h * address_step;
+            dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient,
+                                              queries.num_rows, n.channels, g, dots + h * dot_step);
+        }
+    }
+    MXD_INLINE void write_logits(const WindowSlot<T> &slot, char *to) {
+        const bool in_place = axes.contiguous && call.grad_weights.dtype == OWN<T> && samples() % LANES == 0;
+        T *const out = in_place ? reinterpret_cast<T *>(to) : of_logits;
+        for (int64_t h = 0; h < heads; ++h)
+            softmax_gradient<T>(slot.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n),
+                                samples(), out + h * samples());
+        if (!in_place) axes.write_at(to, of_logits);
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

@@ -1,0 +1,214 @@
+// The queries of geometric_kernel_attention_with_logits, all heads together: reference points, logits and results of a
+// query lie side by side, and what is known of a window serves all heads.
+#pragma once
+
+#include "kernels/attention/query_rows.h"
+#include "kernels/attention/window.h"
+#include "kernels/shared/softmax.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Samples whose pixels are found together.
+template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
+
+// What is known of PIXELS samples before a reference point is: their places in the window, and their maps. Bytes are
+// counted from the first row of a head.
+template <class T> struct WindowLanes {
+    T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
+    Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
+};
+
+// A query between prepare and finish.
+template <class T> struct WindowSlot {
+    int64_t *address; // of rows, head by head, padded
+    T *weights;       // the same
+};
+
+// Finds the rows and the weights of queries, for some heads of one batch, or for ALL_HEADS, which the hardware's
+// prefetcher follows. All rows lie within 2 GB.
+template <class T, bool ALL_HEADS> class WindowQueries {
+    static constexpr int N = PIXELS<T>;
+    static constexpr int SOFTMAX_ROWS = 4; // that are worked on together
+    typedef Vec<T, N> Lanes;
+    typedef Vec<Int<T>, N> Ints;
+
+  public:
+    int64_t num_rows;     // of a query and head, padded with rows of zeros
+    int64_t address_step; // from head to head in a slot
+    int64_t weight_step;
+
+    static int64_t bytes(const Sizes &n, int64_t heads) {
+        const int64_t slots = 2 * turned_together(heads);
+        return Arena::bytes<WindowLanes<T>>(vectors(n)) + Arena::bytes<int64_t>(heads * vectors(n) * N) +
+               slots * (Arena::bytes<int64_t>(heads * vectors(n) * N) + Arena::bytes<T>(num_weights(n, heads))) +
+               turned_together(heads) * Arena::bytes<T>(num_logits(n, heads)) + Arena::bytes<T>(2 * heads);
+    }
+    // heads: that go together. first_row(level): bytes from a head's first row to the level's; step: from row to row.
+    template <class FirstRow>
+    WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
+                  const void *row_of_zeros, Arena &arena)
+        : num_rows(round_up(sizes.levels * sizes.points, ROWS)), address_step(vectors(sizes) * N),
+          weight_step(padded_weights(sizes)), call(c), n(sizes), heads(num_heads), together(turned_together(num_heads)),
+          samples(n.levels * n.points), nowhere(reinterpret_cast<int64_t>(row_of_zeros)),
+          lanes(arena.take<WindowLanes<T>>(vectors(n))), base(arena.take<int64_t>(heads * address_step)),
+          references(c.reference, 2), logits(c.weights, 2), reference_copy(arena.take<T>(2 * heads)) {
+        references.shape[0] = logits.shape[0] = heads;
+        for (int64_t i = 0; i < SOFTMAX_ROWS; ++i) {
+            query_of_row[i] = heads < SOFTMAX_ROWS && i / heads < together ? i / heads : 0;
+            head_of_row[i] = i - query_of_row[i] * heads;
+        }
+        for (int64_t i = 0; i < 2 * together; ++i) {
+            slots[i] = {arena.take<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
+            memset(slots[i].address, 0, size_t(heads * address_step) * sizeof(int64_t));
+        }
+        for (int64_t i = 0; i < together; ++i) {
+            logit_copies[i] =
+                arena.take<T>(num_logits(n, heads)); // whole vectors are read, of which not all is written
+            memset(logit_copies[i], 0, size_t(num_logits(n, heads)) * sizeof(T));
+        }
+        for (int64_t i = 0; i < address_step; ++i) set_lane(i, first_row, step);
+        references_in_place = c.reference.dtype == OWN<T> && references.contiguous;
+        last_in_place = c.weights.dtype == OWN<T> && logits.contiguous ? last_in_vectors() : -1;
+    }
+    MXD_INLINE const WindowSlot<T> &slot(int64_t q) const { return slots[q & (ALL_HEADS ? 1 : 2 * together - 1)]; }
+
+    // From now on the queries of this batch are meant, and `heads` heads from h on. rows_of(i): the first row of head
+    // h + i.
+    template <class RowsOf> void open(int64_t b, int64_t h, RowsOf &&rows_of) {
+        for (int64_t i = 0; i < heads; ++i)
+            for (int64_t s = 0; s < address_step; ++s)
+                base[i * address_step + s] = s < samples ? reinterpret_cast<int64_t>(rows_of(i)) : nowhere;
+        reference_rows = QueryRows(call.reference, b, h, 2 * heads);
+        logit_rows = QueryRows(call.weights, b, h, heads * samples);
+    }
+    // finish(query, its slot) for queries begin..end-1. Each is prepared while one before it is finished.
+    template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
+        int64_t ready = begin;
+        for (int64_t q = begin; q < end; ++q) {
+            if (q == begin) ready = prepare(ready, end);
+            if (q + 1 == ready && ready < end) ready = prepare(ready, end);
+            finish(q, slot(q));
+        }
+    }
+
+  private:
+    const Call &call;
+    Sizes n;
+    int64_t heads;
+    int64_t together; // queries that are prepared together: a power of two
+    int64_t samples;  // of a query and head
+    int64_t nowhere;  // the address of a row of zeros
+    WindowLanes<T> *lanes;
+    int64_t *base; // of the first row of each head, for each sample; nowhere for padding
+    TrailingAxes<2> references;
+    TrailingAxes<3> logits;
+    T *reference_copy, *logit_copies[SOFTMAX_ROWS]; // of queries that cannot be read as they lie
+    bool references_in_place = false;
+    int64_t last_in_place = -1; // the last query whose logits are read as they lie
+    QueryRows reference_rows, logit_rows;
+    int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // of a softmax
+    WindowSlot<T> slots[2 * SOFTMAX_ROWS];
+
+    static int64_t turned_together(int64_t heads) { return ALL_HEADS || heads > 2 ? 1 : SOFTMAX_ROWS / heads; }
+    static int64_t vectors(const Sizes &n) { return (n.levels * n.points + N - 1) / N; }
+    static int64_t padded_weights(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>); }
+    static int64_t num_weights(const Sizes &n, int64_t heads) {
+        return round_up(heads, int64_t(SOFTMAX_ROWS)) * padded_weights(n);
+    }
+    static int64_t num_logits(const Sizes &n, int64_t heads) { return heads * n.levels * n.points + SOFTMAX_LANES<T>; }
+
+    // Returns how far queries are prepared.
+    MXD_INLINE int64_t prepare(int64_t q, int64_t end) const {
+        const int64_t together = ALL_HEADS ? 1 : this->together, last = q + together < end ? q + together : end;
+        for (int64_t i = q; i < last; ++i) find_rows(reference_of(i), slot(i).address);
+        const T *from[SOFTMAX_ROWS];
+        for (int64_t i = 0; i < together; ++i) from[i] = logits_of(q + i < last ? q + i : q, logit_copies[i]);
+        for (int64_t first = 0; first < heads; first += SOFTMAX_ROWS) {
+            const T *row[SOFTMAX_ROWS];
+            T *to[SOFTMAX_ROWS];
+            for (int64_t i = 0; i < SOFTMAX_ROWS;
+                 ++i) { // what has no head is the last head's, and goes to room of its own
+                const int64_t query = ALL_HEADS ? 0 : query_of_row[i], h = first + (ALL_HEADS ? i : head_of_row[i]);
+                row[i] = from[query] + (h < heads ? h : heads - 1) * samples;
+                to[i] = slot(q + query).weights + h * weight_step;
+            }
+            softmax<T>(row, samples, to);
+        }
+        return last;
+    }
+
+    // Padding is pixel 0 of a row of zeros.
+    template <class FirstRow> void set_lane(int64_t sample, FirstRow &&first_row, int64_t row_step) {
+        WindowLanes<T> &to = lanes[sample / N];
+        const int64_t lane = sample % N;
+        Level level{1, 1, 0};
+        T place[2] = {0, 0};
+        int64_t step = 0, first = 0;
+        if (sample < samples) {
+            const mxd_tensor &window = call.window;
+            level = call.levels[sample / n.points];
+            read_elements(at(window, sample % n.points * window.strides[0]), window.dtype, window.strides[1], 2, place);
+            step = row_step;
+            first = first_row(sample / n.points);
+        }
+        to.width[lane] = T(level.width);
+        to.height[lane] = T(level.height);
+        to.x[lane] = place[0];
+        to.y[lane] = place[1];
+        to.last_x[lane] = Int<T>(level.width - 1);
+        to.last_y[lane] = Int<T>(level.height - 1);
+        to.bytes_of_row[lane] = Int<T>(level.width * step);
+        to.bytes_of_pixel[lane] = Int<T>(step);
+        to.start[lane] = Int<T>(first);
+    }
+    // Whole vectors are read: what follows the last head's logits is the next query.
+    int64_t last_in_vectors() const {
+        if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
+        const int64_t of_query = n.heads * samples;
+        return call.weights.strides[1] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
+    }
+    MXD_INLINE const T *reference_of(int64_t q) const {
+        const char *from = ALL_HEADS ? reference_rows.at(q) : reference_rows.at_in_turn(q);
+        if (references_in_place) return reinterpret_cast<const T *>(from);
+        references.read_at(from, reference_copy);
+        return reference_copy;
+    }
+    MXD_INLINE const T *logits_of(int64_t q, T *copy) const {
+        const char *from = ALL_HEADS ? logit_rows.at(q) : logit_rows.at_in_turn(q);
+        if (q <= last_in_place) return reinterpret_cast<const T *>(from);
+        logits.read_at(from, copy);
+        return copy;
+    }
+
+    MXD_INLINE void find_rows(const T *reference, int64_t *address) const {
+        for (int64_t i = 0; i < address_step; i += N) {
+            const WindowLanes<T> &of = lanes[i / N];
+            const auto bytes_of_row = raw_load<Int<T>, N>(of.bytes_of_row), start = raw_load<Int<T>, N>(of.start),
+                       bytes_of_pixel = raw_load<Int<T>, N>(of.bytes_of_pixel);
+            for (int64_t h = 0; h < heads; ++h) {
+                const Ints x = pixel(reference[2 * h], of.width, of.x, of.last_x);
+                const Ints y = pixel(reference[2 * h + 1], of.height, of.y, of.last_y);
+                const int64_t place = h * address_step + i;
+                put_addresses(y * bytes_of_row + x * bytes_of_pixel + start, base + place, address + place);
+            }
+        }
+    }
+    static MXD_INLINE Ints pixel(T reference, const T *size, const T *place, const Int<T> *last) {
+        const Lanes x = around_reference<N>(reference, size, place);
+        return on_map<N>(whole_or_largest<true, N>(x), raw_load<Int<T>, N>(last));
+    }
+    static MXD_INLINE void put_addresses(Ints bytes, const int64_t *from, int64_t *to) {
+        if constexpr (sizeof(Int<T>) == 4 && N == 8 && LANES == 4) { // a vector holds four addresses
+            store<int64_t, 4>(to, raw_load<int64_t, 4>(from) + convert<int64_t, 4>(four_of<0>(bytes)));
+            store<int64_t, 4>(to + 4, raw_load<int64_t, 4>(from + 4) + convert<int64_t, 4>(four_of<4>(bytes)));
+        } else {
+            store<int64_t, N>(to, raw_load<int64_t, N>(from) + convert<int64_t, N>(bytes));
+        }
+    }
+};
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

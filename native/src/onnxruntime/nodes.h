@@ -1,0 +1,43 @@
+// The nodes of the domain mx_driving: the operators, with names as in _operators.py.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/call.h"
+
+namespace mxd {
+
+enum class Elements { FLOATING, INDEX, LOCATIONS }; // LOCATIONS: floating or integer
+
+struct NodeInput {
+    const char *name, *axes; // "num_levels, 2"
+    Elements elements;
+    bool defines; // it says how large its axes are, unless an input before it does
+    bool optional;
+};
+
+struct Node {
+    const char *name;
+    Operator op;
+    bool with_logits;
+    int weights; // the place of weights or logits
+    std::vector<NodeInput> inputs;
+};
+
+const std::vector<Node> &nodes();
+
+// A tensor that a node is given. `there` is false for an optional one that is not.
+struct Given {
+    bool there;
+    int type; // of ONNX
+    std::vector<int64_t> shape;
+    void *data;
+};
+
+// What is wrong with the inputs, in the words of _check.py; empty when nothing is. Levels are looked at by themselves.
+std::string find_fault(const Node &node, const std::vector<Given> &inputs, bool by_point);
+std::string find_fault_of_levels(const Node &node, const std::vector<Given> &inputs);
+
+} // namespace mxd

@@ -1,0 +1,206 @@
+#include "threads/openmp.h"
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+
+#ifdef _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
+#include <dlfcn.h>
+#endif
+#ifdef __APPLE__
+#include <mach-o/dyld.h>
+#elif !defined(_WIN32)
+#include <link.h>
+#endif
+
+namespace mxd {
+namespace {
+
+// ---- what differs between systems: a loaded library, its functions, and a number that grows when libraries are loaded
+
+#ifdef _WIN32
+
+typedef HMODULE Library;
+
+Library loaded(const char *file) { return GetModuleHandleA(file); }
+
+void *function(Library library, const char *name) { return reinterpret_cast<void *>(GetProcAddress(library, name)); }
+
+// Windows does not tell, and looking is cheap there.
+uint64_t libraries_loaded() {
+    static std::atomic<uint64_t> calls{0};
+    return ++calls;
+}
+
+#else
+
+typedef void *Library;
+
+void *function(Library library, const char *name) { return dlsym(library, name); }
+
+#ifdef __APPLE__
+
+Library loaded(const char *file) {
+    for (uint32_t i = 0; i < _dyld_image_count(); ++i) {
+        const char *path = _dyld_get_image_name(i), *last = path ? std::strrchr(path, '/') : nullptr;
+        if (last && std::strcmp(last + 1, file) == 0) return dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    }
+    return nullptr;
+}
+
+uint64_t libraries_loaded() { return _dyld_image_count(); }
+
+#else
+
+// By the name that the library has for others (SONAME), wherever its file is.
+Library loaded(const char *file) { return dlopen(file, RTLD_LAZY | RTLD_NOLOAD); }
+
+uint64_t libraries_loaded() {
+    uint64_t count = 0;
+    dl_iterate_phdr(
+        [](dl_phdr_info *info, size_t, void *to) {
+            *static_cast<uint64_t *>(to) = info->dlpi_adds;
+            return 1; // the first library says it for all
+        },
+        &count);
+    return count;
+}
+
+#endif
+#endif
+
+// ---- which runtime
+
+template <class Fn> bool find(Library library, const char *name, Fn *&fn) {
+    fn = reinterpret_cast<Fn *>(function(library, name));
+    return fn;
+}
+
+bool find_functions(Library library, OpenMp &found) {
+    if (!find(library, "omp_get_thread_num", found.get_thread_num) ||
+        !find(library, "omp_get_max_threads", found.get_max_threads))
+        return false;
+    return find(library, "GOMP_parallel", found.gomp_parallel) ||
+           (find(library, "__kmpc_fork_call", found.fork_call) &&
+            find(library, "__kmpc_push_num_threads", found.push_num_threads) &&
+            find(library, "__kmpc_global_thread_num", found.global_thread_num));
+}
+
+#ifdef _WIN32
+
+// torch's wheels bring the first one, or on ARM the third; Visual Studio's Clang and LLVM the others. vcomp140.dll,
+// that of Visual C++, has another interface.
+const char *const FILES[] = {"libiomp5md.dll", "libomp140.x86_64.dll", "libomp140.aarch64.dll", "libomp.dll"};
+
+bool look(OpenMp &found) {
+    for (const char *file : FILES)
+        if (const Library library = loaded(file)) {
+            found.name = file;
+            if (find_functions(library, found)) return true;
+        }
+    return false;
+}
+
+#else
+
+#ifdef __APPLE__
+const char TORCH[] = "libtorch_cpu.dylib";
+const char *const FILES[] = {"libomp.dylib", "libiomp5.dylib", "libgomp.1.dylib"};
+#else
+const char TORCH[] = "libtorch_cpu.so";
+const char *const FILES[] = {"libgomp.so.1", "libomp.so.5", "libomp.so", "libiomp5.so"};
+#endif
+
+void *entry(Library library) {
+    void *const gcc = function(library, "GOMP_parallel");
+    return gcc ? gcc : function(library, "__kmpc_fork_call");
+}
+
+// The entry of the runtime that torch's own loops call, or would call: what the loader finds for libtorch_cpu. On Linux
+// that is first of all what all libraries see, such as a preloaded libiomp5, then what libtorch_cpu depends on,
+// whatever its file is called (libgomp-a34b3233.so.1). Where there is no torch, any runtime will do that has its usual
+// name.
+void *torchs_entry() {
+#ifndef __APPLE__ // there a library calls the one that it was linked to, whatever others see
+    if (void *const found = entry(RTLD_DEFAULT)) return found;
+#endif
+    const Library torch = loaded(TORCH);
+    void *found = torch ? entry(torch) : nullptr;
+    if (torch) dlclose(torch);
+    for (const char *file : FILES) {
+        if (found) break;
+        if (const Library library = loaded(file)) {
+            found = entry(library);
+            dlclose(library);
+        }
+    }
+    return found;
+}
+
+// All functions come from the library of that entry. Its handle is kept, so that nobody can unload it.
+bool look(OpenMp &found) {
+    Dl_info of_entry;
+    void *const place = torchs_entry();
+    if (!place || !dladdr(place, &of_entry)) return false;
+    const Library library = dlopen(of_entry.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+    if (!library) return false;
+    const char *last = std::strrchr(of_entry.dli_fname, '/');
+    found.name = last ? last + 1 : of_entry.dli_fname;
+    if (find_functions(library, found)) return true;
+    dlclose(library);
+    return false;
+}
+
+#endif
+
+// ---- a region of either interface
+
+struct Call {
+    const OpenMp &runtime;
+    Body *body;
+    void *context;
+};
+
+void region(void *data) {
+    Call &call = *static_cast<Call *>(data);
+    call.body(call.context, call.runtime.get_thread_num());
+}
+
+void clang_region(int32_t *, int32_t *, void *data) { region(data); }
+
+// Where a region stands in a source file; the runtimes want one.
+struct Place {
+    int32_t reserved_1 = 0, flags = 2, reserved_2 = 0, reserved_3 = 0; // 2: called by these names
+    const char *source = ";unknown;unknown;0;0;;";
+};
+
+} // namespace
+
+void OpenMp::run(int threads, Body *body, void *context) const {
+    Call call{*this, body, context};
+    if (gomp_parallel) return gomp_parallel(region, &call, unsigned(threads), 0);
+    static Place place;
+    push_num_threads(&place, global_thread_num(&place), threads);
+    typedef void Region(int32_t *, int32_t *, ...);
+    fork_call(&place, 1, reinterpret_cast<Region *>(clang_region), &call);
+}
+
+const OpenMp *openmp() {
+    static std::atomic<const OpenMp *> known{nullptr};
+    static std::atomic<uint64_t> looked_at{0};
+    if (const OpenMp *found = known.load(std::memory_order_acquire)) return found;
+    const uint64_t libraries = libraries_loaded();
+    if (looked_at.load(std::memory_order_relaxed) == libraries) return nullptr;
+    std::unique_ptr<OpenMp> made(new OpenMp{});
+    const OpenMp *found = nullptr;
+    if (!look(*made))
+        looked_at.store(libraries, std::memory_order_relaxed);
+    else if (known.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel))
+        found = made.release();
+    return found;
+}
+
+} // namespace mxd

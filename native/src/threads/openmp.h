@@ -1,0 +1,25 @@
+// The OpenMP runtime that the process has. It is found among the loaded libraries and called by the names that
+// compilers call, so this library needs none at build time and brings none.
+#pragma once
+
+#include "threads/threads.h"
+
+namespace mxd {
+
+struct OpenMp {
+    const char *name; // its file's
+    void (*gomp_parallel)(void (*region)(void *), void *data, unsigned threads, unsigned flags);
+    // Where there is no GOMP_parallel (Windows, and libomp without GCC's names): the names that Clang calls.
+    void (*fork_call)(void *place, int32_t arguments, void (*region)(int32_t *, int32_t *, ...), ...);
+    void (*push_num_threads)(void *place, int32_t thread, int32_t threads);
+    int32_t (*global_thread_num)(void *place);
+    int (*get_thread_num)(), (*get_max_threads)();
+
+    void run(int threads, Body *body, void *context) const;
+};
+
+// Null where the process has none. It is looked for until one is found, but only when libraries were loaded meanwhile:
+// a program may load torch after its first call.
+const OpenMp *openmp();
+
+} // namespace mxd

@@ -1,0 +1,98 @@
+#include "threads/pool.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <exception>
+#include <thread>
+
+#ifdef _WIN32
+#define WIN32_LEAN_AND_MEAN
+#include <windows.h>
+#else
+#include <dlfcn.h>
+#endif
+#ifdef __linux__
+#include <sched.h>
+#endif
+
+namespace mxd {
+namespace {
+
+std::atomic<Pool *> the_pool{nullptr};
+
+// A thread of the pool sleeps inside this library, so nobody may unload it.
+void keep_library() {
+#ifdef _WIN32
+    HMODULE module;
+    GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_PIN | GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS,
+                       reinterpret_cast<LPCSTR>(&the_pool), &module);
+#else
+    Dl_info here;
+    if (dladdr(&the_pool, &here)) dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+#endif
+}
+
+int allowed_processors() {
+#ifdef __linux__ // standard libraries differ in whether they count those that taskset or a container allows
+    cpu_set_t allowed;
+    if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+    return int(std::thread::hardware_concurrency());
+}
+
+} // namespace
+
+int processors() {
+    const char *wanted = std::getenv("OMP_NUM_THREADS");
+    const int number = wanted ? std::atoi(wanted) : 0;
+    return number > 0 ? number : std::max(1, allowed_processors());
+}
+
+// A child's fork copied the pool without its threads, and its locks as they happened to be, so the child leaves it
+// alone.
+Pool &Pool::here() {
+    Pool *known = the_pool.load(std::memory_order_acquire);
+    if (known && known->process == this_process()) return *known;
+    if (!known) keep_library();
+    std::unique_ptr<Pool> made(new Pool);
+    if (!the_pool.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) return *known;
+    return *made.release();
+}
+
+void Pool::grow(int wanted) {
+    try {
+        while (int(workers.size()) < wanted) {
+            workers.reserve(workers.size() + 1);
+            std::unique_ptr<Worker> made(new Worker);
+            std::thread([this, worker = made.get(), index = int(workers.size()) + 1] {
+                work(*worker, index);
+            }).detach();
+            workers.push_back(std::move(made));
+        }
+    } catch (const std::exception &) { // the system has no more threads, and those that there are will do
+    }
+}
+
+void Pool::work(Worker &worker, int index) {
+    for (int64_t calls = 0;; ++calls) {
+        worker.woken.wait_past(calls);
+        body(context, index);
+        if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) finished.raise();
+    }
+}
+
+void Pool::run(int threads, Body *wanted, void *its_context) {
+    if (taken.exchange(true, std::memory_order_acquire)) return wanted(its_context, 0);
+    grow(threads - 1);
+    body = wanted;
+    context = its_context;
+    const int woken = std::min(threads - 1, int(workers.size()));
+    working.store(woken, std::memory_order_relaxed);
+    const int64_t seen = finished.number();
+    for (int w = 0; w < woken; ++w) workers[size_t(w)]->woken.raise();
+    body(context, 0);
+    if (woken > 0) finished.wait_past(seen);
+    taken.store(false, std::memory_order_release);
+}
+
+} // namespace mxd

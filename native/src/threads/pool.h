@@ -1,0 +1,46 @@
+// Threads of our own, for processes without an OpenMP runtime: programs in C, torch built without OpenMP, forked
+// children.
+#pragma once
+
+#include "threads/event.h"
+#include "threads/threads.h"
+
+#include <memory>
+#include <vector>
+
+namespace mxd {
+
+// How many processors this process may use; OMP_NUM_THREADS, where it is a number, goes first.
+int processors();
+
+// Its threads are made when a call first needs them. They sleep between calls and are never joined: a pool lives as
+// long as the process, and a child forked from it makes another pool.
+class Pool {
+  public:
+    // This process's.
+    static Pool &here();
+
+    // As run_on_threads. While one call uses the pool, any other runs on its caller's thread alone: it neither waits
+    // for the first, nor makes more threads than were asked for.
+    void run(int threads, Body *body, void *context);
+
+  private:
+    // What one thread waits for. Only the threads that a call needs are woken.
+    struct Worker {
+        Event woken;
+    };
+
+    const int64_t process = this_process();
+    std::atomic<bool> taken{false};
+    std::vector<std::unique_ptr<Worker>> workers;
+    // The call that is run; its caller writes it, before it wakes workers.
+    Body *body = nullptr;
+    void *context = nullptr;
+    std::atomic<int> working{0};
+    Event finished; // raised by the last worker of each call
+
+    void grow(int wanted);
+    void work(Worker &worker, int index);
+};
+
+} // namespace mxd

@@ -1,0 +1,70 @@
+#include "threads/threads.h"
+
+#include "threads/event.h"
+#include "threads/openmp.h"
+#include "threads/pool.h"
+
+#include <string>
+#include <thread>
+
+#ifndef _WIN32
+#include <unistd.h>
+#endif
+
+namespace mxd {
+
+int64_t this_process() {
+#ifdef _WIN32
+    return 0; // Windows has no fork
+#else
+    return getpid();
+#endif
+}
+
+namespace {
+
+const int64_t loaded_in = this_process();
+std::atomic<bool> own_threads{false};
+
+// Null: our own pool's threads. A forked child never uses the runtime: libgomp waits forever for threads that its
+// parent had, and nobody can ask it whether there were any, because torch's operators may have made them.
+const OpenMp *runtime() {
+    const bool own = own_threads.load(std::memory_order_relaxed) || this_process() != loaded_in;
+    return own ? nullptr : openmp();
+}
+
+} // namespace
+
+void run_on_threads(int threads, Body *body, void *context) {
+    if (threads <= 1) return body(context, 0);
+    const OpenMp *found = runtime();
+    return found ? found->run(threads, body, context) : Pool::here().run(threads, body, context);
+}
+
+// The others are often done within microseconds. On a machine with too few processors they need this one.
+void wait_for(const int64_t *number, int64_t least) {
+    for (int look = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least; ++look) {
+        if (look < LOOKS)
+            relax();
+        else
+            std::this_thread::yield();
+    }
+}
+
+// In a forked child, too, the runtime says how many: torch.set_num_threads told it.
+int usable_threads() {
+    const OpenMp *found = openmp();
+    return found ? found->get_max_threads() : processors();
+}
+
+const char *threads_in_use() {
+    const OpenMp *found = runtime();
+    if (!found) return "threads of its own";
+    static const std::string sentence =
+        std::string("threads of ") + found->name; // there is one runtime, once it is found
+    return sentence.c_str();
+}
+
+void use_own_threads(bool own) { own_threads.store(own, std::memory_order_relaxed); }
+
+} // namespace mxd

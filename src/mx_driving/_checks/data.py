@@ -1,0 +1,266 @@
+"""Warnings about inputs that are legal but look like a mistake. They are off until somebody asks for them.
+
+Legal inputs cannot be refused, so a finding is a warning, and states the fact behind it. The checks run below the
+dispatcher, where tensors hold data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _with_logits
+from .._operators import OPERATORS, Inputs, Operator
+from .flags import flag
+
+# The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
+_open = int(flag("MX_DRIVING_CHECK"))
+_told: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
+
+_MOST = 0.5  # "most" of something is more than this share of it
+_PIXELS = (2, 16384)  # a pixel's larger coordinate lies between these; that of a location in 0..1 seldom does
+_TURNED = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
+_FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their ends, a map is too small to judge
+# Times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP. At the ends of rows we measured
+# 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
+_STEP, _NO_STEP = 1.5, 1.1
+
+
+class DataWarning(UserWarning):
+    """An operator's inputs are legal, but look like a mistake."""
+
+
+@contextlib.contextmanager
+def data_checks() -> Iterator[None]:
+    """Look at the data of every call inside, and warn `DataWarning` once for each operator and kind of finding.
+
+    It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
+    in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
+    maps only when turned, and rows of value that end where (W, H) would have them end. It cannot judge square maps, or
+    inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
+
+    Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
+    (true, yes, on) in the environment does the same for a whole program.
+
+    >>> import torch, mx_driving
+    >>> value, shapes, start = torch.ones(1, 16, 1, 1), torch.tensor([[4, 4]]), torch.tensor([0])
+    >>> pixel = torch.tensor([3, 2.0]).view(1, 1, 1, 1, 1, 2)
+    >>> with warnings.catch_warnings(record=True) as found, data_checks():
+    ...     out = mx_driving.multi_scale_deformable_attn(value, shapes, start, pixel, torch.ones(1, 1, 1, 1, 1))
+    >>> print(str(found[0].message).partition(": ")[2])
+    sampling_locations should be fractions of the map, 0..1; got 100 % that look like pixels, up to 3
+    """
+    global _open
+    if not _open:
+        _told.clear()
+    _open += 1
+    try:
+        yield
+    finally:
+        _open -= 1
+
+
+def asked() -> bool:
+    return _open > 0
+
+
+def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The kernel, which refuses illegal inputs, and then a look at the legal ones: at what the bare operator is given."""
+
+    def run(*args: Any) -> Tensor:
+        output = kernel(*args)
+        if _open:
+            inputs = _with_logits.bare_inputs(operator.name, *args) if operator.bare else args
+            _look(_Call(operator, *inputs))
+        return output
+
+    return run
+
+
+class _Call(NamedTuple):
+    operator: Operator
+    value: Tensor  # [bs, rows, ...]
+    shapes: Tensor
+    starts: Tensor
+    locations: Tensor
+    weights: Tensor
+
+    @property
+    def names(self) -> Inputs:
+        return Inputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
+
+
+def _look(call: _Call) -> None:
+    if not all(t.numel() for t in call[1:]):
+        return
+    if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # a graph's capture cannot wait for data
+    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _turned_levels, _row_ends):
+        look(call)
+
+
+def _tell(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
+    """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
+    operator = call.operator.name
+    if (operator, kind) not in _told:
+        _told.add((operator, kind))
+        warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
+
+
+@functools.cache
+def _passed_over() -> tuple[str, ...]:
+    folders = (os.path.dirname(str(module.__file__)) + os.sep for module in (sys.modules[__name__.partition(".")[0]], torch))
+    return *folders, "<eval_with_key>"  # the file name of what torch.compile writes
+
+
+def _caller() -> int:
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_passed_over()):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
+
+
+def _share(where: Tensor) -> float:
+    return where.float().mean().item()
+
+
+def _nan(call: _Call) -> None:
+    names = call.names
+    for name, t in ((names.value, call.value), (names.locations, call.locations), (names.weights, call.weights)):
+        if t.is_floating_point() and (share := _share(t.isnan())):
+            _tell(call, f"NaN in {name}", name, "have no NaN", _percent(share))
+
+
+class _Samples(NamedTuple):
+    """Locations in pixels, and the sizes of their maps."""
+
+    x: Tensor
+    y: Tensor
+    width: Tensor
+    height: Tensor
+
+    def on_map(self) -> Tensor:
+        """True where a sample of multi_scale_deformable_attn reads, and where geometric_kernel_attention clamps nothing."""
+        return (self.x > -1) & (self.y > -1) & (self.x < self.width) & (self.y < self.height)
+
+    def reach(self) -> float:
+        """How far samples reach right and down, as shares of the map's sides; the smaller of the two."""
+        return min((self.x / self.width).max().item(), (self.y / self.height).max().item())
+
+    def turned(self) -> _Samples:
+        return self._replace(width=self.height, height=self.width)
+
+
+def _pixels(call: _Call, normalised: bool) -> _Samples:
+    """The samples of an attention operator. float64 holds every pixel."""
+    x, y = call.locations.double().unbind(-1)
+    height, width = (side[:, None].double() for side in call.shapes.unbind(-1))
+    return _Samples(x * width - 0.5, y * height - 0.5, width, height) if normalised else _Samples(x, y, width, height)
+
+
+def _like_pixels(locations: Tensor) -> Tensor:
+    """Where no coordinate is negative, and the larger one is as large as those of pixels."""
+    largest = locations.amax(-1)
+    return (locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
+
+
+def _tell_pixels(call: _Call, like: Tensor, share: float) -> None:
+    largest = call.locations.amax(-1)[like].max().item()
+    fact = f"{_percent(share)} that look like pixels, up to {largest:.4g}"
+    _tell(call, "pixels", call.names.locations, "be fractions of the map, 0..1", fact)
+
+
+def _normalised(call: _Call) -> None:
+    """multi_scale_deformable_attn."""
+    off = _share(~_pixels(call, normalised=True).on_map())
+    if off <= _MOST:
+        return
+    like = _like_pixels(call.locations)
+    if (share := _share(like)) > _MOST:
+        _tell_pixels(call, like, share)
+        return
+    low, high = call.locations.min().item(), call.locations.max().item()
+    grid = " and all in -1..1, the range of grid_sample" if low < -0.5 and low >= -1 and high <= 1 else ""
+    fact = f"{_percent(off)} of samples off them{grid}"
+    _tell(call, "off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
+
+
+def _seen(call: _Call) -> None:
+    """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
+    within = ((call.locations > 0) & (call.locations < 1)).all(-1)
+    unseen = _share(~within.any(-1))
+    if unseen <= _MOST:
+        return
+    like = _like_pixels(call.locations)
+    if (share := _share(like.any(-1))) > _MOST:
+        _tell_pixels(call, like, share)
+        return
+    rule = "lie in some camera's picture, 0..1, for most points"
+    _tell(call, "off the map", call.names.locations, rule, f"{_percent(unseen)} of points in none")
+
+
+def _in_pixels(call: _Call) -> None:
+    """geometric_kernel_attention."""
+    locations = call.locations
+    if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
+        height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
+        fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
+        _tell(call, "normalised", call.names.locations, "be pixels of each level", fact)
+        return
+    samples = _pixels(call, normalised=False)
+    off, turned = _share(~samples.on_map()), _share(~samples.turned().on_map())
+    if off > 0.05 and turned < 0.1 * off and samples.turned().reach() > 0.75:
+        fact = f"{_percent(off)} of samples off their maps, and {_percent(turned)} if the shapes were (W, H)"
+        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
+    elif off > _MOST:
+        fact = f"{_percent(off)} of samples off them"
+        _tell(call, "off the map", call.names.locations, "mostly lie on their maps", fact)
+
+
+def _turned_levels(call: _Call) -> None:
+    """The levels of one pyramid show one picture: one cannot be wide and another one high."""
+    pyramids = call.shapes if call.shapes.dim() == 3 else call.shapes[None]
+    for levels in pyramids.tolist():
+        aspects = [math.log(width / height) for height, width in levels]
+        if min(aspects) < -_TURNED and max(aspects) > _TURNED:
+            wide, high = (levels[aspects.index(pick(aspects))] for pick in (max, min))
+            fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
+            _tell(call, "turned", call.names.shapes, "be (H, W) on every level", fact)
+
+
+def _row_ends(call: _Call) -> None:
+    """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
+    numbers = call.value[:, 0].numel()
+    maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
+    oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _TURNED and min(h, w) >= _FEW_ROWS]
+    if not oblong or max(oblong)[0] ** 0.5 * numbers < _FEW_NUMBERS:
+        return
+    rows, height, width, start = max(oblong)
+    steps = call.value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
+    steps = steps / steps.mean()
+    end = torch.arange(1, rows, device=steps.device)
+    as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
+    as_turned = steps[end % height == 0].mean()
+    if as_given < _NO_STEP and as_turned > _STEP:
+        fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
+        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
+
+
+_LOOKS: dict[str, tuple[Callable[[_Call], None], ...]] = {
+    "multi_scale_deformable_attn": (_normalised,),
+    "deformable_aggregation": (_seen,),
+    "geometric_kernel_attention": (_in_pixels,),
+}

@@ -1,0 +1,103 @@
+"""The form of all errors, *name* must *rule*; got *fact*, and the rules that checks are made of.
+
+A check is a plain `if ...: raise`, because torch.compile takes that with static and dynamic shapes. The good path is a
+handful of comparisons; a sentence is made only when one of them fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+INDEX = frozenset((torch.int32, torch.int64))
+
+FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
+INDEX_RULE = "have dtype int32 or int64"
+
+Named = tuple[str, Any]
+
+
+def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
+    raise kind(f"{name} must {rule}; got {fact}")
+
+
+def tensors(*named: Named) -> None:
+    """Every argument is a torch.Tensor."""
+    for name, t in named:
+        if not isinstance(t, Tensor):
+            numbers = isinstance(t, (list, tuple)) and not any(isinstance(e, Tensor) for e in t)
+            write = f", as torch.tensor({name}) makes it" if numbers else ""
+            fail(TypeError, name, "be a torch.Tensor" + write, type(t).__name__)
+
+
+def need_one_device(first: Named, *others: Named) -> None:
+    device = first[1].device
+    for name, t in others:
+        if t.device != device:
+            fail(ValueError, name, f"be on {first[0]}'s device ({device})", t.device)
+
+
+def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str) -> None:
+    if t.dtype not in allowed:
+        fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
+
+
+def need_dtypes(named: Sequence[Named], integers: tuple[int, ...] = (1, 2)) -> None:
+    """The index tables, or what is in `integers`, are whole numbers, and all others floating."""
+    for place, (name, t) in enumerate(named):
+        if place in integers:
+            need_dtype(name, t, INDEX, INDEX_RULE)
+        else:
+            need_dtype(name, t, FLOATING, FLOATING_RULE)
+
+
+def need_axes(name: str, t: Tensor, axes: str) -> None:
+    """t has as many axes as `axes` has names."""
+    if t.dim() != axes.count(",") + 1:
+        fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
+
+
+def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
+    if t.shape != sizes:
+        fail_shape(name, t, axes, sizes)
+
+
+def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
+    """As `need_shape`, but a size may be anything where None is given."""
+    if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
+        fail_shape(name, t, axes, sizes)
+
+
+def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
+    named = zip((axis.strip() for axis in axes.split(",")), sizes, strict=True)
+    expected = ", ".join(axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named)
+    fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
+
+
+def limit(name: str, rule: str, fact: object) -> NoReturn:
+    """Refuse what passes a documented limit of Atlas A2."""
+    fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
+
+
+def flag(name: str, word: str) -> NoReturn:
+    """Refuse a switch in the environment that is neither on nor off."""
+    fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+
+
+def patch_target(target: object) -> NoReturn:
+    fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
+
+
+def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
+    left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
+    fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
+
+
+def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
+    """Why an import failed, with advice if an extension is missing that compat stands in for."""
+    missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
+    return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)

@@ -1,0 +1,130 @@
+"""DTensor: how an operator's inputs may be sharded so that every process works with what it has.
+
+The rules are registered at the first call with a DTensor, because importing torch.distributed.tensor takes many times
+longer than importing this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from .. import _checks
+from .._operators import OPERATORS, Operator
+
+
+def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments as DTensor's dispatch wants them; `shared` are the places of index tables and the like among them."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return args
+    sharded = next((a for a in args if isinstance(a, module.DTensor)), None)
+    if sharded is None:
+        return args
+    mesh = sharded.device_mesh
+    _check_torch(mesh, sharded._local_tensor)
+    _register()
+    return tuple(_replicated(a, mesh) if i in shared else a for i, a in enumerate(args))
+
+
+def call(op: Any, *args: Any) -> Tensor:
+    """Call an operator from a door. The Autograd kernel prepares DTensors, but inference mode skips it."""
+    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+        args = prepared(args, OPERATORS[op._opname].shared)
+    return op(*args)
+
+
+def _check_torch(mesh: Any, local: Tensor) -> None:
+    if mesh.ndim > 1:
+        _checks.needs.check("DTensor on a mesh of several dimensions")
+    if isinstance(local, FakeTensor):
+        _checks.needs.check("DTensor under torch.compile")
+
+
+def _replicated(table: Tensor, mesh: Any) -> Tensor:
+    """An index table, which every process has from its configuration, as a DTensor."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(table, DTensor):
+        return table
+    return DTensor.from_local(table, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+@functools.cache
+def _register() -> None:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for name, operator in OPERATORS.items():
+        forward = getattr(torch.ops.mx_driving, name).default
+        backward = getattr(torch.ops.mx_driving, name + "_backward").default
+        register_sharding(forward)(functools.partial(_forward_rules, name))
+        register_sharding(backward)(functools.partial(_backward_rules, name))
+        # cached for each mask, since a gradient that is not wanted has another shape
+        propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(1 + len(operator.inputs), needs_pytree=True)
+
+
+def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
+    """The axes that can be sharded: `blocks` only with even shards, because only then the output's shards match value's."""
+    return [places for axis, places in operator.axes.items() if axis != operator.blocks or _even(operator, places, inputs)]
+
+
+def _even(operator: Operator, places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
+    """Whether some input is sharded along the block axis, with all shards of one size."""
+    from torch.distributed.tensor import Shard
+
+    mesh = inputs[0].mesh
+    cut = set()
+    for spec, at in zip(inputs, places, strict=False):
+        if spec is not None and at is not None:
+            cut |= {i for i, placement in enumerate(spec.placements) if placement == Shard(at)}
+    size = inputs[operator.weights].shape[places[operator.weights]]
+    return bool(cut) and size % math.prod(mesh.size(i) for i in cut) == 0
+
+
+def _placement(at: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if at is None else Shard(at)
+
+
+def _sum(at: int | None) -> Any:
+    from torch.distributed.tensor import Partial
+
+    return Partial() if at is None else _placement(at)
+
+
+def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
+    """Each axis that can be sharded, and where that puts the inputs; one that is None has no place."""
+    found = []
+    for places in ((None,) * (len(inputs) + 1), *_axes(operator, inputs)):
+        given = [_placement(at) for at, spec in zip(places, inputs, strict=False) if spec is not None]
+        found.append((places, given))
+    return found
+
+
+def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
+    operator = OPERATORS[name]
+    (_, whole), *rest = _rules(operator, args[: len(operator.inputs)])
+    return [([_placement(None)], whole), *(([_sum(at[-1])], given) for at, given in rest)]
+
+
+def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
+    """If every process has an input whole, its gradient is a partial sum. A gradient that is not wanted is empty everywhere."""
+    operator = OPERATORS[name]
+    inputs, mask = rest[: len(operator.inputs)], rest[-1]
+    everywhere = _placement(None)
+    (_, whole), *shards = _rules(operator, inputs)
+    rules = [([everywhere] * len(mask), [everywhere, *whole])]
+    for at, given in shards:
+        gradients = [_sum(at[i]) if wanted else everywhere for i, wanted in zip(operator.differentiable, mask, strict=True)]
+        rules.append((gradients, [_placement(at[-1]), *given]))
+    return rules

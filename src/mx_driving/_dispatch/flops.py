@@ -1,0 +1,52 @@
+"""FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
+
+Every sample counts, on the map or not. Work once per sample (coordinates, shares) does not count: it does not grow with
+channels.
+
+The formulas are registered when the counter is imported. It imports Triton if that is installed, which takes ten times as
+long as importing this package.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from .._operators import OPERATORS, VALUE, Operator
+from .when_imported import when_imported
+
+
+def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
+    """Multiply and add once per row and channel. `weights` may be logits."""
+    samples = math.prod(weights[:-1] if operator.grouped else weights)
+    return 2 * operator.rows * samples * value[-1]
+
+
+def _register(operator: Operator) -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    packet = getattr(torch.ops.mx_driving, operator.name)
+    packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
+
+    def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
+        return _row_flops(operator, inputs[VALUE], inputs[operator.weights])
+
+    def backward(grad: Any, *rest: Any, **_: Any) -> int:
+        """Once to add to the rows of value's gradient, once for the products that all other gradients are made of."""
+        *inputs, mask = rest
+        return _row_flops(operator, inputs[VALUE], inputs[operator.weights]) * (bool(mask[0]) + any(mask[1:]))
+
+    register_flop_formula(packet)(forward)
+    register_flop_formula(packet_backward)(backward)
+
+
+def register() -> None:
+    """Register all operators when the counter is imported."""
+    when_imported("torch.utils.flop_counter", _register_all)
+
+
+def _register_all() -> None:
+    for operator in OPERATORS.values():
+        _register(operator)

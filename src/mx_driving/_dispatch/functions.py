@@ -1,0 +1,87 @@
+"""The operators as autograd functions, for code that calls forward and backward itself or derives a class from them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._operators import OPERATORS
+from . import library
+
+
+class OperatorFunction(torch.autograd.Function):
+    """An operator as an autograd function. `apply` is the door, unless a derived class has a forward or backward of its own.
+
+    torch.func and forward mode do not go through a Function whose forward takes a ctx. The door serves them.
+    """
+
+    door: Callable[..., Tensor]
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """The operator: arguments by position or by name, with everything that the door can do."""
+        base = next(c for c in cls.__mro__ if "door" in vars(c))
+        if cls.forward is base.forward and cls.backward is base.backward:
+            return cls.door(*args, **kwargs)
+        return super().apply(*args, **kwargs)
+
+
+def forward(ctx: Any, door: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The output, without a graph even outside of `apply`: a caller with a ctx of its own calls backward itself."""
+    ctx.save_for_backward(*inputs)
+    with torch.no_grad():
+        return door(*inputs)
+
+
+def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """A gradient or None for each input of forward. `ctx` is torch's, or anything that has saved_tensors."""
+    formula = library.gradient(operator)[1]
+    needs = getattr(ctx, "needs_input_grad", None)
+    if isinstance(needs, tuple):
+        found = formula(ctx, grad_output)
+        return (*found, *[None] * (len(needs) - len(found)))
+    everything = [True] * len(OPERATORS[operator].inputs)
+    with torch.no_grad():
+        return formula(types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=everything), grad_output)
+
+
+def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
+
+    def function(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        device = value.device.type
+        # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
+        available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+        if not (available and torch.is_autocast_enabled(device)):
+            return door(value, shapes, starts, locations, weights)
+        with torch.autocast(device, enabled=False):
+            return door(value, shapes, starts, locations, weights)
+
+    return function
+
+
+def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
+    """The backward as an extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
+
+    Callers pass more, mmcv's im2col_step or the vendor's zeros for an aggregation; that is not used.
+    """
+    backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(OPERATORS[operator].differentiable)
+
+    def function(
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        grad_output: Tensor,
+        *unused: Any,
+        im2col_step: int = 64,
+    ) -> Any:
+        return gather(backward_op(grad_output, value, shapes, starts, locations, weights, mask))
+
+    return function

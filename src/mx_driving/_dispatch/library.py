@@ -1,0 +1,235 @@
+"""Schemas, fakes, gradients, and which kernel serves which device. The dispatcher chooses; nothing is tried and caught."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks, _kernels, _with_logits, reference
+from .._operators import LOCATIONS, OPERATORS, VALUE, Operator, gradients
+from . import decompositions, flops, transforms
+
+_library = torch.library.Library("mx_driving", "DEF")
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.mx_driving, name).default
+
+
+def _define(operator: Operator) -> None:
+    name, wanted = operator.name, len(operator.differentiable)
+    tensors = (f"Tensor{'?' * (i in operator.optional)} {tensor}" for i, tensor in enumerate(operator.inputs))
+    inputs = ", ".join((*tensors, *operator.options))
+    results = ", ".join(["Tensor"] * wanted)
+    tags = (torch.Tag.pt2_compliant_tag,)
+    _library.define(f"{name}({inputs}) -> Tensor", tags=tags)
+    backward = f"{name}_backward(Tensor grad_output, {inputs}, bool[{wanted}] output_mask) -> ({results})"
+    _library.define(backward, tags=tags)
+
+
+def _check_of(name: str, backward: bool) -> Callable[..., None]:
+    """The check that every kernel and fake begins with, because torch.ops can be called without a door."""
+    return functools.partial(_checks.inputs.backward, name) if backward else _checks.with_logits.INPUTS[name]
+
+
+def _reference(name: str, backward: bool) -> Callable[..., Any]:
+    """The reference. It checks the index tables first on a CPU, where reading them is free, or if data checks are on."""
+    run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        value, shapes, starts = args[backward : backward + 3]
+        if value.device.type == "cpu" or _checks.data.asked():
+            _checks.inputs.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
+        return run(*args)
+
+    return kernel
+
+
+def _composition(name: str, backward: bool, device: Callable[..., Any]) -> Callable[..., Any]:
+    """An operator with logits over what serves its bare operator on a device."""
+    bare, check = device(OPERATORS[name].bare, backward), _check_of(name, backward)
+    run = (_with_logits.backward if backward else _with_logits.forward)(name, bare)
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        return run(*args)
+
+    return kernel
+
+
+def _cpu(name: str, backward: bool) -> Callable[..., Any]:
+    """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
+    native, plain, check = _kernels.native.kernel(name, backward), _reference(name, backward), _check_of(name, backward)
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        return (native if _kernels.native.why_not() is None and _kernels.native.serves(args[backward]) else plain)(*args)
+
+    return kernel
+
+
+def _cuda(name: str, backward: bool) -> Callable[..., Any]:
+    """The Triton kernel, imported at the first call, or the reference for what it does not serve.
+
+    An operator with logits has no Triton kernel of its own.
+    """
+    if OPERATORS[name].bare:
+        return _composition(name, backward, _cuda)
+    plain, check = _reference(name, backward), _check_of(name, backward)
+
+    def kernel(*args: Any) -> Any:
+        check(*args)
+        value, _, _, locations, weights = args[backward : backward + 5]
+        if _kernels.triton.why_not() is None and _kernels.triton.serves(value, locations, weights):
+            return _kernels.triton.kernel(name, backward)(*args)
+        return plain(*args)
+
+    return kernel
+
+
+def _output_like(name: str, args: tuple[Any, ...]) -> Tensor:
+    _checks.with_logits.INPUTS[name](*args)
+    value, queries = args[VALUE], args[LOCATIONS].shape[1]
+    return value.new_empty(value.shape[0], queries, math.prod(value.shape[2:]))
+
+
+def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    _checks.inputs.backward(name, *args)
+    _, *inputs, mask = args
+    return tuple(gradients([inputs[i] for i in OPERATORS[name].differentiable], mask))
+
+
+def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The formula of an operator: what is saved, its inputs alone, and the call of its backward."""
+    places, count = OPERATORS[name].differentiable, len(OPERATORS[name].inputs)
+    backward_op = _op(name + "_backward")
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        ctx.options = inputs[count:]
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        mask = [ctx.needs_input_grad[i] for i in places]
+        options = ctx.options if OPERATORS[name].options else ()
+        found = backward_op(grad, *ctx.saved_tensors, *options, mask)
+        by_input: list[Tensor | None] = [None] * (count + len(options))
+        for i, wanted, g in zip(places, mask, found, strict=True):
+            by_input[i] = g if wanted else None
+        return tuple(by_input)
+
+    return setup_context, backward
+
+
+def _second_gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The gradient of the backward operator, through the reference's backward written in differentiable torch."""
+    run = getattr(reference, name + "_backward")
+    places = (0, *(i + 1 for i in OPERATORS[name].differentiable))  # grad_output and the inputs that have a gradient
+    count = 1 + len(OPERATORS[name].inputs)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:count])
+        *ctx.options, ctx.mask = inputs[count:]
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)
+        wanted = [i for i in places if ctx.needs_input_grad[i]]
+
+        def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
+            for i, t in zip(wanted, chosen, strict=True):
+                tensors[i] = t
+            found = run(*tensors, *ctx.options, ctx.mask)
+            return tuple(g for g, used in zip(found, ctx.mask, strict=True) if used)
+
+        outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in wanted))
+        given = [g for g, used in zip(grads, ctx.mask, strict=True) if used]
+        given = [torch.zeros_like(o) if g is None else g for g, o in zip(given, outputs, strict=True)]
+        found = dict(zip(wanted, vjp(tuple(given)), strict=True))
+        return (*map(found.get, range(len(tensors) + len(ctx.options))), None)
+
+    return setup_context, backward
+
+
+def _autocast(name: str, device: str) -> Callable[..., Any]:
+    """Inputs in float32 (float64 and integers as they are), whatever dtype autocast runs in."""
+    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastCUDA" if device == "cuda" else "AutocastCPU"))
+    op = _op(name)
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return op(*(_to_float32(a) for a in args))
+
+    return kernel
+
+
+def _to_float32(a: Any) -> Any:
+    cast = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+    return a.to(torch.float32) if cast else a
+
+
+def _register(operator: Operator) -> None:
+    _define(operator)
+    name = operator.name
+    for key, kernel in (("CompositeExplicitAutograd", _reference), ("CPU", _cpu), ("CUDA", _cuda)):
+        _library.impl(name, _checks.data.followed(operator, kernel(name, False)), key)
+        _library.impl(name + "_backward", kernel(name, True), key)
+    torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
+    decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
+    torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
+    setup, formula = gradient(name)
+    transforms.register(_library, operator, _op(name), setup, formula, getattr(reference, name), first=0)
+    setup_second, second_formula = _second_gradient(name)
+    reference_backward = getattr(reference, name + "_backward")
+    backward_op = _op(name + "_backward")
+    transforms.register(_library, operator, backward_op, setup_second, second_formula, reference_backward, first=1)
+    _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
+    _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
+
+
+for _operator in OPERATORS.values():
+    _register(_operator)
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """Which kernel serves which device, and why if it is the reference.
+
+    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named. Where the vendor's
+    distribution is installed beside this one, every sentence ends with that, and with what to do.
+
+    >>> sorted(backends())
+    ['cpu', 'cuda', 'other']
+    """
+    import mx_driving_portable  # it imports importlib.metadata
+
+    beside = mx_driving_portable.beside()
+    end = f"; {beside}" if beside else ""
+    other = "reference: there are no kernels for this device"
+    return {
+        "cpu": dict.fromkeys(OPERATORS, _on_cpu() + end),
+        "cuda": {name: _on_cuda(name) + end for name in OPERATORS},
+        "other": dict.fromkeys(OPERATORS, other + end),
+    }
+
+
+def _on_cpu() -> str:
+    reason = _kernels.native.why_not()
+    if reason is not None:
+        return f"reference: {reason}"
+    return f"native C++, {_kernels.native.isa()}, {_kernels.native.threads()}; float32, float64, float16, bfloat16"
+
+
+def _on_cuda(name: str) -> str:
+    reason = _kernels.triton.why_not()
+    if reason is not None:
+        return f"reference: {reason}"
+    how = "composition over the Triton kernel: " if OPERATORS[name].bare else ""
+    label = ", compiled but never run on AMD" if torch.version.hip else ""
+    return f"{how}Triton{label}; float32, float16, bfloat16; float64: reference"
+
+
+flops.register()

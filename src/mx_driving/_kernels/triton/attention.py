@@ -1,0 +1,117 @@
+"""What the two attention operators share: which rows a program owns, and the launches.
+
+A program owns neighbouring queries of one head, as a tile [rows, channels]; a thread has a few neighbouring channels of a row.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..._operators import LOCATIONS, WEIGHTS, Operator, gradients
+from . import deterministic, launch
+
+# Four warps to a program: the forward exchanges nothing between them.
+_FORWARD_WARPS = 4
+# One warp to a program: sums over channels are shuffles, and stores need no exchange through shared memory.
+_BACKWARD_WARPS = 1
+
+
+# A kernel is not compiled anew for other values of these.
+VARYING = ["queries", "num_keys", "batch_stride", "key_stride", "head_stride"]
+
+
+@triton.jit
+def tile_of(
+    value, queries, batch_stride, head_stride,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """What this program owns: the batch, the head, which rows of the tile exist, their numbers among [bs, queries, heads], the
+    channels, and pointers to these channels of value's first row.
+
+    Programs are numbered head by head, so that those that run together read the same part of value.
+    """
+    blocks = tl.cdiv(queries, ROWS)
+    program = tl.program_id(0)
+    head = (program // blocks) % HEADS
+    batch = (program // blocks // HEADS).to(tl.int64)
+    first = (program % blocks) * ROWS
+    local = tl.arange(0, ROWS)[:, None]
+    here = first + local < queries
+    # rows that do not exist repeat the first one, so that reads need no mask
+    row = (batch * queries + first) * HEADS + head + tl.where(here, local, 0) * HEADS
+    c = tl.arange(0, COLUMNS)[None, :]
+    return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
+
+
+# Flags of a backward kernel: which gradients are wanted besides value's.
+_FLAGS = {LOCATIONS: "LOCATIONS", WEIGHTS: "WEIGHTS"}
+
+
+class Kernels(NamedTuple):
+    """The kernels of an operator, and their launches."""
+
+    operator: Operator
+    forward: Any
+    backward: Any
+
+    def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+        bs, num_keys, heads, channels = value.shape
+        queries = locations.shape[1]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
+        output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
+        if not output.numel() or not weights.numel() or not num_keys:
+            return output.zero_()
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), False)
+        with launch.on(value.device):
+            self.forward[(bs * heads * -(-queries // plan.rows),)](
+                value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
+                queries, num_keys, *plan.strides, **plan.options,
+            )  # fmt: skip
+        return output
+
+    def backward_of(
+        self, grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, mask: list[bool]
+    ) -> tuple[Tensor, ...]:
+        bs, num_keys, heads, _ = value.shape
+        queries, levels, points = locations.shape[1], *locations.shape[3:5]
+        launch.check(*self.operator.tables, shapes, starts, num_keys)
+        inputs = (value, shapes, starts, locations, weights)
+        wanted = [inputs[i] for i in self.operator.differentiable]
+        flags = {_FLAGS[i]: asked for i, asked in zip(self.operator.differentiable[1:], mask[1:], strict=True)}
+        if not grad.numel() or not weights.numel() or not num_keys:
+            return tuple(g.zero_() for g in gradients(wanted, mask))
+        value = launch.packed(value)
+        plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), True)
+        grad, weights = grad.contiguous(), weights.contiguous()
+        others = gradients(wanted[1:], mask[1:])
+        sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
+        with launch.on(value.device):
+            self.backward[(bs * heads * -(-queries // plan.rows),)](
+                grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
+                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *plan.strides,
+                **plan.options, VALUE=sums.how, **flags,
+            )  # fmt: skip
+            return (sums.finish(grad, weights, levels * points), *others)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], gpu: launch.Gpu, backward: bool
+) -> launch.Plan:
+    """How to launch for a value of this layout, sampled at `samples` = (levels, points)."""
+    heads, channels = shape[2:]
+    layout = launch.layout(shape, stride, itemsize, channels)
+    if backward:
+        tile = launch.tile(channels, min(layout.lane, launch.MOST_HELD), _BACKWARD_WARPS, gpu.lanes)
+    else:
+        tile = launch.tile(channels, layout.lane, _FORWARD_WARPS, gpu.lanes)
+    levels, points = samples
+    sizes = {"HEADS": heads, "CHANNELS": channels, "LEVELS": levels, "POINTS": points, "UNROLL": launch.unroll(points)}
+    return launch.plan(layout, tile, capped=gpu.capped and backward and itemsize == 2, **sizes)

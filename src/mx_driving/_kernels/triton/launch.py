@@ -1,0 +1,126 @@
+"""What every launch needs: how value lies in memory, how large a tile is, the device, the optional check of index tables."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ... import _checks
+
+# A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
+# four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
+MOST_HELD = 4
+_MOST_THREADS = 512  # more leave too few registers each
+
+
+class Gpu(NamedTuple):
+    """What a plan depends on besides the tensors' layout."""
+
+    lanes: int  # threads that run in step, Triton's "warp": 32 on NVIDIA and RDNA, 64 on CDNA
+    capped: bool  # whether the compiler can be told how many registers a thread may take
+
+
+_NVIDIA = Gpu(32, True)
+
+
+def gpu() -> Gpu:
+    """The GPU that the next launch runs on, or is compiled for."""
+    if not torch.version.hip:
+        return _NVIDIA
+    from triton.runtime.driver import driver
+
+    return Gpu(driver.active.get_current_target().warp_size, False)
+
+
+class Layout(NamedTuple):
+    """How value lies in memory."""
+
+    lane: int  # neighbouring elements that one thread reads at once: 16 bytes where strides allow it
+    key: int  # distance of neighbouring rows if the model's sizes fix it; else 0, and kernels read `strides`
+    strides: tuple[int, ...]  # of every axis but channels, counted in lanes: the compiler sees that rows are aligned
+
+
+def packed(value: Tensor) -> Tensor:
+    """`value` with channels side by side. It is copied where they are not, or each channel would cost a read at each corner.
+
+    Other strides are read in place.
+    """
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
+
+
+def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
+    """The layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
+    strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
+    lane = math.gcd(16 // itemsize, run, *strides)
+    row = math.prod(shape[2:])
+    key = strides[1] if shape[1] > 1 else row
+    return Layout(lane, key if key in (row, shape[-1]) else 0, tuple(step // lane for step in strides))
+
+
+class Plan(NamedTuple):
+    """What a launch depends on besides its tensors. Kept for each layout, because working it out is a third of a small call."""
+
+    rows: int  # of a tile
+    strides: tuple[int, ...]
+    options: dict[str, int]  # what the kernel is compiled for: the model's sizes, never batch, queries or map sizes
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()
+
+
+class Tile(NamedTuple):
+    rows: int
+    columns: int  # channels, rounded up to a power of two
+    warps: int
+
+
+def tile(channels: int, held: int, warps: int, lanes: int) -> Tile:
+    """A tile for `warps` warps, or for more where one row needs them. A thread holds `held` channels of a row."""
+    columns = _power_of_two(channels)
+    rows = max(1, min(lanes // 2 * warps, lanes * warps * held // columns))
+    return Tile(rows, columns, max(warps, _warps(columns, held, lanes)))
+
+
+def grouped_tile(groups: int, width: int, held: int, lanes: int) -> Tile:
+    """A tile of all groups of a row, in as many warps as it takes."""
+    rows, columns = _power_of_two(groups), _power_of_two(width)
+    return Tile(rows, columns, max(1, _warps(rows * columns, held, lanes)))
+
+
+def _warps(elements: int, held: int, lanes: int) -> int:
+    return min(_MOST_THREADS // lanes, elements // (lanes * held))
+
+
+def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
+    """`sizes` are the operator's own constants. `capped` allows 64 registers at most.
+
+    The cap is for kernels that ask for 65 or 66 on some target. Elsewhere it does harm: the compiler takes 64 registers where
+    40 are enough, and it has spilled. Triton knows no such option on AMD.
+    """
+    shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
+    options = {**sizes, **shape, "num_warps": tile.warps, **({"maxnreg": 64} if capped else {})}
+    return Plan(tile.rows, layout.strides, options)
+
+
+def unroll(points: int) -> int:
+    """How many points a loop takes at a time: up to four, so that their reads are in flight together. More would spill."""
+    return max(n for n in (1, 2, 3, 4) if points % n == 0)
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes `device` the current one: Triton launches on the current device and its current stream."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
+    """Inside data_checks(), reads the index tables, which waits for the device, and refuses what a CPU refuses."""
+    if _checks.data.asked():
+        _checks.inputs.levels(shapes_name, starts_name, shapes, starts, num_keys)

@@ -1,0 +1,91 @@
+"""multi_scale_deformable_attn on a GPU: the kernels. attention.py launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..._operators import OPERATORS
+from . import attention
+from .attention import VARYING, tile_of
+from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
+
+
+@triton.jit
+def _sample(locations, at, height, width, start, num_keys):
+    """The bilinear sample at a normalised location."""
+    x = tl.load(locations + 2 * at).to(tl.float32) * width - 0.5
+    y = tl.load(locations + 2 * at + 1).to(tl.float32) * height - 0.5
+    return bilinear(x, y, height, width, start, num_keys)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _forward(
+    value, shapes, starts, locations, weights, output,
+    queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    _, _, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    channel = c < CHANNELS
+    key = KEY if KEY > 0 else key_stride * LANE
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for l in range(LEVELS):
+        height, width, start = level(shapes, starts, l)
+        for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
+            at = row * (LEVELS * POINTS) + (l * POINTS + p)
+            weight = tl.load(weights + at).to(tl.float32)
+            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
+            in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
+            v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
+            s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
+            total += s00 * v00
+            total += s01 * v01
+            total += s10 * v10
+            total += s11 * v11
+    tl.store(output + row * CHANNELS + c, total.to(output.dtype.element_ty), mask=here & channel)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _backward(
+    grad, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights, targets, parts,
+    queries, num_keys, batch_stride: tl.int64, key_stride: tl.int64, head_stride: tl.int64,
+    HEADS: tl.constexpr, CHANNELS: tl.constexpr, LEVELS: tl.constexpr, POINTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
+    VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    batch, head, here, row, c, base = tile_of(value, queries, batch_stride, head_stride, HEADS, ROWS, COLUMNS, LANE)
+    channel = c < CHANNELS
+    key = KEY if KEY > 0 else key_stride * LANE
+    first = batch * num_keys * HEADS + head
+    grad_base = grad_value + first * CHANNELS + c
+    g = tl.load(grad + row * CHANNELS + c, mask=here & channel, other=0.0).to(tl.float32)
+    for l in range(LEVELS):
+        height, width, start = level(shapes, starts, l)
+        for p in tl.range(POINTS, loop_unroll_factor=UNROLL):
+            at = row * (LEVELS * POINTS) + (l * POINTS + p)
+            weight = tl.load(weights + at).to(tl.float32)
+            valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
+            valid = valid & here
+            in00, in01, in10, in11 = in00 & here, in01 & here, in10 & here, in11 & here
+            if VALUE == RECORDED:
+                record(targets, parts, at, first, HEADS, pixel, width, right, below, in00, in01, in10, in11)
+            weight = tl.where(valid, weight, 0.0)
+            in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
+            if LOCATIONS or WEIGHTS:
+                v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
+                sample, dx, dy = dots(v00, v01, v10, v11, g, right, below, ROWS, COLUMNS, LANE)
+                if WEIGHTS:
+                    tl.store(grad_weights + at, tl.where(valid, sample, 0.0).to(grad_weights.dtype.element_ty), mask=here)
+                if LOCATIONS:
+                    dx = tl.where(valid, dx * weight * width, 0.0).to(grad_locations.dtype.element_ty)
+                    dy = tl.where(valid, dy * weight * height, 0.0).to(grad_locations.dtype.element_ty)
+                    tl.store(grad_locations + 2 * at, dx, mask=here)
+                    tl.store(grad_locations + 2 * at + 1, dy, mask=here)
+            if VALUE == ADDED:
+                s00, s01, s10, s11 = shares(right, below, weight)
+                add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
+
+
+_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward)
+forward, backward = _kernels.forward_of, _kernels.backward_of

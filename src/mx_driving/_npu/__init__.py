@@ -1,0 +1,115 @@
+"""A stand-in for `torch_npu`, so that code for an Ascend device runs on a CPU: `mx_driving.compat.install("torch_npu")`."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _amp, _device_module, _devices, _optim, _testing, _transfer, _utils
+from ._changes import Changes
+
+_CONTENTS: dict[str, types.ModuleType | None] = {
+    "torch_npu": None,
+    "torch_npu.contrib": None,
+    "torch_npu.contrib.transfer_to_npu": None,
+    "torch_npu.npu": _device_module,
+    "torch_npu.npu.amp": _amp,
+    "torch_npu.npu.utils": _utils,
+    "torch_npu.optim": _optim,
+    "torch_npu.testing": None,
+    "torch_npu.testing.testcase": _testing,
+}
+_SUBMODULES = ("npu", "npu.amp", "npu.utils", "optim", "contrib")  # that `import torch_npu` alone brings
+
+_replaced = Changes()
+
+
+def _missing(name: str) -> str:
+    return f"{name} runs on an Ascend device; mx_driving.compat's stand-in for torch_npu has no such thing for a CPU"
+
+
+def _refuse(module: str) -> Any:
+    """A module's __getattr__: names that the stand-in has not are refused in a sentence."""
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(_missing(f"{module}.{name}"))
+
+    return get
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the modules. Those of torch_npu that it has not are refused."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None):
+        if fullname.partition(".")[0] != "torch_npu":
+            return None
+        if fullname not in _CONTENTS:  # under another name, or `from torch_npu import x` would swallow the sentence
+            raise ModuleNotFoundError(_missing(fullname), name="torch_npu")
+        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat", is_package=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        contents = _CONTENTS[module.__name__]
+        if contents is not None:
+            vars(module).update({name: thing for name, thing in vars(contents).items() if not name.startswith("__")})
+        vars(module)["__getattr__"] = _refuse(module.__name__)
+        if module.__name__ == "torch_npu":
+            vars(module)["__version__"] = f"{torch.__version__.partition('+')[0]}+mx_driving"
+        if module.__name__ == "torch_npu.contrib.transfer_to_npu":
+            _transfer.transfer(_replaced)
+
+
+_finder = _Finder()
+
+
+def _real() -> str | None:
+    """Where a torch_npu that is not ours lies."""
+    if installed():
+        return None
+    loaded = sys.modules.get("torch_npu")
+    spec = importlib.util.find_spec("torch_npu") if loaded is None else loaded.__spec__
+    return None if spec is None else str(spec.origin)
+
+
+def installed() -> bool:
+    """Whether the stand-in is there."""
+    return _finder in sys.meta_path
+
+
+def install() -> None:
+    """Let `import torch_npu` give the stand-in, and torch know its device. A second call does nothing."""
+    where = _real()
+    if where is not None:
+        raise RuntimeError(f"torch_npu must not be installed where mx_driving.compat stands in for it; got {where}")
+    if installed():
+        return
+    if hasattr(torch, "npu"):
+        raise RuntimeError("torch must have no device module called npu where mx_driving.compat stands in for it; got one")
+    sys.meta_path.insert(0, _finder)
+    for name in _SUBMODULES:
+        importlib.import_module(f"torch_npu.{name}")
+    _replaced.set(torch, "npu", sys.modules["torch_npu.npu"])
+    for name in ("", ".amp"):
+        sys.modules[f"torch.npu{name}"] = sys.modules[f"torch_npu.npu{name}"]
+    _devices.install(_replaced)
+
+
+def uninstall() -> None:
+    """Undo `install` and `transfer_to_npu`. Code that holds a name of the stand-in keeps it."""
+    if not installed():
+        return
+    sys.meta_path.remove(_finder)
+    _replaced.undo()
+    _devices.uninstall()
+    _devices.types_that_mean_cpu("npu")
+    for name in list(sys.modules):
+        if name.partition(".")[0] == "torch_npu" or name.startswith("torch.npu"):
+            del sys.modules[name]

@@ -1,0 +1,28 @@
+"""What importing `torch_npu.contrib.transfer_to_npu` does here: the names of CUDA mean the CPU, too."""
+
+from __future__ import annotations
+
+import torch
+
+from . import _amp, _device_module, _devices
+from ._changes import Changes
+
+_KEPT = {"init", "is_initialized"}  # torch asks these about its own state
+
+
+def _names() -> list[str]:
+    own = [name for name, thing in vars(_device_module).items() if getattr(thing, "__module__", "") == _device_module.__name__]
+    return [name for name in (*own, *_device_module.TENSOR_TYPES) if not name.startswith("_") and name not in _KEPT]
+
+
+def transfer(changes: Changes) -> None:
+    """Let torch.cuda, Tensor.cuda, Tensor.is_cuda, Module.cuda and devices called "cuda" be the stand-in's."""
+    _devices.types_that_mean_cpu("npu", "cuda")
+    for name in _names():
+        if hasattr(torch.cuda, name):
+            changes.set(torch.cuda, name, getattr(_device_module, name))
+    for name in ("autocast", "GradScaler"):
+        changes.set(torch.cuda.amp, name, getattr(_amp, name))
+    changes.set(torch.Tensor, "cuda", _devices.tensor_npu)
+    changes.set(torch.Tensor, "is_cuda", property(lambda self: True))
+    changes.set(torch.nn.Module, "cuda", _devices.module_npu)

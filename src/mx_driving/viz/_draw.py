@@ -1,0 +1,118 @@
+"""Pictures of matplotlib: samples of a query on an image, and a view from above."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
+
+
+def sampling_points(
+    image: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    *,
+    reference: Tensor | None = None,
+    least: float = 0.0,
+    labels: bool = True,
+    ax: Any = None,
+) -> Any:
+    """Draw where queries look on a picture: a dot per sample, its colour the level, its area the weight.
+
+    Args:
+        image: [H, W, 3] or [3, H, W], 0..1 or bytes.
+        locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture: a query's heads, or several queries.
+        weights: [..., num_levels, num_points].
+        reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
+        least: samples of a smaller weight are left out.
+        labels: a legend that names the levels.
+        ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
+
+    Samples outside the picture are left out: they read zeros.
+
+    Returns:
+        The axes.
+    """
+    _checks.inputs.same_samples(locations, weights)
+    picture = image.detach().cpu()
+    picture = picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
+    ax = _axes(ax, picture.shape[1] / picture.shape[0])
+    height, width = picture.shape[:2]
+    ax.imshow(picture.numpy() if picture.dtype == torch.uint8 else picture.float().clamp(0, 1).numpy())
+    levels = locations.shape[-3]
+    places = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
+    shares = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
+    largest = max(float(shares.max()), 1e-12)
+    for level in range(levels):
+        shown = ((places[level] > 0) & (places[level] < 1)).all(-1) & (shares[level] >= least)
+        x, y = (places[level][shown] * torch.tensor([width, height]) - 0.5).unbind(-1)
+        area = (shares[level][shown] / largest).clamp_min(0.01) * 60
+        colour = COLOURS[level % len(COLOURS)]
+        ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)
+    if reference is not None:
+        _mark(ax, reference.detach().float().cpu(), width, height)
+    if labels:
+        ax.legend(loc="upper right", fontsize=7, framealpha=0.7, markerscale=0.8)
+    ax.set_xlim(-0.5, width - 0.5)
+    ax.set_ylim(height - 0.5, -0.5)
+    ax.set_axis_off()
+    return ax
+
+
+def _mark(ax: Any, reference: Tensor, width: int, height: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    for x, y, *size in reference.tolist():
+        if size:
+            corner = (x - size[0] / 2) * width - 0.5, (y - size[1] / 2) * height - 0.5
+            ax.add_patch(Rectangle(corner, size[0] * width, size[1] * height, fill=False, edgecolor="white", linewidth=1.5))
+        else:
+            ax.plot(x * width - 0.5, y * height - 0.5, "+", color="white", markersize=9, markeredgewidth=1.5)
+
+
+def bev(
+    view: Tensor, *, extent: tuple[float, float, float, float] | None = None, title: str = "", ax: Any = None, **imshow: Any
+) -> Any:
+    """Draw a bird's-eye view: forward is up, left is left.
+
+    Args:
+        view: [nx, ny] or [nx, ny, 3]; the first axis is x (forward), the second one y (left), both growing.
+        extent: (x0, x1, y0, y1) in metres, for the axes; cells when None.
+        title: above the picture.
+        ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
+        imshow: given to `Axes.imshow`, for instance vmin, vmax, cmap.
+
+    Returns:
+        The axes.
+    """
+    ax = _axes(ax, view.shape[1] / view.shape[0])
+    x0, x1, y0, y1 = extent or (0.0, float(view.shape[0]), 0.0, float(view.shape[1]))
+    ax.imshow(view.detach().cpu().float().flip(0, 1).numpy(), extent=(y1, y0, x0, x1), **imshow)
+    ax.plot((y0 + y1) / 2 if extent is None else 0, (x0 + x1) / 2 if extent is None else 0, "^", color="white", mec="black")
+    if extent is not None:
+        ax.set_xlabel("left (m)", fontsize=8)
+        ax.set_ylabel("forward (m)", fontsize=8)
+        ax.tick_params(labelsize=7)
+    else:
+        ax.set_axis_off()
+    ax.set_title(title, fontsize=9)
+    return ax
+
+
+def _axes(ax: Any, aspect: float) -> Any:
+    """The given axes, or the axes of a new figure with this aspect ratio."""
+    if ax is not None:
+        return ax
+    try:
+        from ._picture import Picture, PictureAxes
+    except ImportError:
+        raise RuntimeError('mx_driving.viz draws with matplotlib: pip install "mx-driving-portable[demo]"') from None
+    # not through pyplot, which would keep the figure for a window that never opens
+    figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
+    return figure.add_subplot(axes_class=PictureAxes)

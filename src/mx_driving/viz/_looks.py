@@ -1,0 +1,71 @@
+"""What operators are given while a model runs: `recording()` keeps the inputs of each call as a `Look`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import _with_logits
+from .._operators import OPERATORS
+
+
+@dataclass(frozen=True)
+class Look:
+    """The inputs of one call of a bare operator, without their gradients.
+
+    A call of an operator with logits is looked at as one of its bare operator, with the locations and weights it works out.
+    """
+
+    operator: str
+    table: Tensor  # value or feature_maps
+    shapes: Tensor
+    starts: Tensor
+    locations: Tensor
+    weights: Tensor
+
+    def __repr__(self) -> str:
+        inputs = [f"{name} {_brief(t)}" for name, t in vars(self).items() if isinstance(t, Tensor)]
+        return f"Look({self.operator}: {', '.join(inputs)}, on {self.table.device})"
+
+
+def _look(name: str, args: Sequence[Any]) -> Look:
+    """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
+    bare = OPERATORS[name].bare
+    return Look(bare, *_with_logits.bare_inputs(name, *args)) if bare else Look(name, *args)
+
+
+def _brief(t: Tensor) -> str:
+    return f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}"
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.looks: list[Look] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "mx_driving" and not name.endswith("_backward"):
+            self.looks.append(_look(name, [a.detach() if isinstance(a, Tensor) else a for a in args]))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Look]]:
+    """Record every operator call inside the `with` block, in order, whoever makes it: modules, patched models, other code.
+
+    >>> import torch, mx_driving
+    >>> attention = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
+    >>> levels = mx_driving.nn.flatten_levels([torch.rand(1, 16, 4, 4)])
+    >>> with recording() as looks:
+    ...     out = attention(torch.rand(1, 3, 16), torch.rand(1, 3, 1, 2), *levels)
+    >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
+    [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
+    """
+    with _Recorder() as recorder:
+        yield recorder.looks

@@ -1,0 +1,137 @@
+"""Where the queries of a page lie, and which of them it shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+
+
+@dataclass(frozen=True, eq=False)
+class Plane:
+    """Where the queries lie: the cells of a map, the anchors of a scene, the boxes of a photograph.
+
+    Args:
+        places: (rows, columns), if queries lie in rows from the top left; or [num_queries, 2] points (x, y), or
+            [num_queries, 4] boxes (centre x, centre y, width, height), where 0..1 is the plane. None: rows, as many as columns.
+        picture: what is drawn under the queries, as for `page`. None: nothing.
+        extent: (x0, x1, y0, y1) in metres, as for `bev`: places and picture are then seen from above, with the first axis x
+            (forward, drawn up) and the second axis y (left, drawn left), and a tensor of places holds metres.
+        labels: what each query is called, for instance its class. None: its number.
+        seen: [num_queries, cameras], bool: which cameras a query reads. None: all. A look of bs=cameras, or one look for each
+            camera, may have rows for the queries that the camera sees alone, in their order.
+    """
+
+    places: tuple[int, int] | Tensor | None = None
+    picture: Any = None
+    extent: tuple[float, float, float, float] | None = None
+    labels: Sequence[str] | None = None
+    seen: Tensor | None = None
+
+
+class Layout(NamedTuple):
+    """Places of all queries on the plane, 0..1 from the top left, and their rows and columns if they lie in a grid."""
+
+    places: Tensor  # [num_queries, 2 or 4]
+    grid: Tensor | None  # [num_queries, 2], (row, column)
+
+
+def layout(plane: Plane, queries: int) -> Layout:
+    """Check the plane, and lay out this many queries on it."""
+    _check_rest(plane, queries)
+    places = plane.places
+    if isinstance(places, Tensor):
+        return _laid_out(_shares(plane, places, queries))
+    if places is None:
+        columns = math.ceil(math.sqrt(queries))
+        rows = -(-queries // columns)
+    else:
+        rows, columns = _rows_and_columns(places, queries)
+    row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
+    x, y = (column + 0.5) / columns, (row + 0.5) / rows
+    shares = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
+    return Layout(shares, torch.stack([row, column], -1))
+
+
+def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
+    pair = isinstance(places, Sequence) and len(places) == 2 and all(type(n) is int for n in places)
+    if not pair:
+        _checks.rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
+    if places[0] * places[1] != queries or min(places) < 1:
+        _checks.rules.fail(ValueError, "plane.places", f"be rows and columns of {queries} queries", tuple(places))
+    return places[0], places[1]
+
+
+def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
+    """Given places as shares of the plane."""
+    widths = (2, 4) if plane.extent is None else (2,)
+    if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
+        shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)
+        _checks.rules.fail(ValueError, "plane.places", f"have shape {shapes}", tuple(places.shape))
+    places = places.detach().cpu().double()
+    if not bool(places.isfinite().all()):
+        row = int((~places.isfinite()).any(1).nonzero()[0])
+        _checks.rules.fail(ValueError, "plane.places", "be finite", f"{places[row].tolist()} for query {row}")
+    if plane.extent is None:
+        return places
+    x0, x1, y0, y1 = plane.extent
+    return torch.stack([(y1 - places[:, 1]) / (y1 - y0), (x1 - places[:, 0]) / (x1 - x0)], -1)
+
+
+def _laid_out(places: Tensor) -> Layout:
+    """Find out whether places are a grid: every x with every y."""
+    axes = [torch.unique((places[:, i] * 1e5).round(), return_inverse=True) for i in (1, 0)]
+    grid = torch.stack([inverse for _, inverse in axes], -1)
+    rows, columns = (len(values) for values, _ in axes)
+    full = rows * columns == len(places) == len(torch.unique(grid[:, 0] * columns + grid[:, 1]))
+    return Layout(places, grid if full and min(rows, columns) > 1 else None)
+
+
+def _check_rest(plane: Plane, queries: int) -> None:
+    """Extent, labels and the type of seen; _samples.py checks what seen says of the looks."""
+    extent = plane.extent
+    if extent is not None:
+        numbers = isinstance(extent, Sequence) and len(extent) == 4 and all(isinstance(n, (int, float)) for n in extent)
+        if not (numbers and -math.inf < extent[0] < extent[1] < math.inf and -math.inf < extent[2] < extent[3] < math.inf):
+            _checks.rules.fail(ValueError, "plane.extent", "be (x0, x1, y0, y1) in metres, rising", repr(extent))
+    labels = plane.labels
+    if labels is not None:
+        if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
+            _checks.rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
+        if len(labels) != queries:
+            _checks.rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
+
+
+def check_seen(seen: Any) -> Tensor | None:
+    """The mask on the CPU."""
+    if seen is None:
+        return None
+    _checks.rules.tensors(("plane.seen", seen))
+    if seen.dtype != torch.bool:
+        _checks.rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
+    _checks.rules.need_axes("plane.seen", seen, "num_queries, cameras")
+    return seen.detach().cpu()
+
+
+def chosen(laid: Layout, most: int) -> tuple[Tensor, str]:
+    """At most so many queries, spread evenly, and a sentence about those left out."""
+    count = len(laid.places)
+    if count <= most:
+        return torch.arange(count), ""
+    if laid.grid is None:
+        kept = torch.linspace(0, count - 1, most).round().long().unique()
+        return kept, f"{len(kept):,} of {count:,} queries are shown, evenly spread over their numbers."
+    sizes = laid.grid.amax(0) + 1
+    step = 2
+    while math.prod((-(-sizes // step)).tolist()) > most:
+        step += 1
+    offset = (sizes - 1).clamp_max((step - 1) // 2)
+    kept = (laid.grid % step == offset).all(1).nonzero()[:, 0]
+    which = {2: "second", 3: "third"}.get(step, f"{step}th")
+    return kept, f"{len(kept):,} of {count:,} queries are shown: those of every {which} row and column."

@@ -1,0 +1,100 @@
+"""examples/deploy_onnx.py on a small detector: the boxes of torch from our operators in onnxruntime."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import onnx
+import onnx_nodes
+import onnxruntime.quantization
+import pytest
+import torch
+
+import mx_driving.onnx
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.xdist_group("detector")  # so that it is exported once
+FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FILE), "--seconds", "1", *options]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+
+
+@pytest.fixture(scope="module")
+def detector(tmp_path_factory):
+    """The folder of a saved detector of one stage, so that no ranking chooses queries."""
+    from PIL import Image
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("saved")
+    stages = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
+    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **stages)
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
+    config = transformers.DeformableDetrConfig(
+        backbone_config=backbone, use_timm_backbone=False, num_queries=30, num_labels=3, **layers
+    )
+    transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)
+    transformers.DeformableDetrImageProcessor(size={"height": 96, "width": 128}).save_pretrained(folder)
+    Image.radial_gradient("L").resize((128, 96)).save(folder / "photo.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(detector, tmp_path_factory):
+    """The folder of the exported detector, and what the program said."""
+    folder = tmp_path_factory.mktemp("exported")
+    photo = str(detector / "photo.png")
+    said = run("--checkpoint", str(detector), "--photo", photo, "--folder", str(folder), "--forms", "onnxruntime")
+    assert said.returncode == 0, said.stderr
+    return folder, said.stdout
+
+
+def nodes_of(file: pathlib.Path) -> set[tuple[str, str]]:
+    return {(node.domain, node.op_type) for node in onnx.load(file).graph.node}
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_the_boxes_of_torch(exported):
+    folder, said = exported
+    differences = dict(re.findall(r"^ *(.+): +[\d.]+ ms, boxes (\S+)$", said, re.MULTILINE))
+    assert list(differences) == ["torch", "torch, patched", "onnxruntime, onnxruntime"]
+    assert max(map(float, differences.values())) < 1e-5
+    ours = {kind for domain, kind in nodes_of(folder / "onnxruntime.onnx") if domain == "mx_driving"}
+    assert ours == {"multi_scale_deformable_attn_with_logits"}
+
+
+def outputs(file: pathlib.Path, pixels: torch.Tensor) -> list[torch.Tensor]:
+    """Logits and boxes."""
+    session = onnx_nodes.session(onnx.load(file), mx_driving.onnx.library(), 1)
+    return [torch.from_numpy(array) for array in session.run(None, {session.get_inputs()[0].name: pixels.numpy()})]
+
+
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_a_quantised_detector_runs_with_our_nodes(exported):
+    """A layer in int8 rounds its inputs and its weights to 255 steps: its output moves by about 1/255 of the largest number. A
+    dozen layers, whose errors have either sign, make sqrt(12) times that; twice as much is allowed. Another picture is
+    farther away. Weights are unsigned: the runtime's product of unsigned inputs and signed weights overflows on x86 processors
+    without VNNI, and moves these logits by 27 %."""
+    folder, _ = exported
+    unsigned = onnxruntime.quantization.QuantType.QUInt8
+    onnxruntime.quantization.quantize_dynamic(folder / "onnxruntime.onnx", folder / "int8.onnx", weight_type=unsigned)
+    kinds = nodes_of(folder / "int8.onnx")
+    assert {("mx_driving", "multi_scale_deformable_attn_with_logits"), ("", "MatMulInteger"), ("", "ConvInteger")} <= kinds
+    pixels, other = torch.randn(2, 1, 3, 96, 128, generator=torch.Generator().manual_seed(0))
+    found, expected = outputs(folder / "int8.onnx", pixels), outputs(folder / "onnxruntime.onnx", pixels)
+    for a, b in zip(found, expected, strict=True):
+        assert 0 < (a - b).abs().max() < 2 * 12**0.5 / 255 * b.abs().max()
+    logits = expected[0]
+    assert (outputs(folder / "onnxruntime.onnx", other)[0] - logits).abs().max() > 3 * (found[0] - logits).abs().max()
+
+
+def test_what_is_no_detector_is_refused():
+    said = run("--model", "bert")
+    assert said.returncode == 1
+    assert re.search(r"--model must be one of .*; got bert\n", said.stderr)

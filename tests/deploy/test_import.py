@@ -1,0 +1,237 @@
+"""Importing registers and does nothing else; backends() says what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import types
+
+import cases
+import pytest
+import torch
+
+import mx_driving
+from mx_driving import _kernels
+
+WATCH = """
+import json, sys, torch
+WATCHED = ("open", "ctypes.dlopen", "subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "socket.connect")
+before, seen = set(sys.modules), []
+sys.addaudithook(lambda event, args: seen.append((event, str(args[0]))) if event in WATCHED else None)
+import mx_driving
+done = list(seen)
+new = sorted(set(sys.modules) - before)
+print(json.dumps({"events": done, "new": new, "folders": list(mx_driving.__path__)}))
+"""
+
+
+def test_import_only_registers():
+    """After torch, the import loads only the package and Python's own modules. It opens no other file, loads no library and
+    starts no process. `mx-driving bench --traits` measures its time."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", WATCH], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    found = json.loads(done.stdout)  # nothing was printed beside it
+    others = {name.partition(".")[0] for name in found["new"]} - {"mx_driving"}
+    assert others <= sys.stdlib_module_names
+    assert not [name for name in found["new"] if name.startswith(PROGRAMS)]
+    events = [(event, name) for event, name in found["events"] if event != "open"]
+    assert events == []
+    folders = (*found["folders"], sysconfig.get_path("stdlib"))
+    opened = [name for event, name in found["events"] if event == "open"]
+    assert opened  # the watch works
+    assert all(name.startswith(folders) for name in opened), opened
+
+
+PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_programs", "demo", "measure", "cli"))
+
+
+def test_backends_names_kernel_and_instruction_set(implementation):
+    found = mx_driving.backends()
+    assert set(found) == {"cpu", "cuda", "other"}
+    for device in found.values():
+        assert tuple(device) == cases.EVERY
+    isa = _kernels.native.isa()
+    assert all(f"native C++, {isa}," in sentence for sentence in found["cpu"].values())
+    assert all(sentence.startswith("reference: ") for sentence in found["other"].values())
+
+
+def test_without_the_library_the_reference_serves_and_says_why():
+    code = (
+        "import pathlib, torch, mx_driving\n"
+        "from mx_driving import _kernels\n"
+        "_kernels.native._library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
+        "print(mx_driving.backends()['cpu']['multi_scale_deformable_attn'])\n"
+        "args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))\n"
+        "rest = (torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1))\n"
+        "print(mx_driving.multi_scale_deformable_attn(*args, *rest).item())\n"
+        "try:\n"
+        "    mx_driving.multi_scale_deformable_attn(args[0], args[1], args[2] + 1, *rest)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "reference: libmx_driving.so is not in the package: it was not built or not installed"
+    assert lines[1] == "1.0"
+    assert lines[2].startswith("value_level_start_index[0] must leave room")
+
+
+@pytest.fixture
+def gpu_of(monkeypatch):
+    """Makes torch report a GPU; gives what backends() then says of it."""
+
+    def say(capability=(9, 0), hip=None, arch="", **have):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(gcnArchName=arch))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: have.get("triton", True) or None)
+        monkeypatch.setattr("shutil.which", lambda name: have.get("compiler", True) or None)
+        monkeypatch.delenv("CC", raising=False)
+        _kernels.triton.why_not.cache_clear()
+        return mx_driving.backends()["cuda"][cases.MULTI_SCALE]
+
+    yield say
+    monkeypatch.undo()
+    _kernels.triton.why_not.cache_clear()
+
+
+@pytest.mark.needs("Sampling by Triton")
+def test_backends_say_which_gpu_is_served(gpu_of):
+    assert gpu_of() == "Triton; float32, float16, bfloat16; float64: reference"
+    amd = gpu_of(hip="6.4", arch="gfx942:sramecc+:xnack-")
+    assert amd == "Triton, compiled but never run on AMD; float32, float16, bfloat16; float64: reference"
+
+
+@pytest.mark.needs("Sampling by Triton")
+def test_backends_say_what_to_do_about_a_gpu_that_is_not_served(gpu_of):
+    assert gpu_of(capability=(7, 5)) == (
+        "reference: compute capability 7.5, and the GPU kernels need 8.0; "
+        "where a newer GPU is there, CUDA_VISIBLE_DEVICES can hide the old one"
+    )
+    assert gpu_of(hip="6.4", arch="gfx1030") == (
+        "reference: the GPU is a gfx1030, and the GPU kernels are compiled for gfx942, gfx950, gfx1100; "
+        "where one of these is there, HIP_VISIBLE_DEVICES can hide the other"
+    )
+    assert gpu_of(triton=False) == "reference: Triton is not installed; pip install triton brings it"
+    compiler = "reference: Triton finds no C compiler; install gcc or clang, or name one in CC"
+    assert gpu_of(compiler=False) == gpu_of(compiler=False, hip="6.4", arch="gfx1100") == compiler
+
+
+def test_environment_switches_the_gpu_kernels_off():
+    code = "import mx_driving; print(*set(mx_driving.backends()['cuda'].values()), sep='\\n')"
+    for word, begin in (("0", "reference: MX_DRIVING_TRITON=0 is set; unset it"), ("1", ""), ("", "")):
+        env = {**os.environ, "MX_DRIVING_TRITON": word}
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        assert said.startswith(begin)
+        assert ("MX_DRIVING_TRITON" in said) == bool(begin)
+        assert len(said.splitlines()) == 1 or not begin
+
+
+LIBRARY = _kernels.native._library_path()
+SAYS = """
+import pathlib, sys, torch, mx_driving
+from mx_driving import _kernels
+args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
+args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
+for path in map(pathlib.Path, sys.argv[1:]):
+    _kernels.native._library_path = lambda: path
+    _kernels.native._load.cache_clear()
+    print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
+    assert mx_driving.geometric_kernel_attention(*args).item() == 1
+"""
+
+
+def served_beside(*libraries):
+    """What backends() says beside each library, in a process that calls an operator too."""
+    done = subprocess.run([sys.executable, "-c", SAYS, *map(str, libraries)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
+def test_a_library_that_is_cut_off_is_damaged(tmp_path):
+    """Wherever the cut is: bytes that the loader would map are missing, or the loader itself refuses the file."""
+    whole = LIBRARY.read_bytes()
+    sizes = (0, 40, 64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4)
+    cuts = [tmp_path / str(size) / LIBRARY.name for size in sizes]
+    for size, cut in zip(sizes, cuts, strict=True):
+        cut.parent.mkdir()
+        cut.write_bytes(whole[:size])
+    for size, said in zip(sizes, served_beside(*cuts), strict=True):
+        damaged = f"reference: {LIBRARY.name} is damaged: it ends before what its header promises"
+        assert said == damaged if size >= 64 else said.startswith(f"reference: {LIBRARY.name} cannot be loaded: ")
+
+
+def test_a_sound_library_is_not_called_damaged(tmp_path):
+    """Copied, stripped or not, as packagers leave it."""
+    copy = tmp_path / LIBRARY.name
+    shutil.copy(LIBRARY, copy)
+    assert served_beside(copy)[0].startswith("native C++")
+    if shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", copy], check=True)
+        assert served_beside(copy)[0].startswith("native C++")
+
+
+def test_what_is_no_library_is_said_to_be_none(tmp_path):
+    contents = (b"", b"a text", b"\x7fELF" + bytes(60), b"\x7fELF\2\1" + bytes(range(200)) * 20)
+    files = [tmp_path / str(number) / LIBRARY.name for number in range(len(contents))]
+    for file, content in zip(files, contents, strict=True):
+        file.parent.mkdir()
+        file.write_bytes(content)
+    said = served_beside(*files)
+    assert len(said) == len(files)
+    assert all(line.startswith(f"reference: {LIBRARY.name} ") for line in said)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
+    def built(source):
+        (tmp_path / "library.c").write_text(source)
+        library = tmp_path / LIBRARY.name
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "library.c"], check=True)
+        return library
+
+    missing = f"reference: {LIBRARY.name} is not this package's, or older: it has no function "
+    assert served_beside(built("int other(void) { return 0; }")) == [missing + "mxd_version"]
+    stub = 'const char *mxd_version(void) { return "0.0.1"; }\n'
+    assert served_beside(built(stub)) == [missing + "mxd_isa"]
+    stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _kernels.native._FUNCTIONS[1:])
+    version = f"was built for version 0.0.1 of the package, which is {mx_driving.__version__}"
+    assert served_beside(built(stub)) == [f"reference: {LIBRARY.name} {version}"]
+
+
+def test_unknown_isa_is_refused():
+    with pytest.raises(ValueError, match="isa must be one of"), _kernels.native.use_isa("sse9"):
+        pass
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbols")
+def test_only_the_c_interface_is_exported():
+    """No C++ symbol leaks, so no other library in the process can replace a function of this one."""
+    library = _kernels.native._library_path()
+    names = subprocess.run(["nm", "-C", "--defined-only", "-D", str(library)], capture_output=True, text=True, check=True)
+    exported = [line.split(maxsplit=2)[2] for line in names.stdout.splitlines()]
+    assert all(re.match(r"(mxd|acl|RegisterCustomOps$)", name) for name in exported), exported
+    assert "mxd_multi_scale_deformable_attn" in exported
+
+
+def test_version_is_the_distributions():
+    text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'version = "{mx_driving.__version__}"' in text
+    assert os.path.isfile(_kernels.native._library_path())
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="need make")
+def test_without_a_compiler_make_says_what_to_install(tmp_path):
+    make, root = shutil.which("make"), pathlib.Path(__file__).parents[2]
+    done = subprocess.run([make, "-C", root, "compiler"], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "Building needs a C++ compiler and there is none: apt install g++" in done.stdout

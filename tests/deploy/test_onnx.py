@@ -1,0 +1,284 @@
+"""torch.onnx.export(dynamo=True): the nodes of each form, and onnxruntime's numbers with batch and queries of any size."""
+
+from __future__ import annotations
+
+import functools
+
+import cases
+import numpy as np
+import onnx
+import onnx.reference
+import onnxruntime
+import pytest
+import torch
+import truth
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from small_cases import GROWING
+
+import mx_driving
+from mx_driving._operators import OPERATORS
+
+pytestmark = [
+    pytest.mark.xdist_group("onnx"),  # so that each graph is exported once
+    pytest.mark.needs("An ONNX file of opset 20"),
+]
+
+BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
+DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})
+PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
+FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]
+
+
+class Calls(torch.nn.Module):
+    def __init__(self, operator):
+        super().__init__()
+        self.operator = operator
+
+    def forward(self, value, shapes, starts, locations, weights):
+        return getattr(mx_driving, self.operator)(value, shapes, starts, locations, weights)
+
+
+class Attention(torch.nn.Module):
+    """A model's layers around the operator: projections, offsets, softmax. Batch and queries come from its input."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.value, self.offsets, self.weights = (torch.nn.Linear(16, n) for n in (16, 2 * 2 * 3 * 2, 2 * 2 * 3))
+        self.register_buffer("shapes", shapes)
+        self.register_buffer("starts", torch.tensor([0, int(shapes[0].prod())]))
+
+    def forward(self, queries, centres, features):
+        lead = queries.shape[:2]
+        locations = centres[:, :, None, None, None] + self.offsets(queries).view(*lead, 2, 2, 3, 2)
+        weights = self.weights(queries).view(*lead, 2, 6).softmax(-1).view(*lead, 2, 2, 3)
+        value = self.value(features).unflatten(-1, (2, 8))
+        return mx_driving.multi_scale_deformable_attn(value, self.shapes, self.starts, locations, weights)
+
+
+def in_onnx(module, args, form=None, opset=20, **options):
+    """A module, exported with the nodes of a form, or without a table."""
+    table = mx_driving.onnx.translations(form) if form else None
+    options |= {"opset_version": opset, "custom_translation_table": table}
+    return torch.onnx.export(module.eval(), args, dynamo=True, verbose=False, **options).model_proto
+
+
+@functools.cache
+def exported(operator, form, opset=20, dtype=torch.float32):
+    return in_onnx(Calls(operator), cases.cast(GROWING[operator](3, 5), dtype), form, opset, dynamic_shapes=DYNAMIC)
+
+
+def run(model, *args):
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [i.name for i in session.get_inputs()]
+    return torch.from_numpy(session.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+
+
+def check(model, operator, args):
+    expected = getattr(mx_driving, operator)(*args)
+    torch.testing.assert_close(run(model, *args), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS)
+def test_same_numbers_for_any_batch_and_queries(operator, form):
+    model = exported(operator, form)
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        check(model, operator, cases.cast(GROWING[operator](bs, queries), torch.float32))
+
+
+@pytest.mark.parametrize(("operator", "form"), FORMS)
+def test_standard_operators_only(operator, form):
+    model = exported(operator, form)
+    onnx.checker.check_model(model, full_check=True)
+    assert {(o.domain, o.version) for o in model.opset_import} == {("", 20)}
+    assert not model.functions
+    kinds = {node.op_type for node in model.graph.node}
+    assert ("GridSample" in kinds) == (form == "grid_sample")
+    assert "GridSample" in kinds or "Gather" in kinds
+
+
+@pytest.mark.parametrize(("operator", "form"), [f for f in FORMS if f[0] != GEOMETRIC])
+def test_what_is_not_on_the_map_contributes_zero(operator, form):
+    args = list(cases.cast(GROWING[operator](3, 5), torch.float32))
+    outside = torch.tensor([float("nan"), float("inf"), -float("inf"), 7.0, -7.0])
+    args[3][0] = outside.view(5, *[1] * (args[3].dim() - 2))
+    args[4][0] = float("nan")
+    got = run(exported(operator, form), *args)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1:].isfinite().all()
+    check(exported(operator, form), operator, args)
+    args[0] = torch.full_like(args[0], float("nan"))
+    got = run(exported(operator, form), *args)
+    assert torch.equal(got[0], torch.zeros_like(got[0]))
+    assert got[1:].isnan().any()
+
+
+@pytest.mark.parametrize("form", ["gather", "grid_sample"])
+def test_border_of_the_map(form):
+    """Strictly inside for aggregation: locations of exactly 0 and 1 contribute nothing."""
+    for case in cases.LATTICE:
+        if (case.operator, form) in FORMS:
+            args = cases.cast(case.make(), torch.float32)
+            check(in_onnx(Calls(case.operator), args, form), case.operator, args)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_later_opset(operator):
+    model = exported(operator, "gather", opset=23)
+    assert [o.version for o in model.opset_import] == [23]
+    check(model, operator, cases.cast(GROWING[operator](2, 6), torch.float32))
+
+
+@pytest.mark.parametrize("form", ["gather", "grid_sample"])
+def test_sixteen_bit_values_with_float32_locations(form):
+    def mixed(bs, queries):
+        value, shapes, starts, *rest = GROWING[MULTI_SCALE](bs, queries)
+        return value.half(), shapes.int(), starts.int(), *(t.float() for t in rest)
+
+    model = in_onnx(Calls(MULTI_SCALE), mixed(3, 5), form)
+    got, expected = run(model, *mixed(3, 5)), mx_driving.multi_scale_deformable_attn(*mixed(3, 5))
+    assert got.dtype == torch.float16
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # one ulp of the last rounding
+
+
+def test_inside_a_module():
+    """Without a translation table the export has the gather form."""
+    torch.manual_seed(0)
+    model = Attention(torch.tensor([[6, 7], [3, 4]])).eval()
+
+    def inputs(bs, queries):
+        return torch.randn(bs, queries, 16), torch.rand(bs, queries, 2), torch.randn(bs, 54, 16)
+
+    free = {0: BATCH, 1: QUERIES}
+    written = in_onnx(model, inputs(3, 5), dynamic_shapes=(free, free, {0: BATCH}))
+    assert {node.domain for node in written.graph.node} == {""}
+    for bs, queries in ((3, 5), (2, 9)):
+        args = inputs(bs, queries)
+        torch.testing.assert_close(run(written, *args), model(*args).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_vendor_node():
+    model = exported(MULTI_SCALE, "npu")
+    kinds = {node.op_type: node for node in model.graph.node}
+    node = kinds.pop("MultiScaleDeformableAttn")
+    assert set(kinds) == {"Cast"}
+    assert node.domain == "npu"
+    assert not node.attribute
+    producers = {output: n for n in model.graph.node for output in n.output}
+    inputs = [i.name for i in model.graph.input]
+    assert [producers[name].input[0] if name in producers else name for name in node.input] == inputs
+    assert [name in producers for name in node.input] == [False, True, True, False, False]
+    casts = [n.attribute for n in model.graph.node if n.op_type == "Cast"]
+    assert all(onnx.TensorProto.INT32 in [a.i for a in attributes if a.name == "to"] for attributes in casts)
+    shape = model.graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
+
+
+class MultiscaleDeformableAttnPlugin_TRT(onnx.reference.op_run.OpRun):
+    """A stand-in for NVIDIA's plugin: its inputs, their types and its output, by the equation."""
+
+    op_domain = "trt.plugins"
+
+    def _run(self, value, shapes, starts, locations, weights):
+        assert shapes.dtype == starts.dtype == np.int32
+        assert value.dtype == locations.dtype == weights.dtype
+        assert value.dtype in (np.float32, np.float16)
+        size = (*locations.shape[:2], *value.shape[2:])
+        tensors = (value.astype(np.float64), shapes, starts, locations.astype(np.float64), weights.astype(np.float64))
+        output = truth.multi_scale_deformable_attn(*tensors, np.zeros((*size[:2], size[2] * size[3]))).results[0]
+        return (output.reshape(size).astype(value.dtype),)
+
+
+def run_beside_the_plugin(model, *args):
+    runtime = onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT])
+    names = [i.name for i in model.graph.input]
+    return torch.from_numpy(runtime.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+
+
+def test_tensorrt_plugin_for_any_batch_and_queries():
+    model = exported(MULTI_SCALE, "tensorrt")
+    assert [n.op_type for n in model.graph.node if n.domain] == [PLUGIN]
+    assert sorted(n.op_type for n in model.graph.node if not n.domain) == ["Cast", "Cast", "Reshape"]
+    shape = model.graph.output[0].type.tensor_type.shape.dim
+    assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        args = cases.cast(GROWING[MULTI_SCALE](bs, queries), torch.float32)
+        expected = mx_driving.multi_scale_deformable_attn(*args)
+        torch.testing.assert_close(run_beside_the_plugin(model, *args), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "casts"),
+    [
+        ((torch.float16, torch.float16), 2),  # the index tables
+        ((torch.float16, torch.float32), 4),  # and value, there and back
+        ((torch.float64, torch.float64), 6),
+    ],
+)
+def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
+    """One dtype for all floating inputs: float16 where all have it, else float32."""
+    value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
+    args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
+    model = in_onnx(Calls(MULTI_SCALE), args, "tensorrt")
+    assert [n.op_type for n in model.graph.node].count("Cast") == casts
+    found, expected = run_beside_the_plugin(model, *args), mx_driving.multi_scale_deformable_attn(*args)
+    assert found.dtype == dtypes[0]
+    tolerance = 2e-3 if torch.float16 in dtypes else 1e-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("form", ["npu", "tensorrt"])
+@pytest.mark.parametrize("operator", [AGGREGATION, GEOMETRIC])
+def test_without_a_node_of_its_own_a_gather(operator, form):
+    args = cases.cast(GROWING[operator](2, 6), torch.float32)
+    check(exported(operator, form), operator, args)
+
+
+BARE_NODES = {"grid_sample": "GridSample", "npu": "MultiScaleDeformableAttn", "tensorrt": PLUGIN}
+
+
+@pytest.mark.parametrize(("form", "node"), BARE_NODES.items())
+def test_with_logits_the_bare_operators_node(form, node):
+    """Locations and weights are made by standard operators, as patched models need it."""
+    args = cases.cast(GROWING[MULTI_SCALE + "_with_logits"](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    model = in_onnx(AllBut(MULTI_SCALE + "_with_logits", args), tensors, form)
+    kinds = [n.op_type for n in model.graph.node]
+    assert node in kinds
+    assert "Softmax" in kinds
+    assert form == "grid_sample" or not {"Gather", "GridSample"} & set(kinds)
+    expected = mx_driving.multi_scale_deformable_attn_with_logits(*args)
+    if form == "grid_sample":
+        torch.testing.assert_close(run(model, *tensors), expected, rtol=1e-5, atol=1e-5)
+    if form == "tensorrt":
+        torch.testing.assert_close(run_beside_the_plugin(model, *tensors), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_unknown_form_is_refused():
+    with pytest.raises(ValueError, match=r"form must be one of gather, grid_sample, npu, onnxruntime, tensorrt; got 'plugin'"):
+        mx_driving.onnx.translations("plugin")
+
+
+class AllBut(torch.nn.Module):
+    """An operator with logits; what is no tensor is fixed."""
+
+    def __init__(self, operator, args):
+        super().__init__()
+        self.operator, self.rest = operator, [a for a in args if not isinstance(a, torch.Tensor)]
+
+    def forward(self, *tensors):
+        return getattr(mx_driving, self.operator)(*tensors, *self.rest)
+
+
+@pytest.mark.parametrize("operator", cases.WITH_LOGITS)
+def test_operators_with_logits_for_any_batch_and_queries(operator):
+    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    free = []
+    for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
+        free.append({at: dim for at, dim in ((at_batch, BATCH), (at_query, QUERIES)) if at is not None} or None)
+    model = in_onnx(AllBut(operator, args), tensors, dynamic_shapes=(tuple(free[:-1]),))
+    assert not {"GridSample", "Loop"} & {node.op_type for node in model.graph.node}
+    for bs, queries in ((3, 5), (1, 7), (4, 1)):
+        args = cases.cast(GROWING[operator](bs, queries), torch.float32)
+        found = run(model, *(a for a in args if isinstance(a, torch.Tensor)))
+        torch.testing.assert_close(found, getattr(mx_driving, operator)(*args), rtol=1e-5, atol=1e-5)

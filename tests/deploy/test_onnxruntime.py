@@ -1,0 +1,289 @@
+"""Our custom operators of onnxruntime: the bits of the operators in torch, their sentences, the session's threads."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import cases
+import numpy as np
+import onnx
+import onnx_nodes
+import onnxruntime
+import onnxruntime.capi.onnxruntime_pybind11_state
+import onnxruntime.quantization
+import pytest
+import torch
+from cases import AGGREGATION_LOGITS, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
+from onnx_nodes import Graph
+from small_cases import GROWING
+from test_onnx import AllBut, Attention
+from test_onnx import run as run_without_ours
+
+import mx_driving
+import mx_driving.onnx
+from mx_driving import _checks
+from mx_driving._operators import OPERATORS
+
+pytestmark = pytest.mark.xdist_group("onnx")
+ONNX_TYPES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float64: "double",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+DTYPES = {kind: dtype for dtype, kind in ONNX_TYPES.items()}
+
+
+def graph_of(operator, args):
+    """A graph of one node that takes the tensors among `args`."""
+    count = len(OPERATORS[operator].inputs)
+    types = tuple("" if a is None else ONNX_TYPES[a.dtype] for a in args[:count])
+    return Graph(operator, types, *args[count:])
+
+
+def arrays_of(args):
+    """numpy has no bfloat16, so the graph takes float32 there."""
+    return [(a.float() if a.dtype == torch.bfloat16 else a).numpy() for a in args if isinstance(a, torch.Tensor)]
+
+
+def run(operator, args, threads=1):
+    session = onnx_nodes.session_of(graph_of(operator, args), mx_driving.onnx.library(), threads)
+    return torch.from_numpy(onnx_nodes.run(session, arrays_of(args))).to(args[0].dtype)
+
+
+def check(operator, args, threads=1):
+    expected = getattr(mx_driving, operator)(*args)
+    assert torch.equal(run(operator, args, threads), expected)
+
+
+def exported(module, tensors, dynamic_shapes=None, form="onnxruntime"):
+    if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
+        pytest.skip(sentence)
+    table = mx_driving.onnx.translations(form)
+    options = {"dynamic_shapes": dynamic_shapes, "custom_translation_table": table, "verbose": False}
+    program = torch.onnx.export(module.eval(), tensors, dynamo=True, opset_version=20, **options)
+    assert program is not None
+    return program.model_proto
+
+
+def run_exported(model, tensors, threads=1):
+    session = onnx_nodes.session(model, mx_driving.onnx.library(), threads)
+    return torch.from_numpy(onnx_nodes.run(session, [t.numpy() for t in tensors]))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_an_export_is_one_node_with_the_same_bits_for_any_batch_and_queries(operator):
+    row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
+    batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
+    free = []
+    for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
+        free.append({at: dim for at, dim in ((at_batch, batch), (at_query, queries)) if at is not None} or None)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    model = exported(AllBut(operator, args), tensors, (tuple(free[:-1]),))
+    assert [(node.domain, node.op_type) for node in model.graph.node] == [("mx_driving", operator)]
+    assert {o.domain: o.version for o in model.opset_import} == {"mx_driving": 1, "": 20}
+    onnx.checker.check_model(model)
+    for bs, count in ((3, 5), (1, 7), (4, 1)):
+        args = cases.cast(GROWING[operator](bs, count), torch.float32)
+        tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+        assert torch.equal(run_exported(model, tensors), getattr(mx_driving, operator)(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_every_dtype(operator, dtype):
+    check(operator, cases.cast(GROWING[operator](3, 5), dtype))
+
+
+def test_mixed_dtypes_and_int32_tables():
+    value, shapes, starts, locations, weights = GROWING[MULTI_SCALE](2, 5)
+    check(MULTI_SCALE, (value.half(), shapes.int(), starts, locations.float(), weights.bfloat16()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_whole_pixels(dtype):
+    args = list(cases.cast(GROWING[GEOMETRIC](2, 5), torch.float32))
+    args[3] = args[3].to(dtype)
+    check(GEOMETRIC, args)
+
+
+def test_small_integers_are_cast_by_the_export():
+    args = list(cases.cast(GROWING[GEOMETRIC](2, 5), torch.float32))
+    args[3] = args[3].to(torch.int16)
+    model = exported(AllBut(GEOMETRIC, args), tuple(args))
+    assert [node.op_type for node in model.graph.node] == ["Cast", GEOMETRIC]
+    assert torch.equal(run_exported(model, args), mx_driving.geometric_kernel_attention(*args))
+
+
+@pytest.mark.parametrize("given", [(False, False), (True, False), (False, True)])
+def test_optional_inputs(given):
+    args = list(cases.cast(GROWING[AGGREGATION_LOGITS](2, 5), torch.float32))
+    args[6:] = [a if there else None for a, there in zip(args[6:], given, strict=True)]
+    check(AGGREGATION_LOGITS, args)
+
+
+def test_optional_inputs_are_left_out_by_the_export():
+    args = cases.cast(GROWING[AGGREGATION_LOGITS](2, 5), torch.float32)[:6]
+    model = exported(AllBut(AGGREGATION_LOGITS, args), args)
+    assert [name for name in model.graph.node[0].input if name] == [i.name for i in model.graph.input]
+    assert torch.equal(run_exported(model, args), mx_driving.deformable_aggregation_with_logits(*args))
+
+
+def test_reference_axis_has_the_default_of_the_operator():
+    """One reference point serves levels, and one serves points; of two, only the axis tells."""
+    args = cases.cast(GROWING[MULTI_SCALE_LOGITS](2, 5), torch.float32)
+    assert args[6] == "point"
+    points = mx_driving.multi_scale_deformable_attn_with_logits(*args)
+    levels = mx_driving.multi_scale_deformable_attn_with_logits(*args[:6])  # pyright: ignore
+    assert not torch.equal(points, levels)
+    library = mx_driving.onnx.library()
+    for axis, expected in ((None, levels), ("level", levels), ("point", points)):
+        session = onnx_nodes.session_of(Graph(MULTI_SCALE_LOGITS, graph_of(MULTI_SCALE_LOGITS, args).types, axis), library, 1)
+        assert torch.equal(torch.from_numpy(onnx_nodes.run(session, arrays_of(args))), expected)
+
+
+@pytest.mark.parametrize(("axis", "fact"), [("points", "'points'"), ("", "''"), ("p" * 40, "40 letters")])
+def test_a_wrong_axis_is_refused_when_the_session_is_made(axis, fact):
+    types = ("float32", "int64", "int64", "float32", "float32", "float32")
+    with pytest.raises(Exception, match=f"reference_axis must be 'level' or 'point'; got {fact}"):
+        onnx_nodes.session_of(Graph(MULTI_SCALE_LOGITS, types, axis), mx_driving.onnx.library(), 1)
+
+
+# Sizes that pay for two threads, with levels that are packed (attention of 2048 queries) and without.
+LARGE = {
+    "packed": (MULTI_SCALE, lambda: cases.multi_scale(1, 2048, 16, 4, [(9, 11), (5, 7)], 4)),
+    "not packed": (MULTI_SCALE, lambda: cases.multi_scale(1, 600, 32, 8, [(30, 40), (15, 20)], 4)),
+    "anchors": (cases.AGGREGATION, lambda: cases.aggregation(1, 200, 13, 64, 8, [[(16, 44), (8, 22)]] * 3)),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_same_bits_on_any_number_of_threads_again_and_again(name):
+    operator, make = LARGE[name]
+    args = cases.cast(make(), torch.float32)
+    expected = getattr(mx_driving, operator)(*args)
+    for threads in (1, 2, 3):
+        for _ in range(5):
+            assert torch.equal(run(operator, args, threads), expected)
+
+
+def threads_of_this_process():
+    return len(list(pathlib.Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_no_thread_is_started_but_the_sessions():
+    operator, make = LARGE["not packed"]
+    args = cases.cast(make(), torch.float32)
+    session = onnx_nodes.session(onnx_nodes.model(graph_of(operator, args)), mx_driving.onnx.library(), 3)
+    before = threads_of_this_process()
+    onnx_nodes.run(session, arrays_of(args))
+    assert threads_of_this_process() == before
+
+
+def refusal(operator, args):
+    """What onnxruntime says, but for the words of its own before our sentence."""
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument) as caught:
+        run(operator, args)
+    return str(caught.value).partition("Status Message: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("place", "row", "number", "sentence"),
+    [
+        (1, (0, 0), 0, r"value_spatial_shapes\[0\] must be positive \(H, W\); got \(0, 4\)"),
+        (2, (1,), -1, r"value_level_start_index\[1\] must not be negative; got -1"),
+        (2, (1,), 13, r"value_level_start_index\[1\] must leave room for 2 x 2 rows among 16; got 13 \(needs 17 rows\)"),
+        (1, (1, 1), 2**62, r".* must leave room for 2 x 4611686018427387904 .*; got 12 \(needs 2\*\*63 or more rows\)"),
+    ],
+)
+def test_a_level_that_does_not_fit_is_named(place, row, number, sentence):
+    args = list(cases.cast(GROWING[MULTI_SCALE](2, 5), torch.float32))
+    args[place][row] = number
+    said = refusal(MULTI_SCALE, args)
+    assert re.fullmatch(sentence, said), said
+
+
+def test_a_refused_call_leaves_the_session_as_it_was():
+    args = list(cases.cast(GROWING[MULTI_SCALE](2, 5), torch.float32))
+    check(MULTI_SCALE, args)
+    args[2] = args[2] + 1
+    assert "leave room" in refusal(MULTI_SCALE, args)
+    args[2] = args[2] - 1
+    check(MULTI_SCALE, args)
+
+
+def in_torch(graph, arrays):
+    """What the operator in torch does with the same inputs: its output, or its sentence."""
+    rest = iter(arrays)
+    tensors = [torch.from_numpy(np.array(next(rest))).to(DTYPES[kind]) if kind else None for kind in graph.types]
+    options = [graph.axis or "level"] if OPERATORS[graph.operator].options else []
+    try:
+        return getattr(mx_driving, graph.operator)(*tensors, *options)
+    except (ValueError, TypeError) as error:
+        return str(error)
+
+
+def test_anything_gives_the_bits_or_the_sentence_of_torch():
+    """Random shapes, dtypes and tables; `make fuzz-onnx` does the same under a sanitizer, without torch."""
+    library, ran, refused = mx_driving.onnx.library(), 0, 0
+    for graph, arrays, threads in onnx_nodes.random_calls(5, seed=7):
+        if graph.operator == GEOMETRIC and graph.types[3] in ("uint8", "int16"):
+            continue  # torch takes them as pixels; a node does not, and the export casts them
+        session = onnx_nodes.session_of(graph, library, threads)
+        found = onnx_nodes.outcome(lambda: onnx_nodes.run(session, arrays))  # noqa: B023
+        expected = in_torch(graph, arrays)
+        if isinstance(expected, str):
+            assert isinstance(found, str), (graph, [a.shape for a in arrays], expected)
+            assert found.endswith(f"Status Message: {expected}"), graph
+            refused += 1
+        else:
+            assert not isinstance(found, str), (graph, [a.shape for a in arrays], found)
+            same = torch.from_numpy(found).to(expected.dtype)
+            torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
+            ran += 1
+    assert min(ran, refused) > 100
+
+
+def quantised(model, folder, form):
+    """The model with linear layers in int8, and the kinds of its nodes."""
+    onnx.save(model, folder / f"{form}.onnx")
+    onnxruntime.quantization.quantize_dynamic(folder / f"{form}.onnx", folder / f"{form}-int8.onnx")
+    found = onnx.load(folder / f"{form}-int8.onnx")
+    return found, {node.op_type for node in found.graph.node}
+
+
+def test_a_quantised_model_runs_with_our_node_in_float32(tmp_path):
+    """The linear layers around it become int8, as they do around gathers."""
+    torch.manual_seed(0)
+    model = Attention(torch.tensor([[6, 7], [3, 4]])).eval()
+    inputs = torch.randn(3, 5, 16), torch.rand(3, 5, 2), torch.randn(3, 54, 16)
+    ours, kinds = quantised(exported(model, inputs), tmp_path, "onnxruntime")
+    assert {MULTI_SCALE, "MatMulInteger"} <= kinds
+    assert "MatMul" not in kinds
+    gathers, _ = quantised(exported(model, inputs, form="gather"), tmp_path, "gather")
+    found = run_exported(ours, inputs)
+    torch.testing.assert_close(found, run_without_ours(gathers, *inputs), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(found, model(*inputs).detach())
+
+
+def test_the_path_is_a_file():
+    assert pathlib.Path(mx_driving.onnx.library()).is_file()
+
+
+def test_without_the_library_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr("mx_driving._kernels.native.why_not", lambda: "libmx_driving.so is damaged")
+    with pytest.raises(RuntimeError, match=r"libmx_driving\.so is damaged"):
+        mx_driving.onnx.library()
+
+
+def test_a_session_that_was_not_told_of_the_library_says_so():
+    args = cases.cast(GROWING[MULTI_SCALE](2, 5), torch.float32)
+    with pytest.raises(Exception, match="mx_driving"):
+        run_without_ours(onnx_nodes.model(graph_of(MULTI_SCALE, args)), *args)

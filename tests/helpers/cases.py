@@ -1,0 +1,327 @@
+"""Inputs by name, and implementations by name. Every property is tested on their product, or says why not."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import tolerance
+import torch
+import truth
+from torch import Tensor
+
+import mx_driving
+from mx_driving import _kernels, _with_logits, reference
+
+MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
+OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
+MULTI_SCALE_LOGITS = "multi_scale_deformable_attn_with_logits"
+GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
+AGGREGATION_LOGITS = "deformable_aggregation_with_logits"
+WITH_LOGITS = (MULTI_SCALE_LOGITS, AGGREGATION_LOGITS, GEOMETRIC_LOGITS)
+EVERY = OPERATORS + WITH_LOGITS
+INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
+DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
+DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
+WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
+
+
+class Case(NamedTuple):
+    operator: str
+    name: str
+    make: Callable[[], tuple[Tensor, ...]]
+
+
+def levels_of(*sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    shapes = torch.tensor(sizes)
+    ends = shapes.prod(-1).flatten().cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return shapes, starts
+
+
+def off_lattice(pixels: Tensor) -> Tensor:
+    """Moves pixel coordinates at least 0.1 away from pixel centres, where the gradient of a location jumps."""
+    whole = pixels.floor()
+    return whole + 0.1 + 0.8 * (pixels - whole)
+
+
+def _locations(generator: torch.Generator, shapes: Tensor, lead: tuple[int, ...], points: int, margin: float) -> Tensor:
+    """[*lead, levels, points, 2] normalised, `margin` beyond the map on each side, off the lattice."""
+    uniform = torch.rand(*lead, len(shapes), points, 2, dtype=torch.float64, generator=generator)
+    size = shapes.flip(-1).double()[:, None]
+    pixels = off_lattice((uniform * (1 + 2 * margin) - margin) * size - 0.5)
+    return (pixels + 0.5) / size
+
+
+def multi_scale(
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, margin=0.15
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes, starts = levels_of(*sizes)
+    value = torch.randn(bs, int(shapes.prod(-1).sum()), heads, channels, dtype=torch.float64, generator=generator)
+    locations = _locations(generator, shapes, (bs, queries, heads), points, margin)
+    weights = torch.rand(bs, queries, heads, len(sizes), points, dtype=torch.float64, generator=generator) + 1e-5
+    return value, shapes, starts, locations, weights
+
+
+def geometric(
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int, seed: int = 0, integral=True
+) -> tuple[Tensor, ...]:
+    value, shapes, starts, locations, weights = multi_scale(bs, queries, channels, heads, sizes, points, seed, margin=0.3)
+    pixels = locations * shapes.flip(-1).double()[:, None]
+    return value, shapes, starts, pixels.floor().long() if integral else pixels, weights
+
+
+def aggregation(
+    bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]], seed: int = 0
+) -> tuple[Tensor, ...]:
+    """sizes[cam][scale]; a point is well inside some images, outside others, and off the lattice of every scale."""
+    generator = torch.Generator().manual_seed(seed)
+    cams, scales = len(sizes), len(sizes[0])
+    shapes = torch.tensor(sizes)
+    starts = levels_of(*[size for cam in sizes for size in cam])[1].view(cams, scales)
+    features = torch.randn(bs, int(shapes.prod(-1).sum()), channels, dtype=torch.float64, generator=generator)
+    uniform = torch.rand(bs, anchors, points, cams, 2, dtype=torch.float64, generator=generator) * 1.4 - 0.2
+    for cam in range(cams):
+        for height, width in sizes[cam]:
+            size = torch.tensor([width, height], dtype=torch.float64)
+            fraction = (uniform[:, :, :, cam] * size - 0.5) % 1
+            near = ((fraction < 0.02) | (fraction > 0.98)).any(-1, keepdim=True)
+            uniform[:, :, :, cam] = torch.where(near, torch.full_like(size, 1.7), uniform[:, :, :, cam])
+    weight = torch.rand(bs, anchors, points, cams, scales, groups, dtype=torch.float64, generator=generator)
+    return features, shapes, starts, uniform, weight
+
+
+def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
+    """Locations whose x and y run through all pairs of xs."""
+    numbers = torch.tensor(xs, dtype=torch.float64)
+    count = args[3].numel() // 2
+    index = torch.arange(count)
+    pairs = torch.stack([numbers[index % len(xs)], numbers[index // len(xs) % len(xs)]], -1)
+    return (*args[:3], pairs.view(args[3].shape), args[4])
+
+
+def overlapping(points: int = 3) -> tuple[Tensor, ...]:
+    args = multi_scale(2, 30, 8, 2, [(6, 7), (5, 4), (3, 3)], points)
+    return args[0], args[1], torch.tensor([2, 20, 61]), *args[3:]  # levels 0 and 1 share rows; gaps at both ends
+
+
+PYRAMID = [(12, 17), (6, 9), (3, 5), (1, 1)]
+VENDOR_LEVEL = (60, 40)
+CASES = [
+    Case(MULTI_SCALE, "pyramid", lambda: multi_scale(2, 70, 32, 4, PYRAMID, 4)),
+    *(
+        Case(MULTI_SCALE, f"channels {c}", lambda c=c: multi_scale(1, 20, c, 2, [(5, 7), (3, 2)], 3))
+        for c in (1, 3, 8, 24, 37, 64, 147, 256)
+    ),
+    Case(MULTI_SCALE, "1 x 1 levels", lambda: multi_scale(2, 9, 16, 2, [(1, 1), (1, 1)], 5)),
+    Case(MULTI_SCALE, "one row, one column", lambda: multi_scale(1, 9, 16, 2, [(1, 9), (9, 1)], 5)),
+    Case(MULTI_SCALE, "overlapping levels and gaps", overlapping),
+    Case(MULTI_SCALE, "mostly outside", lambda: multi_scale(1, 20, 8, 2, [(4, 4)], 4, margin=4)),
+    Case(MULTI_SCALE, "vendor 37 x 4 x 5 x 3", lambda: multi_scale(2, 60, 37, 4, [VENDOR_LEVEL] * 5, 3)),
+    Case(MULTI_SCALE, "vendor 16 x 5 x 3 x 1", lambda: multi_scale(1, 150, 16, 5, [VENDOR_LEVEL] * 3, 1)),
+    Case(MULTI_SCALE, "vendor 64 x 6 x 1 x 2", lambda: multi_scale(1, 150, 64, 6, [VENDOR_LEVEL], 2)),
+    Case(MULTI_SCALE, "vendor 128 x 8 x 8 x 8", lambda: multi_scale(1, 10, 128, 8, [VENDOR_LEVEL] * 8, 8)),
+    Case(MULTI_SCALE, "vendor 147 x 7 x 3 x 21", lambda: multi_scale(1, 10, 147, 7, [VENDOR_LEVEL] * 3, 21)),
+    Case(MULTI_SCALE, "vendor 32 x 7 x 4 x 16", lambda: multi_scale(1, 20, 32, 7, [VENDOR_LEVEL] * 4, 16)),
+    Case(
+        MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, [(100, 134), (50, 67), (25, 34), (13, 17)], 4)
+    ),
+    Case(MULTI_SCALE, "BEVFormer temporal", lambda: multi_scale(2, 100, 32, 8, [(50, 50)], 4)),
+    Case(MULTI_SCALE, "BEVFormer spatial", lambda: multi_scale(3, 30, 32, 8, [(29, 50), (15, 25), (8, 13), (4, 7)], 8)),
+    Case(AGGREGATION, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (1, 1)]])),
+    Case(AGGREGATION, "vendor forward 64 / 16", lambda: aggregation(2, 13, 31, 64, 16, [[(32, 88)]])),
+    Case(AGGREGATION, "vendor backward 128 / 8", lambda: aggregation(1, 10, 21, 128, 8, [[(16, 22)]])),
+    Case(AGGREGATION, "one group of 37", lambda: aggregation(1, 5, 6, 37, 1, [[(6, 7)]])),
+    Case(AGGREGATION, "groups of one", lambda: aggregation(1, 5, 6, 6, 6, [[(6, 7)]])),
+    Case(AGGREGATION, "ten scales", lambda: aggregation(1, 4, 3, 8, 2, [[(4, 5)] * 10])),
+    Case(AGGREGATION, "Sparse4D", lambda: aggregation(1, 30, 13, 256, 8, [[(16, 44), (8, 22), (4, 11), (2, 5)]] * 6)),
+    Case(GEOMETRIC, "pyramid", lambda: geometric(2, 70, 32, 4, PYRAMID, 4)),
+    Case(GEOMETRIC, "fractional", lambda: geometric(2, 70, 24, 4, PYRAMID, 3, integral=False)),
+    Case(GEOMETRIC, "vendor 15 points", lambda: geometric(4, 120, 64, 4, [(15, 25)], 15)),
+    Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
+    *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
+]
+# On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
+LATTICE = [
+    Case(
+        MULTI_SCALE,
+        "lattice and border",
+        lambda: _edge_locations(
+            MULTI_SCALE, multi_scale(1, 64, 8, 1, [(4, 4)], 2), [-0.25, -0.125, 0.0, 0.125, 0.375, 0.875, 1.0, 1.125, 1.5]
+        ),
+    ),
+    Case(
+        AGGREGATION,
+        "lattice and border",
+        lambda: _edge_locations(
+            AGGREGATION, aggregation(1, 9, 10, 8, 2, [[(4, 4)]]), [-0.125, 0.0, 0.125, 0.25, 0.625, 0.875, 1.0, 1.25]
+        ),
+    ),
+    Case(
+        GEOMETRIC,
+        "lattice and border",
+        lambda: _edge_locations(
+            GEOMETRIC,
+            geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False),
+            [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30],
+        ),
+    ),
+]
+
+
+# enough work for several threads
+LARGE = [
+    Case(MULTI_SCALE, "3 points", lambda: multi_scale(1, 700, 40, 3, PYRAMID, 3)),
+    Case(MULTI_SCALE, "4 points", lambda: multi_scale(1, 300, 64, 2, PYRAMID, 4)),
+    Case(MULTI_SCALE, "4 points, one level", lambda: multi_scale(1, 300, 64, 2, PYRAMID[:1], 4)),
+    Case(AGGREGATION, "three cameras", lambda: aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3)),
+    Case(GEOMETRIC, "3 points", lambda: geometric(1, 700, 40, 3, PYRAMID[:2], 3)),
+    Case(GEOMETRIC, "4 points", lambda: geometric(1, 300, 64, 2, PYRAMID, 4)),
+]
+
+
+def case_id(case: Case) -> str:
+    return f"{case.operator}: {case.name}"
+
+
+def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Name -> a context inside which `module_of(name)` is that implementation."""
+    found: dict[str, Any] = {"reference": contextlib.nullcontext}
+    if _kernels.native.why_not() is None:
+        for isa in _kernels.native.available_isas():
+            found[f"native-{isa}"] = lambda isa=isa: _kernels.native.use_isa(isa)
+    if _kernels.triton.why_not() is None:
+        found["triton"] = contextlib.nullcontext
+    return found
+
+
+EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
+
+
+def wanted_implementations() -> list[str]:
+    named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
+    if named:
+        return named.split(",")
+    found = dict.fromkeys([*EXPECTED, *implementations()])
+    if INTERPRETED:
+        found.pop("triton", None)
+    return list(found)
+
+
+def on_gpu(t: Any) -> Any:
+    """A copy with the same strides, offset and surroundings."""
+    if not isinstance(t, Tensor):
+        return t
+    whole = torch.empty(0, dtype=t.dtype).set_(t.untyped_storage())
+    return whole.cuda().as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
+    """The operator with its tensors on the GPU; without one, its kernel in Triton's interpreter."""
+    name = operator + "_backward" if backward else operator
+
+    def interpreted(*args: Any) -> Any:
+        served = _kernels.triton.serves(*(args[backward + i] for i in (0, 3, 4)))
+        return (_kernels.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
+
+    if INTERPRETED and operator in WITH_LOGITS:
+        bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
+        return (_with_logits.backward if backward else _with_logits.forward)(operator, bare)
+
+    def dispatched(*args: Any) -> Any:
+        found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))
+        return tuple(t.cpu() for t in found) if backward else found.cpu()
+
+    return interpreted if INTERPRETED else dispatched
+
+
+def forward_of(implementation: str, operator: str) -> Callable[..., Tensor]:
+    if implementation == "triton":
+        return _triton_kernel(operator, False)
+    return getattr(reference if implementation == "reference" else mx_driving, operator)
+
+
+def gradients_of(
+    implementation: str, operator: str, grad: Tensor, args: tuple[Tensor, ...], mask: list[bool] | None = None
+) -> tuple[Tensor, ...]:
+    mask = mask or [True] * len(DIFFERENTIABLE[operator])
+    if implementation == "triton":
+        return _triton_kernel(operator, True)(grad, *args, mask)
+    if implementation == "reference":
+        return getattr(reference, operator + "_backward")(grad, *args, mask)
+    return getattr(torch.ops.mx_driving, operator + "_backward").default(grad, *args, mask)
+
+
+def is_floating(a: Any) -> bool:
+    return isinstance(a, Tensor) and a.is_floating_point()
+
+
+def cast(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    return tuple(a.to(dtype) if is_floating(a) else a for a in args)
+
+
+def grad_for(operator: str, args: tuple[Tensor, ...], seed: int = 1) -> Tensor:
+    last = args[0].shape[2] if args[0].dim() == 3 else args[0].shape[2] * args[0].shape[3]
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(args[0].shape[0], args[3].shape[1], last, dtype=torch.float64, generator=generator)
+
+
+def truth_of(operator: str, args: tuple[Tensor, ...], grad: Tensor) -> truth.Truth:
+    def array(i: int, a: Any) -> Any:
+        if not isinstance(a, Tensor):
+            return a
+        return a.detach().double().numpy() if a.is_floating_point() or i == 3 else a.numpy()
+
+    return _truth(operator, _Numbers([*map(array, range(len(args)), args), grad.double().numpy()]))
+
+
+class _Numbers:
+    """Inputs that equal others of the same numbers."""
+
+    def __init__(self, inputs: list[Any]) -> None:
+        self.inputs = inputs
+        digest = hashlib.blake2b()
+        for a in inputs:
+            digest.update(repr((a.shape, a.dtype) if isinstance(a, np.ndarray) else a).encode())
+            digest.update(np.ascontiguousarray(a) if isinstance(a, np.ndarray) else b"")
+        self.digest = digest.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Numbers) and self.digest == other.digest
+
+
+@functools.lru_cache(maxsize=1)
+def _truth(operator: str, numbers: _Numbers) -> truth.Truth:
+    """Kept for the next implementation, which gets the same inputs."""
+    return getattr(truth, operator)(*numbers.inputs)
+
+
+def assert_near(true: truth.Truth, operator: str, args: tuple[Tensor, ...], found: Sequence[Tensor], skip: Sequence[int] = ()):
+    """An output and its gradients are as near the truth as their dtypes allow; `skip`: places of results not looked at."""
+    wide = any(a.dtype == torch.float64 for a in args if isinstance(a, Tensor))
+    compute = torch.float64 if wide else torch.float32
+    extent = int(args[1].max()) if args[1].numel() else 1
+    weights = args[WEIGHTS[operator]]
+    samples = weights.numel() if operator in WITH_LOGITS else args[3].numel() // 2
+    terms = max(1, weights[0, 0].numel() * 4, args[0].shape[-1] * 4, samples)
+    inputs = [args[0], *(args[i] for i in DIFFERENTIABLE[operator])]
+    for place, (got, like) in enumerate(zip(found, inputs, strict=True)):
+        if place in skip:
+            continue
+        expected, scale = true.results[place], true.scales[place]
+        assert got.dtype == like.dtype
+        assert tuple(got.shape) == expected.shape
+        error = np.abs(got.detach().double().numpy() - expected)
+        limit = tolerance.allowed(got.dtype, compute, expected, scale, terms, extent)
+        worst = (error / np.maximum(limit, 1e-300)).max(initial=0.0)
+        assert worst <= 1, f"result {place}: {worst:.3g} times the allowed error"

@@ -1,0 +1,238 @@
+"""Each process of test_distributed.py runs this; the first one writes down the results of all."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import cases
+import logits_cases
+import torch
+import torch.distributed as dist
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+
+import mx_driving
+from mx_driving import _checks
+
+# The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
+SHARDED = {
+    MULTI_SCALE: {
+        "batch": (0, 0, 0, 0),
+        "heads": (2, 2, 2, 2),
+        "queries": (None, 1, 1, 1),
+        "levels": (None, 3, 3, None),
+        "points": (None, 4, 4, None),
+    },
+    AGGREGATION: {
+        "batch": (0, 0, 0, 0),
+        "groups": (2, None, 5, 2),
+        "anchors": (None, 1, 1, 1),
+        "cameras": (None, 3, 3, None),
+        "points": (None, 2, 2, None),
+    },
+}
+SHARDED[GEOMETRIC] = SHARDED[MULTI_SCALE]
+SHARDED[MULTI_SCALE_LOGITS] = {"batch": (0,) * 5, "heads": (2, None, 2, 2, 2), "queries": (None, 1, 1, 1, 1)}
+SHARDED[AGGREGATION_LOGITS] = {
+    "batch": (0,) * 7,
+    "groups": (2, None, None, 5, None, None, 2),
+    "anchors": (None, 1, None, 1, None, 1, 1),
+}
+SHARDED[GEOMETRIC_LOGITS] = {"batch": (0,) * 4, "heads": (2,) * 4, "queries": (None, 1, 1, 1)}
+LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
+
+
+def louder(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Value times 4: softmax over many samples makes small gradients, and errors are measured against the largest."""
+    return 4 * args[0], *args[1:]
+
+
+INPUTS = {
+    MULTI_SCALE: lambda: cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
+    AGGREGATION: lambda: cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4),
+    GEOMETRIC: lambda: cases.geometric(4, 8, 3, 4, LEVELS, 4),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(4, 8, 3, 4, LEVELS, 4),
+    AGGREGATION_LOGITS: lambda: louder(logits_cases.aggregation(4, 8, 4, 8, 4, [[(3, 4)]] * 4)),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(4, 8, 3, 4, LEVELS, (2, 2)),
+}
+UNEVEN = {
+    MULTI_SCALE: lambda: cases.multi_scale(5, 7, 2, 3, LEVELS, 3),
+    AGGREGATION: lambda: cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
+    GEOMETRIC: lambda: cases.geometric(5, 7, 2, 3, LEVELS, 3),
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(5, 7, 2, 3, LEVELS, 3, box=True),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(5, 7, 2, 3, LEVELS, (3, 1)),
+}
+FLOATING = dict.fromkeys(cases.OPERATORS, (0, 3, 4)) | {
+    MULTI_SCALE_LOGITS: (0, 3, 4, 5),
+    AGGREGATION_LOGITS: (0, 3, 4, 5, 6, 7),
+    GEOMETRIC_LOGITS: (0, 3, 5),
+}
+
+
+def placed(tensor: torch.Tensor, mesh: Any, dims: tuple[int | None, ...]) -> DTensor:
+    return distribute_tensor(tensor, mesh, [Replicate() if d is None else Shard(d) for d in dims])
+
+
+def largest(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    return max((a - b).abs().max().item() for a, b in pairs)
+
+
+def measure(operator: str, args: tuple[torch.Tensor, ...], mesh: Any, layouts: list[tuple[int | None, ...]], wanted=None):
+    """Forward and backward in shards (a layout per dimension of the mesh) against one process."""
+    function = getattr(mx_driving, operator)
+    wanted = cases.DIFFERENTIABLE[operator] if wanted is None else wanted
+    alone = [t.clone().requires_grad_(i in wanted) if isinstance(t, torch.Tensor) else t for i, t in enumerate(args)]
+    expected = function(*alone)
+    grad = cases.grad_for(operator, args)
+    expected.backward(grad)
+
+    shards: list[torch.Tensor] = list(args)  # index tables stay plain tensors
+    for at, i in enumerate(FLOATING[operator]):
+        shards[i] = placed(args[i], mesh, tuple(layout[at] for layout in layouts)).requires_grad_(i in wanted)
+    with CommDebugMode() as forward:
+        output = function(*shards)
+    whole = output.redistribute(mesh, [Replicate() if p == Partial() else p for p in output.placements])
+    grads = placed(grad, mesh, tuple(layout[-1] for layout in layouts))
+    with CommDebugMode() as backward:
+        whole.backward(grads)
+    found = [(shards[i].grad.full_tensor(), alone[i].grad) for i in wanted]
+    return {
+        "output": largest([(output.full_tensor(), expected)]),
+        "gradients": largest(found),
+        "scale": max(expected.abs().max().item(), *(g.abs().max().item() for _, g in found)),
+        "forward": forward.get_total_counts(),
+        "backward": backward.get_total_counts(),
+        "placements": ["P(sum)" if p == Partial() else str(p) for p in output.placements],
+        "unwanted": [i for i in FLOATING[operator] if i not in wanted and shards[i].grad is not None],
+    }
+
+
+class Layer(torch.nn.Module):
+    """Every operator between two linear maps."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.before = torch.nn.ModuleDict(
+            {
+                operator: torch.nn.Linear(INPUTS[operator]()[0].shape[-1], INPUTS[operator]()[0].shape[-1]).double()
+                for operator in cases.OPERATORS
+            }
+        )
+        self.after = torch.nn.ModuleDict(
+            {
+                operator: torch.nn.Linear(cases.grad_for(operator, INPUTS[operator]()).shape[-1], 5).double()
+                for operator in cases.OPERATORS
+            }
+        )
+
+    def forward(self, inputs):
+        found = []
+        for operator, (value, *rest) in inputs.items():
+            sampled = getattr(mx_driving, operator)(self.before[operator](value), *rest)
+            found.append(self.after[operator](sampled).square().mean())
+        return sum(found)
+
+
+def of_rank(operator: str, rank: int, world: int) -> tuple[torch.Tensor, ...]:
+    return tuple(t.chunk(world)[rank] if i in FLOATING[operator] else t for i, t in enumerate(INPUTS[operator]()))
+
+
+def wrapped(kind: str, mesh: Any) -> torch.nn.Module:
+    if kind == "DistributedDataParallel":
+        return DistributedDataParallel(Layer())
+    if kind == "FullyShardedDataParallel":
+        return FullyShardedDataParallel(Layer(), device_id=torch.device("cpu"), use_orig_params=True)
+    module = Layer()
+    fully_shard(module, mesh=mesh)
+    return module
+
+
+def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
+    """Three steps of SGD on a share of the batch each, against the same steps of one process on all of it."""
+    alone, module = Layer(), wrapped(kind, mesh)
+    losses, first = [], None
+    for model, share in ((alone, (0, 1)), (module, (rank, world))):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model({operator: of_rank(operator, *share) for operator in cases.OPERATORS})
+            first = loss.item() if first is None else first
+            loss.backward()
+            optimizer.step()
+        loss = loss.detach() / share[1]
+        if model is module:
+            dist.all_reduce(loss)
+        losses.append(loss.item())
+    return {"before": first, "alone": losses[0], "together": losses[1]}
+
+
+def compiled(operator: str, mesh: Any) -> float:
+    """Compile a function that calls the operator with DTensors -> its largest error."""
+    args = list(INPUTS[operator]())
+    layout = SHARDED[operator]["batch"]
+    expected = getattr(mx_driving, operator)(*args)
+    for at, i in enumerate(FLOATING[operator]):
+        args[i] = placed(args[i], mesh, (layout[at],))
+    function = torch.compile(lambda *a: getattr(mx_driving, operator)(*a) * 2, fullgraph=True, backend="aot_eager")
+    return largest([(function(*args).full_tensor(), expected * 2)])
+
+
+MESH = "DTensor on a mesh of several dimensions"
+
+
+def tried(feature: str, function: Any, *args: Any) -> Any:
+    """The result, or what is said by a torch that lacks the feature."""
+    if _checks.needs.lacks(feature) is None:
+        return function(*args)
+    try:
+        function(*args)
+    except Exception as error:  # torch.compile wraps ours in its own
+        return str(error)
+    return "nothing was said"
+
+
+def run(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = pathlib.Path(folder, "store")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    found: dict[Any, Any] = {}
+    with torch.inference_mode():  # first, before any rule is registered
+        args = INPUTS[MULTI_SCALE]()
+        shards = [placed(t, mesh, (0,)) if i in FLOATING[MULTI_SCALE] else t for i, t in enumerate(args)]
+        output = mx_driving.multi_scale_deformable_attn(*shards).full_tensor()
+        found["inference"] = largest([(output, mx_driving.multi_scale_deformable_attn(*args))])
+    for operator in cases.EVERY:
+        for axis, layout in SHARDED[operator].items():
+            found[operator, axis] = measure(operator, INPUTS[operator](), mesh, [layout])
+            if axis in ("batch", "queries", "anchors", "heads", "groups"):
+                found[operator, axis, "uneven"] = measure(operator, UNEVEN[operator](), mesh, [layout])
+        found[operator, "weights only"] = measure(
+            operator, INPUTS[operator](), mesh, [SHARDED[operator]["batch"]], (cases.WEIGHTS[operator],)
+        )
+        if world == 2:
+            found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
+        if world == 4 and _checks.needs.lacks(MESH):
+            grid = init_device_mesh("cpu", (2, 2))
+            layouts = [SHARDED[operator]["batch"]] * 2
+            found[operator, "refused"] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
+        elif world == 4:
+            grid = init_device_mesh("cpu", (2, 2))
+            blocks, places = [SHARDED[operator][k] for k in SHARDED[operator] if k in ("heads", "groups", "queries", "anchors")]
+            batch = SHARDED[operator]["batch"]
+            found[operator, "batch x blocks"] = measure(operator, INPUTS[operator](), grid, [batch, blocks])
+            found[operator, "blocks x places"] = measure(operator, INPUTS[operator](), grid, [blocks, places])
+            found[operator, "blocks x blocks"] = measure(operator, INPUTS[operator](), grid, [blocks, blocks])
+    if world == 2:
+        for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
+            if kind != "fully_shard" or not _checks.needs.lacks("fully_shard on a CPU"):
+                found[kind] = trained(kind, mesh, rank, world)
+    if rank == 0:
+        torch.save(found, pathlib.Path(folder, "found.pt"))
+    dist.destroy_process_group()

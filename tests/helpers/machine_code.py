@@ -1,0 +1,355 @@
+"""Compiles the GPU kernels for GPUs that are not here, through the operators' own launches, and reads their machine code.
+
+    python tests/helpers/machine_code.py                 the figures of every kernel and target, as a table
+    python tests/helpers/machine_code.py --json          the same for the tests, which run where Triton interprets
+    python tests/helpers/machine_code.py --compilations  how often each kernel is compiled over calls that differ in size
+    python tests/helpers/machine_code.py --variants      compiles all flags, dtypes and layouts together; prints how many
+
+A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling. A target is a number, sm_<n> of
+NVIDIA, or a name of AMD's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import cases
+import torch
+import triton
+from cases import AGGREGATION, DIFFERENTIABLE, GEOMETRIC, MULTI_SCALE
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from mx_driving import _kernels
+
+TARGETS = (80, 90, 100)
+AMD = tuple(_kernels.triton.AMD)
+Target = int | str
+_TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class _Driver:
+    """The part of Triton's driver that compiling needs."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        if isinstance(self.target, int):
+            return GPUTarget("cuda", self.target, 32)
+        return GPUTarget("hip", self.target, 64 if self.target.startswith("gfx9") else 32)
+
+    def get_current_device(self) -> Target:
+        return self.target
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(target: Target) -> Iterator[list[Any]]:
+    """Inside, launches only compile; the kernels that would have run are in the list, in order."""
+    kernels: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernels.append(run(self, *args, grid=grid, warmup=True, **options))
+
+    driver.set_active(_Driver(target))  # pyright: ignore[reportArgumentType]
+    JITFunction.run = compile_only
+    torch.version.hip = None if isinstance(target, int) else "compiling"
+    try:
+        yield kernels
+    finally:
+        JITFunction.run, torch.version.hip = run, None
+
+
+def call(operator: str, args: tuple[torch.Tensor, ...], backward: bool, mask: list[bool] | None = None) -> None:
+    if backward:
+        grad = cases.grad_for(operator, args).to(args[0].dtype)
+        _kernels.triton.kernel(operator, True)(grad, *args, mask or [True] * len(DIFFERENTIABLE[operator]))
+    else:
+        _kernels.triton.kernel(operator, False)(*args)
+
+
+class Code(NamedTuple):
+    """Facts from the machine code of one kernel."""
+
+    registers: int
+    stack: int
+    warps: int
+    shared: int
+    instructions: list[str]
+    loops: list[tuple[int, int]]  # first and last instruction
+
+    def count(self, pattern: str) -> int:
+        return sum(bool(re.search(pattern, i)) for i in self.instructions)
+
+    @property
+    def occupancy(self) -> float:
+        """The share of a multiprocessor's 64 warps that registers, and its limit of 32 programs, allow."""
+        per_warp = 32 * (-(-self.registers // 8) * 8)
+        programs = min(32, 65536 // (per_warp * self.warps))
+        return min(1.0, programs * self.warps / 64)
+
+    def executed(self, reads: int) -> int:
+        """Instructions that a warp executes if its only loop makes `reads` reads of value rows.
+
+        Code outside the loop counts in full, even if a branch may skip it.
+        """
+        ((first, last),) = self.loops
+        body = self.instructions[first : last + 1]
+        inside = sum(bool(re.match(r"@!?U?P\d LDG\.E\.", i)) for i in body)  # only value rows are read under a mask
+        rounds, rest = divmod(reads, inside)
+        assert rest == 0, f"{reads} reads do not come in rounds of {inside}"
+        return len(self.instructions) + (rounds - 1) * len(body)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([str(_TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def read_code(kernel: Any) -> Code:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return read_cubin(file.name, kernel.metadata.num_warps)
+
+
+def read_cubin(path: str, warps: int, function: str = "") -> Code:
+    """The kernel of a file, or its only one whose name has `function` in it."""
+    usage, listing = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
+    registers, stack, shared = map(
+        int, re.search(rf"Function \S*{function}\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups()
+    )  # pyright: ignore
+    (listing,) = re.findall(rf"\n\.text\.\S*{function}\S*:\n(.*?)(?=\n//-|\Z)", listing, re.DOTALL)
+    instructions, labels = [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(instruction[1].strip())
+    jumps = [(labels.get(m[1], len(instructions)), i) for i, text in enumerate(instructions) if (m := _jump(text))]
+    end = min(target for target, i in jumps if target == i)  # behind the last EXIT: a jump to itself, and padding
+    loops = [(target, i) for target, i in jumps if target < i < end]
+    return Code(registers, stack, warps, shared, instructions[:end], loops)
+
+
+def _jump(instruction: str) -> re.Match[str] | None:
+    return re.search(r"\bBRA\b.*?`\((\.L_x_\d+)\)", instruction)
+
+
+# The sizes of the models: heads x channels, levels, points; Sparse4D's cameras, scales and groups; MapTR's points.
+SIZES = {
+    MULTI_SCALE: lambda: cases.multi_scale(2, 40, 32, 8, [(4, 4)] * 4, 4),
+    AGGREGATION: lambda: cases.aggregation(1, 3, 13, 256, 8, [[(4, 4)] * 4] * 6),
+    GEOMETRIC: lambda: cases.geometric(2, 40, 32, 8, [(4, 4)], 8),
+}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def compile_one(operator: str, make: Callable[[], tuple], dtype: torch.dtype, target: Target, backward: bool) -> Any:
+    args = cases.cast(make(), torch.float32)
+    with compiling(target) as kernels:
+        call(operator, (args[0].to(dtype), *args[1:]), backward)
+    return kernels[0]
+
+
+def figures(code: Code) -> dict[str, Any]:
+    return {
+        "registers": code.registers,
+        "stack": code.stack,
+        "spills": code.count(r"\b(LDL|STL)\b"),
+        "occupancy": code.occupancy,
+        "warps": code.warps,
+        "instructions": len(code.instructions),
+        "reads of 16 bytes": code.count(r"LDG\.E\.128"),
+        "reads of 8 bytes": code.count(r"LDG\.E\.64"),
+        "single reads of rows": code.count(r"^@!?U?P\d LDG\.E R|^@!?U?P\d LDG\.E\.U16"),
+        "vector reductions": code.count(r"REDG.*F32x4"),
+        "reductions": code.count(r"\bREDG?\b"),
+        "atomics that return": code.count(r"\bATOMG?\b"),
+        "fences": code.count(r"MEMBAR|CCTL|ERRBAR"),
+        "barriers": code.count(r"BAR\.SYNC"),
+    }
+
+
+def _rows_per_warp(dtype: torch.dtype, backward: bool) -> int:
+    from mx_driving._kernels.triton import launch
+
+    lane = 16 // dtype.itemsize
+    tile = launch.tile(32, min(lane, launch.MOST_HELD), 1, 32) if backward else launch.tile(32, lane, 4, 32)
+    return tile.rows // tile.warps
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    for target in TARGETS:
+        for operator, make in SIZES.items():
+            for dtype in DTYPES:
+                for backward in (False, True):
+                    code = read_code(compile_one(operator, make, dtype, target, backward))
+                    row = {"operator": operator, "target": target, "dtype": str(dtype).removeprefix("torch.")}
+                    row |= {"direction": "backward" if backward else "forward", **figures(code)}
+                    if operator == MULTI_SCALE:
+                        # 16 points of 4 corners, and one piece of a row for every thread
+                        each = code.executed(64) / _rows_per_warp(dtype, backward)
+                        row["instructions per row" if not backward else "instructions per row and point"] = (
+                            each / 16 if backward else each
+                        )
+                    yield row
+
+
+def amd_figures(kernel: Any) -> dict[str, Any]:
+    """Facts from the assembly of one kernel for AMD. Its names changed: a dwordx4 of CDNA is a b128 of RDNA."""
+    text = kernel.asm["amdgcn"]
+    instructions = re.findall(r"^\t([a-z]\w+)", text, re.MULTILINE)
+
+    def fact(name: str) -> int:
+        return int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # pyright: ignore[reportOptionalSubscript]
+
+    def count(pattern: str) -> int:
+        return sum(bool(re.fullmatch(pattern, i)) for i in instructions)
+
+    return {
+        "registers": fact("vgpr_count"),
+        "scratch": fact("private_segment_fixed_size"),
+        "spills": fact("vgpr_spill_count") + fact("sgpr_spill_count"),
+        "warps": kernel.metadata.num_warps,
+        "lanes": kernel.metadata.warp_size,
+        "instructions": len(instructions),
+        "reads of 16 bytes": count(r"(buffer|global)_load_(dwordx4|b128)"),
+        "reads of 8 bytes": count(r"(buffer|global)_load_(dwordx2|b64)"),
+        "additions": count(r"(buffer|global)_atomic_add_f32"),
+        "compare and swap": count(r"\w+_atomic_cmpswap\w*"),
+    }
+
+
+def amd_rows() -> Iterator[dict[str, Any]]:
+    """Every operator in float32 for each of AMD's targets, and in bfloat16 for the first."""
+    for target in AMD:
+        for operator, make in SIZES.items():
+            for dtype in (torch.float32, torch.bfloat16)[: 2 if target == AMD[0] else 1]:
+                for backward in (False, True):
+                    row = {"operator": operator, "target": target, "dtype": str(dtype).removeprefix("torch.")}
+                    row |= {"direction": "backward" if backward else "forward"}
+                    yield row | amd_figures(compile_one(operator, make, dtype, target, backward))
+
+
+def odd_rows() -> Iterator[dict[str, Any]]:
+    """Other channel counts; of these only stack and spills matter."""
+    for channels in (5, 37, 64, 128, 256):
+        makes = {
+            MULTI_SCALE: lambda c=channels: cases.multi_scale(1, 40, c, 2, [(4, 4)] * 2, 3),
+            GEOMETRIC: lambda c=channels: cases.geometric(1, 40, c, 2, [(4, 4)] * 2, 3),
+            AGGREGATION: lambda c=channels: cases.aggregation(1, 3, 2, c, 1 if c % 2 else 4, [[(4, 4)] * 2] * 2),
+        }
+        for operator, make in makes.items():
+            for backward in (False, True):
+                code = read_code(compile_one(operator, make, torch.float32, 90, backward))
+                yield {"operator": operator, "channels": channels, "backward": backward, **figures(code)}
+
+
+def _variants() -> Iterator[tuple[str, tuple[torch.Tensor, ...], list[bool] | None, bool]]:
+    """Calls that compile differently from the models' sizes: name, inputs, wanted gradients (None: forward), deterministic."""
+    small = {
+        MULTI_SCALE: cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3),
+        AGGREGATION: cases.aggregation(2, 3, 2, 12, 3, [[(3, 4), (2, 2)]]),
+        GEOMETRIC: cases.geometric(2, 5, 8, 2, [(3, 4), (2, 2)], 5),
+    }
+    for operator, inputs in small.items():
+        args = cases.cast(inputs, torch.float32)
+        for mask in itertools.product([False, True], repeat=len(DIFFERENTIABLE[operator])):
+            for deterministic in (False, True):
+                if any(mask) and not (deterministic and not mask[0]):
+                    yield operator, args, list(mask), deterministic
+        keys_first = args[0].transpose(0, 1).contiguous().transpose(0, 1)
+        narrow = (args[0].half(), args[1].int(), args[2].int(), args[3].to(torch.bfloat16), args[4].to(torch.bfloat16))
+        for other in ((keys_first, *args[1:]), narrow):
+            yield operator, other, None, False
+            yield operator, other, [True] * len(DIFFERENTIABLE[operator]), True
+    value, shapes, starts, locations, weights = cases.cast(small[GEOMETRIC], torch.float32)
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.float32, torch.float16):
+        yield GEOMETRIC, (value, shapes, starts, locations.to(dtype), weights), None, False
+        yield GEOMETRIC, (value, shapes, starts, locations.to(dtype), weights), [True, True], False
+
+
+def variants() -> int:
+    """How many kernels there are among the variants; each is compiled for sm_90."""
+    names = set()
+    for operator, args, mask, deterministic in _variants():
+        torch.use_deterministic_algorithms(deterministic)
+        with compiling(90) as kernels:
+            call(operator, args, mask is not None, mask)
+        assert len(kernels) == 1 + (deterministic and mask is not None)
+        names |= {k.hash for k in kernels}
+    torch.use_deterministic_algorithms(False)
+    return len(names)
+
+
+def compilations() -> dict[str, int]:
+    """Distinct compilations of each kernel over calls that differ in batch, queries and map sizes only."""
+    found = {}
+    for operator, make in {
+        MULTI_SCALE: lambda b, q, h, w: cases.multi_scale(b, q, 32, 8, [(h, w), (w, h)], 4),
+        AGGREGATION: lambda b, q, h, w: cases.aggregation(b, q, 3, 64, 8, [[(h, w), (w, h)]] * 2),
+        GEOMETRIC: lambda b, q, h, w: cases.geometric(b, q, 32, 8, [(h, w), (w, h)], 4),
+    }.items():
+        for backward in (False, True):
+            with compiling(90) as kernels:
+                for sizes in ((1, 1, 1, 1), (1, 16, 4, 4), (2, 7, 3, 5), (3, 33, 16, 16), (16, 48, 8, 1), (5, 300, 7, 2)):
+                    call(operator, cases.cast(make(*sizes), torch.float32), backward)
+            found[operator + " backward" * backward] = len({id(k) for k in kernels})
+    return found
+
+
+def _table(found: list[dict[str, Any]], amd: list[dict[str, Any]]) -> str:
+    lines = ["target operator                      dtype     direction  regs stack occupancy  16 B / 8 B reads  instructions"]
+    for row in found:
+        count = row.get("instructions per row") or row.get("instructions per row and point")
+        text = f"{count:.1f} per row{' and point' if row['direction'] == 'backward' else ''}" if count else ""
+        lines.append(
+            f"sm_{row['target']:<4}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
+            f"{row['stack']:>6}{row['occupancy']:>10.0%}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}{text}"
+        )
+    lines += ["", "target  operator                     dtype     direction  regs scratch lanes  16 B / 8 B reads  add / swap"]
+    for row in amd:
+        lines.append(
+            f"{row['target']:<8}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
+            f"{row['scratch']:>8}{row['lanes']:>6}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}"
+            f"{row['additions']} / {row['compare and swap']}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Machine code of the GPU kernels")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--compilations", action="store_true")
+    parser.add_argument("--variants", action="store_true")
+    options = parser.parse_args()
+    if options.variants:
+        json.dump(variants(), sys.stdout)
+    elif options.compilations:
+        json.dump(compilations(), sys.stdout)
+    elif options.json:
+        json.dump({"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}, sys.stdout)
+    else:
+        print(_table(list(rows()), list(amd_rows())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Our nodes for onnxruntime in graphs of one node, and random inputs for them. It imports no torch, so that a fuzzer under a
+sanitizer starts quickly:
+
+    python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so 20     # seconds; `make fuzz-onnx` knows what to preload
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+import onnxruntime
+import onnxruntime.capi.onnxruntime_pybind11_state
+from onnx import TensorProto, helper
+
+FLOATS = ("float32", "float16", "bfloat16", "double")
+INTEGERS = ("int64", "int32")
+ATTENTION = ("bs", "num_queries", "num_heads", "num_levels", "num_points")
+VALUE, TABLES = ("bs", "num_keys", "num_heads", "embed_dims"), (("num_levels", "2"), ("num_levels",))
+MAPS, MAP_TABLES = ("bs", "num_keys", "c"), (("cam", "scale", "2"), ("cam", "scale"))
+# The axes of each input. A number is a size.
+AXES = {
+    "multi_scale_deformable_attn": (VALUE, *TABLES, (*ATTENTION, "2"), ATTENTION),
+    "geometric_kernel_attention": (VALUE, *TABLES, (*ATTENTION, "2"), ATTENTION),
+    "deformable_aggregation": (
+        MAPS,
+        *MAP_TABLES,
+        ("bs", "anchor", "pts", "cam", "2"),
+        ("bs", "anchor", "pts", "cam", "scale", "group"),
+    ),
+    "multi_scale_deformable_attn_with_logits": (
+        VALUE,
+        *TABLES,
+        ("bs", "num_queries", "num_levels", "box"),
+        (*ATTENTION, "2"),
+        ATTENTION,
+    ),
+    "geometric_kernel_attention_with_logits": (
+        VALUE,
+        *TABLES,
+        ("bs", "num_queries", "num_heads", "2"),
+        ("num_points", "2"),
+        ATTENTION,
+    ),
+    "deformable_aggregation_with_logits": (
+        MAPS,
+        *MAP_TABLES,
+        ("bs", "anchor", "pts", "3"),
+        ("bs", "cam", "4", "4"),
+        ("bs", "anchor", "cam", "scale", "pts", "group"),
+        ("bs", "cam", "2"),
+        ("bs", "anchor", "cam", "pts"),
+    ),
+}
+WHOLE = {1, 2}  # the places of the index tables
+
+
+class Graph(NamedTuple):
+    """A graph of one node: the type of each input, or "" where it is not given."""
+
+    operator: str
+    types: tuple[str, ...]
+    axis: str | None = None
+
+
+def model(graph: Graph) -> onnx.ModelProto:
+    """numpy has no bfloat16, so such tensors go in and out as float32."""
+    nodes, inputs, names = [], [], []
+    for place, kind in enumerate(graph.types):
+        name = f"x{place}" if kind else ""
+        if kind == "bfloat16":
+            nodes.append(helper.make_node("Cast", [f"{name}_in"], [name], to=TensorProto.BFLOAT16))
+        if kind:
+            fed = name + "_in" * (kind == "bfloat16")
+            inputs.append(helper.make_tensor_value_info(fed, _fed(kind), None))
+        names.append(name)
+    attributes = {} if graph.axis is None else {"reference_axis": graph.axis}
+    nodes.append(helper.make_node(graph.operator, names, ["y"], domain="mx_driving", **attributes))
+    if graph.types[0] == "bfloat16":
+        nodes.append(helper.make_node("Cast", ["y"], ["out"], to=TensorProto.FLOAT))
+    output = helper.make_tensor_value_info(nodes[-1].output[0], _fed(graph.types[0]), None)
+    written = helper.make_tensor_value_info("y", getattr(TensorProto, graph.types[0].upper().replace("FLOAT32", "FLOAT")), None)
+    opsets = [helper.make_opsetid("", 18), helper.make_opsetid("mx_driving", 1)]
+    # An exporter says this type, too. onnxruntime before 1.18 does not infer it where an optional input is left out.
+    one = helper.make_graph(nodes, "one", inputs, [output], value_info=[written] if written.name != output.name else [])
+    return helper.make_model(one, opset_imports=opsets, ir_version=9)
+
+
+def _fed(kind: str) -> int:
+    return TensorProto.FLOAT if kind == "bfloat16" else getattr(TensorProto, kind.upper().replace("FLOAT32", "FLOAT"))
+
+
+def session(model: onnx.ModelProto, library: str, threads: int = 1) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 4  # what is refused is raised, too
+    options.register_custom_ops_library(library)
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run(session: onnxruntime.InferenceSession, arrays: list[np.ndarray]) -> Any:
+    names = [i.name for i in session.get_inputs()]
+    return session.run(None, dict(zip(names, arrays, strict=True)))[0]
+
+
+@functools.lru_cache(maxsize=256)
+def session_of(graph: Graph, library: str, threads: int) -> onnxruntime.InferenceSession:
+    return session(model(graph), library, threads)
+
+
+def random_graph(dice: random.Random) -> Graph:
+    operator = dice.choice(list(AXES))
+    types = []
+    for place in range(len(AXES[operator])):
+        whole = place in WHOLE or (place == 4 and operator == "geometric_kernel_attention_with_logits")
+        kinds = INTEGERS if whole else FLOATS
+        if operator == "geometric_kernel_attention" and place == 3:
+            kinds = FLOATS + INTEGERS
+        types.append(dice.choice(kinds))
+        if dice.random() < 0.02:
+            types[-1] = dice.choice(["uint8", "int16", "bool"]) if place else types[-1]
+        if place >= 6 and dice.random() < 0.3:
+            types[-1] = ""
+    axis = dice.choice(["level", "point", None]) if operator.startswith("multi") and "logits" in operator else None
+    return Graph(operator, tuple(types), axis)
+
+
+def random_sizes(dice: random.Random, graph: Graph) -> dict[str, int]:
+    sizes = {name: dice.choice([1, 1, 2, 3, 0]) for name in ("bs", "num_levels", "cam", "scale", "group")}
+    sizes |= {name: dice.choice([1, 2, 3, 5, 8, 0]) for name in ("num_points", "pts", "num_heads")}
+    sizes |= {name: dice.choice([1, 3, 17, 40, 0]) for name in ("num_queries", "anchor")}
+    return sizes | {
+        "num_keys": dice.choice([1, 9, 60, 200, 0]),
+        "embed_dims": dice.choice([1, 4, 7, 32, 0]),
+        "c": sizes["group"] * dice.choice([1, 2, 8]) or dice.choice([0, 3]),
+        "box": dice.choice([2, 4]),
+        **{str(n): n for n in (2, 3, 4)},
+    }
+
+
+def random_tables(dice: random.Random, maps: tuple[int, ...], num_keys: int) -> tuple[np.ndarray, np.ndarray]:
+    """Levels that fit, but for a few."""
+    count = int(np.prod(maps))
+    shapes, starts = np.zeros((count, 2), np.int64), np.zeros(count, np.int64)
+    for i in range(count):
+        height = dice.randint(1, max(1, min(num_keys, 9)))
+        width = dice.randint(1, max(1, num_keys // height))
+        shapes[i] = height, width
+        starts[i] = dice.randint(0, max(0, num_keys - height * width))
+    if count and dice.random() < 0.2:
+        where = shapes.reshape(-1) if dice.random() < 0.5 else starts
+        where[dice.randrange(len(where))] = dice.choice([-1, 0, num_keys, num_keys + 1, 2**31 - 1, -(2**31), 2**31 - 9])
+    return shapes.reshape(*maps, 2), starts.reshape(maps)
+
+
+def random_arrays(dice: random.Random, graph: Graph) -> list[np.ndarray]:
+    sizes = random_sizes(dice, graph)
+    numbers = np.random.default_rng(dice.randrange(2**32))
+    shapes = [[sizes[axis] for axis in axes] for axes in AXES[graph.operator]]
+    if dice.random() < 0.2:  # shapes that do not agree
+        wrong = dice.choice(shapes)
+        change = dice.random()
+        if change < 0.6 and wrong:
+            wrong[dice.randrange(len(wrong))] = dice.choice([0, 1, 2, 6])
+        elif change < 0.8:
+            wrong.append(dice.choice([1, 2]))
+        elif wrong:
+            wrong.pop()
+    if "attn_with_logits" in graph.operator and graph.axis == "point" and dice.random() < 0.9:
+        shapes[3][2:3] = [dice.choice([1, sizes["num_points"]])]
+    if graph.operator.endswith("with_logits") and len(shapes[5]) == 5 and dice.random() < 0.5:
+        shapes[5][3:] = [shapes[5][3] * shapes[5][4]]
+    tables = random_tables(dice, tuple(shapes[2]), sizes["num_keys"])
+    arrays = []
+    for place, (shape, kind) in enumerate(zip(shapes, graph.types, strict=True)):
+        array = numbers.standard_normal(shape) * dice.choice([0.5, 1, 1, 30])
+        if place == 3 and dice.random() < 0.1:
+            array = np.where(numbers.random(shape) < 0.2, dice.choice([np.nan, np.inf, -np.inf, 1e30]), array)
+        if place in WHOLE and list(tables[place - 1].shape) == shape:
+            array = tables[place - 1]
+        if kind:
+            with np.errstate(all="ignore"):
+                arrays.append(array.astype({"bfloat16": "float32", "double": "float64"}.get(kind, kind)))
+    return arrays
+
+
+def random_calls(seconds: float, seed: int) -> Iterator[tuple[Graph, list[np.ndarray], int]]:
+    """(graph, what it is fed, number of threads) for so long."""
+    dice = random.Random(seed)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        graph, threads = random_graph(dice), dice.choice([1, 1, 2])
+        for _ in range(30):
+            yield graph, random_arrays(dice, graph), threads
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call gives, or the sentence with which it is refused."""
+    try:
+        return call()
+    except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as error:
+        return str(error)
+
+
+def main() -> None:
+    library, seconds, *seed = sys.argv[1:]
+    counts = {"ran": 0, "refused": 0}
+    for graph, arrays, threads in random_calls(float(seconds), int(seed[0]) if seed else 1):
+        result = outcome(lambda: run(session_of(graph, library, threads), arrays))  # noqa: B023
+        if isinstance(result, str) and " must " not in result:
+            raise SystemExit(f"{graph}: refused without our sentence: {result}")
+        counts["refused" if isinstance(result, str) else "ran"] += 1
+    print(f"onnx_nodes: {counts['ran']} calls ran, {counts['refused']} were refused; no finding")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Looks to write pages of, and what is in a page."""
+
+from __future__ import annotations
+
+import base64
+import html.parser
+import json
+import pathlib
+
+import cases
+import numpy
+import torch
+
+import mx_driving
+from mx_driving import viz
+
+
+class Parser(html.parser.HTMLParser):
+    """The elements of a page, the text of its scripts and styles, and what it would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[tuple[str, dict]] = []
+        self.texts: dict[str, str] = {}
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+        self.labelled: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.loads += [attributes[name] for name in ("src", "href", "srcset", "action") if name in attributes]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.labelled += [attributes["for"]] if "for" in attributes else []
+        if tag == "meta" and "http-equiv" in attributes:
+            self.texts["policy"] = attributes["content"]
+        if tag not in ("meta", "link", "input", "br"):
+            self.open.append((tag, attributes))
+
+    def handle_endtag(self, tag):
+        opened, _ = self.open.pop()
+        assert opened == tag
+
+    def handle_data(self, data):
+        tag, attributes = self.open[-1] if self.open else ("", {})
+        name = attributes.get("id", tag) if tag == "script" else tag
+        self.texts[name] = self.texts.get(name, "") + data
+
+
+def written(path: pathlib.Path) -> tuple[Parser, dict]:
+    parsed = Parser(path.read_text(encoding="utf-8"))
+    assert parsed.open == []
+    return parsed, json.loads(parsed.texts["data"])
+
+
+def numbers(packed: str, kind: str) -> torch.Tensor:
+    return torch.from_numpy(numpy.frombuffer(base64.b64decode(packed), kind).astype("float64"))
+
+
+def samples(facts: dict, call: int = 0) -> dict[tuple[int, int], list[tuple[int, int, int, float, float, float]]]:
+    """(query, camera) -> (head, level, point, x, y, weight) of the samples that read something and weigh something."""
+    look = facts["looks"][call]
+    ends, cameras = numbers(look["ends"], "<u4").long().tolist(), numbers(look["camera"], "<u2").long().tolist()
+    heads, levels, points = look["heads"], look["levels"], look["points"]
+    places = numbers(look["locations"], "<u2").view(-1, *look["shared"], points, 2)
+    places = places.expand(-1, heads, levels, points, 2)
+    weights = numbers(look["weights"], "<i2").view(-1, heads, levels, points) / 32767 * look["largest"]
+    found: dict = {}
+    for row, query in enumerate(numbers(facts["queries"]["numbers"], "<u4").long().tolist()):
+        for block in range(ends[row - 1] if row else 0, ends[row]):
+            kept = ((places[block, ..., 0] != 65535) & (weights[block] != 0)).nonzero().tolist()
+            found[query, cameras[block]] = [
+                (h, l, p, *(places[block, h, l, p] / 32767 - 0.5).tolist(), float(weights[block, h, l, p])) for h, l, p in kept
+            ]
+    return found
+
+
+def attention(bs: int = 1, queries: int = 4, heads: int = 2, sizes=((6, 8), (3, 4)), points: int = 2) -> viz.Look:
+    shapes, starts = cases.levels_of(*sizes)
+    axes = (bs, queries, heads, len(sizes), points)
+    rows = sum(h * w for h, w in sizes)
+    with viz.recording() as looks:
+        mx_driving.multi_scale_deformable_attn(
+            torch.rand(bs, rows, heads, 4), shapes, starts, torch.rand(*axes, 2), torch.rand(axes) + 0.01
+        )
+    return looks[0]
+
+
+def aggregation(cameras: int = 3, anchors: int = 4, scales: int = 2, bs: int = 1) -> viz.Look:
+    maps = [torch.rand(bs, cameras, 8, 8 // 2**s, 12 // 2**s) for s in range(scales)]
+    weight = torch.rand(bs, anchors, 5, cameras, scales, 4) + 0.01
+    with viz.recording() as looks:
+        mx_driving.deformable_aggregation(
+            *mx_driving.nn.flatten_cameras(maps), torch.rand(bs, anchors, 5, cameras, 2) * 2 - 0.5, weight
+        )
+    return looks[0]
+
+
+PICTURE = torch.rand(6, 8, 3)

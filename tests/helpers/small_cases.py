@@ -1,0 +1,32 @@
+"""Small inputs of each operator, by what they are for."""
+
+from __future__ import annotations
+
+import cases
+import logits_cases
+import torch
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+
+# legal inputs, of which a test makes one illegal
+GOOD = {
+    MULTI_SCALE: lambda: cases.cast(cases.multi_scale(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
+    AGGREGATION: lambda: cases.cast(cases.aggregation(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]]), torch.float32),
+    GEOMETRIC: lambda: cases.cast(cases.geometric(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
+}
+
+# batch and queries are free, for graphs that must not fix them
+GROWING = {
+    MULTI_SCALE: lambda bs, queries: cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
+    AGGREGATION: lambda bs, queries: cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
+    GEOMETRIC: lambda bs, queries: cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], 2),
+    MULTI_SCALE_LOGITS: lambda bs, queries: logits_cases.multi_scale(bs, queries, 4, 2, [(3, 4), (2, 2)], 4, 2, "point"),
+    AGGREGATION_LOGITS: lambda bs, queries: logits_cases.aggregation(bs, queries, 3, 4, 2, [[(3, 4)], [(2, 2)]]),
+    GEOMETRIC_LOGITS: lambda bs, queries: logits_cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
+}
+
+# what Triton's interpreter runs in a moment
+INTERPRETED = {
+    MULTI_SCALE: lambda: cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3, margin=0.5),
+    AGGREGATION: lambda: cases.aggregation(2, 3, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
+    GEOMETRIC: lambda: cases.geometric(2, 5, 8, 2, [(3, 4), (2, 2)], 3),
+}

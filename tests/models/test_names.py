@@ -1,0 +1,263 @@
+"""Every name a caller can use, by position and by keyword, and what each of them warns."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pathlib
+import pickle
+import sys
+import types
+import warnings
+from unittest.mock import Mock
+
+import cases
+import pytest
+import torch
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from derivatives import inputs_of
+from small_cases import GOOD
+from torch.autograd import gradgradcheck
+
+import mx_driving
+from mx_driving import _C
+from mx_driving.ops.geometric_kernel_attention import GeometricKernelAttentionFunc
+from mx_driving.ops.multi_scale_deformable_attn import MultiScaleDeformableAttnFunction
+from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
+
+MULTI_SCALE_KEYS = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+OLD_KEYS = ("value", "shape", "offset", "locations", "weights")
+AGGREGATION_KEYS = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
+GEOMETRIC_KEYS = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
+
+NAMES = [
+    ("mx_driving", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
+    ("mx_driving", "MultiScaleDeformableAttnFunction.apply", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.point", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
+    ("mx_driving.fused", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.fused", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving.fused", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
+    ("mx_driving.fused", "MultiScaleDeformableAttnFunction.apply", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving.fused", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.fused", "npu_geometric_kernel_attention_func", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.common", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
+    ("mx_driving.ops", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving.ops", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.ops", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.ops", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.ops.multi_scale_deformable_attn", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
+    ("mx_driving.ops.npu_deformable_aggregation", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.ops.geometric_kernel_attention", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.ops.npu_deformable_aggregation", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.ops.npu_deformable_aggregation", "AdsDeformableAggregation.apply", AGGREGATION, AGGREGATION_KEYS),
+    ("mx_driving.ops.geometric_kernel_attention", "GeometricKernelAttentionFunc.apply", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.ops.npu_geometric_kernel_attention", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
+    ("mx_driving.ops.npu_geometric_kernel_attention", "GeometricKernelAttentionFunc.apply", GEOMETRIC, GEOMETRIC_KEYS),
+]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("module", "name", "operator", "keys"), NAMES)
+def test_by_position_and_by_keyword(module, name, operator, keys):
+    function = importlib.import_module(module)
+    for part in name.split("."):
+        function = getattr(function, part)
+    args = GOOD[operator]()
+    expected = getattr(torch.ops.mx_driving, operator).default(*args)
+    assert torch.equal(function(*args), expected)
+    assert torch.equal(function(**dict(zip(keys, args, strict=True))), expected)
+
+
+def test_deprecated_function_warns_on_each_call():
+    args = GOOD[MULTI_SCALE]()
+    for _ in range(2):
+        with pytest.warns(DeprecationWarning, match="npu_multi_scale_deformable_attn_function is deprecated") as caught:
+            mx_driving.npu_multi_scale_deformable_attn_function(*args)
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("name", ["npu_deformable_aggregation", "multi_scale_deformable_attn"])
+def test_current_names_are_silent(name):
+    operator = AGGREGATION if "aggregation" in name else MULTI_SCALE
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        getattr(mx_driving, name)(*GOOD[operator]())
+
+
+@pytest.mark.parametrize("module", ["mx_driving.fused", "mx_driving.point", "mx_driving.common"])
+def test_older_paths_warn_once(module):
+    sys.modules.pop(module, None)
+    with pytest.warns(DeprecationWarning, match=f"{module} is deprecated"):
+        importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        importlib.import_module(module)
+
+
+PLACES = ("multi_scale_deformable_attn", "npu_deformable_aggregation", "geometric_kernel_attention")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_vendor_places_hold_the_vendors_names(place):
+    """The path is a module for imports and reload. The function of that name has the module's attributes."""
+    module = importlib.import_module(f"mx_driving.ops.{place}")
+    assert isinstance(module, types.ModuleType)
+    assert module.__name__ == f"mx_driving.ops.{place}"
+    for name in module.__all__:
+        assert getattr(getattr(mx_driving.ops, place), name) is getattr(module, name)
+
+
+@pytest.mark.parametrize("place", [*PLACES, "deformable_aggregation"])
+def test_places_are_called_as_functions(place):
+    """Torchvision's and mmcv's ops are called so. Help, pickle and torch.compile see the function."""
+    function = getattr(mx_driving.ops, place)
+    assert inspect.signature(function) == inspect.signature(getattr(mx_driving, place))
+    assert inspect.getdoc(function) == inspect.getdoc(getattr(mx_driving, place))
+    assert pickle.loads(pickle.dumps(function)) is function
+    operator = next(o for o in cases.OPERATORS if o in place)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda *a: getattr(mx_driving.ops, place)(*a) + 0, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(*GOOD[operator]()), function(*GOOD[operator]()))
+
+
+FUNCTIONS = {
+    MULTI_SCALE: MultiScaleDeformableAttnFunction,
+    AGGREGATION: AdsDeformableAggregation,
+    GEOMETRIC: GeometricKernelAttentionFunc,
+}
+
+
+class Derived(MultiScaleDeformableAttnFunction):
+    """mmcv's parameters over the vendor's class, the way the vendor's own patcher joins them."""
+
+    @staticmethod
+    def forward(ctx, value, shapes, starts, locations, weights, im2col_step):
+        return MultiScaleDeformableAttnFunction.forward(ctx, value, shapes, starts, locations, weights)
+
+
+def results(function, inputs):
+    """Output and gradients; None for an input without a gradient."""
+    out = function(*inputs)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    found = iter(torch.autograd.grad(out, [i for i in inputs if i.requires_grad], direction))
+    return [out, *(next(found) if i.requires_grad else None for i in inputs)]
+
+
+def same(found, expected):
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_static_methods_take_any_ctx(operator):
+    """As the vendor's gradient test calls them: a Mock for ctx, inputs that require gradients, results taken to numpy."""
+    inputs = inputs_of(operator)
+    expected = results(getattr(mx_driving, operator), inputs)
+    forward_ctx, ctx = Mock(), Mock()
+    out = FUNCTIONS[operator].forward(forward_ctx, *inputs)
+    assert same(forward_ctx.save_for_backward.call_args.args, inputs)
+    ctx.saved_tensors = inputs
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+    found = FUNCTIONS[operator].backward(ctx, direction)
+    assert same([out, *found], expected)
+    assert not any(t.requires_grad for t in (out, *found) if t is not None)
+
+
+def test_static_methods_serve_another_class():
+    """The vendor's patcher puts them into mmcv's class, whose apply has an argument more."""
+    theirs = MultiScaleDeformableAttnFunction
+
+    class Mmcv(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value, shapes, starts, locations, weights, im2col_step=None):
+            return theirs.forward(ctx, value, shapes, starts, locations, weights)
+
+        @staticmethod
+        def backward(ctx, grad_output):  # pyright: ignore
+            return *theirs.backward(ctx, grad_output), None
+
+    inputs = inputs_of(MULTI_SCALE)
+    assert same(results(lambda *a: Mmcv.apply(*a, 64), inputs), results(mx_driving.multi_scale_deformable_attn, inputs))
+
+
+def applied(function):
+    more = [64] if function is Derived else []
+    return lambda *inputs: function.apply(*inputs, *more)
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS.values(), Derived])
+def test_autograd_functions_differentiate_twice_and_compile(function):
+    operator = next(o for o, base in FUNCTIONS.items() if issubclass(function, base))
+    assert issubclass(function, torch.autograd.Function)
+    inputs, expected = inputs_of(operator), results(getattr(mx_driving, operator), inputs_of(operator))
+    assert same(results(applied(function), inputs), expected)
+    assert gradgradcheck(applied(function), inputs)
+    torch._dynamo.reset()
+    assert same(results(torch.compile(applied(function), fullgraph=True, backend="aot_eager"), inputs), expected)
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS.values(), Derived])
+def test_autograd_functions_under_autocast(function):
+    """Autocast computes in float32, and gradients have the inputs' dtype, for our classes and a derived one."""
+    operator = next(o for o, base in FUNCTIONS.items() if issubclass(function, base))
+    inputs = tuple(i.detach().requires_grad_(i.is_floating_point()) for i in cases.cast(inputs_of(operator), torch.float16))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = results(applied(function), inputs), results(getattr(mx_driving, operator), inputs)
+    assert found[0].dtype == torch.float32
+    assert [t.dtype for t in found[1:] if t is not None] == [i.dtype for i in inputs if i.requires_grad]
+    assert same(found, expected)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_extension_functions(operator):
+    """The functions of mx_driving._C under all names: no graph, no autocast, separate functions for gradients."""
+    inputs = cases.cast(inputs_of(operator), torch.float16)
+    forwards = [n for n in _C.__all__ if operator in n and not n.endswith(("_backward", "_grad", "_forward"))]
+    backwards = [n for n in _C.__all__ if operator in n and n.endswith(("_backward", "_grad"))]
+    assert forwards
+    assert backwards
+    leaves = [i.detach().requires_grad_(k in cases.DIFFERENTIABLE[operator]) for k, i in enumerate(inputs)]
+    expected = results(getattr(mx_driving, operator), leaves)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for name in forwards:
+            out = getattr(_C, name)(*leaves)
+            assert torch.equal(out, expected[0])
+            assert out.dtype == torch.float16
+            assert not out.requires_grad
+        direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        zeros = [torch.zeros_like(inputs[k]) for k in cases.DIFFERENTIABLE[operator]] if operator == AGGREGATION else []
+        for name in backwards:
+            assert same(getattr(_C, name)(*leaves, direction, *zeros), [g for g in expected[1:] if g is not None])
+    if operator == GEOMETRIC:
+        out = torch.zeros_like(expected[0])
+        assert _C.geometric_kernel_attention_forward(*inputs, out) is None
+        assert torch.equal(out, expected[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_public_modules_say_what_is_public():
+    """Every module without an underscore has a true __all__: sorted, nothing missing, nothing that is not there."""
+    root = pathlib.Path(mx_driving.__file__).parent
+    files = [file.relative_to(root).with_suffix("").parts for file in root.rglob("*.py")]
+    parts = [p[:-1] if p[-1] == "__init__" else p for p in files]
+    ours = {"cli", "measure", "demo"}  # rooms of our own programs
+    public = [".".join(("mx_driving", *p)) for p in parts if not ours & set(p) and not any(n.startswith("_") for n in p)]
+    assert {"mx_driving", "mx_driving.viz", "mx_driving.onnx", "mx_driving.compat"} <= set(public)
+    for name in public:
+        module = importlib.import_module(name)
+        listed = getattr(module, "__all__", None)
+        assert listed is not None, name
+        assert sorted(set(listed)) == sorted(listed), name
+        assert [n for n in listed if not hasattr(module, n)] == [], name
+        own = {n for n, thing in vars(module).items() if getattr(thing, "__module__", None) == name}
+        assert {n for n in own if not n.startswith("_")} <= set(listed), name
+
+
+def test_operators_have_their_names_in_torch_ops():
+    for operator in cases.OPERATORS:
+        assert hasattr(torch.ops.mx_driving, operator)
+        assert hasattr(torch.ops.mx_driving, operator + "_backward")

@@ -1,0 +1,312 @@
+"""The native kernel of deformable_aggregation_with_logits: groups of every size, many pairs and anchors, infinities in softmax
+and in cameras, and the C interface. test_with_logits.py has what holds for all operators with logits."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cases
+import logits_cases
+import pytest
+import torch
+from cases import AGGREGATION_LOGITS as NAME
+from cases import wanted_implementations
+from torch import Tensor
+from values import compare
+
+from mx_driving import _kernels
+
+NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
+INF, NAN = float("inf"), float("nan")
+FOUR = [True] * 4
+BACKWARD = f"mxd_{NAME}_backward"
+
+
+@pytest.fixture(autouse=True, params=NATIVE)
+def isa(request) -> Iterator[None]:
+    with _kernels.native.use_isa(request.param.removeprefix("native-")):
+        yield
+
+
+def drawn(*sizes: Any, dtype: torch.dtype = torch.float32, **options: bool) -> tuple[tuple[Any, ...], Tensor]:
+    """The inputs, and the gradient of the output."""
+    args = cases.cast(logits_cases.aggregation(*sizes, **options), dtype)
+    return args, cases.grad_for(NAME, args).to(dtype)
+
+
+def run(args: Sequence[Any], grad: Tensor, mask: list[bool] = FOUR) -> list[Tensor]:
+    return [cases.forward_of("native", NAME)(*args), *cases.gradients_of("native", NAME, grad, tuple(args), mask)]
+
+
+TWO_MAPS = [[(6, 7), (3, 4)], [(5, 5), (1, 1)]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("groups", [1, 2, 3, 5, 8, 16, 20, 37, 64])
+def test_groups(groups, dtype):
+    """A vector holds some groups of a row, or some rows, or neither comes out even."""
+    args, grad = drawn(1, 4, 5, groups * 2, groups, TWO_MAPS, dtype=dtype)
+    compare("native", NAME, args, grad)
+
+
+MANY = {
+    "one row of logits": (2, 5, 1, 16, 8, [[(6, 7)]]),
+    "more pairs than a bundle has room for": (1, 3, 45, 16, 4, [[(6, 7), (3, 4), (5, 5)]] * 3),
+    "more scales than that": (1, 3, 2, 8, 2, [[(2, 3)] * 70] * 2),
+    "blocks of anchors": (2, 150, 3, 8, 4, TWO_MAPS),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", MANY)
+def test_sizes(name, dtype):
+    compare("native", NAME, *drawn(*MANY[name], dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", [FOUR, [True, True, False, True], [True, False, False, False]], ids=str)
+def test_threads_do_not_change_a_bit(every_thread, mask, dtype):
+    """Threads change where anchors are cut into blocks and feature_maps' gradient into bands; so do wanted gradients."""
+    args, grad = drawn(*MANY["blocks of anchors"], dtype=dtype)
+    wanted = [t for t, asked in zip(run(args, grad), [True, *mask], strict=True) if asked]
+    for threads in (1, 2, 3, 8, 24):
+        torch.set_num_threads(threads)
+        found = [t for t, asked in zip(run(args, grad, mask), [True, *mask], strict=True) if asked]
+        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+
+
+def test_a_logit_of_minus_infinity_is_weight_zero():
+    args, grad = drawn(2, 9, 7, 16, 4, TWO_MAPS)
+    args[5][:, :, 1, 0, ::2, 1:3] = -INF
+    compare("native", NAME, args, grad)
+    assert not run(args, grad)[4][:, :, 1, 0, ::2, 1:3].any()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_group_that_softmax_turns_to_nan(bad):
+    """It gives what softmax gives, there and nowhere else."""
+    args, grad = drawn(2, 9, 7, 16, 4, TWO_MAPS)
+    args[4][:] = 0  # every anchor sees the same place of both cameras' maps
+    args[4][..., :2, 3], args[4][..., 2, 3] = torch.tensor([100.0, 60.0]), 1
+    clean = run(args, grad)
+    args[5][0, 5, ..., 2] = bad
+    output, _, of_points, of_projection, of_logits = run(args, grad)
+    inside = torch.zeros(output.shape, dtype=torch.bool)
+    inside[0, 5, 8:12] = True
+    assert torch.equal(output.isnan(), inside)
+    assert torch.equal(output[~inside], clean[0][~inside])
+    inside = torch.zeros(of_logits.shape, dtype=torch.bool)
+    inside[0, 5, ..., 2] = True
+    assert torch.equal(of_logits.isnan(), inside)
+    assert torch.equal(of_logits[~inside], clean[4][~inside])
+    assert of_projection[0].isnan().any()
+    assert torch.equal(of_projection[1], clean[3][1])
+    assert torch.equal(of_points[1], clean[2][1])
+
+
+def test_softmax_is_nan_where_nothing_is_seen_too():
+    args, grad = drawn(1, 3, 4, 8, 2, TWO_MAPS)
+    args[3][:] = NAN
+    args[5][0, 1, ..., 0] = -INF
+    output, *others, of_logits = run(args, grad)
+    assert not any(t.any() for t in (output, *others))
+    assert of_logits[0, 1, ..., 0].isnan().all()
+    of_logits[0, 1, ..., 0] = 0
+    assert not of_logits.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_depths_that_overflow(dtype):
+    """A depth of -infinity is taken as 1e-5: a point may be seen there, and its gradient has no part of the infinite row. At a
+    depth of infinity or NaN nothing is seen."""
+    args, grad = drawn(1, 2, 3, 8, 2, [[(4, 4)]] * 4, dtype=dtype, image_size=False, pair_scale=False)
+    args[3][:] = torch.tensor([1.0, 1, 2], dtype=dtype)
+    args[4][:] = 0
+    args[4][0, :, 0, 0], args[4][0, :, 1, 1] = 0.4e-5, 0.7e-5
+    args[4][0, :, 2, 2] = torch.tensor([-INF, INF, NAN, -1], dtype=dtype)
+    output, of_maps, of_points, of_projection, of_logits = run(args, grad)
+    assert all(t.isfinite().all() for t in (output, of_maps, of_points, of_projection, of_logits))
+    assert not of_projection[:, 1:3].any()
+    assert not of_projection[:, :, 2:].any()
+    assert torch.equal(of_maps[:, :16] != 0, of_maps[:, 48:] != 0)
+    assert of_maps[:, :16].any()
+    assert not of_maps[:, 16:48].any()
+    compare("native", NAME, (*args[:4], args[4].clamp(min=-1e30).nan_to_num(nan=1e30, posinf=1e30), *args[5:]), grad)
+
+
+EXPANDED = {"key_points": 3, "projection": 4, "logits": 5, "image_size": 6, "pair_scale": 7}
+
+
+@pytest.mark.parametrize("name", EXPANDED)
+def test_expanded_inputs(name):
+    """One element, or one batch, stands for many."""
+    args, grad = drawn(2, 3, 4, 8, 2, TWO_MAPS)
+    place = EXPANDED[name]
+    spread = list(args)
+    t = args[place]
+    spread[place] = t[:1].expand(t.shape) if place in (4, 6) else t[:, :1, :1].expand(t.shape)
+    whole = [t.contiguous() if isinstance(t, Tensor) else t for t in spread]
+    assert all(torch.equal(a, b) for a, b in zip(run(spread, grad), run(whole, grad), strict=True))
+
+
+def pack(t: Tensor | None) -> bytes | None:
+    return None if t is None else _kernels.native._pack(t)
+
+
+def statuses(args: Sequence[Any], grad: Tensor, changes: dict[int, Tensor] | None = None) -> tuple[int, int]:
+    """Of the forward, and of the backward into gradients, with some of them changed. What is refused writes nothing."""
+    results = [torch.full_like(t, 7) for t in (grad, args[0], *args[3:6])]
+    for i, t in (changes or {}).items():
+        results[i] = t
+    inputs = [pack(t) for t in args]
+    library = _kernels.native._library()
+    forward = getattr(library, f"mxd_{NAME}")(*inputs, pack(results[0]), 2)
+    backward = getattr(library, BACKWARD)(pack(grad), *inputs, *map(pack, results[1:]), 2)
+    assert forward == 0 or (results[0] == 7).all()
+    assert backward == 0 or all((t == 7).all() for t in results[1:])
+    return forward, backward
+
+
+GOOD = (2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]])
+
+
+@pytest.mark.parametrize(
+    ("place", "spoil", "status"),
+    [
+        (3, lambda t: t[..., :2], 1),
+        (3, lambda t: t[:, :, 1:], 1),
+        (3, lambda t: t[:, 1:], 1),
+        (4, lambda t: t[:, 1:], 1),
+        (4, lambda t: t[:, :, :3], 1),
+        (4, lambda t: t[..., :3], 1),
+        (5, lambda t: t[:, :, 1:], 1),
+        (5, lambda t: t.repeat(1, 1, 1, 2, 1, 1), 1),
+        (5, lambda t: t[..., 1:].repeat(1, 1, 1, 1, 1, 3), 1),
+        (6, lambda t: t[:, 1:], 1),
+        (6, lambda t: t[..., 1:], 1),
+        (7, lambda t: t[:, :, 1:], 1),
+        (7, lambda t: t[..., 1:], 1),
+        (7, lambda t: t[:1], 1),
+        *((place, lambda t: t.long(), 2) for place in (0, 3, 4, 5, 6, 7)),
+        (1, lambda t: t * 9, 3),
+        (2, lambda t: t - 1, 3),
+    ],
+)
+def test_refused(place, spoil, status):
+    args, grad = drawn(*GOOD)
+    assert statuses(args, grad) == (0, 0)
+    spoilt = [spoil(t) if i == place else t for i, t in enumerate(args)]
+    assert statuses(spoilt, grad) == (status, status)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_results_that_do_not_fit(place):
+    """The output, or a gradient: of another shape, or of no floating dtype."""
+    args, grad = drawn(*GOOD)
+    good = (grad, args[0], *args[3:6])[place]
+    for wrong, status in ((torch.full_like(good[..., :1], 7), 1), (torch.full_like(good, 7, dtype=torch.int64), 2)):
+        found = statuses(args, grad, {place: wrong})
+        assert found[place > 0] == status
+        assert found[place == 0] == 0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_gradients_of_any_stride_and_dtype(dtype, reverse):
+    args, grad = drawn(2, 20, 4, 16, 8, TWO_MAPS)
+    found = []
+    for like in (args[0], *args[3:6]):
+        axes = list(range(like.dim()))[:: -1 if reverse else 1]
+        room = torch.full([2 * like.shape[a] for a in axes], 7, dtype=dtype)
+        found.append(room[(slice(None, None, 2),) * like.dim()].permute(axes))
+    assert getattr(_kernels.native._library(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
+    assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, run(args, grad)[1:], strict=True))
+
+
+ENDLESS = 10**12
+
+
+@pytest.mark.parametrize("nothing", ["cameras", "scales", "points"])
+def test_no_samples(nothing):
+    """The output and gradients are zero, whatever softmax of nothing is; without results of their own, so many anchors that no
+    loop would end."""
+    sizes = {"cameras": 2, "scales": 1, "points": 3, nothing: 0}
+    cams, scales, points = sizes.values()
+
+    def inputs(anchors: int) -> tuple[Any, ...]:
+        one = torch.ones(1)
+        tables = (torch.ones(cams, scales, 2, dtype=torch.int64), torch.zeros(cams, scales, dtype=torch.int64))
+        scale = one.expand(1, anchors, cams, points)
+        logits = one.expand(1, anchors, cams, scales, points, 2)
+        key_points = one.expand(1, anchors, points, 3)
+        return (torch.ones(1, 4, 4), *tables, key_points, torch.ones(1, cams, 4, 4), logits, None, scale)
+
+    for result in run(inputs(3), torch.ones(1, 3, 4)):
+        assert not result.any()
+    mask = [True, points == 0, True, True]  # else a gradient would be 10^12 elements
+    for result in cases.gradients_of("native", NAME, torch.ones(1).expand(1, ENDLESS, 4), inputs(ENDLESS), mask):
+        assert not result.any()
+
+
+PEAK = """
+import pathlib, sys, torch
+import mx_driving
+
+def status(name):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+def peak(call):
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # it starts from here
+    results = call()
+    return status("VmHWM") - status("VmRSS")
+
+maps, logits = torch.randn(1, 600, 32), torch.randn(1, 3000, 6, 4, 13, 8)
+tables = torch.tensor([[[5, 5]] * 4] * 6), torch.arange(24).view(6, 4) * 25
+projection = torch.tensor([[1.0, 0, 0, 0.5], [0, 1, 0, 0.5], [0, 0, 0, 1], [0, 0, 0, 0]]).expand(1, 6, 4, 4)
+args = maps, *tables, torch.rand(1, 3000, 13, 3) - 0.5, projection, logits, None, None
+grad, mask = maps.new_ones(1, 3000, 32), [True] * 4
+name, ops = "deformable_aggregation_with_logits", torch.ops.mx_driving
+kernel = getattr(ops, name), getattr(ops, name + "_backward")
+bare = ops.deformable_aggregation, ops.deformable_aggregation_backward
+composition = mx_driving._with_logits.forward(name, bare[0]), mx_driving._with_logits.backward(name, bare[1])
+few = tuple(t[:, :40] if i in (3, 5) else t for i, t in enumerate(args))
+for forward, backward in (kernel, composition):
+    forward(*few), backward(grad[:, :40], *few, mask)  # loads what it needs
+    print(peak(lambda: forward(*args)), peak(lambda: backward(grad, *args, mask)))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory in /proc")
+@pytest.mark.parametrize("isa", NATIVE[-1:], indirect=True)
+def test_nothing_of_the_size_of_locations_is_written():
+    """In KB, peak memory beside the results, forward and backward. The locations alone are 1800, the weights 29000, and the
+    composition writes both. The allocator of the fresh process gives every block above 64 KB back at once."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    done = subprocess.run([sys.executable, "-c", PEAK], env=env, capture_output=True, text=True, check=True)
+    *kernel, of_forward, of_backward = map(int, done.stdout.split())
+    assert max(kernel) < 1024
+    assert min(of_forward, of_backward) > 29000
+
+
+def test_plan():
+    """As that of the bare operator."""
+    args, grad = drawn(*MANY["blocks of anchors"])
+    text = ctypes.create_string_buffer(1024)
+
+    def plan(name: str, tensors: Sequence[Tensor | None]) -> dict[str, str]:
+        pointers = (ctypes.c_char_p * len(tensors))(*map(pack, tensors))
+        assert _kernels.native._library().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
+        return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
+
+    assert plan(NAME, [*args, grad])["prefetched_rows"] == "all"
+    found = plan(NAME + "_backward", [grad, *args, args[0], None, args[4], None])
+    assert found["value_gradient"] == "BY_BANDS, 4"
+    assert found["sample_gradients"] == "ALONE"
+    assert plan(NAME + "_backward", [grad, *args, args[0], None, None, None])["sample_gradients"] == "NOT_WANTED"
+    assert plan(NAME + "_backward", [grad, *args, None, None, None, args[5]])["value_gradient"] == "NOT_WANTED"

@@ -1,0 +1,82 @@
+"""First and second derivatives, only what is asked for, and inputs left as they were."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import GEOMETRIC
+from derivatives import SMALL, inputs_of
+from torch.autograd import gradcheck, gradgradcheck
+
+import mx_driving
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_gradcheck(implementation, operator):
+    assert gradcheck(cases.forward_of(implementation, operator), inputs_of(operator))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_gradgradcheck(operator):
+    """Reverse over reverse, for one gradient and for a batch of them."""
+    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), check_batched_grad=True)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_second_derivative_of_a_penalty(operator):
+    """create_graph=True, as a gradient penalty uses it, equals the reference's own."""
+    found = []
+    for function in (getattr(mx_driving, operator), cases.forward_of("reference", operator)):
+        args = inputs_of(operator)
+        leaves = [args[i] for i in cases.DIFFERENTIABLE[operator]]
+        first = torch.autograd.grad(function(*args).square().sum(), leaves, create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_only_the_gradients_asked_for(operator):
+    function = getattr(mx_driving, operator)
+    everything = inputs_of(operator)
+    function(*everything).sum().backward()
+    for i in cases.DIFFERENTIABLE[operator]:
+        args = inputs_of(operator, wanted=(i,))
+        function(*args).sum().backward()
+        assert torch.equal(args[i].grad, everything[i].grad)
+        assert all(args[j].grad is None for j in cases.DIFFERENTIABLE[operator] if j != i)
+
+
+def test_geometric_locations_have_no_gradient():
+    args = list(inputs_of(GEOMETRIC))
+    args[3] = args[3].double().requires_grad_()
+    mx_driving.geometric_kernel_attention(*args).sum().backward()
+    assert args[3].grad is None
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_unwanted_gradients_are_empty(implementation, operator):
+    args = SMALL[operator]()
+    grad = cases.grad_for(operator, args)
+    mask = [False] * len(cases.DIFFERENTIABLE[operator])
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+    assert [g.numel() for g in backward(grad, *args, mask)] == [0] * len(mask)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_inputs_are_not_modified(implementation, operator):
+    args = SMALL[operator]()
+    grad = cases.grad_for(operator, args)
+    tensors = [a for a in (*args, grad) if isinstance(a, torch.Tensor)]
+    before = [a.clone() for a in tensors]
+    cases.forward_of(implementation, operator)(*args)
+    cases.gradients_of(implementation, operator, grad, args)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors, strict=True))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_no_grad_builds_no_graph(operator):
+    args = inputs_of(operator)
+    with torch.no_grad():
+        assert not getattr(mx_driving, operator)(*args).requires_grad

@@ -1,0 +1,312 @@
+"""data_checks() warns once of legal inputs that look wrong, not of others, and changes nothing else."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import warnings
+
+import cases
+import pytest
+import torch
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from small_cases import INTERPRETED
+
+import mx_driving
+from mx_driving import _checks, _dispatch
+
+NAN = float("nan")
+SIZES = [(12, 20), (6, 10)]
+
+
+def smooth(args):
+    """The arguments with a value like a picture's: neighbours differ little, except where a row ends."""
+    value, shapes, starts = args[0].clone(), args[1].view(-1, 2).tolist(), args[2].flatten().tolist()
+    rest = value.shape[2:].numel()
+    for (h, w), start in zip(shapes, starts, strict=True):
+        coarse = torch.randn(len(value), rest, 1 + h // 4, 1 + w // 4, generator=torch.Generator().manual_seed(0))
+        picture = torch.nn.functional.interpolate(coarse, size=(h, w), mode="bilinear")
+        value[:, start : start + h * w] = picture.flatten(2).transpose(1, 2).unflatten(2, value.shape[2:])
+    return (value, *args[1:])
+
+
+def on_map(args):
+    """Pixels of geometric_kernel_attention, none of them beyond its map."""
+    return (*args[:3], args[3].clamp(torch.tensor(0), (args[1].flip(-1) - 1)[:, None]), args[4])
+
+
+GOOD = {
+    MULTI_SCALE: smooth(cases.multi_scale(2, 30, 8, 4, SIZES, 3)),
+    AGGREGATION: smooth(cases.aggregation(2, 30, 7, 32, 4, [SIZES, [(16, 9), (8, 5)]])),  # one camera stands upright
+    GEOMETRIC: smooth(on_map(cases.geometric(2, 30, 8, 4, SIZES, 3))),
+}
+
+
+def of(operator, place, change):
+    args = list(GOOD[operator])
+    args[place] = change(args[place])
+    return operator, args
+
+
+def turned(shapes):
+    return shapes.flip(-1)
+
+
+def in_pixels(locations):
+    return locations * 100
+
+
+def one_nan(t):
+    t = t.clone()
+    t.view(-1)[: t.numel() // 4] = NAN
+    return t
+
+
+def tall_samples():
+    """Pixels that fit the maps only when these are turned."""
+    args = (torch.zeros_like(GOOD[GEOMETRIC][0]), *GOOD[GEOMETRIC][1:])
+    return GEOMETRIC, [*args[:3], args[3].flip(-1), args[4]]
+
+
+# (operator and arguments), the sentence
+ROWS = [
+    (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
+    (lambda: of(AGGREGATION, 3, one_nan), "sample_locations should have no NaN; got 25 %"),
+    (lambda: of(GEOMETRIC, 4, one_nan), "attention_weights should have no NaN; got 25 %"),
+    (
+        lambda: of(MULTI_SCALE, 3, in_pixels),
+        "sampling_locations should be fractions of the map, 0..1; got 77.2 % that look like pixels, up to 115.3",
+    ),
+    (
+        lambda: of(AGGREGATION, 3, in_pixels),
+        "sample_locations should be fractions of the map, 0..1; got 94 % that look like pixels, up to 170",
+    ),
+    (
+        lambda: of(MULTI_SCALE, 3, lambda locations: locations.clamp(0, 1) * 2 - 1),
+        "sampling_locations should mostly lie on their maps, 0..1; got 73.5 % of samples off them and all in -1..1, "
+        "the range of grid_sample",
+    ),
+    (
+        lambda: of(MULTI_SCALE, 3, lambda locations: locations - 3),
+        "sampling_locations should mostly lie on their maps, 0..1; got 100 % of samples off them",
+    ),
+    (
+        lambda: of(AGGREGATION, 3, lambda locations: locations - 3),
+        "sample_locations should lie in some camera's picture, 0..1, for most points; got 100 % of points in none",
+    ),
+    (
+        lambda: of(GEOMETRIC, 3, lambda locations: locations / 100 % 1),
+        "sampling_locations should be pixels of each level; got none beyond 1 on a map of 12 x 20, as if 0..1 were the map",
+    ),
+    (
+        lambda: of(GEOMETRIC, 3, in_pixels),
+        "sampling_locations should mostly lie on their maps; got 93.7 % of samples off them",
+    ),
+    (tall_samples, "spatial_shapes should be (H, W); got 45.3 % of samples off their maps, and 0 % if the shapes were (W, H)"),
+    (
+        lambda: of(MULTI_SCALE, 1, lambda shapes: torch.stack([shapes[0], turned(shapes[1])])),
+        "value_spatial_shapes should be (H, W) on every level; got (12, 20) beside (10, 6) in one pyramid",
+    ),
+    (
+        lambda: of(MULTI_SCALE, 1, turned),
+        "value_spatial_shapes should be (H, W); got (20, 12), while rows of value seem to end every 20",
+    ),
+    (
+        lambda: of(AGGREGATION, 1, turned),
+        "spatial_shape should be (H, W); got (20, 12), while rows of feature_maps seem to end every 20",
+    ),
+]
+
+
+def warned(call):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        call()
+    return [str(w.message) for w in found if w.category is mx_driving.DataWarning]
+
+
+def call(operator, args):
+    return getattr(mx_driving, operator)(*args)
+
+
+@pytest.mark.parametrize(("make", "sentence"), ROWS, ids=[row[1] for row in ROWS])
+def test_sentence(make, sentence):
+    operator, args = make()
+    assert warned(lambda: call(operator, args)) == []
+    with mx_driving.data_checks():
+        assert f"{operator}: {sentence}" in warned(lambda: call(operator, args))
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_what_is_right_is_not_warned_of(operator):
+    with mx_driving.data_checks():
+        assert warned(lambda: call(operator, GOOD[operator])) == []
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_noise_has_no_rows(operator):
+    """Noise in value says nothing about its shapes."""
+    generator = torch.Generator().manual_seed(0)
+    _, args = of(operator, 0, lambda t: torch.randn(t.shape, generator=generator))
+    args[1] = turned(args[1])
+    with mx_driving.data_checks():
+        assert not any("seem to end" in sentence for sentence in warned(lambda: call(operator, args)))
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_empty_inputs(operator, empty):
+    """No batch, no queries, no points."""
+    args = list(GOOD[operator])
+    points = 4 if operator != AGGREGATION else 2
+    for place in (0, 3, 4) if empty == 0 else (3, 4):
+        args[place] = args[place].narrow((0, 1, points)[empty], 0, 0)
+    with mx_driving.data_checks():
+        assert warned(lambda: call(operator, args)) == []
+
+
+def test_once_for_each_operator_and_kind_and_again_in_the_next_block():
+    operator, args = of(MULTI_SCALE, 3, in_pixels)
+    other = of(AGGREGATION, 3, in_pixels)
+    for _ in range(2):
+        with mx_driving.data_checks():
+            assert len(warned(lambda: call(operator, args))) == 1
+            with mx_driving.data_checks():
+                assert warned(lambda: call(operator, args)) == []
+            assert len(warned(lambda: call(*other))) == 1
+            args[0] = one_nan(GOOD[operator][0])
+            assert len(warned(lambda: call(operator, args))) == 1
+            args[0] = GOOD[operator][0]
+
+
+def test_warning_points_at_the_caller():
+    operator, args = of(MULTI_SCALE, 3, in_pixels)
+    with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning) as found:
+        call(operator, args)
+    assert found[0].filename == __file__
+
+
+def test_warning_as_an_error():
+    operator, args = of(MULTI_SCALE, 3, in_pixels)
+    with mx_driving.data_checks(), warnings.catch_warnings():
+        warnings.simplefilter("error", mx_driving.DataWarning)
+        with pytest.raises(mx_driving.DataWarning, match="look like pixels"):
+            call(operator, args)
+
+
+def test_what_is_refused_is_refused_first():
+    operator, args = of(MULTI_SCALE, 2, lambda starts: starts + 1)
+    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
+        call(operator, args)
+
+
+def gradients(function, operator, args):
+    places = cases.DIFFERENTIABLE[operator]
+    inputs = [a.detach().clone().requires_grad_(i in places) for i, a in enumerate(args)]
+    output = function(*inputs)
+    return [output, *torch.autograd.grad(output.square().sum(), [inputs[i] for i in places])]
+
+
+def vmapped(function):
+    return lambda *args: torch.vmap(lambda weights: function(*args[:4], weights))(args[4][None])[0]
+
+
+def autocast(function):
+    def run(*args):
+        with torch.autocast("cpu", torch.bfloat16):
+            return function(*args)
+
+    return run
+
+
+def exported(function):
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    return lambda *args: torch.export.export(Module(), args).module()(*args)
+
+
+WAYS = {
+    "eager": lambda function: function,
+    "compile": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
+    "vmap": vmapped,
+    "autocast": autocast,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_same_results_and_one_warning_everywhere(operator, way):
+    torch._dynamo.reset()
+    _, args = of(operator, 4, lambda weights: one_nan(weights))
+    run = WAYS[way](getattr(mx_driving, operator))
+    expected = gradients(run, operator, args)
+    with mx_driving.data_checks():
+        found = warned(lambda: gradients(run, operator, args))
+        assert found == [f"{operator}: {name_of_weights(operator)} should have no NaN; got 25 %"]
+        got = gradients(run, operator, args)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(got, expected, strict=True))
+
+
+def name_of_weights(operator):
+    return "weight" if operator == AGGREGATION else "attention_weights"
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_an_exported_program_is_looked_at_when_it_runs(operator):
+    _, args = of(operator, 0, one_nan)
+    with mx_driving.data_checks():
+        assert len(warned(lambda: exported(getattr(mx_driving, operator))(*args))) == 1
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
+    monkeypatch.setattr(_checks.data, "_look", lambda call: pytest.fail("looked"))
+    call(operator, GOOD[operator])
+    with mx_driving.data_checks():
+        call(operator, [a.to("meta") for a in GOOD[operator]])
+        with torch._subclasses.FakeTensorMode() as mode:
+            call(operator, [mode.from_tensor(a) for a in GOOD[operator]])
+
+
+@pytest.mark.parametrize("key", ["CPU", "CUDA", "XPU"])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_every_device(operator, key):
+    """CPU tensors go to the kernels of devices that are not here: Triton's in its interpreter, and the reference."""
+    small = cases.cast(INTERPRETED[operator](), torch.float32)
+    args = (*small[:4], one_nan(small[4]))
+    device = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    run = functools.partial(getattr(torch.ops.mx_driving, operator).default.redispatch, device)
+    with mx_driving.data_checks():
+        assert any("should have no NaN" in sentence for sentence in warned(lambda: run(*args)))
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that claims to be on a device that is not here."""
+
+    device = property(lambda _: torch.device("xpu"))  # pyright: ignore
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_tables_are_refused_on_every_device(operator):
+    args = [a.as_subclass(Elsewhere) for a in GOOD[operator]]
+    args[2] = args[2] + 1000
+    run = _dispatch.library._reference(operator, False)
+    with mx_driving.data_checks(), pytest.raises(ValueError, match="must leave room"):
+        run(*args)
+    assert run(*args).isfinite().all()  # without data checks
+
+
+def test_environment_variable():
+    code = (
+        "import torch, mx_driving\n"
+        "mx_driving.multi_scale_deformable_attn(torch.zeros(1, 1, 1, 12), torch.tensor([[1, 1]]), torch.tensor([0]),\n"
+        "    torch.full((1, 1, 1, 1, 1, 2), 9.0), torch.zeros(1, 1, 1, 1, 1))\n"
+    )
+    for word, told in (("true", True), ("off", False)):
+        env = {**os.environ, "MX_DRIVING_CHECK": word}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told

@@ -1,0 +1,106 @@
+"""The same bits for any number of threads, twice in a row, forward and backward."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+from cases import AGGREGATION, GEOMETRIC, LARGE, MULTI_SCALE, Case
+
+from mx_driving import _kernels
+
+# test_plan.py says which way the native kernels go in such calls, and has one for each way.
+PYRAMID = [(20, 30), (10, 15), (5, 8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
+def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, dtype):
+    if implementation == "reference":
+        dtype = torch.float64  # plain torch, whose scatter is deterministic on a CPU: one dtype will do
+    args = cases.cast(case.make(), dtype)
+    grad = cases.grad_for(case.operator, args).to(dtype)
+    results = []
+    for threads in (1, 2, 3, 4, 8, 8, 24):
+        torch.set_num_threads(threads)
+        output = cases.forward_of(implementation, case.operator)(*args)
+        results.append([output, *cases.gradients_of(implementation, case.operator, grad, args)])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("points", [3, 4])
+def test_overlapping_levels_bitwise(implementation, every_thread, points):
+    """A row that two levels share has one owner at a time, and is summed in one order."""
+    args = cases.overlapping(points)
+    args = cases.cast(args, torch.float32)
+    grad = cases.grad_for(MULTI_SCALE, args).float()
+    first = None
+    for threads in (1, 2, 3, 8, 24):
+        torch.set_num_threads(threads)
+        found = cases.gradients_of(implementation, MULTI_SCALE, grad, args)
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+
+
+# Larger than a band, which holds 6 MB of sums for a 16-bit gradient, or 16 MB of an aggregation's gradient in place.
+LONG = [
+    Case(MULTI_SCALE, "9 MB a head", lambda: cases.multi_scale(1, 40, 256, 1, [(96, 96)], 4)),
+    Case(AGGREGATION, "17 MB", lambda: cases.aggregation(1, 9, 7, 256, 8, [[(130, 130)]])),
+    Case(GEOMETRIC, "9 MB a head", lambda: cases.geometric(1, 40, 256, 1, [(96, 96)], 4)),
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=cases.case_id)
+def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, case):
+    """The two gradients may be cut into different numbers of bands."""
+    args = cases.cast(case.make(), torch.bfloat16)
+    grad = cases.grad_for(case.operator, args).bfloat16()
+    narrow = cases.gradients_of(implementation, case.operator, grad, args)[0]
+    wide = cases.gradients_of(implementation, case.operator, grad.float(), cases.cast(args, torch.float32))[0]
+    assert narrow.dtype == torch.bfloat16
+    assert narrow.any()
+    assert torch.equal(narrow, wide.bfloat16())
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
+def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case):
+    """One pass through the queries may give all gradients, or each may take a pass: the bits are the same."""
+    args = cases.cast(case.make(), torch.float32)
+    grad = cases.grad_for(case.operator, args).float()
+    places = range(len(cases.DIFFERENTIABLE[case.operator]))
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        together = cases.gradients_of(implementation, case.operator, grad, args)
+        for i in places:
+            alone = cases.gradients_of(implementation, case.operator, grad, args, [i == j for j in places])
+            assert torch.equal(alone[i], together[i])
+
+
+THREADS = """
+import os, sys, torch
+import mx_driving
+from mx_driving import _kernels
+
+_kernels.native.WORK_OF_A_THREAD = int(sys.argv[1])
+torch.set_num_threads(4)
+value, weights = torch.empty(1, 20, 4, 8).fill_(1.0), torch.empty(1, 9, 4, 1, 2).fill_(0.5)
+before = len(os.listdir("/proc/self/task"))
+locations = torch.empty(1, 9, 4, 1, 2, 2).fill_(0.3)
+mx_driving.multi_scale_deformable_attn(value, torch.tensor([[4, 5]]), torch.tensor([0]), locations, weights)
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_a_small_call_wakes_no_thread():
+    def woken(work: int) -> int:
+        done = subprocess.run([sys.executable, "-c", THREADS, str(work)], capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    assert woken(_kernels.native.WORK_OF_A_THREAD) == 0
+    assert woken(1) == 3

@@ -1,0 +1,125 @@
+"""Maps of more pixels than float32 counts: the pixel is clamp(trunc(location), 0, size - 1) all the same, and nothing lies
+outside the map."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from values import last_pixels
+
+from mx_driving import _kernels
+
+SIZE = (1 << 24) + 8  # size - 1 rounds up to size in float32
+GUARD = 7777.0
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64]
+# float32 holds every second number above 2^24, so both neighbours of an odd one are there
+PLACES = [float("inf"), 1e38, 2.0**31, SIZE, SIZE - 1, SIZE - 2, SIZE - 3, 2**24 + 1, 2**24, 40000.75, 3, -1, float("nan")]
+
+
+@pytest.fixture(scope="module")
+def value():
+    """One map of SIZE pixels, each of which can be told from its neighbours, and a row behind it that no one may read."""
+    padded = torch.full((1, SIZE + 1, 1, 1), GUARD)
+    padded[0, :-1, 0, 0] = torch.arange(SIZE) % 4096
+    return padded[:, :-1]
+
+
+def locations_of(dtype, axis, points):
+    places = torch.tensor(PLACES, dtype=torch.float64)
+    if not dtype.is_floating_point:
+        bounds = torch.iinfo(dtype)
+        places = torch.tensor([bounds.max, SIZE, SIZE - 1, SIZE - 2, 2**24 + 1, 2**24 + 3, 2**24, 3, -1, bounds.min])
+    xy = torch.zeros(1, len(places), 1, 1, points, 2, dtype=dtype)
+    xy[..., axis] = places.to(dtype).view(1, -1, 1, 1, 1)
+    return xy
+
+
+def pixels_of(locations, axis):
+    """The expected pixels, in Python's integers, which have no bounds."""
+    numbers = locations[0, :, 0, 0, 0, axis].tolist()
+    return [int(min(max(x, 0), SIZE - 1)) if x == x else 0 for x in numbers]
+
+
+def tables_of(axis):
+    return torch.tensor([[1, SIZE] if axis == 0 else [SIZE, 1]]), torch.tensor([0])
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_pixel_is_found(implementation, value, dtype, axis):
+    """Numbers of points fill vectors or not; value is packed or not."""
+    forward = cases.forward_of(implementation, cases.GEOMETRIC)
+    for points, apart in [(1, False), (3, False), (3, True), (4, False), (5, False), (8, False), (8, True), (9, False)]:
+        locations = locations_of(dtype, axis, points)
+        expected = points * value[0, pixels_of(locations, axis), 0, 0]
+        given = torch.stack([locations] * 2, -1)[..., 0] if apart else locations
+        found = forward(value, *tables_of(axis), given, torch.ones(locations.shape[:-1]))
+        assert torch.equal(found.flatten(), expected), (points, apart)
+
+
+@pytest.mark.parametrize("size", [2**26 + 3, 2**26 + 5], ids=["rounds down", "rounds up"])
+def test_what_lies_beyond_the_map_goes_to_its_last_pixel(implementation, size):
+    args = last_pixels(size)
+    expected = torch.tensor([4, 4, 4, 4 if size % 8 == 5 else 2]).half()  # size is 2^26 in float32, or 2^26 + 8
+    assert torch.equal(cases.forward_of(implementation, cases.GEOMETRIC)(*args).flatten(), expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
+    locations = locations_of(dtype, axis, 3)
+    expected = torch.zeros(SIZE)
+    expected.index_add_(0, torch.tensor(pixels_of(locations, axis)), torch.full((locations.shape[1],), 3.0))
+    grad, weights = torch.ones(1, locations.shape[1], 1), torch.ones(locations.shape[:-1])
+    args = (value, *tables_of(axis), locations, weights)
+    of_value, of_weights = cases.gradients_of(implementation, cases.GEOMETRIC, grad, args)
+    assert torch.equal(of_value.flatten(), expected)
+    assert torch.equal(of_weights[0, :, 0, 0, 0], value[0, pixels_of(locations, axis), 0, 0])
+
+
+@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
+@pytest.mark.parametrize("threads", [1, 64])
+def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads):
+    """Cut by heads and by bands. Through torch the gradient would have memory of its own, so the test calls C."""
+    locations = locations_of(torch.float32, axis, 3)
+    weights = torch.ones(locations.shape[:-1])
+    room = torch.full((1, SIZE + 2, 1, 1), GUARD)
+    tensors = (torch.ones(1, locations.shape[1], 1, 1), value, *tables_of(axis), locations, weights, room[:, 1:-1])
+    library = _kernels.native._library()
+    assert library.mxd_geometric_kernel_attention_backward(*map(_kernels.native._pack, tensors), None, threads) == 0
+    assert room[0, 0].item() == room[0, -1].item() == GUARD
+    assert room[0, 1:-1].sum() == 3 * locations.shape[1]
+
+
+@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
+def test_bilinear_corners_stay_on_the_map(implementation, axis):
+    """No location brings in the NaN that lies behind a map of ones."""
+    size = (1 << 24) + 3  # rounds up in float32
+    padded = torch.full((1, size + 1, 1, 1), float("nan"))
+    padded[:, :-1] = 1
+    shapes = torch.tensor([[1, size] if axis == 0 else [size, 1]])
+    locations = torch.full((1, 9, 1, 1, 3, 2), 0.5)
+    edges = [1.0, 1 - 2**-24, 1 - 2**-23, 1 + 2**-23, 0.0, 2**-25, -(2**-25), 0.5, float("inf")]
+    locations[..., axis] = torch.tensor(edges).view(1, -1, 1, 1, 1)
+    weights = torch.ones(locations.shape[:-1])
+    args = (padded[:, :-1], shapes, torch.tensor([0]), locations, weights)
+    out = cases.forward_of(implementation, cases.MULTI_SCALE)(*args)
+    assert (out >= 0).all()
+    assert (out <= 3).all()
+    gradients = cases.gradients_of(implementation, cases.MULTI_SCALE, torch.ones_like(out), args)
+    assert all(g.isfinite().all() for g in gradients)
+    assert gradients[0].sum() == out.sum()
+
+
+@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.parametrize(("dtype", "sum_of_ones"), [(torch.float32, 2**24), (torch.float64, 2**24 + 100)], ids=str)
+def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
+    """As the docstrings say: float32 stops there, float64 goes on."""
+    count, one = 2**24 + 100, torch.ones(1, dtype=dtype)
+    tables = torch.tensor([[1, 1]]), torch.tensor([0])
+    args = (one.view(1, 1, 1, 1), *tables, torch.zeros(1, dtype=dtype).expand(1, count, 1, 1, 1, 2))
+    backward = torch.ops.mx_driving.geometric_kernel_attention_backward
+    found = backward(one.expand(1, count, 1), *args, one.expand(1, count, 1, 1, 1), [True, False])
+    assert found[0].item() == sum_of_ones

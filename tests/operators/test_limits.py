@@ -1,0 +1,190 @@
+"""The vendor's documented limits: one past each is refused inside atlas_limits(), and only there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import cases
+import logits_cases
+import pytest
+import torch
+
+import mx_driving
+from mx_driving._checks.flags import flag
+
+
+def multi_scale(heads=1, dims=8, levels=1, points=1):
+    return cases.MULTI_SCALE, cases.multi_scale(1, 1, dims, heads, [(2, 2)] * levels, points, margin=0)
+
+
+def aggregation(bs=1, c=64, cams=1, scales=1, anchors=1, points=1, groups=8):
+    args = cases.aggregation(bs, anchors, points, c, groups, [[(1, 1)] * scales] * cams)
+    return cases.AGGREGATION, (*args[:3], args[3].clamp(0, 1), args[4])
+
+
+def geometric(heads=1, dims=8, levels=1, points=1):
+    return cases.GEOMETRIC, cases.geometric(1, 1, dims, heads, [(2, 2)] * levels, points)
+
+
+def extra_row(operator, args):
+    return operator, (torch.cat([args[0], args[0][:, :1]], 1), *args[1:])
+
+
+def location_outside(operator, args):
+    return operator, (*args[:3], args[3] * 0 + 1.25, args[4])
+
+
+PAST = [
+    (
+        lambda: multi_scale(levels=5, points=13),
+        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
+    ),
+    (lambda: multi_scale(heads=9), "value must have num_heads <= 8 (Atlas A2 limit); got 9"),
+    (lambda: multi_scale(dims=12), "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 12"),
+    (lambda: multi_scale(dims=72), "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 72"),
+    (
+        lambda: multi_scale(heads=8, dims=64, levels=8, points=8),
+        "value must have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64 (Atlas A2 limit); got 8",
+    ),
+    (lambda: aggregation(bs=129), "feature_maps must have bs <= 128 (Atlas A2 limit); got 129"),
+    (lambda: aggregation(c=320), "feature_maps must have c <= 256 (Atlas A2 limit); got 320"),
+    (lambda: aggregation(cams=7), "weight must have cam <= 6 (Atlas A2 limit); got 7"),
+    (lambda: aggregation(scales=5), "weight must have scale <= 4 (Atlas A2 limit); got 5"),
+    (lambda: aggregation(anchors=2049), "weight must have anchor <= 2048 (Atlas A2 limit); got 2049"),
+    (lambda: aggregation(points=2049), "weight must have pts <= 2048 (Atlas A2 limit); got 2049"),
+    (lambda: aggregation(groups=4), "weight must have group == 8 (Atlas A2 limit); got 4"),
+    (lambda: aggregation(c=96), "feature_maps must have c / group a multiple of 8 (Atlas A2 limit); got 12"),
+    (lambda: extra_row(*aggregation()), "feature_maps must have num_feat == sum of H * W == 1 (Atlas A2 limit); got 2"),
+    (lambda: location_outside(*aggregation()), "sample_locations must lie in [0, 1] (Atlas A2 limit); got "),
+    (lambda: geometric(dims=12), "value must have embed_dims a multiple of 8 (Atlas A2 limit); got 12"),
+    (
+        lambda: geometric(heads=8, dims=256, points=8),
+        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384 "
+        "(Atlas A2 limit); got 16384",
+    ),
+    (
+        lambda: geometric(heads=8, levels=4, points=4),
+        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256",
+    ),
+]
+
+
+def multi_scale_logits(heads=1, levels=1, points=1):
+    args = logits_cases.multi_scale(1, 1, 8, heads, [(2, 2)] * levels, points)
+    return cases.MULTI_SCALE_LOGITS, args
+
+
+def aggregation_logits(groups=8, ahead=True):
+    """A camera that sees its point at (1 / 2, 1 / 2), or one that has it behind itself."""
+    args = list(logits_cases.aggregation(1, 1, 1, 64, groups, [[(1, 1)]], False, False))
+    args[3] = torch.tensor([1.0, 1.0, 2.0 if ahead else -2.0]).view(1, 1, 1, 3)
+    args[4] = torch.eye(4)[None, None]
+    return cases.AGGREGATION_LOGITS, tuple(args)
+
+
+def geometric_logits(heads=1, levels=1, window=(1, 1)):
+    return cases.GEOMETRIC_LOGITS, logits_cases.geometric(1, 1, 8, heads, [(2, 2)] * levels, window)
+
+
+PAST += [  # with logits, in the words of the bare operator
+    (
+        lambda: multi_scale_logits(levels=5, points=13),
+        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
+    ),
+    (lambda: multi_scale_logits(heads=9), "value must have num_heads <= 8 (Atlas A2 limit); got 9"),
+    (lambda: aggregation_logits(groups=4), "weight must have group == 8 (Atlas A2 limit); got 4"),
+    (
+        lambda: aggregation_logits(ahead=False),
+        "sample_locations must lie in [0, 1] (Atlas A2 limit); got ",
+    ),
+    (
+        lambda: geometric_logits(heads=8, levels=4, window=(2, 4)),
+        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256",
+    ),
+]
+WITHIN = [
+    lambda: multi_scale_logits(heads=8, levels=7, points=9),
+    aggregation_logits,
+    lambda: geometric_logits(heads=31, window=(2, 4)),
+    lambda: multi_scale(heads=8, dims=64, levels=7, points=9),
+    lambda: multi_scale(heads=7, dims=64, levels=8, points=8),
+    lambda: aggregation(bs=128, cams=6, scales=4),
+    lambda: aggregation(c=256, anchors=2048),
+    lambda: aggregation(points=2048),
+    lambda: geometric(heads=31, points=8),
+]
+
+
+@pytest.mark.parametrize(("make", "sentence"), PAST, ids=[row[1] for row in PAST])
+def test_one_past_a_limit(make, sentence):
+    operator, args = make()
+    function = getattr(mx_driving, operator)
+    function(*args)  # fine where nobody asked for the limits
+    with mx_driving.atlas_limits(), pytest.raises(ValueError) as caught:
+        function(*args)
+    assert str(caught.value).startswith(sentence)
+    function(*args)
+
+
+@pytest.mark.parametrize("make", WITHIN)
+def test_at_the_limits(make):
+    operator, args = make()
+    with mx_driving.atlas_limits(), mx_driving.atlas_limits():
+        assert getattr(mx_driving, operator)(*args).isfinite().all()
+
+
+def test_elements_limit_counts_without_memory():
+    args = list(aggregation()[1])
+    args[0] = args[0][:1, :1, :1].expand(1, 1, 64)
+    args[3] = args[3][:, :, :1].expand(1, 1, 1, 1, 2)
+    big = torch.zeros(1).expand(100, 2048, 2048, 1, 2)
+    with mx_driving.atlas_limits(), pytest.raises(ValueError, match=r"at most 150000000 elements"):
+        mx_driving.deformable_aggregation(
+            torch.zeros(100, 1, 64), args[1], args[2], big, torch.zeros(1).expand(100, 2048, 2048, 1, 1, 8)
+        )
+
+
+CALL = (
+    "import torch, mx_driving\n"
+    "mx_driving.multi_scale_deformable_attn(torch.zeros(1, 1, 1, 12), torch.tensor([[1, 1]]), torch.tensor([0]),\n"
+    "    torch.zeros(1, 1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 1))\n"
+)
+
+
+def with_flag(word):
+    env = {**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}
+    return subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(("word", "enforced"), [("1", True), ("TRUE", True), ("0", False)])
+def test_environment_variable(word, enforced):
+    done = with_flag(word)
+    assert done.returncode == enforced
+    assert ("Atlas A2 limit" in done.stderr) == enforced
+
+
+def test_word_that_is_no_flag_stops_the_import():
+    done = with_flag("ture")
+    rule = "MX_DRIVING_ATLAS_LIMITS must be 1, true, yes or on, or 0, false, no, off or empty; got 'ture'"
+    assert done.stderr.splitlines()[-1] == f"ValueError: {rule}"
+
+
+@pytest.mark.parametrize("name", ["MX_DRIVING_ATLAS_LIMITS", "MX_DRIVING_CHECK", "MX_DRIVING_TRITON"])
+def test_words_of_flags(name, monkeypatch):
+    for word in ("1", "true", "Yes", "ON"):
+        monkeypatch.setenv(name, word)
+        assert flag(name)
+    for word in ("0", "False", "no", "OFF", ""):
+        monkeypatch.setenv(name, word)
+        assert not flag(name)
+    for word in ("", None):
+        monkeypatch.delenv(name) if word is None else monkeypatch.setenv(name, word)
+        assert not flag(name)
+        assert flag(name, default=True)
+    for word in ("2", "y", " 1", "none"):
+        monkeypatch.setenv(name, word)
+        with pytest.raises(ValueError) as caught:
+            flag(name)
+        assert str(caught.value) == f"{name} must be 1, true, yes or on, or 0, false, no, off or empty; got {word!r}"

@@ -1,0 +1,190 @@
+"""No byte outside the tensors is read into a result or written, whatever the index tables hold; every output is written."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from small_cases import GOOD
+
+from mx_driving import _kernels
+
+
+@pytest.fixture
+def poisoned_allocations():
+    """torch.empty comes filled with NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+def embedded(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """t in the middle of a buffer of NaN (or of an absurd integer), and the buffer."""
+    canary = float("nan") if t.is_floating_point() else -(2**30)
+    buffer = torch.full((t.numel() + 512,), canary, dtype=t.dtype)
+    inner = buffer[256 : 256 + t.numel()].view(t.shape)
+    inner.copy_(t)
+    return inner, buffer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("channels", [1, 3, 8, 37, 64])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allocations, operator, channels, dtype):
+    make = {
+        cases.MULTI_SCALE: lambda: cases.multi_scale(2, 9, channels, 2, [(3, 4), (2, 2)], 3, margin=0.5),
+        cases.AGGREGATION: lambda: cases.aggregation(2, 5, 3, channels, 1, [[(3, 4)], [(2, 2)]]),
+        cases.GEOMETRIC: lambda: cases.geometric(2, 9, channels, 2, [(3, 4), (2, 2)], 3),
+    }[operator]
+    plain = cases.cast(make(), dtype)
+    grad = cases.grad_for(operator, plain).to(dtype)
+    expected = [
+        cases.forward_of(implementation, operator)(*plain),
+        *cases.gradients_of(implementation, operator, grad, plain),
+    ]
+    inner, buffers = zip(*(embedded(t) for t in (*plain, grad)), strict=True)
+    before = [b.clone() for b in buffers]
+    got = [
+        cases.forward_of(implementation, operator)(*inner[:5]),
+        *cases.gradients_of(implementation, operator, inner[5], inner[:5]),
+    ]
+    for a, b in zip(got, expected, strict=True):
+        assert a.isfinite().all()
+        assert torch.equal(a, b)
+    for a, b in zip(buffers, before, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+GARBAGE = [
+    [[0, 4], [2, 2]],
+    [[3, 4], [2, -2]],
+    [[2**31, 2**31], [2, 2]],
+    [[2**62, 4], [2, 2]],
+    [[1, 2**63 - 1], [2, 2]],
+    [[-(2**63), 1], [2, 2]],
+    [[17, 1], [2, 2]],
+]
+STARTS = [[-1, 0], [0, 16], [2**62, 0], [0, 2**63 - 1], [-(2**63), 0], [5, 12]]
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_garbage_tables_are_refused(implementation, operator):
+    good = GOOD[operator]()
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+    mask = [True] * len(cases.DIFFERENTIABLE[operator])
+    for place, tables in ((1, GARBAGE), (2, STARTS)):
+        for table in tables:
+            args = list(good)
+            args[place] = torch.tensor(table).view(good[place].shape)
+            with pytest.raises(ValueError, match="must"):
+                getattr(torch.ops.mx_driving, operator).default(*args)
+            with pytest.raises(ValueError, match="must"):
+                backward(cases.grad_for(operator, good).float(), *args, mask)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_reference_masks_what_tables_push_outside(operator):
+    """On devices where tables cannot be read for free nothing is raised: rows that do not exist count as zero."""
+    args = list(GOOD[operator]())
+    args[2] = args[2] + 1000
+    assert not cases.forward_of("reference", operator)(*args).any()
+    for g in cases.gradients_of("reference", operator, cases.grad_for(operator, tuple(args)).float(), tuple(args)):
+        assert not g.any()
+
+
+ENDLESS = 10**12  # queries of inputs without memory of their own
+
+
+def _endless(operator, sizes):
+    """Inputs of ENDLESS queries with one of their sizes 0, and grad_output."""
+    one, n = torch.ones(1), {"bs": 1, "groups": 2, "channels": 4, "maps": 1, "points": 2, **sizes}
+    shapes, starts = torch.tensor([[2, 2]])[: n["maps"]], torch.tensor([0])[: n["maps"]]
+    if operator == cases.AGGREGATION:
+        value = torch.ones(n["bs"], 4, n["channels"])
+        shapes, starts = shapes[:, None], starts[:, None]
+        lead = (n["bs"], ENDLESS, n["points"], n["maps"])
+        return value, shapes, starts, one.expand(*lead, 2), one.expand(*lead, 1, 2), one.expand(n["bs"], ENDLESS, n["channels"])
+    value = torch.ones(n["bs"], 4, n["groups"], n["channels"])
+    lead = (n["bs"], ENDLESS, n["groups"], n["maps"], n["points"])
+    grad = one.expand(n["bs"], ENDLESS, n["groups"] * n["channels"])
+    return value, shapes, starts, one.expand(*lead, 2), one.expand(lead), grad
+
+
+NOTHING = [
+    (operator, size)
+    for operator in cases.OPERATORS
+    for size in ("bs", "groups", "channels", "maps", "points")
+    if (operator, size) != (cases.AGGREGATION, "groups")  # aggregation refuses that
+]
+
+
+@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.parametrize(("operator", "nothing"), NOTHING)
+def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
+    """A loop over the queries would take hours. The gradient of value is still zero, if it has elements."""
+    *args, grad = _endless(operator, {nothing: 0})
+    if nothing in ("bs", "groups", "channels"):
+        assert getattr(torch.ops.mx_driving, operator)(*args).numel() == 0
+    samples = nothing != "channels"  # their gradients would be 10^12 elements
+    mask = [True] + [samples] * (len(cases.DIFFERENTIABLE[operator]) - 1)
+    of_value, *others = getattr(torch.ops.mx_driving, operator + "_backward")(grad, *args, mask)
+    assert of_value.shape == args[0].shape
+    assert not of_value.any()
+    assert all(g.numel() == 0 for g in others)
+
+
+@pytest.mark.parametrize("nothing", ["maps", "points"])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_no_samples_give_zeros(implementation, poisoned_allocations, operator, nothing):
+    *args, grad = (t[:, :3] if t.dim() > 2 and t.shape[1] == ENDLESS else t for t in _endless(operator, {nothing: 0}))
+    out = cases.forward_of(implementation, operator)(*args)
+    assert out.numel()
+    assert not out.any()
+    for g in cases.gradients_of(implementation, operator, grad, tuple(args)):
+        assert not g.any()
+
+
+BAD_SHAPE, BAD_DTYPE, OUT_OF_MEMORY = 1, 2, 4
+
+
+@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
+    """The sentence is the one that the header promises, and nothing is written."""
+    args = GOOD[operator]()
+    grad = cases.grad_for(operator, args).float()
+    grad = grad if operator == cases.AGGREGATION else grad.unflatten(2, args[0].shape[2:])
+    gradients = [torch.full_like(args[i], 7) for i in cases.DIFFERENTIABLE[operator]]
+
+    def status(gradients, grad=grad, args=args):
+        function = getattr(_kernels.native._library(), f"mxd_{operator}_backward")
+        return function(*map(_kernels.native._pack, (grad, *args, *gradients)), 1)
+
+    for i, good in enumerate(gradients):
+        for wrong, expected in ((good.long(), BAD_DTYPE), (good.int(), BAD_DTYPE), (good[..., :1], BAD_SHAPE)):
+            assert status([*gradients[:i], wrong, *gradients[i + 1 :]]) == expected
+    assert status(gradients, grad=grad.int()) == BAD_DTYPE
+    assert status(gradients, grad=grad[..., :1]) == BAD_SHAPE
+    assert status(gradients, grad=grad[:, :1]) == BAD_SHAPE
+    assert all((g == 7).all() for g in gradients)
+    assert status(gradients) == 0
+
+
+@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize(("places", "expected"), [(2**34, OUT_OF_MEMORY), (2**56, BAD_SHAPE)])
+def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):
+    """One query has so many points (one expanded element) that no memory, or no size in bytes, holds the scratch for them."""
+    args = GOOD[operator]()
+    axis = 2 if operator == cases.AGGREGATION else 4
+    args = [t[:1, :1] if i > 2 else t[:1] if i == 0 else t for i, t in enumerate(args)]
+    sizes = [list(args[i].shape) for i in (3, 4)]
+    for size in sizes:
+        size[axis] = places
+    locations, weights = (args[i].select(axis, 0).unsqueeze(axis).expand(size) for i, size in zip((3, 4), sizes, strict=True))
+    args = [*args[:3], locations, weights]
+    with pytest.raises(RuntimeError, match={OUT_OF_MEMORY: "not enough memory", BAD_SHAPE: r"2\*\*48 elements"}[expected]):
+        getattr(torch.ops.mx_driving, operator)(*args)

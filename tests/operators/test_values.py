@@ -1,0 +1,163 @@
+"""Outputs and gradients are those of float64 truth, for every implementation, dtype and layout."""
+
+from __future__ import annotations
+
+import cases
+import numpy as np
+import pytest
+import tolerance
+import torch
+from cases import AGGREGATION, CASES, GEOMETRIC, LATTICE, MULTI_SCALE, OPERATORS
+from values import DTYPES, MIXED, compare, strided
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=cases.case_id)
+def test_cases(implementation, case, dtype):
+    if dtype in (torch.float16, torch.bfloat16) and implementation == "reference" and "channels" in case.name:
+        dtype = torch.float32  # the reference does not branch on channels; save the time
+    args = cases.cast(case.make(), dtype)
+    compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
+
+
+@pytest.mark.parametrize("case", LATTICE, ids=cases.case_id)
+def test_lattice_and_border(implementation, case):
+    """Sizes are powers of two, so positions are exact and even the one-sided gradients there must agree."""
+    args = cases.cast(case.make(), torch.float32)
+    compare(implementation, case.operator, args, cases.grad_for(case.operator, args).float())
+
+
+LONG = [
+    (MULTI_SCALE, lambda: cases.multi_scale(1, 2, 32, 2, [(20, 30)] * 4, 400)),
+    (AGGREGATION, lambda: cases.aggregation(1, 2, 700, 64, 2, [[(20, 30), (10, 15)]] * 2)),
+]
+
+
+@pytest.mark.parametrize(("operator", "make"), LONG, ids=lambda p: p if isinstance(p, str) else "")
+def test_long_sums(implementation, operator, make):
+    """Rounding must not pile up over thousands of rows: 16 units in the last place of the largest output, and what the
+    reference loses."""
+    args = make()
+    true = cases.forward_of("reference", operator)(*args)
+    single = cases.cast(args, torch.float32)
+
+    def error(name):
+        return float((cases.forward_of(name, operator)(*single) - true).abs().max())
+
+    assert error(implementation) <= error("reference") + 16 * 2**-24 * float(true.abs().max())
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_mixed_dtypes(implementation, operator, dtypes):
+    case = next(c for c in CASES if c.operator == operator)
+    args = list(case.make())
+    for i, dtype in zip((0, 3, 4), dtypes, strict=True):
+        args[i] = args[i].to(dtype) if args[i].is_floating_point() else args[i]
+    args[1], args[2] = args[1].int(), args[2].int()
+    compare(implementation, operator, tuple(args), cases.grad_for(operator, tuple(args)).to(dtypes[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_whole_pixels_of_any_integer_dtype(implementation, dtype):
+    args = list(cases.cast(cases.geometric(2, 5, 8, 2, [(9, 11), (5, 7)], 4), torch.float32))
+    args[3] = torch.randint(0, 12, args[3].shape, generator=torch.Generator().manual_seed(0))
+    forward = cases.forward_of(implementation, GEOMETRIC)
+    expected = forward(*args)
+    args[3] = args[3].to(dtype)
+    assert torch.equal(forward(*args), expected)
+
+
+@pytest.mark.parametrize("how", ["reversed axes", "every second element", "inside a larger tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_strides(implementation, operator, dtype, how):
+    case = next(c for c in CASES if c.operator == operator)
+    args = cases.cast(case.make(), dtype)
+    grad = cases.grad_for(operator, args).to(dtype)
+    strided = tuple(strided(a, how) for a in args)
+    assert any(not a.is_contiguous() for a in strided)
+    compare(implementation, operator, strided, strided(grad, how))
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_rows_too_far_apart_for_32_bits(implementation, operator):
+    """Of a map of two pixels. What lies between them is never touched, so it takes no memory."""
+    args = {
+        MULTI_SCALE: lambda: cases.multi_scale(1, 9, 8, 2, [(1, 2)], 5),
+        GEOMETRIC: lambda: cases.geometric(1, 9, 8, 2, [(1, 2)], 5),
+        AGGREGATION: lambda: cases.aggregation(1, 9, 5, 8, 2, [[(1, 2)]]),
+    }[operator]()
+    value, *others = cases.cast(args, torch.float32)
+    step = 2**29 + 64  # elements; 2 GiB and 256 bytes
+    apart = torch.empty(step + value[0, 0].numel()).as_strided(value.shape, (0, step, *value.stride()[2:]))
+    apart.copy_(value)
+    args = (apart, *others)
+    compare(implementation, operator, args, cases.grad_for(operator, args).float())
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_expanded_inputs(implementation, operator):
+    case = next(c for c in CASES if c.operator == operator)
+    args = cases.cast(case.make(), torch.float32)
+    args = tuple(a if i in (1, 2) else a[:1].expand(2, *a.shape[1:]) for i, a in enumerate(args))
+    grad = torch.ones(()).expand(cases.grad_for(operator, args).shape)  # what sum().backward() hands over
+    compare(implementation, operator, args, grad)
+
+
+ZERO = [
+    (MULTI_SCALE, lambda: cases.multi_scale(0, 3, 4, 2, [(2, 3)], 2)),
+    (MULTI_SCALE, lambda: cases.multi_scale(2, 0, 4, 2, [(2, 3)], 2)),
+    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
+    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 0, 2, [(2, 3)], 2)),
+    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 4, 0, [(2, 3)], 2)),
+    (GEOMETRIC, lambda: cases.geometric(0, 3, 4, 2, [(2, 3)], 2)),
+    (GEOMETRIC, lambda: cases.geometric(2, 0, 4, 2, [(2, 3)], 2)),
+    (GEOMETRIC, lambda: cases.geometric(2, 3, 4, 2, [(2, 3)], 0)),
+    (GEOMETRIC, lambda: cases.geometric(2, 3, 0, 2, [(2, 3)], 2)),
+    (AGGREGATION, lambda: cases.aggregation(0, 3, 2, 4, 2, [[(2, 3)]])),
+    (AGGREGATION, lambda: cases.aggregation(2, 0, 2, 4, 2, [[(2, 3)]])),
+    (AGGREGATION, lambda: cases.aggregation(2, 3, 0, 4, 2, [[(2, 3)]])),
+    (AGGREGATION, lambda: cases.aggregation(2, 3, 2, 0, 1, [[(2, 3)]])),
+]
+
+
+@pytest.mark.parametrize(("operator", "make"), ZERO)
+def test_zero_sizes(implementation, operator, make):
+    args = cases.cast(make(), torch.float32)
+    output = cases.forward_of(implementation, operator)(*args)
+    grad = cases.grad_for(operator, args).float()
+    assert output.shape == grad.shape
+    assert not output.any()
+    gradients = cases.gradients_of(implementation, operator, grad, args)
+    for i, g in zip(cases.DIFFERENTIABLE[operator], gradients, strict=True):
+        assert g.shape == args[i].shape
+        assert not g.any()
+
+
+def test_no_levels(implementation):
+    value, _, _, locations, weights = cases.cast(cases.multi_scale(1, 3, 4, 2, [(2, 3)], 2), torch.float32)
+    shapes, starts = torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, dtype=torch.long)
+    args = (value, shapes, starts, locations[:, :, :, :0], weights[:, :, :, :0])
+    assert not cases.forward_of(implementation, MULTI_SCALE)(*args).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_vendor_full_size_multi_scale(dtype):
+    """[6, 9680, 32, 8, 4, 4] with the vendor's magnitudes; truth on a slice of queries, gradient of value by its total."""
+    args = cases.multi_scale(6, 9680, 32, 8, [cases.VENDOR_LEVEL] * 4, 4)
+    args = cases.cast((args[0] * 0.01, *args[1:]), dtype)
+    full_grad = cases.grad_for(MULTI_SCALE, args).to(dtype) * 1e-3
+    output = cases.forward_of("native", MULTI_SCALE)(*args)
+    gradients = cases.gradients_of("native", MULTI_SCALE, full_grad, args)
+    some = slice(4000, 4060)
+    part = (*args[:3], args[3][:, some], args[4][:, some])
+    true = cases.truth_of(MULTI_SCALE, part, full_grad[:, some])
+    for got, place in ((output[:, some], 0), (gradients[1][:, some], 2), (gradients[2][:, some], 3)):
+        limit = tolerance.allowed(dtype, torch.float32, true.results[place], true.scales[place], 256, 60)
+        assert (np.abs(got.double().numpy() - true.results[place]) <= limit).all()
+    # weights and shares of valid samples: every unit of g * weight goes to some pixel or off the map
+    again = cases.gradients_of("native", MULTI_SCALE, full_grad.double(), cases.cast(args, torch.float64))
+    scale = again[0].abs().max().item()
+    loss = torch.finfo(dtype).eps / 2 + 1e-4  # one rounding to the dtype, and positions in float32
+    assert (gradients[0].double() - again[0]).abs().max().item() <= loss * scale

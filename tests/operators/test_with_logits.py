@@ -1,0 +1,368 @@
+"""The operators with logits: truth, softmax and infinity, layouts, sizes of zero, threads, vmap and export."""
+
+from __future__ import annotations
+
+import cases
+import logits_cases
+import pytest
+import torch
+from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
+from derivatives import SMALL, chosen, loss_of
+from small_cases import GROWING
+from torch.fx.experimental.proxy_tensor import make_fx
+from values import DTYPES, MIXED, compare, strided
+
+import mx_driving
+from mx_driving import _kernels
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", logits_cases.CASES, ids=cases.case_id)
+def test_cases(implementation, case, dtype):
+    args = cases.cast(case.make(), dtype)
+    compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
+
+
+def small(operator, dtype=torch.float32):
+    return cases.cast(next(c for c in logits_cases.CASES if c.operator == operator).make(), dtype)
+
+
+def run(implementation, operator, args, grad):
+    return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args)]
+
+
+@pytest.mark.parametrize("dtypes", MIXED, ids=str)
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_mixed_dtypes(implementation, operator, dtypes):
+    args = list(small(operator))
+    wanted = cases.DIFFERENTIABLE[operator]
+    for i, dtype in zip((0, *reversed(wanted[1:])), dtypes * 2, strict=False):
+        args[i] = args[i].to(dtype)
+    args[1], args[2] = args[1].int(), args[2].int()
+    compare(implementation, operator, tuple(args), cases.grad_for(operator, tuple(args)).to(dtypes[0]))
+
+
+@pytest.mark.parametrize("how", ["reversed axes", "every second element", "inside a larger tensor"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_strides(implementation, operator, dtype, how):
+    args = small(operator, dtype)
+    grad = cases.grad_for(operator, args).to(dtype)
+    strided = tuple(strided(a, how) if isinstance(a, torch.Tensor) else a for a in args)
+    compare(implementation, operator, strided, strided(grad, how))
+
+
+def without_levels(args):
+    """The arguments with no level, and logits on one axis, which then says nothing of points."""
+    value, shapes, starts, reference, samples, logits, *axis = args
+    samples = samples if samples.dim() == 2 else samples[:, :, :, :0]
+    return value, shapes[:0], starts[:0], reference[:, :, :1] if axis else reference, samples, logits[..., :0], *axis
+
+
+ZERO = [
+    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((0, 3, 4, 2), (2, 0, 4, 2))),
+    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
+    (MULTI_SCALE_LOGITS, lambda: without_levels(logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
+    (GEOMETRIC_LOGITS, lambda: without_levels(logits_cases.geometric(2, 3, 4, 2, [(2, 3)], (1, 2)))),
+    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
+    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
+    *(
+        (AGGREGATION_LOGITS, lambda s=s: logits_cases.aggregation(*s, [[(2, 3)]] * 2))
+        for s in ((0, 3, 2, 4, 2), (2, 0, 2, 4, 2), (2, 3, 0, 4, 2), (2, 3, 2, 0, 2))
+    ),
+    *(
+        (GEOMETRIC_LOGITS, lambda s=s, w=w: logits_cases.geometric(*s, [(2, 3)], w))
+        for s, w in (((0, 3, 4, 2), (1, 2)), ((2, 0, 4, 2), (1, 2)), ((2, 3, 4, 2), (0, 2)), ((2, 3, 4, 0), (1, 2)))
+    ),
+]
+
+
+@pytest.mark.parametrize(("operator", "make"), ZERO)
+def test_zero_sizes(implementation, operator, make):
+    args = cases.cast(make(), torch.float32)
+    grad = cases.grad_for(operator, args).float()
+    output, *gradients = run(implementation, operator, args, grad)
+    assert output.shape == grad.shape
+    assert not output.any()
+    for i, g in zip(cases.DIFFERENTIABLE[operator], gradients, strict=True):
+        assert g.shape == args[i].shape
+        assert not g.any()
+
+
+def test_logits_on_one_axis_or_on_two(implementation):
+    args = small(MULTI_SCALE_LOGITS)
+    grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
+    *flat, of_logits = run(implementation, MULTI_SCALE_LOGITS, args, grad)
+    split = (*args[:5], args[5].unflatten(3, args[4].shape[3:5]), args[6])
+    *found, of_split = run(implementation, MULTI_SCALE_LOGITS, split, grad)
+    assert all(torch.equal(a, b) for a, b in zip(flat, found, strict=True))
+    assert torch.equal(of_logits, of_split.flatten(3))
+
+
+def without_sample(args, place=3):
+    """The arguments with one logit of -inf in every row."""
+    logits = args[cases.WEIGHTS[MULTI_SCALE_LOGITS]].clone()
+    logits[..., place] = -INF
+    return (*args[:5], logits, *args[6:])
+
+
+def test_a_logit_of_minus_infinity_is_weight_zero(implementation):
+    """As if the sample were not there: the same softmax without it."""
+    args = without_sample(small(MULTI_SCALE_LOGITS))
+    compare(implementation, MULTI_SCALE_LOGITS, args, cases.grad_for(MULTI_SCALE_LOGITS, args).float())
+    of_logits = run(implementation, MULTI_SCALE_LOGITS, args, cases.grad_for(MULTI_SCALE_LOGITS, args).float())[-1]
+    assert not of_logits[..., 3].any()
+
+
+@pytest.mark.parametrize("bad", [-INF, NAN])
+def test_a_row_that_softmax_turns_to_nan(implementation, bad):
+    """It gives what softmax gives, there and nowhere else."""
+    args = small(MULTI_SCALE_LOGITS)
+    grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
+    clean = run(implementation, MULTI_SCALE_LOGITS, args, grad)
+    logits = args[5].clone()
+    logits[0, 5, 1] = bad
+    output, _, of_reference, *others = run(implementation, MULTI_SCALE_LOGITS, (*args[:5], logits, args[6]), grad)
+    output, expected = (t.unflatten(2, (args[0].shape[2], -1)) for t in (output, clean[0]))
+    elsewhere = torch.ones(output.shape[:3], dtype=torch.bool)
+    elsewhere[0, 5, 1] = False
+    assert output[0, 5, 1].isnan().all()
+    assert torch.equal(output[elsewhere], expected[elsewhere])
+    for got, before in zip(others, clean[3:], strict=True):
+        assert torch.equal(got[elsewhere], before[elsewhere])
+    assert others[-1][0, 5, 1].isnan().all()
+    assert torch.equal(of_reference[1], clean[2][1])
+
+
+@pytest.mark.parametrize("box", [False, True])
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("which", [3, 4])
+def test_a_sample_off_the_map_counts_in_softmax_alone(implementation, which, poison, box):
+    """References or offsets of every second query are poisoned: the output and all gradients are zero there."""
+    args = cases.cast(logits_cases.multi_scale(2, 12, 8, 2, [(5, 7), (3, 2)], 3, box=box), torch.float32)
+    grad = cases.grad_for(MULTI_SCALE_LOGITS, args).float()
+    clean = run(implementation, MULTI_SCALE_LOGITS, args, grad)
+    poisoned, g = args[which].clone(), grad.clone()
+    poisoned[:, 1::2], g[:, 1::2] = poison, NAN
+    found = run(implementation, MULTI_SCALE_LOGITS, (*args[:which], poisoned, *args[which + 1 :]), g)
+    for place in (0, 2, 3, 4):
+        assert not found[place][:, 1::2].any()
+        assert torch.equal(found[place][:, ::2], clean[place][:, ::2])
+    assert found[1].isfinite().all()
+
+
+def test_all_inputs_poisoned_but_the_logits_give_exact_zeros(implementation):
+    args = tuple(torch.full_like(a, NAN) if cases.is_floating(a) else a for a in small(MULTI_SCALE_LOGITS)[:5])
+    args = (*args, *small(MULTI_SCALE_LOGITS)[5:])
+    grad = torch.full_like(cases.grad_for(MULTI_SCALE_LOGITS, args), NAN).float()
+    for result in run(implementation, MULTI_SCALE_LOGITS, args, grad):
+        assert not result.any()
+
+
+HALVES = [(0.125, 0), (0.25, 1), (0.375, 2), (0.625, 2), (0.65, 3), (0.875, 3)]
+BEYOND = [(NAN, 0), (-INF, 0), (INF, 3), (-0.5, 0), (9.0, 3)]
+
+
+@pytest.mark.parametrize(("x", "column"), HALVES + BEYOND)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_pixels_are_rounded_half_to_even(implementation, x, column, dtype):
+    """On a map four pixels wide 0.125 is half a pixel, and what is beyond a border is on it."""
+    value = torch.arange(4.0).view(1, 4, 1, 1)
+    reference = torch.tensor([x, 0.0], dtype=dtype).view(1, 1, 1, 2)
+    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), reference, torch.tensor([[0, 0]]), torch.zeros(1, 1, 1, 1))
+    assert cases.forward_of(implementation, GEOMETRIC_LOGITS)(*args).item() == column
+
+
+def test_image_size_and_pair_scale_may_be_left_out(implementation):
+    """None is a size of 1, and a scale of 1."""
+    args = cases.cast(logits_cases.aggregation(1, 9, 5, 24, 3, [[(6, 7)]] * 3, False, False), torch.float32)
+    grad = cases.grad_for(AGGREGATION_LOGITS, args).float()
+    ones = (*args[:6], torch.ones(1, 3, 2), torch.ones(1, 9, 3, 5))
+    found = run(implementation, AGGREGATION_LOGITS, args, grad)
+    for got, expected in zip(found, run(implementation, AGGREGATION_LOGITS, ones, grad), strict=True):
+        assert torch.equal(got, expected)
+    assert torch.equal(found[0], cases.forward_of(implementation, AGGREGATION_LOGITS)(*args[:6], None, None))
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+@pytest.mark.parametrize("which", [3, 4])
+def test_what_no_camera_sees_gives_exact_zeros(implementation, poison, which):
+    """Poison the first key point of every anchor, or one camera: that is not seen, and disturbs no other gradient."""
+    args = list(cases.cast(logits_cases.aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (2, 2)]]), torch.float32))
+    grad = cases.grad_for(AGGREGATION_LOGITS, tuple(args)).float()
+    args[which] = args[which].clone()
+    (args[3][:, :, 0] if which == 3 else args[4][:, 1])[:] = poison
+    output, of_maps, of_points, of_projection, of_logits = run(implementation, AGGREGATION_LOGITS, tuple(args), grad)
+    assert all(t.isfinite().all() for t in (output, of_maps, of_points, of_projection, of_logits))
+    assert of_points.any()
+    assert not (of_points[:, :, 0] if which == 3 else of_projection[:, 1]).any()
+    assert not of_projection[:, :, 3].any()
+
+
+def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementation):
+    """A camera whose depth is -1 everywhere sees a point at (u, v) / 1e-5."""
+    maps, shape, start = torch.arange(16.0).view(1, 16, 1), torch.tensor([[[4, 4]]]), torch.tensor([[0]])
+    projection = torch.zeros(1, 1, 4, 4)
+    projection[..., 0, 0] = projection[..., 1, 1] = 1e-5
+    projection[..., 2, 2], projection[..., 2, 3] = 1, -2
+    args = (maps, shape, start, torch.tensor([0.4, 0.55, 1.0]).view(1, 1, 1, 3), projection, torch.zeros(1, 1, 1, 1, 1, 1))
+    output, _, of_points, of_projection, _ = run(implementation, AGGREGATION_LOGITS, (*args, None, None), torch.ones(1, 1, 1))
+    torch.testing.assert_close(output, torch.full((1, 1, 1), 0.4 * 4 - 0.5 + 4 * (0.55 * 4 - 0.5)))
+    torch.testing.assert_close(of_points.flatten(), torch.tensor([4.0, 16, 0]))
+    assert not of_projection[0, 0, 2:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", logits_cases.CASES, ids=cases.case_id)
+def test_bitwise_for_any_number_of_threads(every_thread, case, dtype):
+    args = cases.cast(case.make(), dtype)
+    grad = cases.grad_for(case.operator, args).to(dtype)
+    results = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        results.append(run("native", case.operator, args, grad))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.skipif(not cases.INTERPRETED, reason="Triton's interpreter; test_cases runs on a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_composition_over_the_triton_kernel(operator, dtype):
+    pytest.importorskip("triton")
+    args = cases.cast(SMALL[operator](), dtype)
+    compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
+
+
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_only_wanted_gradients_are_computed(operator):
+    """Each mask gives the gradients of the full one, and nothing else."""
+    args = small(operator, torch.float64)
+    grad = cases.grad_for(operator, args)
+    full = cases.gradients_of("native", operator, grad, args)
+    for wanted in range(2 ** len(full)):
+        mask = [bool(wanted >> i & 1) for i in range(len(full))]
+        for asked, got, all_of_it in zip(mask, cases.gradients_of("native", operator, grad, args, mask), full, strict=True):
+            assert torch.equal(got, all_of_it) if asked else got.numel() == 0
+
+
+# operator -> which inputs are vmapped, and along which dimension
+IN_DIMS = {
+    MULTI_SCALE_LOGITS: [
+        (0, None, None, 0, 0, 0, None),
+        (None, None, None, 0, 0, 0, None),
+        (None, None, None, None, None, 2, None),
+        (0, None, None, None, None, None, None),
+        (None, None, None, 1, -1, None, None),
+        (0, 0, 0, 0, 0, 0, None),
+    ],
+    AGGREGATION_LOGITS: [
+        (0, None, None, 0, 0, 0, 0, 0),
+        (None, None, None, 0, None, 0, None, 0),
+        (None, None, None, None, 1, None, None, None),
+        (None, None, None, -1, None, None, 0, None),
+        (0, None, None, None, None, 3, None, None),
+        (0, 0, 0, 0, 0, 0, 0, 0),
+    ],
+    GEOMETRIC_LOGITS: [
+        (0, None, None, 0, None, 0),
+        (None, None, None, 0, None, 0),
+        (None, None, None, None, None, 2),
+        (0, None, None, None, None, None),
+        (None, None, None, -1, None, None),
+        (None, None, None, None, 1, None),
+        (0, 0, 0, 0, 0, 0),
+    ],
+}
+VMAPPED = [(operator, dims) for operator in WITH_LOGITS for dims in IN_DIMS[operator]]
+
+
+def stacked(operator, in_dims):
+    """Three variants of each vmapped input."""
+    variants = [list(SMALL[operator]()) for _ in range(3)]
+    generator = torch.Generator().manual_seed(7)
+    args = variants[0]
+    for i, dim in enumerate(in_dims):
+        if dim is not None and cases.is_floating(args[i]):
+            t = args[i]
+            args[i] = torch.stack([t + torch.randn(t.shape, dtype=t.dtype, generator=generator) for _ in range(3)], dim)
+        elif dim is not None:
+            args[i] = torch.stack([args[i]] * 3, dim)
+    return tuple(args)
+
+
+@pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
+def test_vmap(operator, in_dims):
+    function, args = getattr(mx_driving, operator), stacked(operator, in_dims)
+    expected = torch.stack([function(*chosen(args, in_dims, k)) for k in range(3)])
+    torch.testing.assert_close(torch.vmap(function, in_dims=in_dims)(*args), expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
+def test_gradients_per_sample(operator, in_dims):
+    args = stacked(operator, in_dims)
+    for argnums in (cases.DIFFERENTIABLE[operator], (cases.WEIGHTS[operator],)):
+        gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
+        found = torch.vmap(gradient, in_dims=in_dims)(*args)
+        expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
+        for got, each in zip(found, zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(got, torch.stack(each))
+
+
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_vmap_is_one_call(operator, kernel_calls):
+    in_dims = IN_DIMS[operator][0]
+    torch.vmap(getattr(mx_driving, operator), in_dims=in_dims)(*stacked(operator, in_dims))
+    functions = (f"mxd_{operator}", f"mxd_{operator.removesuffix('_with_logits')}")
+    assert len([name for name in kernel_calls if name in functions]) == 1
+
+
+class Alone(torch.nn.Module):
+    def __init__(self, operator, *rest):
+        super().__init__()
+        self.operator, self.rest = operator, rest
+
+    def forward(self, *tensors):
+        return getattr(mx_driving, self.operator)(*tensors, *self.rest)
+
+
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_export_keeps_the_operator_whole(operator):
+    args = cases.cast(GROWING[operator](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    program = torch.export.export(Alone(operator, *args[len(tensors) :]), tensors)
+    op = getattr(torch.ops.mx_driving, operator).default
+    for graph in (program.graph, program.run_decompositions().graph):
+        assert [node.target for node in graph.nodes if node.op == "call_function"] == [op]
+    assert torch.equal(program.module()(*tensors), getattr(mx_driving, operator)(*args))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("case", logits_cases.CASES, ids=cases.case_id)
+def test_decomposition(case, dtype):
+    """What exporters write: gathers and sums, without the operator or its bare one."""
+    args = cases.cast(case.make(), dtype)
+    operator = getattr(torch.ops.mx_driving, case.operator).default
+    graph = make_fx(operator, decomposition_table=torch._decomp.decomposition_table)(*args)
+    assert not [node for node in graph.graph.nodes if "mx_driving" in str(node.target)]
+    found = graph(*args)
+    expected = getattr(mx_driving, case.operator)(*args)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 if dtype == torch.float32 else 1e-2)
+
+
+def test_backends_say_what_serves():
+    found = mx_driving.backends()["cpu"]
+    for operator in WITH_LOGITS:
+        assert found[operator].startswith(f"native C++, {_kernels.native.isa()}, ")
+
+
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_data_checks_look_at_the_samples(operator):
+    """They name the operator that was called, and what its bare one would be given."""
+    args = list(small(operator))
+    args[3] = args[3] * 0 - 30
+    with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning, match=f"{operator}: .* should (mostly )?lie "):
+        getattr(mx_driving, operator)(*args)

@@ -1,0 +1,391 @@
+"""`mx-driving bench`: workloads make sense, rivals compute the same, wrong kernels are not timed."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import mx_driving
+from mx_driving import _kernels
+from mx_driving._operators import OPERATORS
+from mx_driving.cli.app import app
+from mx_driving.measure import accuracy, floor, module_workloads, modules, report
+from mx_driving.measure.accuracy import Checked, check_one
+from mx_driving.measure.floor import add_rows, corner_rows
+from mx_driving.measure.module_workloads import MODULES
+from mx_driving.measure.plans import plans
+from mx_driving.measure.report import slower
+from mx_driving.measure.rivals import ours, rivals
+from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
+from mx_driving.measure.workloads import AGGREGATION, CHECKED, EXAMPLES, GEOMETRIC, WORKLOADS, cast, some_queries
+
+SMALL = "RT-DETR*"
+needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
+
+
+def test_names_are_unique_and_every_operator_is_there():
+    assert len({w.name for w in (*WORKLOADS, *MODULES)}) == len(WORKLOADS) + len(MODULES)
+    assert {w.operator for w in WORKLOADS} == {w.operator for w in CHECKED} == set(OPERATORS)
+
+
+def named(name):
+    return next(w for w in (*WORKLOADS, *CHECKED) if w.name == name)
+
+
+LOGITS = ["Deformable-DETR decoder, 300 queries, with logits", "Sparse4D 2 scales, with logits", "MapTR nano, with logits"]
+PILLARS = "BEVFormer spatial cross-attention, 6 x 2500, with logits"
+BARE = ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]"]
+
+
+@pytest.mark.parametrize("name", [*BARE, *LOGITS, PILLARS])
+def test_rivals_compute_the_same(name):
+    """Each computes what we do, on some queries of a workload: plain torch, and the bare operator on ready samples."""
+    workload = named(name)
+    args = some_queries(workload.operator, workload.inputs(), 0, 40)
+    output = getattr(mx_driving, workload.operator)(*args)
+    assert output.abs().max() > 1e-3
+    for function, given, _ in (*rivals(workload, args, False).values(), *ours(workload, args).values()):
+        torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
+    assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
+
+
+def test_gradients_are_those_that_a_model_asks_for():
+    """An encoder's reference points are a grid, a decoder's come from a layer."""
+    encoder, decoder = (named(f"Deformable-DETR {part}, with logits") for part in ("encoder", "decoder, 300 queries"))
+    for workload, learns in ((encoder, False), (decoder, True)):
+        args = workload.inputs()
+        places = {name: ours(workload, args)[name].differentiable for name in (report.OURS, report.BARE)}
+        assert (workload.row.inputs.index("reference_points") in places[report.OURS]) == learns
+        assert len(places[report.OURS]) == 3 + learns
+        assert places[report.BARE] == OPERATORS[workload.row.bare].differentiable
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_errors_with_logits(name):
+    """Of the output and of every gradient."""
+    workload = named(name)
+    found = check_one(workload, "float32", "cpu", quick=True, timed=False)
+    assert found.failures == []
+    assert list(found.errors) == ["output", *workload.gradients]
+
+
+@pytest.mark.parametrize("name", LOGITS[1:])
+def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
+    """What queries share, such as a projection, has a gradient that is added up over them; the rest is joined."""
+    workload = named(name)
+    args = some_queries(workload.operator, workload.inputs(), 0, 30)
+    grad = torch.randn(getattr(mx_driving, workload.operator)(*args).shape, generator=torch.Generator().manual_seed(1))
+    whole = accuracy._in_float64(workload, args, grad, lambda: None)
+    monkeypatch.setattr(accuracy, "CHUNK", 12)
+    for got, expected in zip(accuracy._in_float64(workload, args, grad, lambda: None), whole, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_every_dtype_samples_at_the_same_places_off_the_lattice(name):
+    """So errors of 16 bits are those of arithmetic: a location's gradient jumps at pixel centres."""
+    workload = named(name)
+    wide = cast(workload.inputs(), torch.float64)
+    operator, (_, shapes, _, locations, _) = workload.bare(wide)
+    for dtype in ("float16", "bfloat16"):
+        assert torch.equal(workload.bare(cast(workload.inputs(dtype), torch.float64))[1][3], locations)
+    if operator == GEOMETRIC:
+        assert torch.equal(locations, locations.round())
+        return
+    seen = ((locations > 0) & (locations < 1)).all(-1)
+    size = shapes.flip(-1) if operator == AGGREGATION else shapes.flip(-1)[:, None]
+    places = locations[..., None, :] if operator == AGGREGATION else locations
+    pixels = (places * size - 0.5)[seen]
+    assert (pixels - pixels.round()).abs().min() > (0.0019 if operator == AGGREGATION else 0.0099)
+
+
+@pytest.mark.parametrize("name", ["Sparse4D v3", "Sparse4D 2 scales, with logits"])
+def test_sparse4d_points_are_seen_by_one_or_two_cameras(name):
+    workload = named(name)
+    locations = workload.bare(workload.inputs())[1][3]
+    seen = ((locations > 0) & (locations < 1)).all(-1).sum(-1).float()
+    assert 0.9 < seen.mean() < 2
+    assert seen.max() <= 2
+
+
+def run_bench(*options: str):
+    return CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.1", *options])
+
+
+def test_explain_prints_a_plan_and_measures_nothing(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr("mx_driving.cli.bench.measure", None)
+    result = run_bench("--explain", "--dtype", "float32", "--dtype", "bfloat16", "--threads", "24")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if "value gradient" in line]
+    assert ["BY_PARTS, 3 a head" in lines[0], "BY_BANDS, 3, buffered" in lines[1]] == [True, True]
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_a_plan_with_logits_is_that_of_the_bare_operator(name):
+    """But a window's heads go together where value is small: its forward reads rows where they lie."""
+    workload = named(name)
+    operator, args = workload.bare(workload.inputs())
+    expected = {
+        "forward": _kernels.native.describe_plan(operator, args),
+        "backward": _kernels.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
+    }
+    if operator == GEOMETRIC:
+        expected["forward"] |= {"heads_together": "8", "packed_value": "none", "prefetched_rows": "all"}
+        expected["backward"] |= {"heads_together": "4"}
+    assert plans(workload, "float32") == expected
+
+
+@pytest.mark.parametrize("with_floor", [pytest.param(True, marks=needs_the_floor), False])
+def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
+    monkeypatch.setenv("COLUMNS", "200")
+    if not with_floor:
+        monkeypatch.setattr(floor, "_library_path", lambda: tmp_path / "libmx_driving_floor.so")
+    out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
+    result = run_bench("--workload", "Vendor example small*", "--csv", str(out), "--plot", str(bars))
+    assert result.exit_code == 0, result.output
+    assert result.output.count("The gather floor is left out") == (0 if with_floor else 1)
+    rows = list(csv.DictReader(out.open()))
+    assert {(r["direction"], r["implementation"]) for r in rows} == {
+        *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
+        ("backward", "mx_driving"),
+        *((d, i) for d in ("forward", "backward") for i in ("gather floor", "gather floor, head-major") if with_floor),
+    }
+    assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)
+    assert "torch " + torch.__version__ in rows[0]["machine"]
+    with Image.open(bars) as picture:
+        assert min(picture.size) > 100
+        assert len(picture.convert("RGB").getcolors(1 << 20)) > 10
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1000.0, 0), (0.001, 1)])
+def test_compare_with_an_earlier_file(tmp_path, factor, code):
+    """The earlier run took `factor` times as long. It is a failure only if that run was faster."""
+    out = tmp_path / "rows.csv"
+    assert run_bench("--csv", str(out)).exit_code == 0
+    rows = list(csv.DictReader(out.open()))
+    for row in rows:
+        if row["implementation"] == "mx_driving":
+            row["milliseconds"] = str(float(row["milliseconds"]) * factor)
+    with out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    result = run_bench("--compare", str(out))
+    assert result.exit_code == code
+    assert ("times the earlier" in result.output) == bool(code)
+
+
+def test_compare_cancels_a_slow_day():
+    def rows(ours: float, plain_torch: float):
+        shared = {"workload": "w", "dtype": "float32", "direction": "forward"}
+        both = {"mx_driving": ours, "plain torch": plain_torch}
+        return [{**shared, "implementation": name, "milliseconds": time} for name, time in both.items()]
+
+    assert slower(rows(2, 20), rows(1, 10), 0.25) == []
+    assert len(slower(rows(2, 10), rows(1, 10), 0.25)) == 1
+    with pytest.raises(ValueError, match="must have rows of mx_driving in common; got none"):
+        slower(rows(1, 1), [], 0.25)
+
+
+def test_a_wheel_does_not_hold_the_gather_floor(tmp_path):
+    """CMake installs it only where the option is given, and only editable installations give it."""
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    cmake = cmake if cmake.exists() else shutil.which("cmake") or pytest.skip("cmake")
+    root = pathlib.Path(__file__).parents[2]
+
+    def installed(*options: str) -> bool:
+        subprocess.run([cmake, "-S", root, "-B", tmp_path, *options], check=True, capture_output=True)
+        return "mx_driving_floor" in (tmp_path / "cmake_install.cmake").read_text()
+
+    assert not installed()
+    assert installed("-DMXD_GATHER_FLOOR=ON")
+    settings = pytest.importorskip("tomllib").loads((root / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    switches = [o for o in settings.pop("overrides") if "MXD_GATHER_FLOOR" in str(o)]
+    assert [o["if"] for o in switches] == [{"state": "editable"}]
+    assert "MXD_GATHER_FLOOR" not in str(settings)
+
+
+@needs_the_floor
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_the_gather_floor_writes_rows_of_the_dtype_of_value(dtype):
+    """And nothing behind the last one."""
+    value = torch.randn(1, 7, 2, 20, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.tensor([[[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2], dtype=torch.int32)  # 7: a row of zeros
+    memory = torch.full((3, 2, 20), 5.0, dtype=dtype)
+    add_rows(value, rows, memory[None, :2])
+    expected = torch.stack([value[0, :4].double().sum(0), value[0, 4:].double().sum(0)])
+    torch.testing.assert_close(memory[:2], expected.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert (memory[2] == 5).all()
+
+
+@needs_the_floor
+@pytest.mark.parametrize("name", ["RT-DETR decoder", "Sparse4D v3", "MapTR nano"])
+def test_the_gather_floor_reads_and_adds_the_rows(name):
+    """Against plain indexing, forward and backward."""
+    workload = next(w for w in WORKLOADS if w.name == name)
+    args = workload.make(torch.Generator().manual_seed(0))
+    args = (*args[:3], args[3][:, :30], args[4][:, :30])
+    value = args[0].unsqueeze(2) if workload.operator == AGGREGATION else args[0]
+    rows = corner_rows(workload.operator, args)
+    bs, heads, queries, _ = rows.shape
+    padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 1)).double()  # num_keys: a row of zeros; -1: that row too
+    found = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
+    expected = found.view(bs, heads, queries, -1).transpose(1, 2)
+    output = torch.empty(expected.shape)
+    add_rows(value, rows, output)
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-4)
+    head_major = torch.empty(expected.shape)
+    add_rows(value.transpose(1, 2).contiguous().transpose(1, 2), rows, head_major)
+    assert torch.equal(head_major, output)
+    grad_value, one = torch.zeros_like(value), torch.ones_like(output)
+    add_rows(value, rows, one, grad_value)
+    keys = value.shape[1]
+    real = torch.where(rows < 0, keys, rows)
+    counts = torch.stack([real[b, h].flatten().bincount(minlength=keys + 1) for b in range(bs) for h in range(heads)])
+    expected = counts[:, :keys].view(bs, heads, keys).transpose(1, 2)[..., None].expand_as(value)
+    assert torch.equal(grad_value, expected.float())
+
+
+def test_corner_rows_are_the_operators_own():
+    """The operator's gradient of value is not zero exactly where rows are read."""
+    workload = next(w for w in WORKLOADS if w.name == "Sparse4D v3")
+    args = workload.make(torch.Generator().manual_seed(0))
+    args = (*args[:3], args[3][:, :30], args[4][:, :30])
+    grad = torch.ones(1, 30, args[0].shape[2])
+    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
+    read = backward(grad, *args, [True, False, False])[0].abs().sum(-1)[0].nonzero().flatten()
+    rows = corner_rows(AGGREGATION, args).unique()
+    assert torch.equal(read, rows[(rows >= 0) & (rows < args[0].shape[1])])
+
+
+def test_memory_beside_inputs_and_outputs_is_within_16_megabytes():
+    """The median of three, because Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value, and there are
+    two threads."""
+    encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
+    runs = [extra_memory(encoder, "float32") for _ in range(3)]
+    forward, backward, _ = (statistics.median(shares) for shares in zip(*(r.values() for r in runs), strict=True))
+    value = encoder.make(torch.Generator())[0]
+    limit = (16 << 20) / (value.numel() * value.itemsize)
+    head = 1 / value.shape[2] - 2 * 0.014
+    assert head < forward < limit  # a copy of one head
+    assert head < backward < limit  # or of one head for each thread
+
+
+def test_memory_of_a_16_bit_gradient_is_one_head_of_float32_for_each_thread():
+    encoder = next(w for w in WORKLOADS if w.name == "Deformable-DETR encoder")
+    forward, backward, _ = extra_memory(encoder, "bfloat16").values()
+    heads = encoder.make(torch.Generator())[0].shape[2]
+    assert forward == pytest.approx(1 / heads, abs=0.05)
+    assert backward == pytest.approx(2 * torch.get_num_threads() / heads, abs=0.05)
+
+
+def test_training_with_logits_keeps_no_locations_or_weights():
+    """Forward and backward together need less than value's size beside inputs, outputs and gradients. Locations and weights
+    would be 1.5 times value's size here."""
+    found = extra_memory(named("Deformable-DETR encoder, with logits"), "float32")
+    assert found["forward + backward"] < 1
+    assert found["forward + backward"] == pytest.approx(max(found["forward"], found["backward"]), abs=0.05)
+
+
+SMALL_MODULES = {
+    "transformers, mmcv": lambda g: module_workloads._encoder(g, [(6, 8), (3, 4)]),
+    "temporal": lambda g: module_workloads._temporal(g, (6, 8)),
+    "spatial": lambda g: module_workloads._spatial(g, (6, 5), [(6, 8), (3, 4)]),
+    "geometric": lambda g: module_workloads._geometric(g, (5, 6), (3, 4)),
+    "aggregation": lambda g: module_workloads._aggregation(g, 12, [(8, 22), (4, 11)]),
+}
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """Compiling takes longer than everything else here."""
+    monkeypatch.setattr(torch, "compile", lambda run: run)
+
+
+@pytest.fixture
+def mmcv_is_forgotten():
+    """The next test to import its operators looks for their extension again."""
+    yield
+    for name in [name for name in sys.modules if name.startswith("mmcv.ops")]:
+        del sys.modules[name]
+    if "mmcv" in sys.modules:
+        vars(sys.modules["mmcv"]).pop("ops", None)
+
+
+@pytest.mark.parametrize("name", SMALL_MODULES)
+def test_rows_of_a_module(name, eager, mmcv_is_forgotten):
+    rows = modules.measure_module(module_workloads.ModuleWorkload(name, SMALL_MODULES[name]), True, 0)
+    packages = [p for p in name.split(", ") if importlib.util.find_spec(p)]
+    implementations = {
+        *("mx_driving", "plain torch", "torch.compile", "layers + operator"),
+        *(["layers + floor"] if floor.why_not() is None else []),
+        *packages,
+        *(f"{p}, compiled" for p in packages),
+    }
+    directions = ("forward", "forward + backward")
+    assert {(r["direction"], r["implementation"]) for r in rows} == {(d, i) for d in directions for i in implementations}
+
+
+@pytest.mark.parametrize("name", SMALL_MODULES)
+def test_the_layers_of_a_module_are_all_it_has(name):
+    """Every parameter belongs to one of them, and each is given an input as wide as it is."""
+    subject = SMALL_MODULES[name](torch.Generator().manual_seed(0))
+    of_layers = [p for layer, _ in subject.layers for p in layer.parameters()]
+    assert {id(p) for p in of_layers} == {id(p) for p in subject.module.parameters() if p.requires_grad}
+    assert all(layer(x).isfinite().all() for layer, x in subject.layers)
+
+
+@pytest.mark.parametrize(("spoilt", "word"), [("output", "output of"), ("gradient", "gradients of")])
+def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
+    """A rival whose output or gradient is off by a thousandth, or a tenth."""
+
+    def make(generator):
+        subject = SMALL_MODULES["geometric"](generator)
+
+        def off(*inputs):
+            output = subject.plainly(*inputs)
+            return output * 1.001 if spoilt == "output" else output.detach() + 0.9 * (output - output.detach())
+
+        return subject._replace(plainly=off)
+
+    with pytest.raises(ValueError, match=f"{word} plain torch must be those of mx_driving"):
+        modules.measure_module(module_workloads.ModuleWorkload("m", make), False, 0)
+
+
+def test_a_wrong_kernel_is_not_timed(monkeypatch):
+    row = Checked(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
+    monkeypatch.setattr("mx_driving.measure.speed.check_one", lambda *a, **k: row)
+    result = CliRunner().invoke(app, ["bench", "--workload", SMALL])
+    assert result.exit_code != 0
+    assert "output of multi_scale_deformable_attn is off" in str(result.exception)
+
+
+def test_what_import_and_a_call_cost(monkeypatch):
+    """Times are measured; how long they are is not judged here."""
+    monkeypatch.setattr("mx_driving.measure.traits.PROCESSES", 1)
+    assert import_seconds() > 0
+    plain, recorded = one_query()
+    assert plain > 0
+    assert recorded > 0
+
+
+def test_traits_of_a_workload():
+    """Each figure of the vendor's small example is (forward, backward); memory has forward + backward, too."""
+    found = traits(next(w for w in WORKLOADS if w.name.startswith("Vendor example small")), 0.01)
+    assert set(found) == {
+        *("bfloat16 / float32, time", "float16 / float32, time", "1 thread / 2 threads, time"),
+        *("float32, scratch memory / value", "bfloat16, scratch memory / value"),
+    }
+    assert all(float(number) >= 0 for name, figures in found.items() if "time" in name for number in figures)
+    assert [len(figures) for figures in found.values()] == [2, 2, 2, 3, 3]

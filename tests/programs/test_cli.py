@@ -1,0 +1,442 @@
+"""`mx-driving` teaches, checks, and exits 0 only when all is well. It says what is wrong in a sentence, before the work."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
+
+import mx_driving
+from mx_driving import _kernels
+from mx_driving._programs import problems
+from mx_driving.cli import bench as bench_module
+from mx_driving.cli import check as check_module
+from mx_driving.cli import demo as demo_module
+from mx_driving.cli import models as models_module
+from mx_driving.cli.app import app, main
+from mx_driving.measure.workloads import CHECKED, EXAMPLES, WORKLOADS
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def small_examples(monkeypatch):
+    """Only the two small ones of the vendor's examples."""
+    monkeypatch.setattr(check_module, "CHECKED", (EXAMPLES[0], EXAMPLES[2]))
+
+
+def run(*args):
+    return CliRunner().invoke(app, list(args))
+
+
+def test_help_teaches():
+    for args, words in (
+        (["--help"], ("check", "demo")),
+        (["check", "--help"], ("float64 reference", "Exit status 0", "--quick", "Example")),
+        (["demo", "--help"], ("--rig", "gradient")),
+    ):
+        result = run(*args)
+        assert result.exit_code == 0
+        assert all(word in result.output for word in words)
+
+
+COMMANDS = {
+    "check": {"--device", "--dtype", "--quick", "--only", "--threads"},
+    "demo": {"--out", "--rig"},
+    "bench": {
+        *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
+        *("--tolerance", "--traits", "--list", "--explain"),
+    },
+    "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
+}
+
+
+def test_every_command_is_listed():
+    assert set(typer.main.get_command(app).commands) == set(COMMANDS)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_help_names_every_option_and_cuts_no_word_in_80_columns(monkeypatch, command, terminal):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    result = run(*filter(None, [command]), "--help")
+    assert result.exit_code == 0
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", result.output)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "<" not in re.sub(r"<[^<>\n]*>", "", shown)  # a kind of value, which typer would break anywhere
+    program = typer.main.get_command(app)
+    found = program.commands[command] if command else program
+    options = {name for p in found.params for name in (*p.opts, *p.secondary_opts)}
+    assert options == (COMMANDS[command] if command else {"--version"})
+    texts = [*options, found.help, *(p.help for p in found.params), *(COMMANDS if command is None else ())]
+    assert all(texts)
+
+    def words(text):
+        return set(re.findall(r"[\w*-]+(?:\.[\w-]+)*", text))
+
+    assert words(" ".join(texts)) <= words(shown)
+
+
+def test_options_of_one_name_read_alike_in_all_commands():
+    seen = {}
+    for command in typer.main.get_command(app).commands.values():
+        for option in command.params:
+            for name in option.opts:
+                alike = option.help, option.multiple
+                assert seen.setdefault(name, alike) == alike, (command.name, name)
+
+
+@pytest.mark.parametrize("command", ["check", "bench", "models"])
+def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
+    """A command sets the threads before its title names them."""
+    if command == "models":
+        pytest.importorskip("transformers")
+        monkeypatch.setattr(models_module, "carriers", lambda: [])
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+
+    def stop(title):
+        raise problems.Problem(f"title must be last; got {asked}")
+
+    for module in (check_module, bench_module, models_module):
+        monkeypatch.setattr(module, "open_console", stop)
+    assert mx(command)[2] == "mx-driving: title must be last; got []\n"
+    assert mx(command, "--threads", "3")[2] == "mx-driving: title must be last; got [3]\n"
+
+
+def test_check_takes_the_rows_asked_for(mx, monkeypatch):
+    checked = []
+
+    def check_one(workload, *rest):
+        checked.append(workload.name)
+        return fake_check(workload, *rest)
+
+    monkeypatch.setattr(check_module, "check_one", check_one)
+    assert (mx("check", "--only", "*GEOMETRIC*", "--only", "vendor example small*")[0] or 0) == 0
+    assert checked == [EXAMPLES[0].name, EXAMPLES[3].name]
+    code, _, err = mx("check", "--only", "yolo")
+    assert (code, err.startswith("mx-driving: --only must match one of 'Vendor example small")) == (1, True)
+
+
+def test_python_m():
+    done = subprocess.run([sys.executable, "-m", "mx_driving", "check", "--help"], capture_output=True, text=True, check=True)
+    assert "Usage: mx-driving check" in done.stdout
+
+
+def test_check_passes(small_examples):
+    result = run("check", "--quick", "--dtype", "float32", "--dtype", "bfloat16")
+    assert result.exit_code == 0, result.output
+    assert "all is well" in result.output
+    for word in ("multi_scale_deformable_attn", "deformable_aggregation", _kernels.native.isa(), "locations", "bfloat16"):
+        assert word in result.output
+
+
+class Off(TorchDispatchMode):
+    """One operator is off by a hundred-thousandth."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = f"mx_driving::{name}"
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func.name() != self.name:
+            return found
+        return tuple(t * 1.00001 for t in found) if isinstance(found, tuple) else found * 1.00001
+
+
+@pytest.mark.parametrize("name", ["multi_scale_deformable_attn", "deformable_aggregation_backward"])
+def test_check_fails_when_a_kernel_is_wrong(small_examples, name):
+    with Off(name):
+        result = run("check", "--quick")
+    assert result.exit_code == 1
+    assert "wrong:" in result.output
+
+
+def test_check_fails_when_the_cpu_has_only_the_reference(small_examples, monkeypatch):
+    monkeypatch.setattr(_kernels.native, "why_not", lambda: "it was not built")
+    result = run("check", "--quick")
+    assert result.exit_code == 1
+    assert "runs on the reference" in result.output
+
+
+@pytest.fixture
+def mx(monkeypatch, capsys):
+    """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["mx-driving", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def no_work(monkeypatch):
+    """A test fails if a command starts its work."""
+
+    def work(*args, **kwargs):
+        raise AssertionError("the work was begun")
+
+    for module, name in (
+        *((bench_module, "measure"), (check_module, "check_one"), (demo_module, "_input")),
+        *((models_module, "build"), (torch, "set_num_threads")),
+    ):
+        monkeypatch.setattr(module, name, work)
+
+
+def is_a_sentence(code: int, out: str, err: str, words: str) -> bool:
+    """On standard error alone, in the error grammar, with exit status 1."""
+    return code == 1 and out == "" and err.count("\n") == 1 and words in err and re.match("mx-driving: .* must .*; got", err)
+
+
+def test_version(mx):
+    code, out, _ = mx("--version")
+    assert (code or 0, out) == (0, f"mx-driving {mx_driving.__version__}, torch {torch.__version__}, {_kernels.native.isa()}\n")
+
+
+PLACES = [
+    ("nowhere/x", "the folder of {} must exist; got"),
+    ("file/x", "the folder of {} must be a folder; got"),
+    ("folder", "{} must be a file; got"),
+    ("x" * 300, "{} must be a place to write to; got"),
+]
+
+
+@pytest.mark.parametrize(("place", "words"), PLACES, ids=[place[:10] for place, _ in PLACES])
+@pytest.mark.parametrize(
+    ("command", "option", "ending"), [("bench", "--csv", ""), ("bench", "--plot", ".png"), ("demo", "--out", ".jpg")]
+)
+def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path, command, option, ending, place, words):
+    (tmp_path / "file").write_text("")
+    (tmp_path / f"folder{ending}").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert is_a_sentence(*mx(command, option, tmp_path / (place + ending)), words.format(option))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_to_a_place_that_is_not_there(mx, no_work, tmp_path):
+    (tmp_path / "x.csv").symlink_to(tmp_path / "nowhere" / "x.csv")
+    assert is_a_sentence(*mx("bench", "--csv", tmp_path / "x.csv"), f"--csv must exist; got {tmp_path / 'nowhere'}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc takes no files, not even root's")
+def test_a_folder_that_takes_no_files(mx, no_work):
+    assert is_a_sentence(
+        *mx("bench", "--csv", "/proc/x.csv"), "--csv must be a place to write to; got /proc/x.csv: No such file"
+    )
+
+
+@pytest.mark.parametrize(("command", "option"), [("bench", "--plot"), ("demo", "--out")])
+@pytest.mark.parametrize("name", ["x.xyz", "x", "x.h5", "x.csv"])  # Pillow knows .h5, and cannot write it
+def test_an_unknown_ending_is_refused(mx, no_work, tmp_path, command, option, name):
+    found = mx(command, option, tmp_path / name)
+    assert is_a_sentence(*found, f"{option} must end in a kind of picture")
+    assert f"got {name!r}" in found[2]
+
+
+def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tmp_path):
+    kept, new = tmp_path / "kept.csv", tmp_path / "new.png"
+    kept.write_text("an earlier result")
+
+    def measure(*args):
+        assert kept.read_text() == "an earlier result"
+        assert not new.exists()
+        raise problems.Problem("output must be right; got another")
+
+    monkeypatch.setattr(bench_module, "measure", measure)
+    code, _, err = mx("bench", "--csv", kept, "--plot", new)
+    assert (code, err) == (1, "mx-driving: output must be right; got another\n")
+    assert kept.read_text() == "an earlier result"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"", "got no row"),
+        (b"a,b\n1,2\n", "got no workload"),
+        (b"\x89PNG\r\n\x1a\n\0", "must be a file that mx-driving bench --csv wrote; got"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,fast\n", "could not convert string to float: 'fast'"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,nan\n", "got times that are not positive"),
+        (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,1\n", "rows of mx_driving in common; got none"),
+    ],
+)
+def test_compare_is_read_before_the_work(mx, no_work, tmp_path, text, words):
+    (tmp_path / "x.csv").write_bytes(text)
+    assert is_a_sentence(*mx("bench", "--compare", tmp_path / "x.csv"), words)
+
+
+def test_a_wrong_command_line_ends_with_2(mx, no_work, tmp_path):
+    for wrong in (["--compare", tmp_path], ["--compare", tmp_path / "none"], ["--threads", "-1"], ["--seconds", "long"]):
+        code, out, err = mx("bench", *wrong)
+        assert (code, out) == (2, "")
+        assert wrong[0] in err
+
+
+PRINTING = [["--help"], ["--version"], ["bench", "--list"], ["check"], ["bench"], ["demo", "--out", os.devnull + ".png"]]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("args", PRINTING, ids=" ".join)
+def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_path, args):
+    args = [str(tmp_path / "x.png") if arg.endswith("png") else arg for arg in args]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        found = mx(*args)
+    assert is_a_sentence(*found, "standard output must take what is printed; got No space left on device")
+
+
+@pytest.mark.parametrize("args", PRINTING[:4], ids=" ".join)
+def test_a_reader_that_went_away_ends_it_quietly(mx, no_work, monkeypatch, args):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert mx(*args) == (1, "", "")
+
+
+def test_a_closed_output(mx, no_work, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert is_a_sentence(*mx("check"), "standard output must be open; got a closed one")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_python_says_no_more_when_it_exits():
+    """At exit Python would write the rest of the buffer, and fail once more."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "mx_driving", "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert is_a_sentence(done.returncode, "", done.stderr, "standard output must take what is printed")
+
+
+@pytest.mark.parametrize("device", ["foo", "meta", "xla", "cuda:99"])
+def test_a_device_that_is_not_there(mx, no_work, device):
+    assert is_a_sentence(*mx("check", "--device", device), f"--device={device} must be a device that torch can use here; got")
+
+
+@pytest.mark.parametrize(
+    ("missing", "args", "words"),
+    [
+        ("transformers", ["models"], 'mx-driving models must have transformers installed (pip install "transformers>=5"); got'),
+        ("sklearn", ["models"], "mx-driving models must have sklearn installed"),
+        (
+            "matplotlib",
+            ["bench", "--plot", "x.png"],
+            'have matplotlib installed (pip install "mx-driving-portable[demo]"); got',
+        ),
+        ("PIL", ["demo"], "the demo must have PIL installed"),
+    ],
+)
+def test_a_missing_package_is_named_before_the_work(mx, no_work, monkeypatch, missing, args, words):
+    if missing == "sklearn":
+        pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, missing, None)
+    assert is_a_sentence(*mx(*args), words)
+
+
+@pytest.mark.parametrize("name", ["--only", "--workload"])
+@pytest.mark.parametrize("options", [[], ["--list"], ["--only", "MapTR*"], ["--workload", "MapTR*"]])
+def test_no_workload_of_that_name(mx, no_work, name, options):
+    found = mx("bench", name, "yolo*", *options)
+    assert is_a_sentence(*found, "--only must match one of 'Deformable-DETR encoder', 'Deformable-DETR decoder, 300")
+    assert found[2].endswith("; got 'yolo*'\n")
+
+
+MAPTR = "MapTR tiny\nMapTR nano\nMapTR tiny, with logits\nMapTR nano, with logits\n"
+
+
+def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
+    name = WORKLOADS[-1].name
+    for option in ("--only", "--workload"):
+        assert mx("bench", "--list", option, name)[1] == name + "\n"
+        assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == MAPTR
+
+
+def test_no_model_of_that_name(mx, no_work, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(models_module, "carriers", lambda: ["d_fine", "rf_detr"])
+    assert is_a_sentence(*mx("models", "--only", "yolo"), "--only must match one of 'd_fine', 'rf_detr'; got 'yolo'")
+
+
+def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
+    pytest.importorskip("transformers")
+
+    def patched(target, modules):
+        raise ValueError("target must have a core; got none")
+
+    monkeypatch.setattr(mx_driving, "patched", patched)
+    assert is_a_sentence(*mx("models"), "the installed transformers must have models that sample deformably")
+
+
+def long_rows(workload, dtype, *rest):
+    names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather floor")
+    return [
+        {"workload": workload.name, "dtype": dtype, "direction": direction, "implementation": name}
+        | {"milliseconds": 123456.78, "times ours": 1234.56, "rounds": 3}
+        for direction in ("forward", "forward + backward", "backward")
+        for name in names
+    ]
+
+
+WHOLE = ["1e-07", "300", "12345", "12346", "12347", "12.34", "1.15"]
+PARTS = ["12348", "12349", "12350", "12.35", "1.16", "12345", "12.36", "123.4"]
+TRAITS = {"bfloat16, scratch memory / value": ("123.4%", "567.8%")}
+DEMO = demo_module.DemoResult(Path("a" * 90 + ".png"), 29.4, 60.1, [0.123, 1e-12], 0.87, 1.0)
+CHECKED_WORDS = [word for w in CHECKED for word in (w.row.bare or w.operator, *w.name.split(), *w.gradients)]
+TABLES = [
+    (["check", "--quick", "--dtype", "bfloat16"], CHECKED_WORDS),
+    (["bench", "--traits", "--dtype", "bfloat16"], [w for x in WORKLOADS for w in x.name.split()] + ["123456.78", "1234.56"]),
+    (["bench", "--traits"], ["Module:", "torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
+    (["models"], ["mm_grounding_dino", *WHOLE, *PARTS]),
+    (["demo"], ["29.4", "26", "0.123", "1e-12", "(123000000000", "60.1", "87", "a" * 90 + ".png"]),
+]
+
+
+@pytest.mark.parametrize(("columns", "terminal"), [(80, False), (80, True), (40, False)])
+@pytest.mark.parametrize(("args", "words"), TABLES, ids=[args[0] for args, _ in TABLES])
+def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, columns, terminal):
+    """With fewer columns, tables are as wide as in 80."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setattr(bench_module, "measure", long_rows)
+    monkeypatch.setattr(bench_module, "traits", lambda workload, seconds: TRAITS)
+    monkeypatch.setattr(bench_module, "of_the_package", lambda: "one query: 17.0 us")
+    monkeypatch.setattr(models_module, "carriers", lambda: ["mm_grounding_dino"])
+    monkeypatch.setattr(models_module, "build", lambda *args: None)
+    monkeypatch.setattr(models_module, "_rows", lambda *args: (WHOLE, PARTS))
+    monkeypatch.setattr(demo_module, "run_demo", lambda *args, **kwargs: DEMO)
+    monkeypatch.setattr(check_module, "check_one", fake_check)
+    if args[0] == "models":
+        pytest.importorskip("transformers")
+    code, out, err = mx(*args)
+    assert (code or 0, err) == (0, "")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert set(words) <= set(shown.split())
+    lines = [line for line in shown.splitlines() if set(line) & set("\u2502\u2500\u2501")]
+    assert lines
+    assert max(map(len, lines)) <= 80
+
+
+def fake_check(workload, dtype, device, quick, tick):
+    errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
+    return check_module.Checked(workload, dtype, "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4)

@@ -1,0 +1,188 @@
+"""examples/detect.py on a checkpoint of the person's own and on random weights: same boxes before and after, and a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
+
+
+@pytest.fixture(scope="module")
+def detect():
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("detect", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def refused(detect, monkeypatch, capsys, tmp_path):
+    """What the example says on standard error: a sentence, with status 1, and no picture."""
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["detect.py", "--out", str(tmp_path / "seen.png"), *options])
+        with pytest.raises(SystemExit) as stop:
+            detect.main()
+        said = capsys.readouterr().err
+        assert stop.value.code == 1
+        assert re.fullmatch("detect.py: .* must .*; got.*\n", said), said
+        assert not (tmp_path / "seen.png").exists()
+        return said
+
+    return run
+
+
+@pytest.fixture
+def photo(tmp_path):
+    from PIL import Image
+
+    Image.radial_gradient("L").resize((96, 64)).save(tmp_path / "photo.png")
+    return str(tmp_path / "photo.png")
+
+
+def run(*options: str) -> str:
+    command = [sys.executable, str(FILE), "--rounds", "1", *options]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoint_and_photo_of_ones_own(tmp_path):
+    from PIL import Image
+
+    # one stage, because in two a ranking chooses the queries, and a rounding error may choose others on some processor
+    stages = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
+    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **stages)
+    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
+    config = transformers.DeformableDetrConfig(
+        backbone_config=backbone, use_timm_backbone=False, num_queries=30, num_labels=3, **layers
+    )
+    transformers.DeformableDetrForObjectDetection(config).save_pretrained(tmp_path / "detector")
+    size = {"height": 160, "width": 224}
+    transformers.DeformableDetrImageProcessor(size=size).save_pretrained(tmp_path / "detector")
+    Image.radial_gradient("L").resize((200, 120)).save(tmp_path / "photo.png")
+    out = tmp_path / "seen.png"
+    said = run("--checkpoint", str(tmp_path / "detector"), "--photo", str(tmp_path / "photo.png"), "--out", str(out))
+    assert "replaced transformers.models.deformable_detr.modeling_deformable_detr.MultiScaleDeformableAttention" in said
+    assert "DeformableDetrForObjectDetection, 160 x 224" in said
+    found = re.search(r"largest difference of logits and boxes: (\S+); 3 layers", said)
+    assert found
+    assert float(found[1]) < 1e-4
+    assert Image.open(out).size[0] > 900
+
+
+def test_random_weights(tmp_path, photo):
+    from PIL import Image
+
+    said = run("--model", "deformable_detr", "--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"))
+    assert "12 layers sample deformably" in said
+    assert Image.open(tmp_path / "seen.png").size[0] > 900
+
+
+def test_a_wrong_photo_or_place_is_refused_first(refused, detect, monkeypatch, tmp_path):
+    def build(*args):
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setattr(detect, "at_random", build)
+    (tmp_path / "text.png").write_text("no picture")
+    assert "--photo must exist; got nowhere.png" in refused("--photo", "nowhere.png")
+    assert "--photo must be a picture; got cannot identify" in refused("--photo", str(tmp_path / "text.png"))
+    assert "the folder of --out must exist; got nowhere" in refused("--out", "nowhere/x.png")
+    assert "--out must end in a kind of picture" in refused("--out", str(tmp_path / "x.xyz"))
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_output_is_noticed_before_the_work(refused, detect, monkeypatch, photo):
+    monkeypatch.setattr(detect, "at_random", None)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert "standard output must take what is printed; got No space left" in refused("--photo", photo)
+
+
+@pytest.mark.parametrize("package", ["PIL", "matplotlib", "transformers", "sklearn"])
+def test_a_missing_package_is_named(refused, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f"must have {package} installed (pip install" in refused()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        None,
+        {},
+        {"config.json": "{"},
+        {"config.json": '{"model_type": "yolo"}', "preprocessor_config.json": "{}"},
+        {
+            "config.json": '{"model_type": "bert"}',
+            "preprocessor_config.json": '{"image_processor_type": "RTDetrImageProcessor"}',
+        },
+    ],
+)
+def test_a_wrong_checkpoint_is_refused(refused, tmp_path, photo, files):
+    if files is not None:
+        (tmp_path / "saved").mkdir()
+    for name, text in (files or {}).items():
+        (tmp_path / "saved" / name).write_text(text)
+    said = refused("--checkpoint", str(tmp_path / "saved"), "--photo", photo)
+    assert f"--checkpoint={tmp_path / 'saved'} must be the folder of a saved detector; got" in said
+
+
+@pytest.mark.parametrize("name", ["yolo", "bert"])
+def test_a_wrong_model_is_refused(refused, photo, name):
+    said = refused("--model", name, "--photo", photo)
+    assert re.search(rf"--model must be one of .*rt_detr_v2.*; got {name}\n", said)
+
+
+class Other(torch.nn.Module):
+    """Neither detects nor samples deformably, unless it is told to detect."""
+
+    def __init__(self, detects: bool) -> None:
+        super().__init__()
+        self.outputs = {"logits": torch.zeros(1, 4, 3), **({"pred_boxes": torch.zeros(1, 4, 4)} if detects else {})}
+
+    def forward(self, **inputs):
+        return transformers.utils.ModelOutput(self.outputs)
+
+
+@pytest.mark.parametrize(
+    ("detects", "words"),
+    [
+        (False, "the model must be a detector, whose outputs hold pred_boxes; got Other"),
+        (True, "the model must sample deformably; got Other, without a core to patch"),
+    ],
+)
+def test_a_model_of_another_kind_is_refused(refused, detect, monkeypatch, photo, detects, words):
+    inputs = {"pixel_values": torch.zeros(1, 3, 8, 8)}
+    monkeypatch.setattr(detect, "at_random", lambda name, photo: (Other(detects), inputs))
+    assert words in refused("--photo", photo)
+
+
+def test_an_encoder_alone_is_refused(detect):
+    """No layer has a query for each box."""
+    look = types.SimpleNamespace(locations=torch.zeros(1, 20, 8, 4, 4, 2))
+    assert detect.of_decoder([look], 20) == [look]
+    with pytest.raises(ValueError, match="must sample deformably for its 30 boxes; got 1 other layers"):
+        detect.of_decoder([look], 30)
+
+
+@pytest.mark.parametrize("option", ["--count", "--rounds"])
+def test_a_count_of_none_is_a_wrong_command_line(detect, monkeypatch, capsys, option):
+    monkeypatch.setattr(sys, "argv", ["detect.py", option, "0"])
+    with pytest.raises(SystemExit) as stop:
+        detect.main()
+    assert stop.value.code == 2
+    assert f"{option}: must be a whole number of 1 or more; got 0" in capsys.readouterr().err

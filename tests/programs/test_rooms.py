@@ -1,0 +1,87 @@
+"""The package's rooms lie on floors, and imports go downwards. CONTRIBUTING.md says what each room is for."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+
+import pytest
+
+import mx_driving
+
+SOURCES = pathlib.Path(mx_driving.__file__).parent
+# The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
+FLOORS = (
+    ("_whose", "config"),
+    ("_operators",),
+    ("_with_logits",),
+    ("_checks", "reference"),
+    ("_kernels",),
+    ("_dispatch",),
+    ("_npu", "ops"),
+    ("_compiled", "aclnn", "common", "compat", "fused", "nn", "onnx", "point", "viz"),
+    ("patching",),
+    ("patcher",),
+    ("__init__",),
+    ("_programs",),
+    ("demo", "measure"),
+    ("cli",),
+    ("__main__",),
+)
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def name_of(file):
+    parts = file.relative_to(SOURCES).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and parts[1:] else parts)
+
+
+MODULES = {name_of(file): file for file in sorted(SOURCES.rglob("*.py"))}
+
+
+def imports(module):
+    """The modules of the package that a module imports anywhere, functions' bodies too."""
+    home = MODULES[module].relative_to(SOURCES).parent.parts
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            names = [name.name for name in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ["mx_driving", *home[: len(home) + 1 - node.level]] if node.level else []
+            names = [".".join([*base, *filter(None, [node.module]), name.name]) for name in node.names]
+        else:
+            continue
+        yield from (module_of(name) for name in names if name.split(".")[0] == "mx_driving")
+
+
+def module_of(name):
+    """The module that a name is, or is in: `mx_driving.ops.levels` is in `ops`."""
+    parts = name.split(".")[1:]
+    while parts and ".".join(parts) not in MODULES:
+        parts.pop()
+    return ".".join(parts) or "__init__"
+
+
+def room_of(module):
+    return module.split(".")[0]
+
+
+def upward(room):
+    """(module, what it imports) where that is in another room of its floor or higher."""
+    found = ((module, name) for module in MODULES if room_of(module) == room for name in imports(module))
+    return [(module, name) for module, name in found if room_of(name) != room and FLOOR[room_of(name)] >= FLOOR[room]]
+
+
+def test_every_room_has_a_floor():
+    assert {room_of(module) for module in MODULES} == set(FLOOR)
+
+
+@pytest.mark.parametrize("room", FLOOR)
+def test_imports_go_downwards(room):
+    assert upward(room) == []
+
+
+def test_no_circle_of_modules():
+    graph = {module: set(imports(module)) - {module} for module in MODULES}
+    assert sum(map(len, graph.values())) > len(graph)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError

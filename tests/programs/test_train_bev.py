@@ -1,0 +1,174 @@
+"""examples/train_bev.py: geometry, resume, several processes. What it learns is in docs/models.md; here a few steps."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("matplotlib")
+
+from mx_driving.demo import rig
+
+FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
+
+
+def _example():
+    spec = importlib.util.spec_from_file_location("train_bev", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["train_bev"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+train_bev = _example()
+TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of all tests: scenes are rendered there once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def run(folder: pathlib.Path, name: str, transform: str = "aggregation", **more) -> list[float]:
+    defaults = {"resume": False, "stop": 0, "save": 2, "rate": 2e-3, "transform": transform, "out": folder / name, "page": None}
+    train_bev.train(argparse.Namespace(**{**TINY, **defaults, **more}))
+    return curve(folder / name)
+
+
+def curve(out: pathlib.Path) -> list[float]:
+    with (out / "losses.csv").open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("transform", ["aggregation", "multi_scale", "geometric"])
+def test_learns_and_resumes_on_the_same_curve(folder, transform):
+    whole = run(folder, f"whole-{transform}", transform)
+    assert len(whole) == 4
+    for picture in ("prediction.png", "looks.png"):
+        with Image.open(folder / f"whole-{transform}" / picture) as shown:
+            colours = shown.convert("RGB").getcolors(1 << 20)
+        assert min(shown.size) > 100
+        assert colours is not None
+        assert len(colours) > 100  # not blank
+    assert run(folder, f"part-{transform}", transform, stop=2) == whole[:2]
+    assert run(folder, f"part-{transform}", transform, resume=True) == whole
+
+
+def test_two_processes_follow_the_curve_of_one(folder):
+    alone = run(folder, "alone", "multi_scale")
+    sizes = [text for name, value in TINY.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29713", str(FILE)]
+    command += ["--transform", "multi_scale", "--out", str(folder / "two"), "--save", "2", *sizes]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=600)
+    assert done.returncode == 0, done.stderr
+    torch.testing.assert_close(torch.tensor(curve(folder / "two")), torch.tensor(alone), rtol=1e-5, atol=0)
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys, tmp_path):
+    """What the example says on standard error: a sentence, with status 1. It renders and makes nothing."""
+
+    def run(*options, out: str = "runs/bev") -> str:
+        def render(*args):
+            raise AssertionError("the work was begun")
+
+        monkeypatch.setattr(train_bev, "render", render)
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["train_bev.py", "--out", str(tmp_path / out), *map(str, options)])
+        with pytest.raises(SystemExit) as stop:
+            train_bev.main()
+        said = capsys.readouterr().err
+        assert stop.value.code == 1
+        assert re.fullmatch("train_bev.py: .* must .*; got.*\n", said), said
+        assert sorted(tmp_path.rglob("*")) == before
+        return said
+
+    return run
+
+
+@pytest.mark.parametrize("package", ["PIL", "matplotlib"])
+def test_a_missing_package_is_named_and_no_folder_is_left(refused, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert f'train_bev.py must have {package} installed (pip install "mx-driving-portable[demo]")' in refused()
+
+
+def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "--out must be a folder; got" in refused(out="file")
+    assert "--out must be a folder; got" in refused(out="file/run")
+    assert "--out must be a place to write to; got" in refused(out="/proc/run" if sys.platform == "linux" else "x" * 300)
+    assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
+
+
+def test_a_checkpoint_of_another_run_is_refused(folder, refused, tmp_path):
+    run(folder, "other", "multi_scale", steps=2)
+    saved = (folder / "other" / "checkpoint.pt").read_bytes()
+    tiny = [text for name, value in TINY.items() if name != "steps" for text in ("--" + name.replace("_", "-"), value)]
+    (tmp_path / "runs" / "bev").mkdir(parents=True)
+    rule = "checkpoint.pt must be whole, and of the same --transform, --cells and --steps; got"
+    for content, options in ((saved, ["--transform", "geometric"]), (saved[:999], []), (b"", [])):
+        (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(content)
+        assert rule in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 2, *options)
+    (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(saved)
+    assert rule + " 2 steps" in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 5)
+
+
+def test_projections_are_the_rigs():
+    cameras = rig.surround(*train_bev.SIZE)
+    points = torch.randn(50, 3, dtype=torch.float64) * 8
+    for matrix, camera in zip(train_bev.projections(cameras), cameras, strict=True):
+        place, depth = rig.project(camera, points)
+        turned = points.float() @ matrix[:3, :3].T + matrix[:3, 3]
+        front = depth > 0.5
+        torch.testing.assert_close((turned[:, :2] / turned[:, 2:])[front], place[front].float(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_takes_the_same_scenes_on_any_number_of_processes():
+    for step in range(7):
+        whole = train_bev.batch_of(step, 10, 4, 0, 1).tolist()
+        shares = [train_bev.batch_of(step, 10, 4, rank, 2).tolist() for rank in (0, 1)]
+        assert sorted(shares[0] + shares[1]) == sorted(whole)
+        assert len(shares[0]) == len(shares[1]) == 2
+    epoch = [i for step in range(2) for i in train_bev.batch_of(step, 10, 4, 0, 1).tolist()]
+    assert len(set(epoch)) == 8
+
+
+def test_maps_agree_with_pictures(monkeypatch):
+    """Vehicles change the front camera's picture where the map has them; elsewhere they change only what they hide."""
+    scenes = train_bev.render(3, 5, 48)
+    assert scenes.images.shape == (3, 6, 3, *train_bev.SIZE)
+    monkeypatch.setattr(train_bev, "random_traffic", lambda pose, generator: [])
+    empty = train_bev.render(3, 5, 48)
+    assert not empty.maps[:, 1].any()
+    assert torch.equal(empty.maps[:, 0], scenes.maps[:, 0])
+    changed = (scenes.images[:, 1].float() - empty.images[:, 1].float()).abs().amax(1) > 8
+
+    def at(height):
+        """Whether the picture changed where the front camera sees each cell, and whether it sees it."""
+        roof = torch.nn.functional.pad(train_bev.cell_centres(48).double(), (0, 1), value=height)
+        place, depth = rig.project(rig.surround(*train_bev.SIZE)[1], roof)
+        seen = ((place > 0.02) & (place < 0.98)).all(-1) & (depth > 3)
+        x, y = (place.nan_to_num(0) * torch.tensor(train_bev.SIZE).flip(0)).long().unbind(-1)
+        return changed[:, y.clamp(0, train_bev.SIZE[0] - 1), x.clamp(0, train_bev.SIZE[1] - 1)], seen
+
+    vehicle = scenes.maps[:, 1]
+    assert (vehicle.float().mean((1, 2)) > 0.02).all()
+    hit, seen = at(0.6)
+    assert hit[vehicle & seen].float().mean() > 0.95
+    behind, seen = at(0.0)  # about half of the other ground is hidden or in shadow
+    assert behind[~vehicle & seen].float().mean() < hit[vehicle & seen].float().mean() - 0.3
+    mirrored = vehicle.flip(2) & ~vehicle & seen
+    assert hit[mirrored].float().mean() < 0.8

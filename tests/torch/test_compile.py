@@ -1,0 +1,91 @@
+"""torch.library's own checks, torch.compile without graph breaks, and autocast."""
+
+from __future__ import annotations
+
+import cases
+import pytest
+import torch
+from cases import MULTI_SCALE
+from derivatives import inputs_of
+from small_cases import GROWING
+from torch._dynamo.testing import CompileCounter
+
+import mx_driving
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_opcheck_forward(operator):
+    result = torch.library.opcheck(getattr(torch.ops.mx_driving, operator).default, inputs_of(operator))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("all_wanted", [True, False])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_opcheck_backward(operator, all_wanted):
+    args = inputs_of(operator)
+    grad = cases.grad_for(operator, args).requires_grad_()
+    mask = [True, *[all_wanted] * (len(cases.DIFFERENTIABLE[operator]) - 1)]
+    result = torch.library.opcheck(getattr(torch.ops.mx_driving, operator + "_backward").default, (grad, *args, mask))
+    assert set(result.values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_compile_fullgraph(operator, dynamic):
+    torch._dynamo.reset()
+    function = getattr(mx_driving, operator)
+    eager, compiled = inputs_of(operator), inputs_of(operator)
+    expected = function(*eager)
+    got = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")(*compiled)
+    assert torch.equal(got, expected)
+    expected.sum().backward()
+    got.sum().backward()
+    for i in cases.DIFFERENTIABLE[operator]:
+        assert torch.equal(compiled[i].grad, eager[i].grad)
+
+
+def test_compile_with_inductor():
+    torch._dynamo.reset()
+    args = inputs_of(MULTI_SCALE)
+    compiled = torch.compile(lambda *a: mx_driving.multi_scale_deformable_attn(*a).relu() * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(*args), mx_driving.multi_scale_deformable_attn(*args).relu() * 2)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_no_recompilation_when_batch_and_queries_change(operator):
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(getattr(mx_driving, operator), fullgraph=True, dynamic=True, backend=counter)
+    # torch gives equal sizes one symbol: a first batch of 2 would be taken for the 2 of (x, y) and cost one recompilation
+    for bs, queries in ((6, 5), (8, 7), (9, 11)):
+        args = GROWING[operator](bs, queries)
+        assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_autocast_computes_in_float32(operator, dtype):
+    args = cases.cast(inputs_of(operator), torch.float16)
+    wanted = cases.DIFFERENTIABLE[operator]
+    args = tuple(a.detach().requires_grad_(i in wanted) if cases.is_floating(a) else a for i, a in enumerate(args))
+    function = getattr(mx_driving, operator)
+    with torch.autocast("cpu", dtype=dtype):
+        output = function(*args)
+    assert output.dtype == torch.float32
+    assert torch.equal(output, function(*cases.cast(args, torch.float32)))
+    output.sum().backward()
+    assert all(args[i].grad.dtype == torch.float16 for i in cases.DIFFERENTIABLE[operator])
+
+
+def test_autocast_leaves_float64_alone():
+    args = inputs_of(MULTI_SCALE)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mx_driving.multi_scale_deformable_attn(*args).dtype == torch.float64
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_meta_device(operator):
+    args = cases.cast(GROWING[operator](2, 5), torch.float32)
+    args = tuple(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
+    assert getattr(mx_driving, operator)(*args).device.type == "meta"

@@ -1,0 +1,124 @@
+"""DTensor, DDP and FSDP on two and four CPU processes (gloo), which start once each; what they do: distributed_worker.py."""
+
+from __future__ import annotations
+
+import distributed_worker
+import pytest
+import torch
+import torch.multiprocessing
+from cases import EVERY
+from distributed_worker import MESH, SHARDED
+
+from mx_driving import _checks
+
+pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
+
+AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
+SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
+BLOCKS = ("heads", "groups")  # axes that need shards of one size
+
+
+two, four = (pytest.mark.parametrize("world", [n], ids=[f"{n} processes"], indirect=True) for n in (2, 4))
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} processes")
+def world(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    """What each world found, by its number of processes. pytest makes a fixture with parameters anew when they come back."""
+    return {}
+
+
+@pytest.fixture
+def found(world, worlds, tmp_path):
+    if world not in worlds:
+        torch.multiprocessing.spawn(distributed_worker.run, args=(world, str(tmp_path)), nprocs=world)
+        worlds[world] = torch.load(tmp_path / "found.pt")
+    return worlds[world]
+
+
+def assert_same_numbers(result):
+    """Sums over processes come in another order; all else is the same to the last bit."""
+    allowed = 1e-14 * result["scale"]
+    assert result["scale"] > 1
+    assert result["output"] <= allowed
+    assert result["gradients"] <= allowed
+
+
+def assert_silent(result):
+    assert (result["forward"], result["backward"]) == (0, 0)
+
+
+@pytest.mark.parametrize(("operator", "axis"), AXES)
+def test_sharded_without_communication(found, operator, axis):
+    result = found[operator, axis]
+    assert_same_numbers(result)
+    assert_silent(result)
+    place = SHARDED[operator][axis][-1]
+    assert result["placements"] == ["P(sum)" if axis in SUMMED else f"S({place})"]
+
+
+@pytest.mark.parametrize(("operator", "axis"), [a for a in AXES if a[1] not in SUMMED])
+def test_uneven_shards(found, operator, axis):
+    """Batch and queries may have uneven shards. Uneven heads and groups are gathered, since the output's would not fit."""
+    result = found[operator, axis, "uneven"]
+    assert_same_numbers(result)
+    if axis in BLOCKS:
+        assert result["forward"] > 0
+    else:
+        assert_silent(result)
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_other_gradients_wanted(found, operator):
+    """A cached sharding serves only calls that want the same gradients."""
+    result = found[operator, "weights only"]
+    assert_same_numbers(result)
+    assert_silent(result)
+    assert result["unwanted"] == []
+
+
+@four
+@pytest.mark.needs(MESH)
+@pytest.mark.parametrize("layout", ["batch x blocks", "blocks x places", "blocks x blocks"])
+@pytest.mark.parametrize("operator", EVERY)
+def test_two_dimensional_mesh(found, operator, layout):
+    assert_same_numbers(found[operator, layout])
+    assert_silent(found[operator, layout])
+
+
+@two
+@pytest.mark.needs("DTensor under torch.compile")
+@pytest.mark.parametrize("operator", EVERY)
+def test_compiled(found, operator):
+    assert found[operator, "compiled"] == 0
+
+
+def test_inference_mode(found):
+    assert found["inference"] == 0
+
+
+@two
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("DistributedDataParallel", "FullyShardedDataParallel"),
+        pytest.param("fully_shard", marks=pytest.mark.needs("fully_shard on a CPU")),
+    ],
+)
+def test_training(found, kind):
+    losses = found[kind]
+    assert losses["together"] == pytest.approx(losses["alone"], rel=1e-12)
+    assert losses["together"] < 0.99 * losses["before"]
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_an_older_torch_is_refused_in_a_sentence(found, world, operator):
+    """At use, where DTensor itself would fail without saying why."""
+    feature, key = ("DTensor under torch.compile", "compiled") if world == 2 else (MESH, "refused")
+    if _checks.needs.lacks(feature) is None:
+        pytest.skip(f"an older torch than {_checks.needs.NEEDS[feature].torch}, to be refused")
+    assert _checks.needs.lacks(feature) in found[operator, key]

@@ -1,0 +1,164 @@
+"""Ahead of time: torch.export and AOTInductor, saved here and run in a process that knows nothing but mx_driving."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+from small_cases import GROWING
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+
+import mx_driving
+
+SIZES = ((3, 5), (1, 7), (4, 2))
+RUN = """
+import sys, torch, mx_driving
+kind, program, inputs, outputs = sys.argv[1:]
+run = torch._inductor.aoti_load_package(program) if kind == "aoti" else torch.export.load(program).module()
+torch.save([run(*args) for args in torch.load(inputs)], outputs)
+"""
+
+
+class Three(torch.nn.Module):
+    """All operators, each behind something with a gradient of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, *inputs):
+        return tuple(
+            getattr(mx_driving, operator)(args[0] * self.scale, *args[1:]).relu()
+            for operator, args in zip(cases.OPERATORS, inputs, strict=True)
+        )
+
+
+def inputs_of(bs, queries):
+    return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in cases.OPERATORS)
+
+
+def in_a_fresh_process(kind, program, folder):
+    torch.save([inputs_of(*size) for size in SIZES], folder / "inputs.pt")
+    command = [sys.executable, "-c", RUN, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "outputs.pt")
+
+
+@pytest.fixture(scope="module")
+def program():
+    batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
+    each = ({0: batch}, None, None, {0: batch, 1: queries}, {0: batch, 1: queries})
+    return torch.export.export(Three(), inputs_of(3, 5), dynamic_shapes=((each,) * 3,))
+
+
+def targets(program):
+    return [node.target for node in program.graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_export_keeps_the_operator_whole(program, operator):
+    op = getattr(torch.ops.mx_driving, operator).default
+    assert targets(program).count(op) == 1
+    assert targets(program.run_decompositions()).count(op) == 1
+
+
+def test_export_saved_loaded_and_run_elsewhere(program, tmp_path):
+    torch.export.save(program, tmp_path / "program.pt2")
+    found = in_a_fresh_process("export", tmp_path / "program.pt2", tmp_path)
+    for size, outputs in zip(SIZES, found, strict=True):
+        for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_exported_module_trains(program):
+    module, original = program.module(), Three()
+    for size in SIZES:
+        module.zero_grad()
+        original.zero_grad()
+        for m in (module, original):
+            sum(output.square().sum() for output in m(*inputs_of(*size))).backward()
+        (got,), (expected,) = module.parameters(), original.parameters()
+        assert torch.equal(got.grad, expected.grad)
+
+
+def test_aot_inductor_package(program, tmp_path, monkeypatch):
+    """CI is set, too, which makes inductor stricter."""
+    monkeypatch.setenv("CI", "true")
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    found = in_a_fresh_process("aoti", package, tmp_path)
+    for size, outputs in zip(SIZES, found, strict=True):
+        for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def trained(module, size):
+    inputs = [tuple(t.requires_grad_(t.is_floating_point()) for t in args) for args in inputs_of(*size)]
+    module.zero_grad()
+    sum(output.square().sum() for output in module(*inputs)).backward()
+    return [t.grad for args in inputs for t in args if t.grad is not None] + [p.grad for p in module.parameters()]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_never_recompiles(backend):
+    """One graph, forward and backward, without a break, for every batch and number of queries."""
+    torch._dynamo.reset()
+    counters.clear()
+    counter = CompileCounterWithBackend(backend)
+    original = Three()
+    compiled = torch.compile(original, fullgraph=True, dynamic=True, backend=counter)
+    for size in ((6, 5), (8, 7), (9, 11)):
+        expected, got = trained(Three(), size), trained(compiled, size)
+        assert len(expected) == 9
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+    assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_automatic_dynamic_shapes(operator):
+    """Without dynamic=True: one graph for the first shape, one with free batch and queries, and that is all."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(getattr(mx_driving, operator), fullgraph=True, backend=counter)
+    for bs, queries in ((6, 5), (8, 7), (9, 11), (12, 30)):
+        args = cases.cast(GROWING[operator](bs, queries), torch.float32)
+        assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_dynamic_shapes_do_not_go_through_the_decomposition(operator, monkeypatch):
+    """The decomposition is for exporters. A compiler needs only the shape of a fake tensor."""
+    torch._dynamo.reset()
+    op = getattr(torch.ops.mx_driving, operator).default
+    monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("decomposed"))
+    compiled = torch.compile(getattr(mx_driving, operator), fullgraph=True, dynamic=True, backend="aot_eager")
+    args = cases.cast(GROWING[operator](6, 5), torch.float32)
+    assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
+
+
+def per_sample_gradient(function):
+    return torch.vmap(torch.func.grad(lambda w: function(w).square().sum()))
+
+
+def directional_derivative(function):
+    return lambda w: torch.func.jvp(torch.vmap(function), (w,), (w.sin(),))[1]
+
+
+@pytest.mark.parametrize("transform", [per_sample_gradient, directional_derivative])
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_compiled_function_transforms(operator, transform):
+    torch._dynamo.reset()
+    args = GROWING[operator](3, 5)
+    run = transform(lambda weights: getattr(mx_driving, operator)(*args[:4], weights))
+    weights = torch.stack([args[4], 2 * args[4]])
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(weights)
+    assert got.abs().sum() > 0
+    torch.testing.assert_close(got, run(weights))

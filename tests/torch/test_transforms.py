@@ -1,0 +1,270 @@
+"""torch.func, forward mode, vmap, checkpointing, saved-tensor hooks, profiler, FLOP counter, pytrees."""
+
+from __future__ import annotations
+
+import functools
+
+import cases
+import pytest
+import torch
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from derivatives import SMALL, chosen, inputs_of, loss_of
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode
+
+import mx_driving
+
+
+def floating(operator):
+    """The operator as a function of its differentiable inputs, and those."""
+    args = SMALL[operator]()
+    places = cases.DIFFERENTIABLE[operator]
+
+    def function(*chosen):
+        filled = list(args)
+        for i, t in zip(places, chosen, strict=True):
+            filled[i] = t
+        return getattr(mx_driving, operator)(*filled)
+
+    return function, tuple(args[i] for i in places)
+
+
+def direction_of(tensors):
+    generator = torch.Generator().manual_seed(5)
+    return tuple(torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in tensors)
+
+
+def assert_all_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_forward_mode_and_batched_gradients(operator):
+    """torch's own checks against finite differences: tangents, and vmap over gradients and over tangents."""
+    flags = {"check_forward_ad": True, "check_batched_grad": True, "check_batched_forward_grad": True}
+    assert gradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_forward_over_reverse(operator):
+    """test_autograd.py has reverse over reverse, with undefined gradients."""
+    flags = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False}
+    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_grad_and_vjp_are_autograds(operator):
+    function, tensors = floating(operator)
+    leaves = tuple(t.clone().requires_grad_() for t in tensors)
+    expected = torch.autograd.grad(loss_of(function)(*leaves), leaves)
+    everything = tuple(range(len(tensors)))
+    for a, b in zip(torch.func.grad(loss_of(function), argnums=everything)(*tensors), expected, strict=True):
+        assert torch.equal(a, b)
+    output, vjp = torch.func.vjp(function, *tensors)
+    for a, b in zip(vjp(2 * output), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_jvp_is_the_transpose_of_vjp(operator):
+    function, tensors = floating(operator)
+    direction = direction_of(tensors)
+    output, tangent = torch.func.jvp(function, tensors, direction)
+    torch.testing.assert_close(output, function(*tensors))
+    pulled = torch.func.vjp(function, *tensors)[1](output)
+    torch.testing.assert_close((tangent * output).sum(), sum((a * b).sum() for a, b in zip(pulled, direction, strict=True)))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_dual_tensors(operator):
+    function, tensors = floating(operator)
+    direction = direction_of(tensors)
+    with forward_ad.dual_level():
+        duals = [forward_ad.make_dual(t, d) for t, d in zip(tensors, direction, strict=True)]
+        tangent = forward_ad.unpack_dual(function(*duals)).tangent
+        assert forward_ad.unpack_dual(function(*tensors)).tangent is None
+    torch.testing.assert_close(tangent, torch.func.jvp(function, tensors, direction)[1])
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_hessian_vector_products_agree(operator):
+    """Forward over reverse, reverse over reverse, and the double backward of autograd."""
+    function, tensors = floating(operator)
+    direction, everything = direction_of(tensors), tuple(range(len(tensors)))
+    gradient = torch.func.grad(loss_of(function), argnums=everything)
+    forward = torch.func.jvp(gradient, tensors, direction)[1]
+    reverse = torch.func.grad(
+        lambda *t: sum((g * d).sum() for g, d in zip(gradient(*t), direction, strict=True)), argnums=everything
+    )(*tensors)
+    leaves = tuple(t.clone().requires_grad_() for t in tensors)
+    first = torch.autograd.grad(loss_of(function)(*leaves), leaves, create_graph=True)
+    double = torch.autograd.grad(first, leaves, grad_outputs=direction)
+    assert_all_close(forward, double)
+    assert_all_close(reverse, double)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_jacobians_agree(operator):
+    function, tensors = floating(operator)
+    everything = tuple(range(len(tensors)))
+    assert_all_close(
+        torch.func.jacfwd(function, argnums=everything)(*tensors), torch.func.jacrev(function, argnums=everything)(*tensors)
+    )
+
+
+def stacked(operator, in_dims):
+    """Three variants of each vmapped input, along its dimension; tables stay as they are unless vmapped."""
+    variants = [SMALL[operator]() for _ in range(3)]
+    generator = torch.Generator().manual_seed(7)
+    args = []
+    for i, dim in enumerate(in_dims):
+        t = variants[0][i]
+        if dim is None:
+            args.append(t)
+        elif i == 4 or i == 0:
+            args.append(torch.stack([torch.randn(t.shape, dtype=t.dtype, generator=generator) for _ in range(3)], dim))
+        else:
+            args.append(torch.stack([t, t.flip(0), t.flip(1) if i > 2 else t], dim))
+    return tuple(args)
+
+
+IN_DIMS = [
+    (0, None, None, 0, 0),
+    (0, None, None, None, None),
+    (None, None, None, 0, 0),
+    (None, None, None, None, 3),
+    (2, None, None, -1, None),
+    (None, None, None, -2, 1),
+    (0, 0, 0, 0, 0),
+]
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS, ids=str)
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_vmap(operator, in_dims):
+    function, args = getattr(mx_driving, operator), stacked(operator, in_dims)
+    if in_dims[1] is not None:
+        args = (args[0], args[1], args[2].new_zeros(args[2].shape), *args[3:])  # each size at each place must fit
+    expected = torch.stack([function(*chosen(args, in_dims, k)) for k in range(3)])
+    assert torch.equal(torch.vmap(function, in_dims=in_dims)(*args), expected)
+    assert torch.equal(torch.vmap(function, in_dims=in_dims, out_dims=1)(*args), expected.movedim(0, 1))
+
+
+@pytest.mark.parametrize("in_dims", IN_DIMS[:-1], ids=str)
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_gradients_per_sample(operator, in_dims):
+    args = stacked(operator, in_dims)
+    for argnums in (cases.DIFFERENTIABLE[operator], (4,)):  # vmap takes another way without value's gradient
+        gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
+        found = torch.vmap(gradient, in_dims=in_dims)(*args)
+        expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
+        assert_all_close(found, [torch.stack(e) for e in zip(*expected, strict=True)])
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_vmap_is_one_call(operator, kernel_calls):
+    """Not a loop over the vmapped axis."""
+    in_dims = (0, None, None, 0, 0)
+    torch.vmap(getattr(mx_driving, operator), in_dims=in_dims)(*stacked(operator, in_dims))
+    assert kernel_calls.count(f"mxd_{operator}") == 1
+
+
+def counts(profile):
+    found = {}
+    for event in profile.events():
+        found[event.name] = found.get(event.name, 0) + 1
+    return found
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_profiler_shows_both_directions(operator):
+    function, tensors = floating(operator)
+    leaves = [t.requires_grad_() for t in tensors]
+    with torch.profiler.profile() as profile:
+        function(*leaves).sum().backward()
+    found = counts(profile)
+    assert found[f"mx_driving::{operator}"] == 1
+    assert found[f"mx_driving::{operator}_backward"] == 1
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_activation_checkpointing(operator, reentrant):
+    function, tensors = floating(operator)
+    results = []
+    for wrapped in (function, functools.partial(checkpoint, function, use_reentrant=reentrant)):
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        with torch.profiler.profile() as profile:
+            wrapped(*leaves).square().sum().backward()
+        results.append([t.grad for t in leaves])
+    assert counts(profile)[f"mx_driving::{operator}"] == 2  # once more on the way back
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_selective_checkpointing_keeps_the_operator(operator, kernel_calls):
+    function, tensors = floating(operator)
+    keep = functools.partial(create_selective_checkpoint_contexts, [getattr(torch.ops.mx_driving, operator).default])
+    results = []
+    for context in ({"context_fn": keep}, {}):
+        kernel_calls.clear()
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        checkpoint(lambda *t: function(*t).cos(), *leaves, use_reentrant=False, **context).sum().backward()
+        assert kernel_calls.count(f"mxd_{operator}") == (1 if context else 2)
+        results.append([t.grad for t in leaves])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_saved_tensor_hooks(operator):
+    """The graph keeps the inputs and nothing else, no locations and no weights; hooks may keep them elsewhere."""
+    args = inputs_of(operator)
+    packed = []
+
+    def pack(t):
+        packed.append(t.shape)
+        return t.numpy(force=True).copy()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        output = getattr(mx_driving, operator)(*args)
+    assert packed == [a.shape for a in args if isinstance(a, torch.Tensor)]
+    output.sum().backward()
+    expected = inputs_of(operator)
+    getattr(mx_driving, operator)(*expected).sum().backward()
+    for i in cases.DIFFERENTIABLE[operator]:
+        assert torch.equal(args[i].grad, expected[i].grad)
+
+
+ROWS = {MULTI_SCALE: 4, AGGREGATION: 4, GEOMETRIC: 1, MULTI_SCALE_LOGITS: 4, AGGREGATION_LOGITS: 4, GEOMETRIC_LOGITS: 1}
+
+
+@pytest.mark.parametrize(("operator", "rows"), ROWS.items())
+def test_flops(operator, rows):
+    args = inputs_of(operator)
+    weights = args[cases.WEIGHTS[operator]]
+    samples = weights.numel() // (weights.shape[-1] if args[0].dim() == 3 else 1)
+    once = 2 * rows * samples * args[0].shape[-1]
+    with FlopCounterMode(display=False) as counter:
+        getattr(mx_driving, operator)(*args).sum().backward()
+    found = counter.get_flop_counts()["Global"]
+    assert found[getattr(torch.ops.mx_driving, operator)] == once
+    assert found[getattr(torch.ops.mx_driving, operator + "_backward")] == 2 * once
+    args = inputs_of(operator, wanted=(cases.WEIGHTS[operator],))
+    with FlopCounterMode(display=False) as counter:
+        getattr(mx_driving, operator)(*args).sum().backward()
+    assert counter.get_total_flops() == 2 * once
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_pytrees_and_keywords(operator):
+    """Arguments may be kept in any tree and mapped over; names are the documented ones."""
+    function, args = getattr(mx_driving, operator), SMALL[operator]()
+    names = function.__code__.co_varnames[: len(args)]
+    tree = dict(zip(names, args, strict=True))
+    leaves, spec = torch.utils._pytree.tree_flatten(((), tree))
+    positional, keywords = torch.utils._pytree.tree_unflatten(leaves, spec)
+    assert torch.equal(function(*positional, **keywords), function(*args))
+    single = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, tree)
+    assert function(**single).dtype == torch.float32
