@@ -153,6 +153,37 @@ def _gradients_of_weights(subject):
     return torch.autograd.grad(total, weights, allow_unused=True)
 
 
+CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpointing_enable
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in CHECKPOINTED])
+def test_training_with_checkpoints(name, reentrant, tmp_path):
+    """Layers run twice, with dropout, and the model is saved and loaded."""
+    subject = _in_double(name)
+    kind = type(subject.model)
+    assert kind.supports_gradient_checkpointing
+    subject.model.save_pretrained(tmp_path)
+
+    def gradients():
+        loaded = models.Subject(name, kind.from_pretrained(tmp_path, dtype=torch.float64), subject.inputs)
+        loaded.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        outputs = {n: out.detach() for n, out in loaded.forward().items()}
+        loaded.model.train()
+        total = sum(torch.where(out.isfinite(), out, 0).square().sum() for out in loaded.forward().values())
+        total.backward()
+        return outputs, {n: p.grad for n, p in loaded.model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with mx_driving.patched(kind.__module__) as done:
+        found = gradients()
+    assert any("Attention" in replaced for replaced in done.replaced)
+    assert models.largest(found[0], expected[0]) < 1e-13
+    assert models.largest(found[1], expected[1]) < 1e-9
+
+
 class _Calls(TorchDispatchMode):
     """Keeps the inputs and results of every core, forward and backward."""
 
