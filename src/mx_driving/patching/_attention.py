@@ -255,6 +255,7 @@ def _known_names(module: Any, given: Given) -> bool:
 
 _HUGGING_FACE = frozenset({"hidden_states", "attention_mask", "encoder_hidden_states", "reference_points"})
 _MMCV = frozenset({"query", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
+_GROUNDING_DINO = _MMCV - {"identity"}
 _PAPER = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"})
 _ULTRALYTICS = frozenset({"query", "refer_bbox", "value", "value_shapes", "value_mask"})
 ATTENTION_FORMS = (
@@ -273,6 +274,7 @@ ATTENTION_FORMS = (
     Attention(_MMCV, _even, residual=True, serves=_known_names, alone=True),
     Attention(_MMCV, _pillars, serves=_known_names, references=((2, 2),), alone=True),
     Attention(_MMCV, _temporal, residual=True, serves=_known_names, references=((2, 2), (2, 4)), alone=True, queue=2),
+    Attention(_GROUNDING_DINO, _even, alone=True),
     Attention(_PAPER, _even),
     Attention(_ULTRALYTICS, _even, references=((1, 2), (1, 4))),
 )
