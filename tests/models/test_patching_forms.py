@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_patching import module_of, plain_core
-from test_patching_attention import Layers
+from test_patching_attention import Layers, locations_of
 from torch import nn
 
 import mx_driving
@@ -218,6 +218,41 @@ class RfDetr(Layers):
         )
 
 
+class GroundingDino(Layers):
+    """mmcv's module without dropout and identity."""
+
+    def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4, batch_first=False):
+        super().__init__(embed_dim, num_heads, num_levels, num_points)
+        self.num_heads, self.num_levels, self.num_points, self.batch_first = num_heads, num_levels, num_points, batch_first
+
+    def forward(
+        self,
+        query,
+        key=None,
+        value=None,
+        query_pos=None,
+        key_padding_mask=None,
+        reference_points=None,
+        spatial_shapes=None,
+        level_start_index=None,
+        **kwargs,
+    ):
+        value = query if value is None else value
+        query = query if query_pos is None else query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+        value = self.value_proj(value)
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask[..., None], 0.0)
+        value = value.unflatten(2, (self.num_heads, -1))
+        sides = self.num_heads, self.num_levels, self.num_points
+        offsets = self.sampling_offsets(query).unflatten(2, (*sides, 2))
+        weights = self.attention_weights(query).unflatten(2, (self.num_heads, -1)).softmax(-1).unflatten(3, sides[1:])
+        locations = locations_of(reference_points, offsets, spatial_shapes, self.num_points)
+        out = self.output_proj(plain_core(value, spatial_shapes.tolist(), locations, weights))
+        return out if self.batch_first else out.transpose(0, 1)
+
+
 def attention_inputs(sides, masked):
     generator = torch.Generator().manual_seed(2)
     query, memory = (torch.rand(2, n, 12, generator=generator, dtype=torch.float64) - 0.5 for n in (7, KEYS))
@@ -264,6 +299,19 @@ def test_rf_detr(sides, export):
     module = RfDetr().double()
     module._export = export
     agrees(module, given)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("sides", [(2, 2), (2, 4)])
+def test_grounding_dino(sides, batch_first):
+    query, reference, memory, mask = attention_inputs(sides, True)
+    rows = {"query": query, "value": memory, "query_pos": query.flip(1)}
+    given = {
+        **{name: t if batch_first else t.transpose(0, 1) for name, t in rows.items()},
+        **{"reference_points": reference, "key_padding_mask": mask, "spatial_shapes": torch.tensor(SIZES)},
+        "level_start_index": torch.tensor([0, 20]),
+    }
+    agrees(GroundingDino(batch_first=batch_first).double(), given)
 
 
 def test_a_library_that_imports_late_says_what_to_import(tmp_path, monkeypatch):

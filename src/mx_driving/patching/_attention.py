@@ -270,9 +270,9 @@ def _known_names(module: Any, given: Given) -> bool:
 
 _HUGGING_FACE = frozenset({"hidden_states", "attention_mask", "encoder_hidden_states", "reference_points"})
 _MMCV = frozenset({"query", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
+_GROUNDING_DINO = _MMCV - {"identity"}
 _PAPER = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"})
 _BARE = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes"})
-_GROUNDING = frozenset({"query", "value", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
 _RT_DETR = frozenset({"query", "reference_points", "value", "value_spatial_shapes"})
 _POINTS = {"num_points": [2, 4], "num_points_list": [2, 4], "offset_scale": 0.7}
 _ULTRALYTICS = frozenset({"query", "refer_bbox", "value", "value_shapes", "value_mask"})
@@ -293,7 +293,7 @@ ATTENTION_FORMS = (
     Attention(_MMCV, _even, residual=True, serves=_known_names, alone=True),
     Attention(_MMCV, _pillars, serves=_known_names, references=((2, 2),), alone=True),
     Attention(_MMCV, _temporal, residual=True, serves=_known_names, references=((2, 2), (2, 4)), alone=True, queue=2),
-    Attention(_GROUNDING, _even, alone=True),
+    Attention(_GROUNDING_DINO, _even, alone=True),
     Attention(_PAPER, _even),
     Attention(_BARE, _even),  # LibreYOLO's LW-DETR
     Attention(_RT_DETR, _even, serves=_point_or_box),

@@ -24,6 +24,7 @@ _FILES = {
     "mmcv": "ops/multi_scale_deform_attn.py",
     "ultralytics": "nn/modules/*.py",
     "rfdetr": "models/**/*.py",
+    "groundingdino": "models/**/*.py",
 }
 _ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
 # words in the text of every file with a core, or of every file with an attention module
