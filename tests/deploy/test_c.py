@@ -92,7 +92,7 @@ def test_the_cpp_example_gives_the_known_answer(tmp_path):
 
 def test_the_native_tests(tmp_path):
     native = ROOT / "tests" / "native"
-    sources = [*native.glob("[!f]*.cpp"), *native.glob("compare/[!m]*.cpp")]
+    sources = [*native.glob("[!f]*.cpp"), *(file for file in native.glob("compare/*.cpp") if file.name != "main.cpp")]
     printed = build_and_run([*CPP, "-ffp-contract=off"], sorted(sources), tmp_path)
     assert printed.count("passed") >= 7
 
