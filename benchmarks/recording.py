@@ -3,9 +3,9 @@
 Run: python benchmarks/recording.py [--calls 200] [--rounds 5] [--only decoder]
 
 A call is a forward and a backward with all gradients, on one thread. Rounds with and without recording take turns, and a
-recorded one ends when all files are written. The cost is the median over rounds of the ratio of neighbours: by the clock; of the
-program's own thread, which copies; and of all threads, which counts the one that writes. On a busy machine the clock says little.
-"--nan" looks at every result.
+recorded one ends when all files are written. The cost is the median over rounds of the ratio of neighbours: by the clock; of
+the program's own thread, which copies; and of all threads, which counts the one that writes. On a busy machine the clock says
+little. "--nan" looks at every result.
 """
 
 from __future__ import annotations
