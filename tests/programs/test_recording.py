@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 import types
 
 import cases
@@ -148,6 +149,23 @@ def test_copies_are_of_the_time_of_the_call(attention, tmp_path):
     assert torch.equal(tensors["output"], kept)
     names = ("value", "shapes", "starts", "locations", "weights")
     assert all(torch.equal(tensors[name], t) for name, t in zip(names, before, strict=True))
+
+
+def test_memory_of_copies_is_used_again_and_given_back(attention, tmp_path):
+    """In inference mode and out of it; the files have each call's own numbers."""
+    given = cases.multi_scale(2, 100, 8, 3, [(14, 26)], 2)
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
+        outs, held = [], []
+        for turn in range(6):
+            with torch.inference_mode(turn % 2 == 0):
+                outs.append(attention.attend(given[0] + turn, *given[1:]))
+            while recording.writer.waiting:
+                time.sleep(0.01)
+            held.append(record._Host.buffers.held)
+    assert held[0] == held[-1] > 0
+    assert not record._Host.buffers.held
+    for (_, tensors), out in zip(recorded(tmp_path / "calls").values(), outs, strict=True):
+        assert torch.equal(tensors["output"], out)
 
 
 def test_errors_pass_through_and_the_functions_come_back(attention, tmp_path):
