@@ -14,7 +14,6 @@ from test_patching_forms import (
     attention_inputs,
     by_level_core,
     library,
-    run,
 )
 from torch import nn
 
