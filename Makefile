@@ -5,6 +5,7 @@
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
+# make test-libraries  `patch` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
 # make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
@@ -103,6 +104,27 @@ $(DEPLOY)/installed: constraints.txt pyproject.toml $(NATIVE) | compiler
 .PHONY: deploy-matrix
 deploy-matrix: $(DEPLOY)/installed
 	$(DEPLOY)/bin/python benchmarks/deploy_matrix.py --csv docs/support/deploy.csv
+
+# Other people's packages, pinned, without what they ask for: they ask for torch in any version.
+LIBRARIES := build/libraries
+LIBRARIES_PIP := $(LIBRARIES)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
+LIBRARIES_SEE := YOLO_CONFIG_DIR=$(CURDIR)/$(LIBRARIES)/ultralytics HF_HUB_OFFLINE=1
+$(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.txt constraints.txt pyproject.toml $(NATIVE) | compiler
+	$(PYTHON) -m venv $(LIBRARIES)
+	$(LIBRARIES_PIP) torch scikit-build-core cmake ninja
+	$(LIBRARIES_PIP) --no-build-isolation --config-settings build-dir=$(LIBRARIES)/build --editable '.[examples,onnx]'
+	$(LIBRARIES_PIP) --requirement tests/libraries/needed.txt
+	$(LIBRARIES_PIP) --no-build-isolation --no-deps --requirement tests/libraries/requirements.txt
+	touch $@
+
+.PHONY: test-libraries time-libraries
+test-libraries: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
+
+# For a quiet machine: every model before and after `patch`, about an hour.
+time-libraries: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/torchvision_names.py models --library groundingdino --library rfdetr \
+		--library ultralytics --seconds 60 --onnx --csv benchmarks/results/libraries.csv
 
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)

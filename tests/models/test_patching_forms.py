@@ -272,7 +272,7 @@ def agrees(module, given):
         nn.init.normal_(p, std=0.5)
     plain = run(module, given)
     with mx_driving.patched(library(type(module))) as done, mx_driving.viz.recording() as looks:
-        assert done.replaced == (f"{__name__}.{type(module).__name__}",)
+        assert done.replaced == (f"{type(module).__module__}.{type(module).__name__}",)
         ours = run(module, given)
     torch.testing.assert_close(ours, plain, rtol=0, atol=1e-11)
     assert len(looks) == 1

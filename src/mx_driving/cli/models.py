@@ -29,7 +29,7 @@ def models(
     gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
     library: Annotated[list[str] | None, typer.Option(metavar="NAME", help=_LIBRARY)] = None,
     onnx: Annotated[bool, typer.Option(help="With --library: export each patched model and run it in onnxruntime.")] = False,
-    csv: Annotated[Path | None, typer.Option(help="With --library: write the rows to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file.")] = None,
 ) -> None:
     """Compare and time every deformable model of the installed transformers, before and after `mx_driving.patch`.
 

@@ -25,6 +25,9 @@ _FILES = {
     "ultralytics": "nn/modules/*.py",
     "rfdetr": "models/**/*.py",
     "groundingdino": "models/**/*.py",
+    "libreyolo": "models/**/*.py",
+    "otx": "backend/native/models/**/*.py",
+    "dfine_seg": "model/arch/*.py",
 }
 _ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
 # words in the text of every file with a core, or of every file with an attention module
