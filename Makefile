@@ -1,12 +1,15 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
+# make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
 # make docs    the site: docs/_build/html/index.html
-# make aarch64   cross-compile, and run the native tests under qemu-user
+# make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
+# make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
+# make aarch64   cross-compile, and run the native tests under qemu-user, and the comparison with this processor's results
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares; PLATFORM=linux-aarch64 builds one
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
@@ -55,6 +58,19 @@ demo: $(VENV)/demo
 test: $(STAMP) lint
 	@echo "Running the tests: 8 to 15 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
+BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+NO_BROWSER := The page is tested in Chromium and there is none: apt install chromium chromium-driver, or say BROWSER=its path
+$(VENV)/page: $(STAMP)
+	$(PIP) selenium
+	touch $@
+
+.PHONY: test-page
+test-page: $(VENV)/page
+	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" MX_DRIVING_TEST_SCREENSHOTS="$(SCREENSHOTS)" \
+		$(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
 
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
 TORCH := 2.6.0
@@ -137,12 +153,28 @@ $(SANITIZERS): $(VENV)/made
 	$(BIN)/cmake --build $@ --parallel 2
 	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
 
+# tests/native/compare: a line FINDING names the case, which `build/native-tests/tests/native/compare CASE` repeats.
+CASES := 2500
+NATIVE_TESTS := build/native-tests
+.PHONY: native-tests compare test-avx512
+native-tests: $(VENV)/made
+	$(BIN)/cmake -S . -B $(NATIVE_TESTS) -DMXD_NATIVE_TESTS=ON
+	$(BIN)/cmake --build $(NATIVE_TESTS) --parallel 2
+
+compare: native-tests
+	$(NATIVE_TESTS)/tests/native/compare 0 $(CASES)
+
+test-avx512: native-tests
+	$(BIN)/python tests/native/emulated.py $(NATIVE_TESTS) build/avx512 ./native_tests "./compare 0 $(CASES) baseline,avx512"
+
 # For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Shows that results are right, not how fast they come.
 AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
-aarch64: $(VENV)/made
+QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
+aarch64: native-tests
 	$(BIN)/cmake -S . -B build/aarch64 $(AARCH64) -DMXD_NATIVE_TESTS=ON
 	$(BIN)/cmake --build build/aarch64 --parallel 2
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/native/native_tests
+	$(QEMU) build/aarch64/tests/native/native_tests
+	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
 sanitize: $(SANITIZERS) fuzz-onnx
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)

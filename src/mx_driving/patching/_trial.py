@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._attention import LISTED, ROLES, Attention, by_role
-from ._forms import AUTOGRAD, SPLIT, Core, Form, levels, parameters_of
+from ._forms import AUTOGRAD, ROWS, SPLIT, Core, Form, by_known_names, levels, parameters_of, presets_of
 
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
@@ -103,10 +103,11 @@ def _core_differences(form: Core | Form, core: Any) -> Iterator[float]:
 
 def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable[..., Tensor]:
     """A function of `_function_inputs` that calls a core in its own layout and order."""
-    names = parameters_of(core)
+    names, preset = parameters_of(core), presets_of(core)
 
     def core_of(value: Tensor, locations: Tensor, weights: Tensor, method: str) -> Tensor:
         given = {
+            **preset,
             "value": form.layout.theirs(value, _SIZES),
             "sampling_locations": locations,
             "attention_weights": weights,
@@ -114,7 +115,7 @@ def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable
             "num_points_list": _COUNTS,
             "method": method,
         }
-        return run(*(given[name] for name in names))
+        return run(*(given[known] for known in by_known_names(dict.fromkeys(names))))
 
     return core_of
 
@@ -151,14 +152,30 @@ def _module_differences(form: Attention, kind: type) -> Iterator[float]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         module = _small(kind, form)
         for given in _module_inputs(form, module):
-            chosen = {name: given[name] for name in names if name in given}
+            chosen = {name: given.get(name) for name in names if name in given or name in ROLES["mask"]}
             ours = functools.partial(_attended, form, module)  # even where it would leave this call to the original
-            both = [_seeded(f, list(chosen)) for f in (functools.partial(original, module), ours)]
+            both = [_seeded(_of_rows(f, form), list(chosen)) for f in (functools.partial(original, module), ours)]
             yield _difference(both, tuple(chosen.values()), list(module.parameters()))
 
 
 def _attended(form: Attention, module: Any, **given: Any) -> Any:
     return form.attend(module, by_role(given))
+
+
+def _of_rows(forward: Callable[..., Any], form: Attention) -> Callable[..., Any]:
+    """A forward of memory in rows that calls one of the form's layout."""
+    if form.layout is ROWS:
+        return forward
+
+    def run(**given: Any) -> Any:
+        split = {
+            name: form.layout.theirs(given[name].unflatten(-1, (_HEADS, -1)), _LEVELS)
+            for name in ROLES["memory"]
+            if name in given
+        }
+        return forward(**{**given, **split})
+
+    return run
 
 
 def _seeded(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
