@@ -176,6 +176,11 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) wheels/suite.py $(TESTS)
 
+# What callers can use, as the last release had it: tests/programs/test_interface.py. Recorded when a release is made.
+.PHONY: interface
+interface: $(STAMP)
+	$(BIN)/python tests/helpers/interface.py
+
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version
 version:
