@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
+# make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
@@ -57,6 +58,19 @@ demo: $(VENV)/demo
 test: $(STAMP) lint
 	@echo "Running the tests: 8 to 15 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
+BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+NO_BROWSER := The page is tested in Chromium and there is none: apt install chromium chromium-driver, or say BROWSER=its path
+$(VENV)/page: $(STAMP)
+	$(PIP) selenium
+	touch $@
+
+.PHONY: test-page
+test-page: $(VENV)/page
+	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" MX_DRIVING_TEST_SCREENSHOTS="$(SCREENSHOTS)" \
+		$(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
 
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
 TORCH := 2.6.0

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -143,7 +144,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
         _npu.install()
         return ("torch_npu",)
     if what != "extensions":
-        raise ValueError(f'what must be "extensions" or "torch_npu"; got {what!r}')
+        fail(ValueError, "what", 'be "extensions" or "torch_npu"', repr(what))
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:

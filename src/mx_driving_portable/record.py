@@ -484,7 +484,8 @@ class Recorder:
         """What the manifest says beside the calls."""
         import torch
 
-        functions = {n: {k: v for k, v in vars(f).items() if k not in ("number", "name")} for n, f in self.functions.items()}
+        shown = ("operator", "backward", "calls", "recorded", "skipped", "unread")
+        functions = {n: {k: getattr(f, k) for k in shown} for n, f in self.functions.items() if f.calls}
         options = {"every": self.every, "nan": self.nan, "megabytes": self.budget / 1e6}
         here = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
         facts = {"format": FORMAT, "started": self.started.isoformat(timespec="seconds"), "ended": self.why}

@@ -58,6 +58,7 @@ COMMANDS = {
         *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
         *("--tolerance", "--traits", "--list", "--explain"),
     },
+    "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
 }
 
