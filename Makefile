@@ -14,6 +14,7 @@
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
+# make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -211,6 +212,16 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --no-deps --no-index --find-links dist mx-driving-portable
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) wheels/suite.py $(TESTS)
+
+# What callers can use, as the last release had it: tests/programs/test_interface.py. Recorded when a release is made.
+.PHONY: interface
+interface: $(STAMP)
+	$(BIN)/python tests/helpers/interface.py
+
+# Everything that can be checked on one machine; the steps are those of wheels/release.py, a line each.
+.PHONY: release-check
+release-check: $(STAMP)
+	$(BIN)/python wheels/release.py $(if $(QUICK),--quick) $(if $(KEEP_GOING),--keep-going)
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version
