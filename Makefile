@@ -1,15 +1,20 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
+# make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
+# make test-libraries  `patch` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
 # make docs    the site: docs/_build/html/index.html
-# make aarch64   cross-compile, and run the native tests under qemu-user
+# make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
+# make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
+# make aarch64   cross-compile, and run the native tests under qemu-user, and the comparison with this processor's results
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares; PLATFORM=linux-aarch64 builds one
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
+# make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -55,6 +60,19 @@ test: $(STAMP) lint
 	@echo "Running the tests: 8 to 15 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
+# The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
+BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
+NO_BROWSER := The page is tested in Chromium and there is none: apt install chromium chromium-driver, or say BROWSER=its path
+$(VENV)/page: $(STAMP)
+	$(PIP) selenium
+	touch $@
+
+.PHONY: test-page
+test-page: $(VENV)/page
+	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" MX_DRIVING_TEST_SCREENSHOTS="$(SCREENSHOTS)" \
+		$(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
+
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.
 TORCH := 2.6.0
 OLDEST := build/oldest-$(TORCH)
@@ -88,6 +106,27 @@ $(DEPLOY)/installed: constraints.txt pyproject.toml $(NATIVE) | compiler
 deploy-matrix: $(DEPLOY)/installed
 	$(DEPLOY)/bin/python benchmarks/deploy_matrix.py --csv docs/support/deploy.csv
 
+# Other people's packages, pinned, without what they ask for: they ask for torch in any version.
+LIBRARIES := build/libraries
+LIBRARIES_PIP := $(LIBRARIES)/bin/python -m pip --disable-pip-version-check install --constraint constraints.txt
+LIBRARIES_SEE := YOLO_CONFIG_DIR=$(CURDIR)/$(LIBRARIES)/ultralytics HF_HUB_OFFLINE=1
+$(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.txt constraints.txt pyproject.toml $(NATIVE) | compiler
+	$(PYTHON) -m venv $(LIBRARIES)
+	$(LIBRARIES_PIP) torch scikit-build-core cmake ninja
+	$(LIBRARIES_PIP) --no-build-isolation --config-settings build-dir=$(LIBRARIES)/build --editable '.[examples,onnx]'
+	$(LIBRARIES_PIP) --requirement tests/libraries/needed.txt
+	$(LIBRARIES_PIP) --no-build-isolation --no-deps --requirement tests/libraries/requirements.txt
+	touch $@
+
+.PHONY: test-libraries time-libraries
+test-libraries: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
+
+# For a quiet machine: every model before and after `patch`, about an hour.
+time-libraries: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/torchvision_names.py models --library groundingdino --library rfdetr \
+		--library ultralytics --seconds 60 --onnx --csv benchmarks/results/libraries.csv
+
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -115,12 +154,28 @@ $(SANITIZERS): $(VENV)/made
 	$(BIN)/cmake --build $@ --parallel 2
 	$(HUGE_ALLOCATIONS_FAIL) $@/tests/native/native_tests
 
+# tests/native/compare: a line FINDING names the case, which `build/native-tests/tests/native/compare CASE` repeats.
+CASES := 2500
+NATIVE_TESTS := build/native-tests
+.PHONY: native-tests compare test-avx512
+native-tests: $(VENV)/made
+	$(BIN)/cmake -S . -B $(NATIVE_TESTS) -DMXD_NATIVE_TESTS=ON
+	$(BIN)/cmake --build $(NATIVE_TESTS) --parallel 2
+
+compare: native-tests
+	$(NATIVE_TESTS)/tests/native/compare 0 $(CASES)
+
+test-avx512: native-tests
+	$(BIN)/python tests/native/emulated.py $(NATIVE_TESTS) build/avx512 ./native_tests "./compare 0 $(CASES) baseline,avx512"
+
 # For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Shows that results are right, not how fast they come.
 AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++
-aarch64: $(VENV)/made
+QEMU := qemu-aarch64 -L /usr/aarch64-linux-gnu
+aarch64: native-tests
 	$(BIN)/cmake -S . -B build/aarch64 $(AARCH64) -DMXD_NATIVE_TESTS=ON
 	$(BIN)/cmake --build build/aarch64 --parallel 2
-	qemu-aarch64 -L /usr/aarch64-linux-gnu build/aarch64/tests/native/native_tests
+	$(QEMU) build/aarch64/tests/native/native_tests
+	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
 sanitize: $(SANITIZERS) fuzz-onnx
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
@@ -157,6 +212,16 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --no-deps --no-index --find-links dist mx-driving-portable
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) wheels/suite.py $(TESTS)
+
+# What callers can use, as the last release had it: tests/programs/test_interface.py. Recorded when a release is made.
+.PHONY: interface
+interface: $(STAMP)
+	$(BIN)/python tests/helpers/interface.py
+
+# Everything that can be checked on one machine; the steps are those of wheels/release.py, a line each.
+.PHONY: release-check
+release-check: $(STAMP)
+	$(BIN)/python wheels/release.py $(if $(QUICK),--quick) $(if $(KEEP_GOING),--keep-going)
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version

@@ -7,7 +7,8 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-# tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`
+# tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
+# libraries.csv: `make test-libraries`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 OLDER = "epyc-zen3-2-cores.csv"  # a processor without AVX-512
@@ -236,6 +237,30 @@ def wheels() -> str:
     return "\n".join(lines) + f"\n\n*Built by {built_by}, looked at on {date}.*\n"
 
 
+def tested_libraries() -> str:
+    """Each library with what was tried on it."""
+    rows = _rows("libraries.csv")
+    if not rows:
+        return NOTHING_YET
+    lines = [
+        [f"{row['library']} {row['version']}", row["tried"], row["outcome"] + (f": {row['message']}" if row["message"] else "")]
+        for row in rows
+    ]
+    return f"{markdown(['library', 'tried', 'outcome'], lines)}\n{made(rows, 'made')}\n"
+
+
+def libraries() -> str:
+    """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
+    if not (RESULTS / "libraries.csv").exists():
+        return NOT_YET
+    rows = read("libraries.csv")
+    columns = {"library": "library", "model": "model", "replaced": "replaced", "difference": "differs by"}
+    columns |= {"before ms": "before, ms", "after ms": "after, ms", "speed-up": "speed-up"}
+    body = [[*(row[name] for name in columns), row["onnx"].partition(":")[0]] for row in rows]
+    refused = [f"{row['model']} does not export: {row['onnx'][4:]}." for row in rows if row["onnx"].startswith("no: ")]
+    return "\n\n".join([markdown([*columns.values(), "ONNX"], body).rstrip(), *refused, made(rows)]) + "\n"
+
+
 def _sentence(row: Row) -> str:
     """The first of a message."""
     return row["message"].split(". ")[0]
@@ -279,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
     "attention_modules": attention_modules,
+    "libraries": libraries,
     "onnxruntime": onnxruntime,
     "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
@@ -291,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "needs": needs,
     "wheels": wheels,
     "deploy": deploy,
+    "tested_libraries": tested_libraries,
 }
 
 

@@ -116,7 +116,8 @@ def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, s
 def write_page(photo: Any, outputs: Any, looks: list[mx_driving.viz.Look], names: dict[int, str], path: Path) -> None:
     """Every box, and the points its query read in each layer of the decoder."""
     scores, classes = outputs.logits[0].float().sigmoid().max(-1)
-    labels = [f"{names.get(kind, kind)}, {score:.2f}" for kind, score in zip(classes.tolist(), scores.tolist(), strict=True)]
+    found = zip(classes.tolist(), scores.tolist(), strict=True)
+    labels = [f"{names.get(kind, f'class {kind}')}, {score:.2f}" for kind, score in found]
     layers = {f"decoder layer {number}": look for number, look in enumerate(looks, 1)}
     plane = mx_driving.viz.Plane(outputs.pred_boxes[0], photo, labels=labels)
     with writing("--page", path):

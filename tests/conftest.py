@@ -25,6 +25,8 @@ import record
 
 from mx_driving import _checks, _kernels
 
+collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
+
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # torch's own cache outlives the tests, and ignores the instruction set: loops compiled for another one skip half of the
     # numbers.

@@ -30,10 +30,12 @@ from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 from make import ZIG, environment
 from platforms import PLATFORMS, ROOT, SUITE, Platform, sha256
+from sbom import check_bill
 
 TABLE = ROOT / "docs" / "support" / "wheels.csv"
 COLUMNS = ["platform", "wheel", "bytes", "built_by", "checked", "run", "date"]
 MOST_BYTES = 2_000_000
+CASES = 2500  # of tests/native/compare, each a call and its gradients
 ENVIRONMENT = {**environment(), "WINEDEBUG": "-all"}
 WINE = shutil.which("wine64") or "/usr/lib/wine/wine64"
 
@@ -132,16 +134,29 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
     holds(more == {FOR_ONNXRUNTIME}, f"{library.name} must export {FOR_ONNXRUNTIME} beside its functions; got {sorted(more)}")
     if "aarch64-linux" in platform.target:
         facts += "; " + neon.check(library)
+    facts += "; " + check_bill(platform.wheel)
     return f"{facts}; imports {', '.join(sorted(needed))}; exports {len(exported)} functions"
 
 
 # ---- tests/native against the library
 
 
-def link(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
-    program = folder / ("native_tests.exe" if library.suffix == ".dll" else "native_tests")
-    sources = sorted((ROOT / "tests" / "native").glob("[!f]*.cpp"))
-    flags = ["-std=c++17", "-O1", "-g0", f"-I{library.parent / 'include'}", f"-L{library.parent}", "-lmx_driving"]
+def link(name: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+    native = ROOT / "tests" / "native"
+    shared = [file for file in (native / "compare").glob("*.cpp") if file.name != "main.cpp"]
+    program_sources = {"native_tests": native.glob("[!f]*.cpp"), "compare": [native / "compare" / "main.cpp"]}
+    program = folder / (name + (".exe" if library.suffix == ".dll" else ""))
+    sources = sorted([*program_sources[name], *shared])
+    # inputs of a comparison must not depend on a processor that multiplies and adds at once
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-g0",
+        "-ffp-contract=off",
+        f"-I{library.parent / 'include'}",
+        f"-L{library.parent}",
+        "-lmx_driving",
+    ]
     # Windows looks beside the program, the others where they are told
     path = [] if library.suffix == ".dll" else [f"-Wl,-rpath,{library.parent}"]
     output_of(ZIG, "c++", "-target", platform.target, *sources, *flags, *path, "-o", program)
@@ -158,7 +173,7 @@ def best_isa(platform: Platform) -> str:
 
 
 def run(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
-    program = link(platform, library, folder)
+    program = link("native_tests", platform, library, folder)
     if library.suffix == ".dylib":
         return "no: tests/native are linked, no Mac ran them"
     how, command = "directly", [program]
@@ -173,7 +188,15 @@ def run(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
     holds(passed == tests > 0, f"{passed} of {tests} native tests passed")
     isa = f"instruction set: {best_isa(platform)}"
     holds(isa in (line.strip() for line in printed), f"the library does not say {isa!r}: {printed[:1]}")
-    return f"{how}: {passed} of {tests} native tests, {isa}"
+    compared = compare(platform, library, folder) if platform.target.startswith("x86_64-linux") else ""
+    return f"{how}: {passed} of {tests} native tests, {isa}{compared}"
+
+
+def compare(platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> str:
+    """Random calls on each instruction set that this machine has, against baseline."""
+    said = output_of(link("compare", platform, library, folder), 0, CASES).splitlines()[-1]
+    holds(said.endswith(" 0 findings"), f"tests/native/compare says {said!r}")
+    return "; " + said
 
 
 def suite() -> str:

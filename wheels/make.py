@@ -19,6 +19,7 @@ import tempfile
 
 import ziglang
 from platforms import BUILD, DIST, PLATFORMS, ROOT, Platform, sha256
+from sbom import add_bill
 
 ZIG = pathlib.Path(ziglang.__file__).with_name("zig")
 
@@ -59,6 +60,8 @@ def build_wheels(source: pathlib.Path, names: list[str], dist: pathlib.Path, wor
     for name in names:
         print(f"Building the wheel for {name}", flush=True)
         build(source, "wheel", dist, settings_of(PLATFORMS[name], source, work / name))
+        (wheel,) = dist.glob(f"*-{PLATFORMS[name].tag}.whl")
+        add_bill(wheel, int(environment()["SOURCE_DATE_EPOCH"]))
 
 
 def build_all(names: list[str]) -> None:

@@ -6,8 +6,9 @@ package that would hold the compiled file (`from . import deformable_aggregation
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward
 - `deformable_aggregation_ext` (Sparse4D, SparseDrive): deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
-- `mmcv._ext`, only if mmcv comes without it (mmcv-lite): ms_deform_attn_forward, _backward; its other functions raise
-  NotImplementedError when they are called
+- only where nobody compiled them: `mmcv._ext` (mmcv-lite), `detrex._C`, `adet._C` (DeepSolo), `groundingdino._C`:
+  ms_deform_attn_forward, _backward; `deformable_aggregation_with_depth_ext` (SparseDrive): nothing yet. Their other functions
+  raise NotImplementedError when they are called
 
 `mx_driving.compat.install("torch_npu")` stands in for the vendor's device module: devices called "npu" are the CPU, so that the
 vendor's tests and models run on a PC.
@@ -24,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -69,11 +71,13 @@ def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
         out.copy_(found)
 
 
+_ATTENTION: dict[str, Function] = {
+    "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
+    "ms_deform_attn_backward": _multi_scale_backward,
+}
+# by the last part of a module's name
 _EXTENSIONS: dict[str, dict[str, Function]] = {
-    "MultiScaleDeformableAttention": {
-        "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
-        "ms_deform_attn_backward": _multi_scale_backward,
-    },
+    "MultiScaleDeformableAttention": _ATTENTION,
     "deformable_aggregation_ext": {
         "deformable_aggregation_forward": as_compiled(deformable_aggregation),
         "deformable_aggregation_backward": _aggregation_backward,
@@ -83,22 +87,36 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
         "geometric_kernel_attn_cuda_backward": backward_as_compiled("geometric_kernel_attention", list),
     },
 }
-_MMCV = {"ms_deform_attn_forward": _forward(multi_scale_deformable_attn), "ms_deform_attn_backward": _mmcv_backward}
+# By a module's whole name, or its last part. They have more functions than ours, so compiled ones come first.
+_PARTS: dict[str, dict[str, Function]] = {
+    "mmcv._ext": {"ms_deform_attn_forward": _ATTENTION["ms_deform_attn_forward"], "ms_deform_attn_backward": _mmcv_backward},
+    **dict.fromkeys(("detrex._C", "adet._C", "groundingdino._C"), _ATTENTION),
+    "deformable_aggregation_with_depth_ext": {},
+}
 
 
-def _missing(name: str) -> Function:
-    """A function that raises when it is called. mmcv checks at import that its functions exist."""
-    if name.startswith("__"):
-        raise AttributeError(name)
+def _part(name: str) -> dict[str, Function] | None:
+    return _PARTS.get(name, _PARTS.get(name.rpartition(".")[2]))
 
-    def absent(*args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"mmcv._ext.{name} is not compiled; mx_driving.compat stands in for ms_deform_attn only")
+
+def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
+    """The `__getattr__` of a module. What it gives raises when it is called: mmcv checks at import that its functions exist."""
+    has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
+
+    def absent(name: str) -> Function:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def call(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(f"{module}.{name} is not compiled; mx_driving.compat stands in for {has} only")
+
+        return call
 
     return absent
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules. One instance comes before all other finders and has the three names; one after them has mmcv._ext."""
+    """Makes the modules. One instance comes before all other finders and has `_EXTENSIONS`; one after them has `_PARTS`."""
 
     def __init__(self, functions_of: Callable[[str], dict[str, Function] | None]) -> None:
         self._functions_of = functions_of
@@ -112,14 +130,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         functions = self._functions_of(module.__name__)
         assert functions is not None
         vars(module).update(functions)
-        if module.__name__ == "mmcv._ext":
-            vars(module)["__getattr__"] = _missing
+        if self is _last:
+            vars(module)["__getattr__"] = _missing(module.__name__, functions)
 
 
-NAMES = (*_EXTENSIONS, "mmcv._ext")
+NAMES = (*_EXTENSIONS, *_PARTS)
 
 _first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
-_last = _Finder(lambda name: _MMCV if name == "mmcv._ext" else None)
+_last = _Finder(_part)
 
 
 def install(what: str = "extensions") -> tuple[str, ...]:
@@ -143,7 +161,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
         _npu.install()
         return ("torch_npu",)
     if what != "extensions":
-        raise ValueError(f'what must be "extensions" or "torch_npu"; got {what!r}')
+        fail(ValueError, "what", 'be "extensions" or "torch_npu"', repr(what))
     for name, module in list(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:

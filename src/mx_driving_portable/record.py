@@ -51,6 +51,7 @@ FORMAT = 1  # of a recording; mx_driving.replay reads this one
 EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
 _WAITING = 512e6  # bytes on their way to the disk; while there are more, no call is copied
+_KEPT = 256e6  # bytes of memory that are kept for the next copies
 _ABSENT: Any = object()
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
@@ -102,8 +103,9 @@ _PACKAGES = (
 
 
 def _say(sentence: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        print("record: " + sentence, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):
+        if sys.stderr is not None:
+            print(f"record: {sentence}", file=sys.stderr, flush=True)
 
 
 def _known(module: str) -> dict[str, str]:
@@ -130,8 +132,38 @@ class _Unread(TypeError):
     """A call that cannot be recorded. The recording goes on."""
 
 
+class _Buffers:
+    """Memory of copies that have been written, for the next ones: to touch new memory costs more than to copy into it."""
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[Tensor]] = {}
+        self.held = 0
+
+    def take(self, t: Tensor) -> Tensor:
+        import torch
+
+        size = t.numel() * t.element_size()
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written again outside of it
+            try:
+                found = self.free[size].pop()
+            except (KeyError, IndexError):
+                return torch.empty(t.shape, dtype=t.dtype)
+            self.held -= size
+            return found.view(t.dtype).view(t.shape)
+
+    def give(self, t: Tensor) -> None:
+        import torch
+
+        size = t.numel() * t.element_size()
+        if size >= 4096 and self.held + size <= _KEPT:
+            self.held += size
+            self.free.setdefault(size, []).append(t.view(-1).view(torch.uint8))
+
+
 class _Host:
     """A copy on the host. A device may still be writing it; `event` says when it is done."""
+
+    buffers = _Buffers()
 
     def __init__(self, t: Tensor) -> None:
         import torch
@@ -140,7 +172,7 @@ class _Host:
         self.strides = None if t.is_contiguous() else list(t.stride())
         t = t.detach()
         if t.device.type == "cpu":
-            self.tensor = t.clone(memory_format=torch.contiguous_format)
+            self.tensor = self.buffers.take(t).copy_(t)
             return
         device: Any = getattr(torch, t.device.type, None)
         try:
@@ -345,6 +377,8 @@ class _Writer(threading.Thread):
         self._whole(path, lambda part: save(tensors, part, {"format": str(FORMAT), "call": json.dumps(about)}))
         self.written += size
         self.calls[path.name] = {**about, "tensors": {name: list(t.shape) for name, t in tensors.items()}}
+        for copied in copies.values():
+            copied.buffers.give(copied.tensor)
         if time.monotonic() > self.told + 2:  # the process may be killed
             self._manifest()
 
@@ -464,6 +498,7 @@ class Recorder:
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
         self.writer.queue.put(None)
         self.writer.join()
+        _Host.buffers = _Buffers()
         self._summary()
 
     def _forked(self) -> None:
@@ -484,7 +519,8 @@ class Recorder:
         """What the manifest says beside the calls."""
         import torch
 
-        functions = {n: {k: v for k, v in vars(f).items() if k not in ("number", "name")} for n, f in self.functions.items()}
+        shown = ("operator", "backward", "calls", "recorded", "skipped", "unread")
+        functions = {n: {k: getattr(f, k) for k in shown} for n, f in self.functions.items() if f.calls}
         options = {"every": self.every, "nan": self.nan, "megabytes": self.budget / 1e6}
         here = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
         facts = {"format": FORMAT, "started": self.started.isoformat(timespec="seconds"), "ended": self.why}

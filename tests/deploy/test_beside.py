@@ -30,8 +30,9 @@ SHARED = [
     *("mx_driving/__init__.py", "mx_driving/common.py", "mx_driving/fused.py", "mx_driving/point.py"),
     *(f"mx_driving/ops/{name}.py" for name in ("__init__", "geometric_kernel_attention", "multi_scale_deformable_attn")),
     "mx_driving/ops/npu_deformable_aggregation.py",
+    "mx_driving/patcher/__init__.py",
 ]
-THEIRS = dict.fromkeys([*SHARED, "mx_driving/patcher/__init__.py"], b"'of the vendor'\n") | {
+THEIRS = dict.fromkeys(SHARED, b"'of the vendor'\n") | {
     "mx_driving/_C" + importlib.machinery.EXTENSION_SUFFIXES[0]: b"not a library"
 }
 FILES = {"mx-driving-portable": OURS, "mx-driving": THEIRS}
@@ -42,7 +43,7 @@ BESIDE = (
 )
 OVERWRITTEN = (
     "the vendor's mx-driving 26.2.0.post2 replaced or removed files of mx-driving-portable "
-    "(8, mx_driving/__init__.py first): " + REMEDY
+    "(9, mx_driving/__init__.py first): " + REMEDY
 )
 GUTTED = OVERWRITTEN.replace(" 26.2.0.post2", "")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import subprocess
 import sys
@@ -235,6 +236,49 @@ def test_install_twice_and_undo():
     ]
 
 
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Packages that nobody compiled, by the names that import the stand-ins."""
+    for name in ("detrex", "adet", "groundingdino", "sparse"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.install()
+    yield tmp_path
+    compat.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] in ("detrex", "adet", "groundingdino", "sparse")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["detrex", "adet", "groundingdino"])
+def test_an_uncompiled_part_of_a_package(packages, name):
+    extension = importlib.import_module(f"{name}._C")
+    inputs = INPUTS[cases.MULTI_SCALE]
+    leaves = [i.detach().requires_grad_(k in cases.DIFFERENTIABLE[cases.MULTI_SCALE]) for k, i in enumerate(inputs)]
+    out = mx_driving.multi_scale_deformable_attn(*leaves)
+    assert torch.equal(extension.ms_deform_attn_forward(*inputs, 64), out)
+    expected = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], torch.ones_like(out))
+    found = extension.ms_deform_attn_backward(*inputs, torch.ones_like(out), 64)
+    assert len(found) == 3
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    with pytest.raises(
+        NotImplementedError, match=rf"^{name}\._C\.bezier_align_forward is not compiled; .* ms_deform_attn_backward only$"
+    ):
+        extension.bezier_align_forward()
+
+
+@pytest.mark.parametrize("name", ["deformable_aggregation_with_depth_ext", "sparse.deformable_aggregation_with_depth_ext"])
+def test_aggregation_by_depth_is_imported_and_says_that_it_is_missing(packages, name):
+    extension = importlib.import_module(name)
+    with pytest.raises(NotImplementedError, match=r"_with_depth_forward is not compiled; .* which has no depth, only$"):
+        extension.deformable_aggregation_with_depth_forward(torch.rand(1))
+
+
+def test_a_compiled_part_of_a_package_comes_first(packages):
+    (packages / "detrex" / "_C.py").write_text("here = True")
+    assert importlib.import_module("detrex._C").here
+
+
 MMCV = """
 import torch, mx_driving
 mx_driving.compat.install()
@@ -307,7 +351,7 @@ def test_mmcv(name):
         "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction",
         "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",
         "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention",
-        "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn only",
+        "mmcv._ext.nms is not compiled; mx_driving.compat stands in for ms_deform_attn_forward, ms_deform_attn_backward only",
     ]
 
 

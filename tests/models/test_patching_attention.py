@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from test_patching import plain_core
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -348,8 +350,51 @@ def results(module, given):
 
 
 def operators(module, given):
-    with Operators() as seen:
+    """Where no gradient is recorded."""
+    with Operators() as seen, torch.no_grad():
         module(**given)
+    return seen.names
+
+
+class DropsWeights(nn.Module):
+    """A layer that drops the weights of its attention, as most layers of transformers do."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, **given):
+        hidden, _ = self.attention(**given)
+        return hidden
+
+
+class Reads(DropsWeights):
+    """A layer that keeps the weights under a name."""
+
+    def forward(self, **given):
+        hidden, weights = self.attention(**given)
+        self.seen = weights
+        return hidden
+
+
+class ReadsLate(DropsWeights):
+    """The name says that they are dropped, but they are not."""
+
+    def forward(self, **given):
+        for _ in range(2):
+            hidden, _ = self.attention(**given)
+        return hidden, _
+
+
+class ReadsBoth(DropsWeights):
+    def forward(self, **given):
+        return self.attention(**given)
+
+
+def recorded(run, given):
+    """Names of our operators while gradients are recorded."""
+    with Operators() as seen:
+        run(**given)
     return seen.names
 
 
@@ -367,6 +412,77 @@ def test_outputs_weights_and_gradients(kind, numbers, masked):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     assert operators(module, given) == []
+
+
+@pytest.mark.parametrize("kind", [HuggingFace, Mask2Former])
+def test_weights_that_somebody_has_are_those_of_the_operator(kind):
+    """The gradient of the output for the weights themselves, which only exists if the output is made from them."""
+    module = build(kind)
+    given = arguments(module)
+
+    def gradients():
+        out, weights = module(**given)
+        weights.retain_grad()
+        out.square().sum().backward(retain_graph=True)
+        return [weights.grad, *torch.autograd.grad(out.sum(), weights)]
+
+    expected = gradients()
+    with mx_driving.patched(library(kind)):
+        assert recorded(module, given) == [BARE]
+        torch.testing.assert_close(gradients(), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_weights_that_the_caller_drops_are_not_made():
+    layer = DropsWeights(build(HuggingFace))
+    given = arguments(layer.attention)
+    expected = results(layer, given)
+    with mx_driving.patched(library(HuggingFace)):
+        assert recorded(layer, given) == [WITH_LOGITS]
+        torch.testing.assert_close(results(layer, given), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Reads, ReadsLate, ReadsBoth])
+def test_weights_that_the_caller_reads_are_those_of_the_operator(kind):
+    layer = kind(build(HuggingFace))
+    given = arguments(layer.attention)
+    with mx_driving.patched(library(HuggingFace)):
+        assert set(recorded(layer, given)) == {BARE}
+        assert set(operators(layer, given)) == {WITH_LOGITS}
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_weights_that_a_hook_sees_are_those_of_the_operator(everywhere):
+    layer, seen = DropsWeights(build(HuggingFace)), []
+    given = arguments(layer.attention)
+
+    def keep(module, args, output):
+        if module is layer.attention:
+            seen.append(output[1])
+
+    hook = nn.modules.module.register_module_forward_hook(keep) if everywhere else layer.attention.register_forward_hook(keep)
+    with mx_driving.patched(library(HuggingFace)):
+        try:
+            assert recorded(layer, given) == [BARE]
+            (gradient,) = torch.autograd.grad(layer(**given).sum(), seen[-1])
+        finally:
+            hook.remove()
+        assert gradient.abs().max() > 0
+        assert recorded(layer, given) == [WITH_LOGITS]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_takes_the_same_operator_again(reentrant):
+    layer = DropsWeights(build(HuggingFace))
+    given = arguments(layer.attention)
+    given["hidden_states"].requires_grad_()
+
+    expected = torch.autograd.grad(layer(**given).sum(), list(layer.parameters()))
+    again = functools.partial(torch.utils.checkpoint.checkpoint, lambda hidden: layer(**{**given, "hidden_states": hidden}))
+    with mx_driving.patched(library(HuggingFace)), Operators() as seen:
+        again(given["hidden_states"], use_reentrant=reentrant).sum().backward()
+    found = [p.grad for p in layer.parameters()]
+    torch.testing.assert_close(found, list(expected), rtol=1e-10, atol=1e-10)
+    assert seen.names[:2] == [WITH_LOGITS, WITH_LOGITS]
 
 
 @pytest.mark.parametrize("kind", [Mmcv, Pillars, Temporal])
@@ -484,6 +600,7 @@ def test_arguments_by_place():
         torch.testing.assert_close(module(*given.values()), module(**given), rtol=0, atol=0)
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["spatial_shapes_list", "spatial_shapes"])
 def test_levels_that_do_not_fill_the_keys_are_refused(name):
     module = build(HuggingFace)

@@ -49,13 +49,15 @@ CARRIERS = _carriers()
 
 
 def _shrunk(name: str) -> dict[str, object]:
-    """Smaller models save time: 100 queries of 300 or 900, and fewer layers of the two that take more than 10 s."""
-    if name in ("grounding_dino", "mm_grounding_dino"):
-        text = transformers.BertConfig(num_hidden_layers=2)
-        return {"encoder_layers": 2, "decoder_layers": 2, "num_queries": 100, "text_config": text}
+    """Smaller models save time: 100 queries of 300 or 900, and two layers, the fewest that feed one another. Two layers of
+    the text's encoder, too."""
     if name == "omdet_turbo":
         return {"decoder_num_layers": 2, "num_queries": 100, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
-    return {"num_queries": 100}
+    dino = name.endswith("grounding_dino")
+    config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino else name)
+    found: dict[str, object] = {"num_queries": 100}
+    found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
+    return found | ({"text_config": transformers.BertConfig(num_hidden_layers=2)} if dino else {})
 
 
 @functools.lru_cache(maxsize=1)
@@ -104,9 +106,15 @@ def test_a_difference_is_found(ours, difference):
     assert models.largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
 
 
+@pytest.fixture
+def unwatched(monkeypatch):
+    """Nobody looks at the weights in these tests, so every module may call the operator with logits while it learns."""
+    monkeypatch.setattr(mx_driving.patching._attention, "weights_may_be_watched", lambda module: False)
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @per_carrier
-def test_outputs_and_gradients_in_float64(name):
+def test_outputs_and_gradients_in_float64(name, unwatched):
     """Nothing but rounding may differ. In float32 it would hide a wrong share."""
     with mx_driving.viz.recording() as looks:
         outputs, gradients = models.compare(_in_double(name))
@@ -114,6 +122,68 @@ def test_outputs_and_gradients_in_float64(name):
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert outputs < 1e-13
     assert gradients < 1e-11
+
+
+PASS_WEIGHTS_ON = {"grounding_dino", "mm_grounding_dino", "mask2former", "oneformer", "omdet_turbo"}  # their layers, unasked
+
+
+@pytest.mark.filterwarnings("ignore")
+@per_carrier
+def test_weights_have_the_operators_gradients(name):
+    """What is returned on request is what the operator was given: the output's gradient reaches it. Otherwise layers that drop
+    the weights go on with the operator with logits while the model learns."""
+    subject = _in_double(name)
+    subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
+    with mx_driving.patched(subject.model), _Calls() as unasked:
+        models.forget(subject.model)
+        subject.forward()
+    assert {"_with_logits" in func._opname for func, _, _ in unasked.kept} == {name not in PASS_WEIGHTS_ON}
+    expected = _gradients_of_weights(subject)
+    with mx_driving.patched(subject.model), _Calls() as asked:
+        found = _gradients_of_weights(subject)
+    assert not any("_with_logits" in func._opname for func, _, _ in asked.kept)
+    assert sum(g is not None for g in expected) >= 2
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+
+
+def _gradients_of_weights(subject):
+    models.forget(subject.model)
+    found = subject.model(**subject.inputs, output_attentions=True)
+    weights = [t for key in found if "attentions" in key for t in _tensors(found[key]) if t.requires_grad]
+    outputs = [found[key] for key in models.OUTPUTS if found.get(key) is not None]
+    total = sum(torch.where(out.isfinite(), out, 0).square().sum() for out in outputs)
+    return torch.autograd.grad(total, weights, allow_unused=True)
+
+
+CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpointing_enable
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in CHECKPOINTED])
+def test_training_with_checkpoints(name, reentrant, tmp_path):
+    """Layers run twice, with dropout, and the model is saved and loaded."""
+    subject = _in_double(name)
+    kind = type(subject.model)
+    assert kind.supports_gradient_checkpointing
+    subject.model.save_pretrained(tmp_path)
+
+    def gradients():
+        loaded = models.Subject(name, kind.from_pretrained(tmp_path, dtype=torch.float64), subject.inputs)
+        loaded.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        torch.manual_seed(0)
+        outputs = {n: out.detach() for n, out in loaded.forward().items()}
+        loaded.model.train()
+        total = sum(torch.where(out.isfinite(), out, 0).square().sum() for out in loaded.forward().values())
+        total.backward()
+        return outputs, {n: p.grad for n, p in loaded.model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    with mx_driving.patched(kind.__module__) as done:
+        found = gradients()
+    assert any("Attention" in replaced for replaced in done.replaced)
+    assert models.largest(found[0], expected[0]) < 1e-13
+    assert models.largest(found[1], expected[1]) < 1e-9
 
 
 class _Calls(TorchDispatchMode):
@@ -187,7 +257,7 @@ def _clear_of_centres(func, inputs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
 @per_carrier
-def test_outputs_and_gradients_in_float32(name, modules):
+def test_outputs_and_gradients_in_float32(name, modules, unwatched):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""

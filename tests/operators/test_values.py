@@ -75,9 +75,9 @@ def test_strides(implementation, operator, dtype, how):
     case = next(c for c in CASES if c.operator == operator)
     args = cases.cast(case.make(), dtype)
     grad = cases.grad_for(operator, args).to(dtype)
-    strided = tuple(strided(a, how) for a in args)
-    assert any(not a.is_contiguous() for a in strided)
-    compare(implementation, operator, strided, strided(grad, how))
+    changed = tuple(strided(a, how) for a in args)
+    assert any(not a.is_contiguous() for a in changed)
+    compare(implementation, operator, changed, strided(grad, how))
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

@@ -50,8 +50,8 @@ def test_mixed_dtypes(implementation, operator, dtypes):
 def test_strides(implementation, operator, dtype, how):
     args = small(operator, dtype)
     grad = cases.grad_for(operator, args).to(dtype)
-    strided = tuple(strided(a, how) if isinstance(a, torch.Tensor) else a for a in args)
-    compare(implementation, operator, strided, strided(grad, how))
+    changed = tuple(strided(a, how) if isinstance(a, torch.Tensor) else a for a in args)
+    compare(implementation, operator, changed, strided(grad, how))
 
 
 def without_levels(args):

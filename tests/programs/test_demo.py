@@ -11,6 +11,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
+from pages import samples, written  # noqa: E402
+
 from mx_driving.cli import demo as demos  # noqa: E402
 from mx_driving.cli.app import main  # noqa: E402
 from mx_driving.demo import lift, scene  # noqa: E402
@@ -119,7 +121,7 @@ def test_a_rig_that_sees_no_ground_is_named(folder):
 
 
 def test_the_street_is_lifted_and_recovered(tmp_path):
-    result = demos.run_demo(tmp_path / "demo.png", width=480, cells=96, steps=60)
+    result = demos.run_demo(tmp_path / "demo.png", width=480, cells=96, steps=60, page=tmp_path / "looks.html")
     assert result.ok
     assert result.psnr is not None
     assert result.psnr > demos.FLOOR
@@ -129,6 +131,11 @@ def test_the_street_is_lifted_and_recovered(tmp_path):
     with Image.open(result.out) as picture:
         assert picture.format == "PNG"
         assert min(picture.size) > 800
+
+    assert (tmp_path / "looks.html").stat().st_size < 5_000_000
+    _, facts = written(tmp_path / "looks.html")
+    assert [camera["name"] for camera in facts["cameras"]] == [camera.name for camera in surround()]
+    assert len(samples(facts)) > 96 * 96 * 0.7  # a cell that is seen looks at one camera or more
 
 
 @pytest.fixture
@@ -152,6 +159,17 @@ def test_the_example_rig_runs(mx, tmp_path):
     assert (code, said) == (0, "")
     assert "all is well" in shown
     assert out.stat().st_size > 100_000
+
+
+def test_the_page_is_written_and_its_place_looked_at_first(mx, folder, monkeypatch):
+    rig = write(folder, {"cameras": [camera()], "bev": {"cells": 16}})
+    _, shown, _ = mx("--rig", rig, "--out", folder / "x.png", "--page", folder / "looks.html")
+    assert f"the page is in {folder / 'looks.html'}" in shown.replace("\n", "")
+    assert written(folder / "looks.html")[1]["queries"]["total"] == 256
+    monkeypatch.setattr(demos, "run_demo", None)
+    code, _, said = mx("--out", folder / "y.png", "--page", folder / "none" / "looks.html")
+    assert code == 1
+    assert said.startswith("mx-driving: the folder of --page must exist; got ")
 
 
 def test_a_failure_is_a_sentence_and_an_exit_status(mx, tmp_path):

@@ -12,6 +12,7 @@ import types
 
 import pytest
 import torch
+from pages import written
 
 transformers = pytest.importorskip("transformers")
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
@@ -88,7 +89,13 @@ def test_checkpoint_and_photo_of_ones_own(tmp_path):
 def test_random_weights(tmp_path, photo):
     from PIL import Image
 
-    said = run("--model", "deformable_detr", "--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"))
+    page = tmp_path / "looks.html"
+    options = ("--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"), "--page", str(page))
+    said = run("--model", "deformable_detr", *options)
+    assert f"the page is in {page}" in said
+    facts = written(page)[1]
+    assert [look["name"] for look in facts["looks"]] == [f"decoder layer {i}" for i in range(1, 7)]
+    assert (facts["queries"]["total"], facts["queries"]["boxes"], len(facts["queries"]["labels"])) == (300, True, 300)
     assert "12 layers sample deformably" in said
     assert Image.open(tmp_path / "seen.png").size[0] > 900
 
@@ -102,6 +109,7 @@ def test_a_wrong_photo_or_place_is_refused_first(refused, detect, monkeypatch, t
     assert "--photo must exist; got nowhere.png" in refused("--photo", "nowhere.png")
     assert "--photo must be a picture; got cannot identify" in refused("--photo", str(tmp_path / "text.png"))
     assert "the folder of --out must exist; got nowhere" in refused("--out", "nowhere/x.png")
+    assert "the folder of --page must exist; got nowhere" in refused("--page", "nowhere/x.html")
     assert "--out must end in a kind of picture" in refused("--out", str(tmp_path / "x.xyz"))
 
 

@@ -345,6 +345,7 @@ def test_a_finger_drags_the_query_on_a_phone(page):
     page.touch("touchMove", (0.9, 0.9))
     assert page.query() == 11
     page.touch("touchEnd")
+    assert page.run("return getComputedStyle(document.querySelector('#plane')).touchAction") == "none"  # else it scrolls
     least = page.run(
         "return Math.min(...[...document.querySelectorAll('button, select, .row')].map((e) => e.offsetHeight || 99))"
     )

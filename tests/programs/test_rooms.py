@@ -26,6 +26,7 @@ FLOORS = (
     ("__init__",),
     ("_programs",),
     ("demo", "measure"),
+    ("replay",),
     ("cli",),
     ("__main__",),
 )

@@ -17,6 +17,8 @@ from PIL import Image
 
 pytest.importorskip("matplotlib")
 
+from pages import samples, written
+
 from mx_driving.demo import rig
 
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
@@ -55,7 +57,8 @@ def curve(out: pathlib.Path) -> list[float]:
 
 @pytest.mark.parametrize("transform", ["aggregation", "multi_scale", "geometric"])
 def test_learns_and_resumes_on_the_same_curve(folder, transform):
-    whole = run(folder, f"whole-{transform}", transform)
+    page = folder / f"{transform}.html"
+    whole = run(folder, f"whole-{transform}", transform, page=page)
     assert len(whole) == 4
     for picture in ("prediction.png", "looks.png"):
         with Image.open(folder / f"whole-{transform}" / picture) as shown:
@@ -63,6 +66,10 @@ def test_learns_and_resumes_on_the_same_curve(folder, transform):
         assert min(shown.size) > 100
         assert colours is not None
         assert len(colours) > 100  # not blank
+    looks = written(page)[1]
+    assert len(looks["cameras"]) == 6
+    assert {query for query, _ in samples(looks)} <= set(range(144))
+    assert 50 < len(samples(looks)) < 144 * 3  # few cells are seen by three cameras
     assert run(folder, f"part-{transform}", transform, stop=2) == whole[:2]
     assert run(folder, f"part-{transform}", transform, resume=True) == whole
 
@@ -110,6 +117,7 @@ def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
     assert "--out must be a folder; got" in refused(out="file")
     assert "--out must be a folder; got" in refused(out="file/run")
     assert "--out must be a place to write to; got" in refused(out="/proc/run" if sys.platform == "linux" else "x" * 300)
+    assert "the folder of --page must exist; got none" in refused("--page", "none/looks.html")
     assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
 
 

@@ -1,28 +1,31 @@
-// Facts about an operator's tensors, for code that runs once per call. Kernels do not include this header: the linker
-// would merge its functions between instruction sets.
+// Where tensors have their axes: nothing else knows an axis by its number.
+//
+//   shapes, starts       MAP_CAMERA, MAP_SCALE, of shapes HEIGHT_WIDTH      levels are the scales of one camera
+//   value, output        BATCH, KEY or QUERY, HEAD, CHANNEL
+//   locations, weights   BATCH, QUERY, HEAD, LEVEL, POINT, of locations XY
+//   reference            BATCH, QUERY, REFERENCE or HEAD, COORDINATE
+//   window               PLACE, PLACE_XY
+//
+// In deformable_aggregation a query is an anchor, and value and output have one head:
+//
+//   weights, pair_scale  BATCH, QUERY, KEY_POINT, CAMERA, of weights SCALE, GROUP
+//   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY; or key points: BATCH, QUERY, KEY_POINT, XYZ
+//   projection           BATCH, MATRIX, ROW, COLUMN
+//   image_size           BATCH, MATRIX, EXTENT
 #pragma once
-
-#include <algorithm>
-
-#include "call/call.h"
 
 namespace mxd {
 
-// How many axes tensors have, and where some axes are.
-struct Axes {
-    int value, starts, locations, weights; // output has as many as value, shapes one more than starts
-    int points, points_of_weights;         // of locations, and of weights
-    int per_query;                         // of locations and weights: the first axis after the queries and heads
-    int reference = 4, projection = 4;     // with logits
+enum Axis {
+    // clang-format off
+    MAP_CAMERA = 0, MAP_SCALE = 1, HEIGHT_WIDTH = 2,
+    BATCH = 0, KEY = 1, QUERY = 1, HEAD = 2, CHANNEL = 3,
+    LEVEL = 3, POINT = 4, XY = 5,
+    REFERENCE = 2, COORDINATE = 3,
+    PLACE = 0, PLACE_XY = 1,
+    KEY_POINT = 2, CAMERA = 3, SCALE = 4, GROUP = 5, PAIR_XY = 4, XYZ = 3,
+    MATRIX = 1, ROW = 2, COLUMN = 3, EXTENT = 2,
+    // clang-format on
 };
-
-inline Axes axes_of(const Call &call) {
-    if (call.op != AGGREGATION) return {4, 1, 6, 5, 4, 4, 3};
-    return call.with_logits ? Axes{3, 2, 4, 6, 2, 4, 2} : Axes{3, 2, 5, 6, 2, 2, 2};
-}
-
-inline bool is_empty(const mxd_tensor &t, int axes) { return std::count(t.shape, t.shape + axes, 0) > 0; }
-
-inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : dtype == MXD_FLOAT32 ? 4 : 2; }
 
 } // namespace mxd

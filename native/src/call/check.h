@@ -5,10 +5,8 @@
 
 namespace mxd {
 
-// Shapes and dtypes; levels are checked when they are read. Returns a status.
-int check(const Call &call);
-
-// Whether a query has more samples than any memory has room for.
-bool query_is_too_large(const Call &call);
+// Shapes, dtypes, and how much a query has; levels are checked when they are read. Returns a status. A call whose
+// queries have no samples is left without queries.
+int check(Call &call);
 
 } // namespace mxd

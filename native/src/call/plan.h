@@ -1,13 +1,12 @@
-// How a call is done. make_plan() decides it from sizes, strides, dtypes and the number of threads, before any element
-// is read; kernels switch on it.
+// How a call is done: what make_plan.h decides, and kernels switch on.
 #pragma once
-
-#include <string>
-#include <vector>
 
 #include "call/call.h"
 
 namespace mxd {
+
+// Lists of rows take as many samples together. So a part of a head begins at a multiple of it.
+constexpr int ROWS = 4;
 
 // Ways to the gradient of value, and what a worker owns in each. Nobody else adds to its rows, so no addition is
 // atomic, and additions come in the order of the queries for any number of threads.
@@ -25,8 +24,6 @@ struct PackedLevels {
     const int64_t *offset;      // for each level, in bytes; -1: not packed
     int64_t bytes;              // of all; 0: nothing is packed
     int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1; those of others stay near
-
-    bool all_near() const { return bytes > 0 && far_begin >= far_end; }
 };
 
 // Where a field is of no use to the way that is taken, it is zero.
@@ -44,16 +41,5 @@ struct Plan {
     int64_t num_bands;
     bool band_is_buffered; // BY_BANDS: added up beside grad_value, and converted once
 };
-
-// Owns what a plan points to.
-struct PlanLists {
-    std::vector<int64_t> packed_value, packed_gradient, bands;
-};
-
-// call: checked and prepared, but its value's data is not read.
-Plan make_plan(const Call &call, PlanLists &lists);
-
-// A line "name: what" for each decision.
-std::string describe(const Call &call, const Plan &plan);
 
 } // namespace mxd

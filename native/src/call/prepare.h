@@ -1,5 +1,4 @@
-// What is done to a call before it is planned: its levels are read from their tables, and value is copied where kernels
-// cannot read it as it lies.
+// What is done to a checked call before it is planned.
 #pragma once
 
 #include <memory>
@@ -15,24 +14,22 @@ struct Prepared {
     std::unique_ptr<char[]> value;
 };
 
-// Sets the levels of a checked call; MXD_BAD_LEVEL when one does not fit.
+// Reads the levels; MXD_BAD_LEVEL when one does not fit.
 int prepare_levels(Call &call, Prepared &prepared);
 
-// Describes value as kernels read it: channels contiguous, and double as soon as one input is. If value is not so
-// already, the data is yet to be copied, by prepare_value(). A value widened here saves a copy of each kernel for every
-// other dtype computed with in double.
-mxd_tensor readable_value(const Call &call);
-int prepare_value(Call &call, Prepared &prepared); // copies it; MXD_OUT_OF_MEMORY
+// Describes value as kernels read it: channels contiguous, and double as soon as one input is, which saves a copy of
+// each kernel for every other dtype computed with in double. The data is yet to be copied, if value was not so already.
+Tensor readable_value(const Call &call);
 
-// Requests huge pages for the results.
-void prefer_huge_pages(const Call &call);
+// Copies value where kernels cannot read it as it lies, and requests huge pages for the results. MXD_OUT_OF_MEMORY.
+int prepare_memory(Call &call, Prepared &prepared);
 
-// The number at an offset of an index table.
-int64_t element(const mxd_tensor &table, int64_t offset);
+// One level from the tables. They are not checked.
+Level read_level(const Call &call, int64_t camera, int64_t scale);
 
 // For a caller with memory of its own for a copy of value with contiguous channels.
-bool channels_lie_apart(const mxd_tensor &value, int axes);
-int64_t contiguous_bytes(const mxd_tensor &value, int axes);
-void make_contiguous(mxd_tensor &value, int axes, char *memory);
+bool channels_lie_apart(const Tensor &value);
+int64_t contiguous_bytes(const Tensor &value);
+void make_contiguous(Tensor &value, char *memory);
 
 } // namespace mxd

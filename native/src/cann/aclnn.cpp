@@ -1,5 +1,6 @@
 // aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
 // makes a task, phase two queues it on a stream.
+#include "call/make_call.h"
 #include "call/prepare.h"
 #include "cann/check.h"
 #include "cann/handles.h"
@@ -11,6 +12,7 @@
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
 
 #include <algorithm>
+#include <vector>
 
 struct aclOpExecutor {
     bool backward;
@@ -23,7 +25,6 @@ struct aclOpExecutor {
 namespace acl {
 namespace {
 
-constexpr int VALUE_AXES = 4;
 constexpr uint64_t WORKSPACE_ALIGNMENT = alignof(mxd::Level);
 
 Handles<aclOpExecutor> &executors() {
@@ -34,7 +35,7 @@ Handles<aclOpExecutor> &executors() {
 // Phase one reads no data, because on a device the index tables may not be there yet. The task reads them: it copies
 // the levels to the start of the workspace, checks the copy and uses the copy, so a program that writes to its tables
 // meanwhile does no harm. A contiguous copy of value follows, where value's channels are not contiguous.
-int64_t bytes_of_levels(const mxd_tensor &shapes) { return shapes.shape[0] * int64_t(sizeof(mxd::Level)); }
+int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
 void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
     const std::string at = "[" + std::to_string(index) + "]";
@@ -51,30 +52,27 @@ void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
 
 mxd::Level *read_levels(const aclOpExecutor &task, void *workspace) {
     mxd::Level *levels = static_cast<mxd::Level *>(workspace);
-    const int64_t *stride = task.call.shapes.strides;
-    for (int64_t l = 0; l < task.call.shapes.shape[0]; ++l) {
-        levels[l] = {mxd::element(task.call.shapes, l * stride[0]),
-                     mxd::element(task.call.shapes, l * stride[0] + stride[1]),
-                     mxd::element(task.call.starts, l * task.call.starts.strides[0])};
-        check_level(levels[l], l, task.call.value.shape[1]);
+    for (int64_t l = 0; l < task.call.sizes.levels; ++l) {
+        levels[l] = mxd::read_level(task.call, 0, l);
+        check_level(levels[l], l, task.call.sizes.keys);
     }
     return levels;
 }
 
-// An index table of numbers inside an array of levels: `fields` of each level, from `first` on. With 0 the table has
-// one axis.
-mxd_tensor column(int64_t *first, int64_t levels, int64_t fields) {
-    return {first, MXD_INT64, {levels, fields}, {sizeof(mxd::Level) / sizeof(int64_t), 1}};
+// From now on an index table is the numbers inside an array of levels, from `first` on.
+void read_from(mxd::Tensor &table, int64_t *first) {
+    table.data = first;
+    table.dtype = MXD_INT64;
+    table.strides[mxd::MAP_SCALE] = sizeof(mxd::Level) / sizeof(int64_t);
+    table.strides[mxd::HEIGHT_WIDTH] = 1;
 }
 
 void run(aclOpExecutor task, void *workspace) {
     mxd::Level *levels = read_levels(task, workspace);
-    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
-        mxd::make_contiguous(task.call.value, VALUE_AXES,
-                             static_cast<char *>(workspace) + bytes_of_levels(task.call.shapes));
-    const int64_t count = task.call.shapes.shape[0];
-    task.call.shapes = column(&levels->height, count, 2);
-    task.call.starts = column(&levels->start, count, 0);
+    if (mxd::channels_lie_apart(task.call.value))
+        mxd::make_contiguous(task.call.value, static_cast<char *>(workspace) + bytes_of_levels(task.call));
+    read_from(task.call.shapes, &levels->height);
+    read_from(task.call.starts, &levels->start);
     const int status = mxd::run(task.call);
     if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
     if (status != MXD_OK)
@@ -94,48 +92,47 @@ mxd_tensor native(const aclTensor &t) {
 }
 
 // output or gradOutput as [bs, num_queries, num_heads, channels]: three axes become four.
-mxd_tensor with_heads(const aclTensor &t, const AttentionSizes &n) {
+mxd_tensor with_heads(const aclTensor &t, const mxd::Sizes &n) {
     mxd_tensor to = native(t);
     if (t.axes == 4) return to;
-    to.shape[2] = n.heads;
-    to.shape[3] = n.channels;
-    to.strides[2] = n.channels * t.strides[2];
-    to.strides[3] = t.strides[2];
+    const int64_t of_channel = t.strides[mxd::HEAD]; // the last axis of three
+    to.shape[mxd::HEAD] = n.heads;
+    to.shape[mxd::CHANNEL] = n.channels;
+    to.strides[mxd::HEAD] = n.channels * of_channel;
+    to.strides[mxd::CHANNEL] = of_channel;
     return to;
 }
 
-aclOpExecutor executor_of(Arguments &a, const AttentionSizes &n) {
+mxd::Call call_of(Arguments &a, const mxd::Sizes &n) {
+    std::vector<mxd_tensor> tensors;
+    a.for_each([&](const Argument &each) {
+        const bool has_heads = &each == &a.output || &each == &a.grad_output;
+        tensors.push_back(has_heads ? with_heads(each.tensor, n) : native(each.tensor));
+    });
+    // mxd_multi_scale_deformable_attn_backward is given the gradient of the output first
+    if (a.backward) std::rotate(tensors.begin(), tensors.begin() + 5, tensors.begin() + 6);
+    std::vector<const mxd_tensor *> arguments;
+    for (const mxd_tensor &each : tensors) arguments.push_back(&each);
+    // Asked on the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on
+    // another.
+    return mxd::make_call({mxd::MULTI_SCALE, false, a.backward}, arguments.data(), mxd::usable_threads());
+}
+
+aclOpExecutor executor_of(Arguments &a, const mxd::Sizes &n) {
     aclOpExecutor task{};
     task.backward = a.backward;
     a.for_each([&](const Argument &each) { task.nothing_to_do = task.nothing_to_do || empty(each.tensor); });
     if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
-    task.call.shapes = native(a.spatial_shape.tensor);
-    task.call.starts = native(a.level_start_index.tensor);
-    task.call.op = mxd::MULTI_SCALE;
-    task.call.backward = a.backward;
-    task.call.value = native(a.value.tensor);
-    task.call.locations = native(a.location.tensor);
-    task.call.weights = native(a.attn_weight.tensor);
-    // Asked on the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on
-    // another.
-    task.call.num_threads = mxd::usable_threads();
-    if (task.backward) {
-        task.call.grad_output = with_heads(a.grad_output.tensor, n);
-        task.call.grad_value = native(a.grad_value.tensor);
-        task.call.grad_locations = native(a.grad_location.tensor);
-        task.call.grad_weights = native(a.grad_attn_weight.tensor);
-    } else {
-        task.call.output = with_heads(a.output.tensor, n);
-    }
-    task.workspace_bytes = uint64_t(bytes_of_levels(task.call.shapes));
-    if (mxd::channels_lie_apart(task.call.value, VALUE_AXES))
-        task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value, VALUE_AXES));
+    task.call = call_of(a, n);
+    task.workspace_bytes = uint64_t(bytes_of_levels(task.call));
+    if (mxd::channels_lie_apart(task.call.value))
+        task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value));
     return task;
 }
 
 aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
     return guarded([&] {
-        const AttentionSizes n = check_phase_one(arguments, workspace_size, executor);
+        const mxd::Sizes n = check_phase_one(arguments, workspace_size, executor);
         auto task = std::make_unique<aclOpExecutor>(executor_of(arguments, n));
         *workspace_size = task->workspace_bytes;
         *executor = executors().add(std::move(task));

@@ -61,11 +61,11 @@ void check_shape(const Argument &argument, std::initializer_list<Axis> axes) {
 }
 
 // The three shapes that an input and its gradient share.
-void check_shape_of_value(const Argument &argument, const AttentionSizes &n) {
+void check_shape_of_value(const Argument &argument, const mxd::Sizes &n) {
     check_shape(argument, {{"bs", n.batch}, {"num_keys", n.keys}, {"num_heads", n.heads}, {"channels", n.channels}});
 }
 
-void check_shape_of_location(const Argument &argument, const AttentionSizes &n) {
+void check_shape_of_location(const Argument &argument, const mxd::Sizes &n) {
     check_shape(argument, {{"bs", n.batch},
                            {"num_queries", n.queries},
                            {"num_heads", n.heads},
@@ -74,7 +74,7 @@ void check_shape_of_location(const Argument &argument, const AttentionSizes &n) 
                            {nullptr, 2}});
 }
 
-void check_shape_of_weight(const Argument &argument, const AttentionSizes &n) {
+void check_shape_of_weight(const Argument &argument, const mxd::Sizes &n) {
     check_shape(argument, {{"bs", n.batch},
                            {"num_queries", n.queries},
                            {"num_heads", n.heads},
@@ -83,7 +83,7 @@ void check_shape_of_weight(const Argument &argument, const AttentionSizes &n) {
 }
 
 // output, and gradOutput when it has three axes.
-void check_shape_of_output(const Argument &argument, const AttentionSizes &n) {
+void check_shape_of_output(const Argument &argument, const mxd::Sizes &n) {
     check_shape(argument,
                 {{"bs", n.batch}, {"num_queries", n.queries}, {"num_heads * channels", n.heads * n.channels}});
 }
@@ -92,7 +92,7 @@ void check_limit(const Argument &argument, bool holds, const char *rule, int64_t
     if (!holds) invalid(argument, rule, std::to_string(fact));
 }
 
-void check_limits(const Arguments &a, const AttentionSizes &n) {
+void check_limits(const Arguments &a, const mxd::Sizes &n) {
     check_limit(a.value, n.channels % CHANNELS_MULTIPLE == 0 && n.channels <= MOST_CHANNELS,
                 "have channels a multiple of 8 and <= 256", n.channels);
     check_limit(a.value, n.heads <= MOST_HEADS, "have num_heads <= 16", n.heads);
@@ -114,38 +114,39 @@ void check_handles(Arguments &arguments) {
 }
 
 // Formats, dtypes, shapes and limits of the inputs. Each shape tells sizes that the next ones must have.
-AttentionSizes check_inputs(const Arguments &a) {
+mxd::Sizes check_inputs(const Arguments &a) {
     check_floating(a.value);
     check_index(a.spatial_shape);
     check_index(a.level_start_index);
     check_floating(a.location);
     check_floating(a.attn_weight);
-    AttentionSizes n;
+    mxd::Sizes n{};
+    n.batch = n.keys = n.heads = n.channels = n.queries = n.levels = n.points = ANY;
     check_shape_of_value(a.value, n);
     const int64_t *value = a.value.tensor.shape, *location = a.location.tensor.shape;
-    n.batch = value[0];
-    n.keys = value[1];
-    n.heads = value[2];
-    n.channels = value[3];
+    n.batch = value[mxd::BATCH];
+    n.keys = value[mxd::KEY];
+    n.heads = value[mxd::HEAD];
+    n.channels = value[mxd::CHANNEL];
     check_shape(a.spatial_shape, {{"num_levels", n.levels}, {nullptr, 2}});
-    n.levels = a.spatial_shape.tensor.shape[0];
+    n.levels = *a.spatial_shape.tensor.shape;
     check_shape(a.level_start_index, {{"num_levels", n.levels}});
     check_shape_of_location(a.location, n);
-    n.queries = location[1];
-    n.points = location[4];
+    n.queries = location[mxd::QUERY];
+    n.points = location[mxd::POINT];
     check_shape_of_weight(a.attn_weight, n);
     check_limits(a, n);
     return n;
 }
 
-void check_output(const Arguments &a, const AttentionSizes &n) {
+void check_output(const Arguments &a, const mxd::Sizes &n) {
     check_floating(a.output);
     if (a.output.tensor.dtype != a.value.tensor.dtype)
         invalid(a.output, "have value's dtype " + dtype_name(a.value.tensor.dtype), dtype_name(a.output.tensor.dtype));
     check_shape_of_output(a.output, n);
 }
 
-void check_gradients(const Arguments &a, const AttentionSizes &n) {
+void check_gradients(const Arguments &a, const mxd::Sizes &n) {
     for (const Argument *each : {&a.grad_output, &a.grad_value, &a.grad_location, &a.grad_attn_weight})
         check_floating(*each);
     if (a.grad_output.tensor.axes == 3)
@@ -184,11 +185,11 @@ void check_memory(const Argument &argument) {
 
 } // namespace
 
-AttentionSizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
+mxd::Sizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
     check_handles(arguments);
     if (!workspace_size) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspaceSize", "point to a number", "NULL");
     if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "point to an executor", "NULL");
-    const AttentionSizes n = check_inputs(arguments);
+    const mxd::Sizes n = check_inputs(arguments);
     if (arguments.backward)
         check_gradients(arguments, n);
     else

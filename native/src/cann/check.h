@@ -1,6 +1,7 @@
 // What phase one checks: the arguments of the two operators of aclnn.cpp. A check that fails throws a Refusal.
 #pragma once
 
+#include "call/call.h"
 #include "cann/tensor.h"
 
 namespace acl {
@@ -42,11 +43,7 @@ struct Arguments {
 
 constexpr int64_t ANY = -1; // a size that no argument has told yet
 
-struct AttentionSizes {
-    int64_t batch = ANY, keys = ANY, heads = ANY, channels = ANY, queries = ANY, levels = ANY, points = ANY;
-};
-
 // Every check of phase one; reads no tensor's elements. Copies each handle's tensor; returns the sizes.
-AttentionSizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
+mxd::Sizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
 
 } // namespace acl

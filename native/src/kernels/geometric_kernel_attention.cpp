@@ -1,5 +1,7 @@
 // geometric_kernel_attention on the CPU. Locations are pixels: truncated, clamped to the map, no interpolation.
 #include "kernels/attention/attention.h"
+#include "kernels/window/forward.h"
+#include "kernels/window/gradients.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -56,9 +58,11 @@ template <class T> struct Nearest {
 
 } // namespace
 
-bool geometric_kernel_attention(const Call &call, const Plan &plan) { return attention<Nearest>(call, plan); }
+bool geometric_kernel_attention(const Call &call, const Plan &plan) {
+    return plan.heads_together > 0 ? all_heads_together(call, plan) : attention<Nearest>(call, plan);
+}
 bool geometric_kernel_attention_backward(const Call &call, const Plan &plan) {
-    return attention_backward<Nearest>(call, plan);
+    return plan.heads_together > 0 ? gradients_of_heads_together(call, plan) : attention_backward<Nearest>(call, plan);
 }
 
 } // namespace MXD_ISA

@@ -1,8 +1,7 @@
-// The kernels, once per instruction set.
+// The kernels of each instruction set: all that the rest of the library sees of them.
 #pragma once
 
 #include "call/plan.h"
-#include "kernels/shared/tensor.h"
 
 namespace mxd {
 
@@ -13,40 +12,15 @@ struct Kernels {
     Kernel *forward, *backward;
 };
 
-namespace MXD_ISA {
-
-extern const Kernels kernels[]; // by Operator
-
-namespace {
-
-// What a worker is given.
-struct Job {
-    const Call &call;
-    const Plan &plan;
-    // plan.packed_value of the head that is worked on; where heads go together, rows of 16 bits of the batch that is
-    // worked on, widened; null where there are none
-    const char *packed_value;
-    char *reference_sums; // the gradient of reference points, head by head; null where it is not wanted
-    // Of deformable_aggregation with logits, backward: SoftmaxTotals; ProjectionSums, null where they are not wanted.
-    char *softmax_totals = nullptr, *projection_sums = nullptr;
-};
-
-// fn(V*, T*) for the storage type of value and the type computed in.
-template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
-    float *const single = nullptr;
-    double *const wide = nullptr;
-    switch (call.value.dtype) {
-    case MXD_FLOAT64:
-        return fn(wide, wide);
-    case MXD_FLOAT16:
-        return fn(static_cast<Half *>(nullptr), single);
-    case MXD_BFLOAT16:
-        return fn(static_cast<BFloat16 *>(nullptr), single);
-    default:
-        return fn(single, single);
-    }
+// By Operator. A library has those that it is built with.
+namespace baseline {
+extern const Kernels kernels[];
+}
+namespace avx2 {
+extern const Kernels kernels[];
+}
+namespace avx512 {
+extern const Kernels kernels[];
 }
 
-} // namespace
-} // namespace MXD_ISA
 } // namespace mxd

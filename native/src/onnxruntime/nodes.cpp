@@ -210,9 +210,10 @@ class Checker {
         const std::vector<int64_t> &shape = inputs[3].shape;
         const int64_t bs = size_of("bs"), queries = size_of("num_queries"), levels = size_of("num_levels"),
                       points = size_of("num_points");
-        const bool axes = shape.size() == 4 && shape[0] == bs && shape[1] == queries;
-        if (axes && (shape[3] == 2 || shape[3] == 4) &&
-            (reference_by_point ? shape[2] > 0 && points % shape[2] == 0 : shape[2] == levels || shape[2] == 1))
+        const bool axes = shape.size() == 4 && shape[BATCH] == bs && shape[QUERY] == queries;
+        if (axes && (shape[COORDINATE] == 2 || shape[COORDINATE] == 4) &&
+            (reference_by_point ? shape[REFERENCE] > 0 && points % shape[REFERENCE] == 0
+                                : shape[REFERENCE] == levels || shape[REFERENCE] == 1))
             return;
         const std::string count = reference_by_point ? "a divisor of num_points=" + std::to_string(points)
                                                      : "num_levels=" + std::to_string(levels) + " or 1";
@@ -262,8 +263,9 @@ std::string find_fault(const Node &node, const std::vector<Given> &inputs, bool 
 
 std::string find_fault_of_levels(const Node &node, const std::vector<Given> &inputs) {
     const Given &shapes = inputs[1], &starts = inputs[2];
-    const int64_t keys = inputs[0].shape[1], last = starts.shape.back(), of_cameras = int64_t(starts.shape.size()) == 2;
-    const int64_t count = last * (of_cameras ? starts.shape[0] : 1);
+    const int64_t keys = inputs[0].shape[KEY], last = starts.shape.back(),
+                  of_cameras = int64_t(starts.shape.size()) == 2;
+    const int64_t count = last * (of_cameras ? starts.shape.front() : 1);
     for (int64_t i = 0; i < count; ++i) {
         const std::string where = of_cameras ? "[" + std::to_string(i / last) + ", " + std::to_string(i % last) + "]"
                                              : "[" + std::to_string(i) + "]";

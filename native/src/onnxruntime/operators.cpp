@@ -14,8 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "call/arguments.h"
-#include "call/axes.h"
+#include "call/make_call.h"
 #include "interface.h"
 #include "onnxruntime/api.h"
 #include "onnxruntime/nodes.h"
@@ -145,9 +144,9 @@ mxd_tensor contiguous(void *data, int type, const std::vector<int64_t> &shape) {
 mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const std::vector<Given> &inputs) {
     const Given &value = inputs[0];
     std::vector<int64_t> shape = value.shape;
-    shape[1] = inputs[3].shape[1];
-    const bool heads = shape.size() == 4;
-    const int64_t flat[] = {shape[0], shape[1], heads ? shape[2] * shape[3] : shape[2]};
+    shape[QUERY] = inputs[3].shape[QUERY];
+    int64_t flat[] = {shape[BATCH], shape[QUERY], 1};
+    for (size_t a = HEAD; a < shape.size(); ++a) flat[HEAD] *= shape[a];
     OrtValue *output = nullptr;
     void *data = nullptr;
     need(ort::output(api, context, 0, flat, 3, &output));
@@ -159,8 +158,8 @@ mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const std::
 std::vector<mxd_tensor> tensors_of(const Node &node, std::vector<Given> inputs) {
     std::vector<int64_t> &weights = inputs[size_t(node.weights)].shape;
     if (node.with_logits && weights.size() == 4) {
-        const int64_t levels = inputs[2].shape[0];
-        const int64_t points = node.op == GEOMETRIC ? inputs[4].shape[0] : inputs[4].shape[4];
+        const int64_t levels = inputs[2].shape.front();
+        const int64_t points = node.op == GEOMETRIC ? inputs[4].shape[PLACE] : inputs[4].shape[POINT];
         weights[3] = levels;
         weights.push_back(points);
     }
@@ -175,8 +174,7 @@ Call call_of_node(const Instance &instance, const std::vector<mxd_tensor> &tenso
     std::vector<const mxd_tensor *> arguments;
     for (size_t i = 0; i < tensors.size(); ++i) arguments.push_back(inputs[i].there ? &tensors[i] : nullptr);
     arguments.push_back(&output);
-    if (!node.with_logits) return call_of_function(node.op, false, arguments.data(), 1);
-    Call call = call_with_logits(node.op, false, arguments.data(), 1);
+    Call call = make_call({node.op, node.with_logits, false}, arguments.data(), 1);
     call.reference_by_point = instance.by_point;
     return call;
 }
@@ -188,11 +186,9 @@ constexpr double WORK_OF_A_THREAD = 1 << 16;
 
 // Elements of rows that are read. In deformable_aggregation each point is taken to be seen by one camera.
 double elements_read(const Call &call) {
-    const int64_t *w = call.weights.shape, *v = call.value.shape;
-    const int last = call.op == AGGREGATION ? (call.with_logits ? 2 : 3) : -1; // the axis of cameras
-    double samples = 1;
-    for (int a = 0; a < 5; ++a) samples *= a == last ? 1 : double(w[a]);
-    return samples * (call.op == GEOMETRIC ? 1 : 4) * double(v[call.op == AGGREGATION ? 2 : 3]);
+    const Sizes &n = call.sizes;
+    const double samples = double(n.batch) * double(n.queries * n.heads) * double(n.scales * n.points);
+    return samples * (call.op == GEOMETRIC ? 1 : 4) * double(n.channels);
 }
 
 int threads_that_pay(const Call &call) {

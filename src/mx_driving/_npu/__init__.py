@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .._checks.rules import fail
 from . import _amp, _device_module, _devices, _optim, _testing, _transfer, _utils
 from ._changes import Changes
 
@@ -88,11 +89,11 @@ def install() -> None:
     """Let `import torch_npu` give the stand-in, and torch know its device. A second call does nothing."""
     where = _real()
     if where is not None:
-        raise RuntimeError(f"torch_npu must not be installed where mx_driving.compat stands in for it; got {where}")
+        fail(RuntimeError, "torch_npu", "not be installed where mx_driving.compat stands in for it", where)
     if installed():
         return
     if hasattr(torch, "npu"):
-        raise RuntimeError("torch must have no device module called npu where mx_driving.compat stands in for it; got one")
+        fail(RuntimeError, "torch", "have no module npu where mx_driving.compat stands in for it", vars(torch)["npu"])
     sys.meta_path.insert(0, _finder)
     for name in _SUBMODULES:
         importlib.import_module(f"torch_npu.{name}")

@@ -119,6 +119,20 @@ def _autocast(start: Function) -> Function:
     return begin
 
 
+def _gloo(start: Function) -> Function:
+    """init_process_group and new_group: a backend that needs the device is gloo instead."""
+
+    def on_cpu_backend(name: Any) -> Any:
+        wanted = {"hccl"} | ({"nccl"} if "cuda" in _types else set())
+        return "gloo" if isinstance(name, str) and any(part.rpartition(":")[2] in wanted for part in name.split(",")) else name
+
+    @functools.wraps(start)
+    def begin(*args: Any, **named: Any) -> Any:
+        return start(*[on_cpu_backend(a) for a in args], **{name: on_cpu_backend(a) for name, a in named.items()})
+
+    return begin
+
+
 def _fork_rng(fork: Function) -> Function:
     """torch.random.fork_rng: the CPU's state, which is the device's, is kept whatever the devices are."""
 
@@ -204,6 +218,9 @@ def install(changes: Changes) -> None:
     changes.set(torch.autocast, "__init__", _autocast(torch.autocast.__init__))
     changes.set(torch.amp.GradScaler, "__init__", mapped(torch.amp.GradScaler.__init__))
     changes.set(torch.random, "fork_rng", _fork_rng(torch.random.fork_rng))
+    if torch.distributed.is_available():
+        for name in ("init_process_group", "new_group"):
+            changes.set(torch.distributed, name, _gloo(getattr(torch.distributed, name)))
     changes.set(torch.Tensor, "npu", tensor_npu)
     changes.set(torch.nn.Module, "npu", module_npu)
     changes.set(torch.Tensor, "is_npu", property(lambda self: True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import types
+from typing import Any
+
 import torch
 
 from . import _amp, _device_module, _devices
@@ -15,12 +18,19 @@ def _names() -> list[str]:
     return [name for name in (*own, *_device_module.TENSOR_TYPES) if not name.startswith("_") and name not in _KEPT]
 
 
+def _apart(thing: Any) -> Any:
+    """A function of its own for each name: torch.compile has a table of them, and refuses one that is there twice."""
+    if not isinstance(thing, types.FunctionType):
+        return thing
+    return types.FunctionType(thing.__code__, thing.__globals__, thing.__name__, thing.__defaults__, thing.__closure__)
+
+
 def transfer(changes: Changes) -> None:
     """Let torch.cuda, Tensor.cuda, Tensor.is_cuda, Module.cuda and devices called "cuda" be the stand-in's."""
     _devices.types_that_mean_cpu("npu", "cuda")
     for name in _names():
         if hasattr(torch.cuda, name):
-            changes.set(torch.cuda, name, getattr(_device_module, name))
+            changes.set(torch.cuda, name, _apart(getattr(_device_module, name)))
     for name in ("autocast", "GradScaler"):
         changes.set(torch.cuda.amp, name, getattr(_amp, name))
     changes.set(torch.Tensor, "cuda", _devices.tensor_npu)

@@ -14,6 +14,7 @@ from .check import check
 from .demo import demo
 from .fuse import fuse
 from .models import models
+from .replay import replay
 
 app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -31,13 +32,15 @@ def options(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print versions and instruction set.")
     ] = False,
 ) -> None:
-    """The deformable sampling operators of mx_driving: check them on this machine, see them at work, measure them."""
+    """The deformable sampling operators of mx_driving: check them on this machine, see them at work, measure them, judge
+    recorded calls."""
 
 
 app.command()(check)
 app.command()(demo)
 app.command()(bench)
 app.command()(models)
+app.command()(replay)
 app.command()(fuse)
 
 

@@ -38,7 +38,7 @@ def bench(
     ] = False,
     seconds: Seconds = 3.0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows as bars to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
     compare: Annotated[
         Path | None,
         typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True, dir_okay=False),

@@ -94,6 +94,11 @@ RECIPES = {
 }
 
 
+def of_transformers(found: Any) -> dict[str, Tensor]:
+    """What a model of transformers returns, as tensors by name."""
+    return {name: found[name] for name in OUTPUTS if name in found and found[name] is not None}
+
+
 @dataclass
 class Subject:
     """A model with random weights, its inputs, and how to run it."""
@@ -101,10 +106,10 @@ class Subject:
     name: str
     model: torch.nn.Module
     inputs: dict[str, Any]
+    read: Callable[[Any], dict[str, Tensor]] = of_transformers
 
     def forward(self) -> dict[str, Tensor]:
-        found = self.model(**self.inputs)
-        return {name: found[name] for name in OUTPUTS if name in found and found[name] is not None}
+        return self.read(self.model(**self.inputs))
 
     def backward(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The outputs, and the gradient of a fixed mixture of them for every parameter that has one."""
@@ -155,11 +160,11 @@ def build(name: str, height: int, width: int, dtype: torch.dtype = torch.float32
     torch.manual_seed(0)
     model = kind(kind.config_class(**{**recipe.changes(kind.config_class), **changes})).eval()
     subject = Subject(name, model.to(dtype), {"pixel_values": photograph(*sides).to(dtype), **recipe.inputs()})
-    _make_sensitive(subject)
+    make_sensitive(subject)
     return subject
 
 
-def _make_sensitive(subject: Subject) -> None:
+def make_sensitive(subject: Subject) -> None:
     """Change the model so that a wrong sample shows in its outputs. Offsets get random weights: at first all points lie on
     pixel centres, where the gradient of a location jumps and one rounding error decides it. Normalisations get this
     picture's statistics: with their first ones some models damp their features to 1e-10."""

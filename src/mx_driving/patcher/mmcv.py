@@ -23,7 +23,7 @@ def msda(module: types.ModuleType, options: dict[str, Any]) -> None:
 def patch_mmcv_version(expected_version: str) -> None:
     """Import mmdet and mmdet3d while mmcv says that it is of the version they expect. Nothing where one is not installed."""
     try:
-        mmcv = importlib.import_module("mmcv")
+        mmcv: Any = importlib.import_module("mmcv")
     except ImportError:
         return
     own, mmcv.__version__ = mmcv.__version__, expected_version

@@ -24,7 +24,8 @@ from torch import Tensor
 from .. import _checks
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from ._forms import keys_last, levels, levels_by_points
+from ._callers import weights_may_be_watched
+from ._forms import BY_LEVEL, IMAGES, ROWS, Layout, can_be_read, keys_last, levels, levels_by_points
 
 ATTENTION = "attention module"
 LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
@@ -44,6 +45,10 @@ ROLES = {
 }
 LISTED = {"value_spatial_shapes", "value_shapes"}  # names of shapes that are a list
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
+
+
+def by_role(named: Mapping[str, Any]) -> Given:
+    return {_ROLE.get(name, name): argument for name, argument in named.items()}
 
 
 def _always(module: Any, given: Given) -> bool:
@@ -85,6 +90,7 @@ class Attention:
     alone: bool = False  # memory may be left out: the queries look at themselves
     queue: int = 1  # batches of memory for each batch of queries
     masked: bool = True  # whether the trial gives a mask
+    layout: Layout = ROWS  # of memory, which has its heads already where this is another one
     kind: str = ATTENTION
 
     def attend(self, module: Any, given: Given) -> Any:
@@ -105,6 +111,8 @@ class Attention:
         query = query if position is None else query + position
         if not _batch_first(module):
             query, memory = query.transpose(0, 1), memory.transpose(0, 1)
+        if self.layout is not ROWS:
+            memory = self.layout.ours(memory, _heads(module))
         hidden = ~mask if mask is not None and self.keeps else mask
         return Inputs(query, memory, hidden, given["reference"], given)
 
@@ -117,17 +125,18 @@ class Attention:
             if len(args) > len(names):
                 return original(module, *args, **kwargs)  # which says so
             named = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-            given = {_ROLE.get(name, name): argument for name, argument in named.items()}
-            return self.attend(module, given) if self.serves(module, given) else original(module, *args, **kwargs)
+            given = by_role(named)
+            if not _plain_mask(given) or not self.serves(module, given) or (self.weights and weights_may_be_watched(module)):
+                return original(module, *args, **kwargs)  # which calls its core
+            return self.attend(module, given)
 
         return forward
 
 
-def _can_be_read(t: Tensor) -> bool:
-    """Whether the numbers of t are here now: on the CPU, outside all tracing."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(t) is Tensor and t.device.type == "cpu"
+def _plain_mask(given: Given) -> bool:
+    """Whether keys count or do not. Some libraries multiply values by their mask, which may then have other numbers."""
+    mask = given.get("mask")
+    return mask is None or mask.dtype == torch.bool
 
 
 def _batch_first(module: Any) -> bool:
@@ -153,7 +162,9 @@ def _rows(module: Any, inputs: Inputs) -> Tensor:
     To see that a mask hides nothing takes a hundredth of the time of a copy of rows.
     """
     hidden = inputs.hidden
-    if hidden is not None and _can_be_read(hidden) and not hidden.any():
+    if inputs.memory.dim() == 4:
+        return inputs.memory
+    if hidden is not None and can_be_read(hidden) and not hidden.any():
         hidden = None
     project = getattr(module, "value_proj", None)
     return heads_of(inputs.memory if project is None else project(inputs.memory), hidden, _heads(module))
@@ -166,7 +177,7 @@ def _tables(given: Given, keys: int, device: torch.device) -> tuple[Tensor, Tens
         shapes, sizes = None, shapes or sizes
     if sizes is not None:
         _checks.inputs.rows_of_levels(sum(h * w for h, w in sizes), keys)
-    elif shapes is not None and _can_be_read(shapes):
+    elif shapes is not None and can_be_read(shapes):
         _checks.inputs.rows_of_levels(int(shapes.prod(-1).sum()), keys)
     if shapes is not None and starts is not None:
         return shapes, starts
@@ -210,7 +221,8 @@ def _uneven(module: Any, inputs: Inputs) -> Sampled:
         value = keys_last(value)
     shapes, starts = _tables(inputs.given, value.shape[1], value.device)
     offsets = module.sampling_offsets(inputs.query).unflatten(-1, (_heads(module), len(order), points, 2))
-    scales = [2 * points / counts[level] * module.offset_scale for level in order]
+    scale = getattr(module, "offset_scale", 0.5)  # OTX writes the number
+    scales = [2 * points / counts[level] * scale for level in order]
     if any(scale != 1 for scale in scales):
         offsets = offsets * torch.tensor(scales, dtype=offsets.dtype, device=offsets.device)[:, None, None]
     logits = module.attention_weights(inputs.query).unflatten(-1, (_heads(module), -1))
@@ -233,7 +245,7 @@ def _temporal(module: Any, inputs: Inputs) -> Sampled:
 
 def _one_box(module: Any, given: Given) -> bool:
     """Method "discrete" reads whole pixels. With points (x, y) these modules work for few shapes, and by broadcasting."""
-    method = module.method if hasattr(module, "method") else module.decoder_method
+    method = getattr(module, "method", getattr(module, "decoder_method", "default"))
     return method == "default" and tuple(given["reference"].shape[2:]) == (1, 4)
 
 
@@ -242,13 +254,27 @@ def _one_box_unmasked(module: Any, given: Given) -> bool:
     return _one_box(module, given) and given.get("mask") is None
 
 
+def _apart(module: Any, given: Given) -> bool:
+    """Values of each level by heads. LibreYOLO's GTR merges its linear layers, and its levels, for deployment."""
+    by_level = isinstance(given["memory"], (list, tuple)) and all(level.dim() == 4 for level in given["memory"])
+    return by_level and not getattr(module, "_fused_offset_weight", False) and _one_box(module, given)
+
+
+def _point_or_box(module: Any, given: Given) -> bool:
+    return given["reference"].shape[-1] in (2, 4)  # OTX has another shape, of a centre and distances to four sides
+
+
 def _known_names(module: Any, given: Given) -> bool:
     return "residual" not in given  # mmcv's former name of identity, which a decorator of its forward translates
 
 
 _HUGGING_FACE = frozenset({"hidden_states", "attention_mask", "encoder_hidden_states", "reference_points"})
 _MMCV = frozenset({"query", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
+_GROUNDING_DINO = _MMCV - {"identity"}
 _PAPER = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"})
+_BARE = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes"})
+_RT_DETR = frozenset({"query", "reference_points", "value", "value_spatial_shapes"})
+_POINTS = {"num_points": [2, 4], "num_points_list": [2, 4], "offset_scale": 0.7}
 _ULTRALYTICS = frozenset({"query", "refer_bbox", "value", "value_shapes", "value_mask"})
 ATTENTION_FORMS = (
     Attention(_HUGGING_FACE, _even, keeps=True, weights=True),
@@ -263,9 +289,17 @@ ATTENTION_FORMS = (
         arguments={"decoder_n_points": [2, 4]},
         masked=False,
     ),
+    Attention(_HUGGING_FACE, _even, keeps=True),  # LibreYOLO's Grounding DINO
     Attention(_MMCV, _even, residual=True, serves=_known_names, alone=True),
     Attention(_MMCV, _pillars, serves=_known_names, references=((2, 2),), alone=True),
     Attention(_MMCV, _temporal, residual=True, serves=_known_names, references=((2, 2), (2, 4)), alone=True, queue=2),
+    Attention(_GROUNDING_DINO, _even, alone=True),
     Attention(_PAPER, _even),
+    Attention(_BARE, _even),  # LibreYOLO's LW-DETR
+    Attention(_RT_DETR, _even, serves=_point_or_box),
+    Attention(_RT_DETR, _even, keeps=True, serves=_point_or_box),
+    Attention(_RT_DETR, _uneven, keeps=True, serves=_one_box, references=((1, 4),), arguments=_POINTS),
+    Attention(_RT_DETR, _uneven, serves=_apart, references=((1, 4),), arguments=_POINTS, masked=False, layout=BY_LEVEL),
+    Attention(_RT_DETR, _uneven, serves=_apart, references=((1, 4),), arguments=_POINTS, masked=False, layout=IMAGES),
     Attention(_ULTRALYTICS, _even, references=((1, 2), (1, 4))),
 )

@@ -46,6 +46,12 @@ def parameters_of(function: types.FunctionType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount]
 
 
+def presets_of(function: types.FunctionType) -> dict[str, Any]:
+    """Its parameters that have defaults, and these."""
+    names, defaults = parameters_of(function), function.__defaults__ or ()
+    return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+
+
 def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """spatial_shapes and level_start_index of levels that lie one after the other."""
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
@@ -83,23 +89,69 @@ class _KeysLast(torch.autograd.Function):
 class Layout:
     """How a core's value lies in memory: from it to ours, [bs, num_keys, num_heads, channels], and back for a trial."""
 
-    ours: Callable[[Any, Tensor], Tensor]  # of their value and sampling_locations
+    ours: Callable[[Any, int], Tensor]  # of their value and the number of heads
     theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]  # of our value and the levels' (H, W)
 
 
 def _level_by_level(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
-    return list(value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1))
+    return [level.contiguous() for level in value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1)]
 
 
-LAYOUTS = (
-    Layout(lambda value, _: value, lambda value, _: value),  # mmcv, Deformable-DETR, ultralytics
-    Layout(lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1)),  # RF-DETR: keys last
-    Layout(lambda value, _: torch.cat(list(value), -1).permute(0, 3, 1, 2), _level_by_level),  # D-FINE: so for each level
+def _as_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    levels = _level_by_level(value, sizes)
+    return tuple(level.flatten(0, 1).unflatten(-1, tuple(size)) for level, size in zip(levels, sizes, strict=True))
+
+
+def _joined(levels: Sequence[Tensor]) -> Tensor:
+    """Levels [bs, heads, channels, keys] in one tensor. Those that were split from one are not copied where no gradient is
+    recorded: a copy for each layer takes longer than the samples of 300 queries."""
+    first, total = levels[0], sum(level.shape[-1] for level in levels)
+    if _lie_together(levels):
+        return first.as_strided((*first.shape[:-1], total), first.stride(), first.storage_offset())
+    return torch.cat(list(levels), -1)
+
+
+def can_be_read(t: Tensor) -> bool:
+    """Whether the numbers of t are here now: on the CPU, outside all tracing."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(t) is Tensor and t.device.type == "cpu"
+
+
+def _lie_together(levels: Sequence[Tensor]) -> bool:
+    """Whether each level begins in memory where the one before it ends."""
+    first = levels[0]
+    if torch.is_grad_enabled() or not all(map(can_be_read, levels)):
+        return False
+    offset = first.storage_offset()
+    for level in levels:
+        same = level.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and level.dtype == first.dtype
+        if not same or level.stride() != first.stride() or level.storage_offset() != offset:
+            return False
+        offset += level.shape[-1] * level.stride(-1)
+    return True
+
+
+ROWS = Layout(lambda value, _: value, lambda value, _: value)  # mmcv, Deformable-DETR, ultralytics
+KEYS_LAST = Layout(
+    lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
+)  # RF-DETR
+BY_LEVEL = Layout(lambda value, _: _joined(value).permute(0, 3, 1, 2), _level_by_level)  # D-FINE, DEIM: so for each level
+IMAGES = Layout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
+    lambda value, heads: _joined([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _as_images
 )
+LAYOUTS = (ROWS, KEYS_LAST, BY_LEVEL, IMAGES)
 _NEEDED = {"value", "value_spatial_shapes", "sampling_locations", "attention_weights"}
-_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw"}
+_UNTRIED = {"value_shape"}  # options that the trial leaves at their defaults, and so a call must
+_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw", "allow_acceleration"} | _UNTRIED
+_OTHER_NAMES = {"shapes_list": "value_spatial_shapes"}
 SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
 _UNEVEN = "num_points_list"
+
+
+def by_known_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a core under the names that most libraries give them."""
+    return {_OTHER_NAMES.get(name, name): argument for name, argument in given.items()}
 
 
 @dataclass(frozen=True)
@@ -114,23 +166,22 @@ class Core:
 
     def fits(self, name: str, kind: str, parameters: tuple[str, ...]) -> bool:
         """Whether a thing of this kind with these parameters may be written in this form."""
-        known = set(parameters) >= _NEEDED and set(parameters) <= _NEEDED | _OPTIONS
-        return kind == FUNCTION and known and self.uneven == (_UNEVEN in parameters)
+        known = set(by_known_names(dict.fromkeys(parameters)))
+        return kind == FUNCTION and _NEEDED <= known <= _NEEDED | _OPTIONS and self.uneven == (_UNEVEN in known)
 
-    def serves(self, given: Mapping[str, Any]) -> bool:
+    def serves(self, given: Mapping[str, Any], preset: Mapping[str, Any]) -> bool:
         """Whether the form was tried on such arguments. The core's own code does the rest."""
-        return given["sampling_locations"].dim() in self.axes and given.get("method", "default") in self.methods
+        tried = all(given[name] == preset[name] for name in _UNTRIED & set(preset))
+        return tried and given["sampling_locations"].dim() in self.axes and given.get("method", "default") in self.methods
 
     def replacement(self, original: types.FunctionType) -> Callable[..., Tensor]:
         """A function with the original's parameters."""
-        names = parameters_of(original)
-        defaults = original.__defaults__ or ()
-        preset = dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+        names, preset = parameters_of(original), presets_of(original)
 
         @functools.wraps(original)
         def core(*args: Any) -> Tensor:
-            given = {**preset, **dict(zip(names, args, strict=False))}
-            return self.sample(given) if self.serves(given) else original(*args)
+            given = by_known_names({**preset, **dict(zip(names, args, strict=False))})
+            return self.sample(given) if self.serves(given, preset) else original(*args)
 
         return core
 
@@ -139,7 +190,7 @@ class Core:
         sizes = given.get("value_spatial_shapes_hw")
         sizes = given["value_spatial_shapes"] if sizes is None else sizes
         locations = given["sampling_locations"]
-        value = self.layout.ours(given["value"], locations)
+        value = self.layout.ours(given["value"], locations.shape[2])
         shapes, starts = levels(sizes, value.device)
         if self.uneven:  # a level with more points than another is listed several times: levels may overlap
             value, order = keys_last(value), levels_by_points(given[_UNEVEN])

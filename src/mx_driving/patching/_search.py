@@ -18,10 +18,20 @@ from .. import _checks, compat
 from ._attention import ATTENTION_FORMS, LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
 
-# where a library keeps its cores; for other libraries the loaded modules are searched
-_FILES = {"transformers": "models/*/modeling_*.py", "mmcv": "ops/multi_scale_deform_attn.py"}
+# where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
+_FILES = {
+    "transformers": "models/*/modeling_*.py",
+    "mmcv": "ops/multi_scale_deform_attn.py",
+    "ultralytics": "nn/modules/*.py",
+    "rfdetr": "models/**/*.py",
+    "groundingdino": "models/**/*.py",
+    "libreyolo": "models/**/*.py",
+    "otx": "backend/native/models/**/*.py",
+    "dfine_seg": "model/arch/*.py",
+}
 _ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
-_MARKS = ("grid_sample", "attention_weights", "sampling")  # words in the text of every file with a core
+# words in the text of every file with a core, or of every file with an attention module
+_MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
 class Found:
@@ -37,16 +47,15 @@ class Found:
     def __len__(self) -> int:
         return len(self.cores) + len(self.modules) + len(self.unknown)
 
-    def look(self, module: types.ModuleType) -> None:
-        """Add what the Python module defines or imports."""
-        for thing in list(vars(module).values()):
-            self.consider(thing)
+    def look(self, module: types.ModuleType) -> bool:
+        """Add what the Python module defines or imports; whether there was something to add."""
+        return sum(self.consider(thing) for thing in list(vars(module).values())) > 0
 
-    def consider(self, thing: Any) -> None:
+    def consider(self, thing: Any) -> bool:
         """Add the thing if it is a core or an attention module, under the name of the place that defines it."""
         described = _describe(thing)
         if described is None:
-            return
+            return False
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
         cores = [f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)]
@@ -56,6 +65,9 @@ class Found:
             self.unknown[name] = f"no known form of a core has the parameters ({', '.join(parameters)})"
         elif kind == MODULE and self._wants_modules and _has_layers(thing):
             self._consider_attention(name, thing, parameters)
+        else:
+            return False
+        return True
 
     def _consider_attention(self, name: str, thing: type, parameters: tuple[str, ...]) -> None:
         forms = [f for f in ATTENTION_FORMS if f.parameters <= set(parameters)]
@@ -133,31 +145,38 @@ def _of_name(name: str, found: Found) -> None:
         except ImportError as error:
             raise type(error)(_checks.rules.import_failed(error, compat.NAMES), name=error.name) from error
         _of_package(name, found)
+        if not len(found):
+            _name_unloaded(name, found)
         return
-    for module_name in _marked(name):
+    for module_name in _marked(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
             reason = _checks.rules.import_failed(error, compat.NAMES)
             found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
             continue
-        before = len(found)
-        found.look(module)
-        if len(found) == before:
+        if not found.look(module):
             found.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
-def _marked(library: str) -> Iterator[str]:
-    """Names of the library's modules whose texts have the marks of a core."""
+def _name_unloaded(name: str, found: Found) -> None:
+    """A library that imports its modules late: say which of them to import."""
+    late = [module for module in _marked(name, "**/*.py") if module not in sys.modules]
+    if late:
+        found.unknown[name] = f"import that of your model first, of {', '.join(late)}"
+
+
+def _marked(library: str, files: str) -> Iterator[str]:
+    """Names of the library's modules whose texts have the marks of a core or of an attention module."""
     for root in _folders(library):
-        for file in sorted(root.glob(_FILES[library])):
-            text = file.read_text(encoding="utf-8")
-            if all(mark in text for mark in _MARKS):
+        for file in sorted(root.glob(files)):
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            if any(all(mark in text for mark in marks) for marks in _MARKS):
                 yield ".".join([library, *file.relative_to(root).with_suffix("").parts])
 
 
 def _folders(library: str) -> Iterable[pathlib.Path]:
     spec = importlib.util.find_spec(library)
-    if spec is None or spec.submodule_search_locations is None:
+    if spec is None:
         raise ModuleNotFoundError(f"No module named {library!r}", name=library)
-    return [pathlib.Path(folder) for folder in spec.submodule_search_locations]
+    return [pathlib.Path(folder) for folder in spec.submodule_search_locations or []]

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LISTED, ROLES, Attention
-from ._forms import AUTOGRAD, SPLIT, Core, Form, levels, parameters_of
+from ._attention import LISTED, ROLES, Attention, by_role
+from ._forms import AUTOGRAD, ROWS, SPLIT, Core, Form, by_known_names, levels, parameters_of, presets_of
 
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
+_DIFFERS = "its result on a small example differs"
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
 
 # A small module: what its constructor is given, by the names of its parameters. transformers' take a configuration.
@@ -47,7 +48,7 @@ _ARGUMENTS = {
 
 
 def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
-    """The first form that the thing agrees with; else None, and why the first form does not fit."""
+    """The first form that the thing agrees with; else None, and why not: what its numbers are beats that it does not run."""
     reasons = []
     with _one_thread():
         for form in forms:
@@ -55,7 +56,7 @@ def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
             if reason is None:
                 return form, ""
             reasons.append(reason)
-    return None, reasons[0]
+    return None, next((reason for reason in reasons if _DIFFERS in reason), reasons[0])
 
 
 @contextlib.contextmanager
@@ -81,7 +82,7 @@ def _objection(form: Core | Form | Attention, thing: Any) -> str | None:
     try:
         for difference in _module_differences(form, thing) if isinstance(form, Attention) else _core_differences(form, thing):
             if not difference < _CLOSE:  # a NaN is an objection too
-                return f"its result on a small example differs from the operator's by {difference:.1e}"
+                return f"{_DIFFERS} from the operator's by {difference:.1e}"
     except Exception as error:  # an unknown core may raise anything
         return f"it does not run on a small example: {type(error).__name__}: {error}"
     return None
@@ -102,10 +103,11 @@ def _core_differences(form: Core | Form, core: Any) -> Iterator[float]:
 
 def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable[..., Tensor]:
     """A function of `_function_inputs` that calls a core in its own layout and order."""
-    names = parameters_of(core)
+    names, preset = parameters_of(core), presets_of(core)
 
     def core_of(value: Tensor, locations: Tensor, weights: Tensor, method: str) -> Tensor:
         given = {
+            **preset,
             "value": form.layout.theirs(value, _SIZES),
             "sampling_locations": locations,
             "attention_weights": weights,
@@ -113,7 +115,7 @@ def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable
             "num_points_list": _COUNTS,
             "method": method,
         }
-        return run(*(given[name] for name in names))
+        return run(*(given[known] for known in by_known_names(dict.fromkeys(names))))
 
     return core_of
 
@@ -150,9 +152,30 @@ def _module_differences(form: Attention, kind: type) -> Iterator[float]:
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         module = _small(kind, form)
         for given in _module_inputs(form, module):
-            chosen = {name: given[name] for name in names if name in given}
-            both = [_seeded(functools.partial(f, module), list(chosen)) for f in (original, form.replacement(original))]
+            chosen = {name: given.get(name) for name in names if name in given or name in ROLES["mask"]}
+            ours = functools.partial(_attended, form, module)  # even where it would leave this call to the original
+            both = [_seeded(_of_rows(f, form), list(chosen)) for f in (functools.partial(original, module), ours)]
             yield _difference(both, tuple(chosen.values()), list(module.parameters()))
+
+
+def _attended(form: Attention, module: Any, **given: Any) -> Any:
+    return form.attend(module, by_role(given))
+
+
+def _of_rows(forward: Callable[..., Any], form: Attention) -> Callable[..., Any]:
+    """A forward of memory in rows that calls one of the form's layout."""
+    if form.layout is ROWS:
+        return forward
+
+    def run(**given: Any) -> Any:
+        split = {
+            name: form.layout.theirs(given[name].unflatten(-1, (_HEADS, -1)), _LEVELS)
+            for name in ROLES["memory"]
+            if name in given
+        }
+        return forward(**{**given, **split})
+
+    return run
 
 
 def _seeded(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:

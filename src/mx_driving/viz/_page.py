@@ -68,10 +68,10 @@ def page(
     >>> import tempfile, torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
     >>> levels = mx_driving.nn.flatten_levels([torch.rand(1, 16, 6, 8)])
-    >>> with recording() as looks:
+    >>> with mx_driving.viz.recording() as looks:
     ...     out = attention(torch.rand(1, 12, 16), torch.rand(1, 12, 1, 2), *levels)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     page(looks, torch.rand(48, 64, 3), f"{folder}/looks.html").name
+    ...     mx_driving.viz.page(looks, torch.rand(48, 64, 3), f"{folder}/looks.html").name
     'looks.html'
     """
     path = _checked(path, scene, title, max_mb)

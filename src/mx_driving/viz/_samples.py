@@ -92,7 +92,7 @@ def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
         return places.where(within, torch.nan)[:, None, None], weights.cpu().float()
     places, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
-    if look.operator == "geometric_kernel_attention":
+    if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
         return ((places.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
     pixels = places * sizes - 0.5
     return places.where(((pixels > -1) & (pixels < sizes)).all(-1, keepdim=True), torch.nan), weights

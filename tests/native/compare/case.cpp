@@ -88,7 +88,8 @@ struct Known {
     int threads;
 };
 
-// AVX-512 took the gradient of attention_logits from the wrong lanes where a row is odd and no longer than a vector.
+// On AVX-512 the gradient of attention_logits was wrong where GCC 12 had compiled it and the number of channels was
+// odd.
 Known known(int64_t which) {
     const Known all[KNOWN] = {
         {MXD_FLOAT16, false, false, 2, 10, 8, 9, 13, {{1, 1, 0}}, 3},

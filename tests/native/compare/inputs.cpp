@@ -28,6 +28,7 @@ bool at_border(double pixel) { return std::fabs(pixel - std::nearbyint(pixel)) <
 using Place = std::function<double(int64_t)>;
 using Refused = std::function<bool(int64_t)>;
 
+// Draws one number to a statement: compilers evaluate the arguments of a call in different orders.
 class Builder {
   public:
     Builder(const Case &sizes, Random &numbers) : c(sizes), random(numbers) {}
@@ -77,11 +78,15 @@ class Builder {
     }
     Tensor &add_floating(const char *name, Shape shape, bool has_gradient, bool may_expand = true) {
         const Dtype dtype = draw_floating(c, random);
-        return add(name, std::move(shape), dtype, draw_layout(may_expand), has_gradient);
+        const Layout layout = draw_layout(may_expand);
+        return add(name, std::move(shape), dtype, layout, has_gradient);
     }
     Tensor &add_integer(const char *name, Shape shape) {
-        return add(name, std::move(shape), random.pick({MXD_INT32, MXD_INT64}), draw_layout(false), false);
+        const Dtype dtype = random.pick({MXD_INT32, MXD_INT64});
+        const Layout layout = draw_layout(false);
+        return add(name, std::move(shape), dtype, layout, false);
     }
+    void set_somewhere(Tensor &tensor, double number) { tensor.set(random.below(tensor.count()), number); }
     void leave_out(const char *name) { made.arguments.push_back({name, nullptr, false}); }
 
     Shape by_query() const { return {c.bs, c.queries, c.heads, c.num_levels, c.points}; }
@@ -93,7 +98,7 @@ class Builder {
         Tensor &value = add_floating(flat ? "feature_maps" : "value", shape, true);
         value.fill(-1, 1, random);
         for (int i = 0; c.special_values && i < 3; ++i)
-            value.set(random.below(value.count()), random.pick({NOT_A_NUMBER, INFINITE, -INFINITE}));
+            set_somewhere(value, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE}));
     }
 
     void add_levels() {
@@ -275,8 +280,7 @@ class Builder {
         Tensor &weights = add_floating(c.from_logits() ? "logits" : "weights", shape_of_weights(), true);
         weights.fill(-most, most, random);
         if (!c.special_places || weights.count() == 0 || random.one_in(2)) return;
-        for (int i = 0; i < 4; ++i)
-            weights.set(random.below(weights.count()), random.pick({NOT_A_NUMBER, INFINITE, -INFINITE, -INFINITE}));
+        for (int i = 0; i < 4; ++i) set_somewhere(weights, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE, -INFINITE}));
     }
 };
 

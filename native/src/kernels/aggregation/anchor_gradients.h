@@ -12,15 +12,16 @@ namespace {
 
 template <class T> class AnchorGradients {
   public:
-    static int64_t bytes(const Sizes &n) {
-        if (!n.with_logits) return 0;
-        return Arena::bytes<T>(n.pairs() * n.scales * n.groups) + Arena::bytes<T>(n.groups) +
+    static int64_t bytes(const Call &call) {
+        if (!call.with_logits) return 0;
+        const Sizes &n = call.sizes;
+        return Arena::bytes<T>(pairs_of(n) * n.scales * n.groups) + Arena::bytes<T>(n.groups) +
                Arena::bytes<T>(3 * n.points);
     }
-    AnchorGradients(const Job &job, const Sizes &sizes, Arena &arena)
-        : call(job.call), n(sizes), points(call.grad_locations, 2), sums(job) {
-        if (!n.with_logits) return;
-        of_weights = arena.take<T>(n.pairs() * n.scales * n.groups);
+    AnchorGradients(const Job &job, Arena &arena)
+        : call(job.call), n(call.sizes), points(call.grad_locations, {KEY_POINT, XYZ}), sums(job) {
+        if (!call.with_logits) return;
+        of_weights = arena.take<T>(pairs_of(n) * n.scales * n.groups);
         mean = arena.take<T>(n.groups);
         of_points = arena.take<T>(3 * n.points);
     }
@@ -48,7 +49,7 @@ template <class T> class AnchorGradients {
             add_products(of_pair + s * n.groups, bundle.samples.weight(i * n.scales + s));
     }
     void write(int64_t b, int64_t anchor, const AnchorReader<T> &reader, AnchorWeights<T> &weights) {
-        if (call.grad_locations.data) points.write(offset2(call.grad_locations, b, anchor), of_points);
+        if (call.grad_locations.data) points.write(offset_of(call.grad_locations, b, anchor), of_points);
         if (call.grad_weights.data)
             weights.write_gradient(b, anchor, reader.points_of(anchor).pairs, num_pairs, of_weights, mean);
     }
@@ -56,7 +57,7 @@ template <class T> class AnchorGradients {
   private:
     const Call &call;
     Sizes n;
-    TrailingAxes<2> points;
+    SomeAxes<2> points;
     ProjectionSums<T> sums;
     T *of_weights = nullptr, *mean = nullptr, *of_points = nullptr;
     T *of_matrices = nullptr; // of this item's anchors; null where it is not wanted

@@ -2,8 +2,8 @@
 // anchor, times the pair's scale.
 #pragma once
 
+#include "kernels/aggregation/blocks.h"
 #include "kernels/aggregation/grouped_softmax.h"
-#include "kernels/aggregation/sizes.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -13,11 +13,11 @@ namespace {
 class WeightPlaces {
   public:
     explicit WeightPlaces(const Call &c)
-        : call(c), cameras(c.starts.shape[0]), of_point(c.weights.strides[c.with_logits ? 4 : 2]),
-          of_camera(c.weights.strides[c.with_logits ? 2 : 3]), of_scale(c.weights.strides[c.with_logits ? 3 : 4]) {}
+        : call(c), cameras(c.sizes.cameras), of_point(c.weights.strides[KEY_POINT]),
+          of_camera(c.weights.strides[CAMERA]), of_scale(c.weights.strides[SCALE]) {}
     // Of a pair, on the first scale.
     int64_t first(int64_t b, int64_t anchor, int64_t pair) const {
-        return offset2(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
+        return offset_of(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
     }
     int64_t scale(int64_t s) const { return s * of_scale; }
 
@@ -31,12 +31,12 @@ class WeightPlaces {
 template <class T> class SoftmaxTotals {
   public:
     static int64_t bytes(const Call &call) {
-        const Sizes n(call);
-        return n.with_logits ? n.batch * n.anchors * 2 * n.groups * int64_t(sizeof(T)) : 0;
+        const Sizes &n = call.sizes;
+        return call.with_logits ? n.batch * n.queries * 2 * n.groups * int64_t(sizeof(T)) : 0;
     }
-    explicit SoftmaxTotals(const Job &job) : n(job.call), all(reinterpret_cast<T *>(job.softmax_totals)) {}
+    explicit SoftmaxTotals(const Job &job) : n(job.call.sizes), all(reinterpret_cast<T *>(job.softmax_totals)) {}
     explicit operator bool() const { return all; }
-    T *most(int64_t b, int64_t anchor) const { return all + (b * n.anchors + anchor) * 2 * n.groups; }
+    T *most(int64_t b, int64_t anchor) const { return all + (b * n.queries + anchor) * 2 * n.groups; }
     T *inverse(int64_t b, int64_t anchor) const { return most(b, anchor) + n.groups; }
 
   private:
@@ -47,18 +47,18 @@ template <class T> class SoftmaxTotals {
 // pair_scale, which is 1 where it is not given.
 template <class T> class PairScale {
   public:
-    PairScale(const Call &call, const Sizes &n) : tensor(call.pair_scale), cameras(n.cameras) {}
+    explicit PairScale(const Call &call) : tensor(call.pair_scale), cameras(call.sizes.cameras) {}
     T of(int64_t b, int64_t anchor, int64_t pair) const {
         T scale = 1;
         if (tensor.data)
-            read_elements(at(tensor, offset2(tensor, b, anchor) + pair % cameras * tensor.strides[2] +
-                                         pair / cameras * tensor.strides[3]),
+            read_elements(at(tensor, offset_of(tensor, b, anchor) + pair % cameras * tensor.strides[CAMERA] +
+                                         pair / cameras * tensor.strides[KEY_POINT]),
                           tensor.dtype, 1, 1, &scale);
         return scale;
     }
 
   private:
-    const mxd_tensor &tensor;
+    const Tensor &tensor;
     int64_t cameras;
 };
 
@@ -77,19 +77,21 @@ template <class T> struct AnchorSoftmax {
 
 template <class T> class AnchorWeights {
   public:
-    static int64_t bytes(const Sizes &n) {
-        const int64_t rows = rows_of(n);
+    static int64_t bytes(const Call &call) {
+        const Sizes &n = call.sizes;
+        const int64_t rows = rows_of(call);
         return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + KNOWN_ANCHORS * AnchorSoftmax<T>::bytes(n, rows);
     }
-    AnchorWeights(const Job &job, const Sizes &sizes, Arena &arena)
-        : call(job.call), n(sizes), places(job.call), of_pair(job.call.weights, 4), of_anchor(job.call.weights, 2),
-          pair_scale(job.call, sizes), totals(job), softmax(rows_of(n), n.groups, arena),
-          anchors{{n, rows_of(n), arena}, {n, rows_of(n), arena}, {n, rows_of(n), arena}} {}
+    AnchorWeights(const Job &job, Arena &arena)
+        : call(job.call), n(call.sizes), places(job.call), of_pair(job.call.weights, {SCALE, GROUP}),
+          of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call), totals(job),
+          softmax(rows_of(call), n.groups, arena),
+          anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
     // With logits, before the weights of an anchor's pairs are read. The two anchors before it are still known.
     void turn(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
-        const int64_t offset = offset2(call.weights, b, anchor);
+        const int64_t offset = offset_of(call.weights, b, anchor);
         if (totals) {
             to.most = totals.most(b, anchor);
             to.inverse = totals.inverse(b, anchor);
@@ -99,14 +101,14 @@ template <class T> class AnchorWeights {
         };
         if (of_anchor.contiguous)
             return with_elements(call.weights, offset,
-                                 [&](auto *logits) { turn_elements(logits, call.weights.strides[1]); });
+                                 [&](auto *logits) { turn_elements(logits, call.weights.strides[QUERY]); });
         of_anchor.read(offset, to.exps);
         turn_elements(static_cast<const T *>(to.exps), 0);
     }
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
-        if (!n.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
+        if (!call.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s)
@@ -114,17 +116,17 @@ template <class T> class AnchorWeights {
     }
     // Prefetches them. With logits they were made just before.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
-        if (!n.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
+        if (!call.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
     }
 
     // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
     // mean[group]: the sum of weights times gradients. of_weights and the anchor's exps are written over.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *of_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
-        const mxd_tensor &grad = call.grad_weights;
-        const TrailingAxes<4> out(grad, 2);
+        const Tensor &grad = call.grad_weights;
+        const SomeAxes<4> out(grad, {CAMERA, SCALE, KEY_POINT, GROUP});
         const bool direct = out.contiguous && grad.dtype == OWN<T>;
-        const int64_t offset = offset2(grad, b, anchor);
+        const int64_t offset = offset_of(grad, b, anchor);
         T *to = direct ? reinterpret_cast<T *>(at(grad, offset)) : from.exps;
         for (int64_t i = 0; i < count; ++i) {
             const T scale = pair_scale.of(b, anchor, pairs[i]), *exps = from.exps + first_row(pairs[i]) * n.groups;
@@ -145,14 +147,14 @@ template <class T> class AnchorWeights {
     const Call &call;
     Sizes n;
     WeightPlaces places;
-    TrailingAxes<2> of_pair;
-    TrailingAxes<4> of_anchor;
+    SomeAxes<2> of_pair;
+    SomeAxes<4> of_anchor;
     PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
 
-    static int64_t rows_of(const Sizes &n) { return n.with_logits ? n.cameras * n.scales * n.points : 0; }
+    static int64_t rows_of(const Call &call) { return call.with_logits ? call.sizes.levels * call.sizes.points : 0; }
     // Of logits, on the first scale; `points` rows follow until the next scale.
     int64_t first_row(int64_t pair) const { return pair % n.cameras * n.scales * n.points + pair / n.cameras; }
     void multiply(const T *exps, const T *inverse, T scale, T *to) const {
@@ -175,20 +177,21 @@ template <class T> class AnchorWeights {
 // The weights of single samples, from SoftmaxTotals where logits are given.
 template <class T> class SampleWeights {
   public:
-    SampleWeights(const Job &job, const Sizes &sizes)
-        : tensor(job.call.weights), n(sizes), places(job.call), pair_scale(job.call, sizes), totals(job) {}
+    explicit SampleWeights(const Job &job)
+        : call(job.call), n(call.sizes), places(call), pair_scale(call), totals(job) {}
 
     void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
-        read_elements(at(tensor, places.first(b, anchor, pair) + places.scale(scale)), tensor.dtype, tensor.strides[5],
-                      n.groups, to);
-        if (n.with_logits) turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+        read_elements(at(call.weights, places.first(b, anchor, pair) + places.scale(scale)), call.weights.dtype,
+                      call.weights.strides[GROUP], n.groups, to);
+        if (call.with_logits)
+            turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
     }
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
-        prefetch(tensor, places.first(b, anchor, pair) + places.scale(scale), n.groups);
+        prefetch(call.weights, places.first(b, anchor, pair) + places.scale(scale), n.groups);
     }
 
   private:
-    const mxd_tensor &tensor;
+    const Call &call;
     Sizes n;
     WeightPlaces places;
     PairScale<T> pair_scale;

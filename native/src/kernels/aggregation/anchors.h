@@ -24,24 +24,26 @@ template <class T> class AnchorReader {
     const int64_t *seen = nullptr;
     int64_t num_seen = 0;
 
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<int64_t>(n.pairs()) + Arena::bytes<T>(n.with_logits ? 0 : 2 * n.pairs()) +
-               Cameras<T>::bytes(n) + KNOWN_ANCHORS * SeenPoints<T>::bytes(n);
+    static int64_t bytes(const Call &call) {
+        const Sizes &n = call.sizes;
+        return Arena::bytes<int64_t>(pairs_of(n)) + Arena::bytes<T>(call.with_logits ? 0 : 2 * pairs_of(n)) +
+               Cameras<T>::bytes(call) + KNOWN_ANCHORS * SeenPoints<T>::bytes(call);
     }
-    AnchorReader(const Call &c, const Sizes &sizes, Arena &arena)
-        : call(c), n(sizes), axes(c.locations, 2), in_place(axes.contiguous && c.locations.dtype == OWN<T>),
-          found(arena.take<int64_t>(n.pairs())), copy(arena.take<T>(n.with_logits ? 0 : 2 * n.pairs())),
-          cameras(c, n, arena), anchors{{n, arena}, {n, arena}, {n, arena}}, last_camera(n.cameras) {}
+    AnchorReader(const Call &c, Arena &arena)
+        : call(c), n(c.sizes), axes(c.locations, {KEY_POINT, CAMERA, PAIR_XY}),
+          in_place(axes.contiguous && c.locations.dtype == OWN<T>), found(arena.take<int64_t>(pairs_of(n))),
+          copy(arena.take<T>(call.with_logits ? 0 : 2 * pairs_of(n))), cameras(c, arena),
+          anchors{{c, arena}, {c, arena}, {c, arena}}, last_camera(n.cameras) {}
 
     // Anchors of this batch are read from now on; with logits, as the cameras first..last-1 see them.
     void open(int64_t b, int64_t first, int64_t last) {
         first_camera = first;
         last_camera = last;
-        if (n.with_logits) cameras.open(b);
+        if (call.with_logits) cameras.open(b);
     }
     void read(int64_t b, int64_t anchor) {
-        const int64_t offset = offset2(call.locations, b, anchor);
-        if (n.with_logits) {
+        const int64_t offset = offset_of(call.locations, b, anchor);
+        if (call.with_logits) {
             cameras.find_seen(offset, first_camera, last_camera, anchors[anchor % KNOWN_ANCHORS]);
             xy = anchors[anchor % KNOWN_ANCHORS].xy;
         } else if (in_place) {
@@ -58,12 +60,12 @@ template <class T> class AnchorReader {
     // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
     template <class Skip> void find_seen(int64_t anchor, Skip &&skip) {
         num_seen = 0;
-        if (n.with_logits) {
+        if (call.with_logits) {
             seen = points_of(anchor).pairs;
             num_seen = points_of(anchor).count;
             return;
         }
-        for (int64_t pair = 0; pair < n.pairs(); ++pair)
+        for (int64_t pair = 0; pair < pairs_of(n); ++pair)
             if (inside(pair))
                 found[num_seen++] = pair;
             else
@@ -76,8 +78,8 @@ template <class T> class AnchorReader {
         const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of(xy[2 * pair + 1], height), map); };
         seen = found;
         num_seen = 0;
-        if (!n.with_logits) {
-            for (int64_t pair = camera; pair < n.pairs(); pair += n.cameras)
+        if (!call.with_logits) {
+            for (int64_t pair = camera; pair < pairs_of(n); pair += n.cameras)
                 if (inside(pair) && reaches(pair)) found[num_seen++] = pair;
             return;
         }
@@ -89,7 +91,7 @@ template <class T> class AnchorReader {
   private:
     const Call &call;
     Sizes n;
-    TrailingAxes<3> axes;
+    SomeAxes<3> axes;
     bool in_place; // locations are read where they lie
     int64_t *found;
     T *copy;
@@ -110,11 +112,12 @@ template <class T> class Samples {
     int64_t count = 0;
 
     static int64_t bytes(const Sizes &n) {
-        return Maps<T>::bytes(n.room()) + 2 * Arena::bytes<T>(n.room()) + Arena::bytes<T>(n.room() * n.groups);
+        return Maps<T>::bytes(bundle_room(n)) + 2 * Arena::bytes<T>(bundle_room(n)) +
+               Arena::bytes<T>(bundle_room(n) * n.groups);
     }
-    Samples(const Call &c, const Sizes &sizes, Arena &arena)
-        : call(c), n(sizes), maps_(arena, n.room()), x(arena.take<T>(n.room())), y(arena.take<T>(n.room())),
-          weights(arena.take<T>(n.room() * n.groups)) {}
+    Samples(const Call &c, Arena &arena)
+        : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))),
+          y(arena.take<T>(bundle_room(n))), weights(arena.take<T>(bundle_room(n) * n.groups)) {}
 
     // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. Returns where their weights
     // belong, [scales, groups].
@@ -171,14 +174,15 @@ template <class T> struct Bundle {
     T *right, *below; // of each sample, as in Corners
 
     static int64_t bytes(const Sizes &n) {
-        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(n.room()) +
-               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room()) +
-               Arena::bytes<Int<T>>(4 * n.room()) + 2 * Arena::bytes<T>(n.room());
+        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(bundle_room(n)) +
+               Arena::bytes<int64_t>(4 * bundle_room(n) + ROWS_AHEAD) + Arena::bytes<T>(4 * bundle_room(n)) +
+               Arena::bytes<Int<T>>(4 * bundle_room(n)) + 2 * Arena::bytes<T>(bundle_room(n));
     }
     Bundle(const Call &call, const Sizes &n, Arena &arena)
-        : samples(call, n, arena), pairs(arena.take<int64_t>(n.room())),
-          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), corner_share(arena.take<T>(4 * n.room())),
-          inside(arena.take<Int<T>>(4 * n.room())), right(arena.take<T>(n.room())), below(arena.take<T>(n.room())) {}
+        : samples(call, arena), pairs(arena.take<int64_t>(bundle_room(n))),
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
+          corner_share(arena.take<T>(4 * bundle_room(n))), inside(arena.take<Int<T>>(4 * bundle_room(n))),
+          right(arena.take<T>(bundle_room(n))), below(arena.take<T>(bundle_room(n))) {}
 
     int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
 
@@ -211,30 +215,31 @@ template <class V, class T> struct AnchorWorker {
     RowAddresses rows;
 
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return AnchorReader<T>::bytes(n) + AnchorWeights<T>::bytes(n) + 2 * Bundle<T>::bytes(n) +
-               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+        const Sizes &n = job.call.sizes;
+        return AnchorReader<T>::bytes(job.call) + AnchorWeights<T>::bytes(job.call) + 2 * Bundle<T>::bytes(n) +
+               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) + RowAddresses::bytes(bundle_room(n));
     }
     static int64_t items(const Job &job) {
-        const Sizes n(job.call);
-        return n.batch * AnchorBlocks(job.call, n).blocks;
+        const Sizes &n = job.call.sizes;
+        return n.batch * AnchorBlocks(job.call).blocks;
     }
     AnchorWorker(const Job &job, Arena &arena)
-        : call(job.call), n(call), blocks(call, n), locations(call, n, arena), weights(job, n, arena),
+        : call(job.call), n(call.sizes), blocks(call), locations(call, arena), weights(job, arena),
           bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
-          rows(arena, n.room(), zeros) {
+          rows(arena, bundle_room(n), zeros) {
         memset(zeros, 0, size_t(n.channels) * sizeof(V));
     }
 
     template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
-        rows.set(0, n.room(), at(call.value, b * call.value.strides[0]), call.value.strides[1] * int64_t(sizeof(V)));
+        rows.set(0, bundle_room(n), at(call.value, b * call.value.strides[BATCH]),
+                 call.value.strides[KEY] * int64_t(sizeof(V)));
         ready = nullptr;
         locations.open(b, 0, n.cameras);
         see(b, begin, skip);
         for (int64_t a = begin; a < end; ++a) {
             open(a, true);
             for (int64_t i = 0; i < locations.num_seen; ++i) {
-                if (filling->samples.count + n.scales > n.room()) {
+                if (filling->samples.count + n.scales > bundle_room(n)) {
                     close(false, serve);
                     open(a, false);
                 }
@@ -259,7 +264,7 @@ template <class V, class T> struct AnchorWorker {
         locations.read(b, anchor);
         locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
         // a gradient is NaN where softmax is, seen or not
-        if (n.with_logits && (call.backward || locations.num_seen > 0)) weights.turn(b, anchor);
+        if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.turn(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }
     // Prefetches the weights of the pair seen[index]: those of pairs lie apart.

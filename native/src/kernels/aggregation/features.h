@@ -11,28 +11,28 @@ namespace {
 // Items: (batch, band).
 template <class T> class FeatureGradient {
   public:
-    static int64_t items(const Job &job) { return job.call.value.shape[0] * job.plan.num_bands; }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.plan.num_bands; }
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return AnchorReader<T>::bytes(n) + Samples<T>::bytes(n) + 2 * Arena::bytes<T>(n.channels) +
-               Arena::bytes<int64_t>(4 * n.room() + ROWS_AHEAD) + Arena::bytes<T>(4 * n.room() * n.groups) +
-               Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(job.call.num_levels);
+        const Sizes &n = job.call.sizes;
+        return AnchorReader<T>::bytes(job.call) + Samples<T>::bytes(n) + 2 * Arena::bytes<T>(n.channels) +
+               Arena::bytes<int64_t>(4 * bundle_room(n) + ROWS_AHEAD) + Arena::bytes<T>(4 * bundle_room(n) * n.groups) +
+               Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(job.call.sizes.levels);
     }
     FeatureGradient(const Job &job, Arena arena)
-        : call(job.call), plan(job.plan), n(call), locations(call, n, arena), weights(job, n), samples(call, n, arena),
+        : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job), samples(call, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
-          address(arena.take<int64_t>(4 * n.room() + ROWS_AHEAD)), shares(arena.take<T>(4 * n.room() * n.groups)),
-          band(call, plan, n.channels, arena), reach(arena, call.num_levels) {}
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
+          shares(arena.take<T>(4 * bundle_room(n) * n.groups)), band(call, plan, n.channels, arena),
+          reach(arena, call.sizes.levels) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / plan.num_bands;
-        const mxd_tensor &grad = call.grad_value;
-        band.open(item % plan.num_bands, b * grad.strides[0], grad.strides[1], grad.strides[2]);
-        reach.set_levels(call.levels, 0, call.num_levels, 1, call.num_levels, band);
+        band.open(item % plan.num_bands, b, 0);
+        reach.set_levels(call.levels, 0, call.sizes.levels, 1, call.sizes.levels, band);
         band.levels_touched(first_map, end_map);
         if (first_map >= end_map) return band.close();
         locations.open(b, first_map / n.scales, (end_map - 1) / n.scales + 1);
-        for (int64_t a = 0; a < n.anchors; ++a) anchor(b, a);
+        for (int64_t a = 0; a < n.queries; ++a) anchor(b, a);
         band.close();
     }
 
@@ -58,7 +58,7 @@ template <class T> class FeatureGradient {
             const int64_t cam = map / n.scales, scale = map % n.scales;
             locations.find_seen(a, cam, map, reach);
             for (int64_t i = 0; i < locations.num_seen; ++i) {
-                if (samples.count == n.room()) serve(b, a);
+                if (samples.count == bundle_room(n)) serve(b, a);
                 const int64_t pair = locations.seen[i], ahead = i + WEIGHTS_AHEAD;
                 if (ahead < locations.num_seen) weights.ask_for(b, a, locations.seen[ahead], scale);
                 const T *xy = locations.location(pair);
@@ -95,8 +95,8 @@ template <class T> class FeatureGradient {
         for (int64_t i = 0; i < ROWS_AHEAD; ++i) address[count + i] = reinterpret_cast<int64_t>(sink);
         for (int64_t i = 0; i < ROWS_AHEAD; ++i)
             for (int64_t at = 0; at < n.channels * int64_t(sizeof(T)); at += 64) ask_for<64>(address[i] + at);
-        const mxd_tensor &grad = call.grad_output;
-        const T *g = row_as(at(grad, offset2(grad, b, a)), grad.dtype, grad.strides[2], n.channels, row);
+        const Tensor &grad = call.grad_output;
+        const T *g = row_as(at(grad, offset_of(grad, b, a)), grad.dtype, grad.strides[CHANNEL], n.channels, row);
         grouped_add<T>(address, shares, count, n.groups, n.group_channels, g);
         samples.count = 0;
     }

@@ -14,11 +14,11 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
   public:
     using Base::items;
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups);
+        const Sizes &n = job.call.sizes;
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * bundle_room(n) * n.groups);
     }
     Forward(const Job &job, Arena arena)
-        : Base(job, arena), shares(arena.take<T>(4 * this->n.room() * this->n.groups)) {}
+        : Base(job, arena), shares(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
@@ -39,9 +39,10 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
                 scaled<T>(bundle.samples.weight(i), bundle.corner_share[entry], n.groups, shares + entry * n.groups);
             }
         grouped_sum<V, T>(bundle.address, shares, bundle.num_rows(), n.groups, n.group_channels, this->row);
-        const mxd_tensor &out = this->call.output;
+        const Tensor &out = this->call.output;
         if (bundle.last)
-            write_elements(this->row, at(out, offset2(out, b, bundle.anchor)), out.dtype, out.strides[2], n.channels);
+            write_elements(this->row, at(out, offset_of(out, b, bundle.anchor)), out.dtype, out.strides[CHANNEL],
+                           n.channels);
     }
 };
 

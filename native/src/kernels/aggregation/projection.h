@@ -6,7 +6,7 @@
 // in the order of the blocks, so that threads do not matter.
 #pragma once
 
-#include "kernels/aggregation/sizes.h"
+#include "kernels/aggregation/blocks.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -24,42 +24,45 @@ template <class T> struct SeenPoints {
     int64_t count = 0;
     T *xy = nullptr, *depth = nullptr; // of pairs that are seen, by their number: the location, and d
 
-    static int64_t bytes(const Sizes &n) {
-        if (!n.with_logits) return 0;
-        return Arena::bytes<T>(3 * round_up(n.points, LANES)) + Arena::bytes<int64_t>(n.pairs()) +
-               Arena::bytes<int64_t>(n.cameras + 1) + Arena::bytes<T>(2 * n.pairs()) + Arena::bytes<T>(n.pairs());
+    static int64_t bytes(const Call &call) {
+        if (!call.with_logits) return 0;
+        const Sizes &n = call.sizes;
+        return Arena::bytes<T>(3 * round_up(n.points, LANES)) + Arena::bytes<int64_t>(pairs_of(n)) +
+               Arena::bytes<int64_t>(n.cameras + 1) + Arena::bytes<T>(2 * pairs_of(n)) + Arena::bytes<T>(pairs_of(n));
     }
-    SeenPoints(const Sizes &n, Arena &arena) {
-        if (!n.with_logits) return;
+    SeenPoints(const Call &call, Arena &arena) {
+        if (!call.with_logits) return;
+        const Sizes &n = call.sizes;
         room = round_up(n.points, LANES);
         points = arena.take<T>(3 * room);
-        pairs = arena.take<int64_t>(n.pairs());
+        pairs = arena.take<int64_t>(pairs_of(n));
         begins = arena.take<int64_t>(n.cameras + 1);
-        xy = arena.take<T>(2 * n.pairs());
-        depth = arena.take<T>(n.pairs());
+        xy = arena.take<T>(2 * pairs_of(n));
+        depth = arena.take<T>(pairs_of(n));
     }
 };
 
 template <class T> class Cameras {
   public:
-    static int64_t bytes(const Sizes &n) {
-        return n.with_logits ? Arena::bytes<T>(OF_MATRIX * n.cameras) + Arena::bytes<T>(2 * n.cameras) : 0;
+    static int64_t bytes(const Call &call) {
+        const int64_t cameras = call.sizes.cameras;
+        return call.with_logits ? Arena::bytes<T>(OF_MATRIX * cameras) + Arena::bytes<T>(2 * cameras) : 0;
     }
-    Cameras(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
-        if (!n.with_logits) return;
+    Cameras(const Call &c, Arena &arena) : call(c), n(c.sizes) {
+        if (!call.with_logits) return;
         matrices = arena.take<T>(OF_MATRIX * n.cameras);
         image_sizes = arena.take<T>(2 * n.cameras);
     }
 
     void open(int64_t b) {
-        const mxd_tensor &m = call.projection, &s = call.image_size;
+        const Tensor &m = call.projection, &s = call.image_size;
         for (int64_t cam = 0; cam < n.cameras; ++cam) {
             for (int64_t r = 0; r < 3; ++r)
-                read_elements(at(m, offset2(m, b, cam) + r * m.strides[2]), m.dtype, m.strides[3], 4,
+                read_elements(at(m, offset_of(m, b, cam) + r * m.strides[ROW]), m.dtype, m.strides[COLUMN], 4,
                               matrices + cam * OF_MATRIX + 4 * r);
             T *size = image_sizes + 2 * cam;
             size[0] = size[1] = 1;
-            if (s.data) read_elements(at(s, offset2(s, b, cam)), s.dtype, s.strides[2], 2, size);
+            if (s.data) read_elements(at(s, offset_of(s, b, cam)), s.dtype, s.strides[EXTENT], 2, size);
         }
     }
 
@@ -101,10 +104,10 @@ template <class T> class Cameras {
 
     // Padding is NaN, which no camera sees.
     void read_points(int64_t offset, SeenPoints<T> &to) const {
-        const mxd_tensor &t = call.locations;
+        const Tensor &t = call.locations;
         for (int64_t k = 0; k < 3; ++k) {
             T *of_axis = to.points + k * to.room;
-            read_elements(at(t, offset + k * t.strides[3]), t.dtype, t.strides[2], n.points, of_axis);
+            read_elements(at(t, offset + k * t.strides[XYZ]), t.dtype, t.strides[KEY_POINT], n.points, of_axis);
             for (int64_t p = n.points; p < to.room; ++p) of_axis[p] = T(__builtin_nan(""));
         }
     }
@@ -139,11 +142,11 @@ template <class T> class ProjectionSums {
   public:
     static int64_t bytes(const Call &call) {
         if (!call.grad_projection.data) return 0;
-        const Sizes n(call);
-        return n.batch * AnchorBlocks(call, n).blocks * n.cameras * OF_MATRIX * int64_t(sizeof(T));
+        const Sizes &n = call.sizes;
+        return n.batch * AnchorBlocks(call).blocks * n.cameras * OF_MATRIX * int64_t(sizeof(T));
     }
     explicit ProjectionSums(const Job &job)
-        : of_block(Sizes(job.call).cameras * OF_MATRIX), all(reinterpret_cast<T *>(job.projection_sums)) {}
+        : of_block(job.call.sizes.cameras * OF_MATRIX), all(reinterpret_cast<T *>(job.projection_sums)) {}
     int64_t numbers() const { return of_block; }
     T *of(int64_t item) const { return all ? all + item * of_block : nullptr; }
 
@@ -155,21 +158,21 @@ template <class T> class ProjectionSums {
 // Items: (batch, camera).
 template <class T> class ProjectionGradient {
   public:
-    static int64_t items(const Job &job) { return Sizes(job.call).batch * Sizes(job.call).cameras; }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.cameras; }
     static int64_t scratch_bytes(const Job &) { return 0; }
     ProjectionGradient(const Job &job, Arena)
-        : grad(job.call.grad_projection), n(job.call), blocks(job.call, n), sums(job) {}
+        : grad(job.call.grad_projection), n(job.call.sizes), blocks(job.call), sums(job) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / n.cameras, cam = item % n.cameras;
         T all[16] = {}; // the last row has no gradient
         for (int64_t block = b * blocks.blocks; block < (b + 1) * blocks.blocks; ++block)
             for (int64_t i = 0; i < OF_MATRIX; ++i) all[i] += sums.of(block)[cam * OF_MATRIX + i];
-        TrailingAxes<2>(grad, 2).write(offset2(grad, b, cam), all);
+        SomeAxes<2>(grad, {ROW, COLUMN}).write(offset_of(grad, b, cam), all);
     }
 
   private:
-    const mxd_tensor &grad;
+    const Tensor &grad;
     Sizes n;
     AnchorBlocks blocks;
     ProjectionSums<T> sums;

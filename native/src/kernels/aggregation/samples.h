@@ -15,14 +15,14 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
   public:
     using Base::items;
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * n.room() * n.groups) + Arena::bytes<T>(pair_size(n)) +
-               AnchorGradients<T>::bytes(n);
+        const Sizes &n = job.call.sizes;
+        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * bundle_room(n) * n.groups) +
+               Arena::bytes<T>(pair_size(n)) + AnchorGradients<T>::bytes(job.call);
     }
     SampleGradients(const Job &job, Arena arena)
-        : Base(job, arena), dot(arena.take<T>(4 * this->n.room() * this->n.groups)),
-          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, 4),
-          of_anchor(job, this->n, arena) {}
+        : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)),
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}),
+          of_anchor(job, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
@@ -39,40 +39,40 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
   private:
     T *dot;  // [row, groups]
     T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
-    TrailingAxes<2> weights_out;
+    SomeAxes<2> weights_out;
     AnchorGradients<T> of_anchor; // with logits
 
     static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
 
     void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
-        const mxd_tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
+        const Tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
         const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
         if (l.data)
-            write_elements(location, at(l, offset2(l, b, a) + p * l.strides[2] + cam * l.strides[3]), l.dtype,
-                           l.strides[4], 2);
-        if (w.data) weights_out.write(offset2(w, b, a) + p * w.strides[2] + cam * w.strides[3], weight);
+            write_elements(location, at(l, offset_of(l, b, a) + p * l.strides[KEY_POINT] + cam * l.strides[CAMERA]),
+                           l.dtype, l.strides[PAIR_XY], 2);
+        if (w.data) weights_out.write(offset_of(w, b, a) + p * w.strides[KEY_POINT] + cam * w.strides[CAMERA], weight);
     }
 
     void serve(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
-        if (n.with_logits && bundle.first) of_anchor.begin();
+        if (this->call.with_logits && bundle.first) of_anchor.begin();
         if (bundle.num_pairs > 0) find_dots(b, bundle);
         for (int64_t i = 0; i < bundle.num_pairs; ++i) {
-            T location[2] = {0, 0}, *weight = n.with_logits ? of_anchor.of_next_pair() : pair;
+            T location[2] = {0, 0}, *weight = this->call.with_logits ? of_anchor.of_next_pair() : pair;
             for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
-            if (n.with_logits)
+            if (this->call.with_logits)
                 of_anchor.add(this->locations, bundle, i, location, weight);
             else
                 write(b, bundle.anchor, bundle.pairs[i], location, weight);
         }
-        if (n.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
+        if (this->call.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
     }
 
     void find_dots(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
-        const mxd_tensor &grad = this->call.grad_output;
-        const T *g =
-            row_as(at(grad, offset2(grad, b, bundle.anchor)), grad.dtype, grad.strides[2], n.channels, this->row);
+        const Tensor &grad = this->call.grad_output;
+        const T *g = row_as(at(grad, offset_of(grad, b, bundle.anchor)), grad.dtype, grad.strides[CHANNEL], n.channels,
+                            this->row);
         grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
     }
 

@@ -13,8 +13,6 @@
 #include "kernels/attention/value_by_bands.h"
 #include "kernels/attention/value_by_heads.h"
 #include "kernels/attention/value_with_samples.h"
-#include "kernels/window/forward.h"
-#include "kernels/window/gradients.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -26,7 +24,6 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (plan.heads_together > 0) return all_heads_together<V, T>(call, plan);
             if (plan.packed_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
         }
         return over_queries<V, Forward<V, T, Rule, true>>(job);
@@ -35,18 +32,18 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
 
 // Chunk `chunk` of the gradient of value, in the order of memory: head by head takes longer.
 template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
-    const Sizes n(call);
-    const mxd_tensor &grad = call.grad_value;
+    const Sizes &n = call.sizes;
+    const Tensor &grad = call.grad_value;
     const int64_t begin = n.keys * chunk / STAGE_CHUNKS, end = n.keys * (chunk + 1) / STAGE_CHUNKS;
-    const bool contiguous = grad.strides[2] == n.channels && grad.strides[1] == n.heads * n.channels;
+    const bool contiguous = grad.strides[HEAD] == n.channels && grad.strides[KEY] == n.heads * n.channels;
     for (int64_t b = 0; b < n.batch; ++b) {
         if (contiguous) {
-            memset(at(grad, offset3(grad, b, begin, 0)), 0, size_t((end - begin) * grad.strides[1]) * sizeof(T));
+            memset(at(grad, offset_of(grad, b, begin, 0)), 0, size_t((end - begin) * grad.strides[KEY]) * sizeof(T));
             continue;
         }
         for (int64_t i = begin; i < end; ++i)
             for (int64_t h = 0; h < n.heads; ++h)
-                memset(at(grad, offset3(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
+                memset(at(grad, offset_of(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
     }
 }
 
@@ -64,8 +61,6 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
         return true;
     case ValueGradient::WITH_SAMPLES:
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (job.plan.heads_together > 0)
-                return parallel<WindowGradients<V, T>>(job.call.num_threads, WindowGradients<V, T>::items(job), job);
             if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<V, T, Rule, true>>(job);
         }
         if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<V, T, Rule, false>>(job);

@@ -16,7 +16,7 @@ class Forward : QueryWorker<R, T, Rule> {
   public:
     typedef R Row;
     static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + Arena::bytes<V>(Sizes(job.call).channels);
+        return Base::scratch_bytes(job) + Arena::bytes<V>(job.call.sizes.channels);
     }
     Forward(const Job &j, Arena arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
@@ -25,9 +25,9 @@ class Forward : QueryWorker<R, T, Rule> {
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
-        const mxd_tensor &output = this->call.output;
+        const Tensor &output = this->call.output;
         // value may have been widened to double, while the output keeps its dtype
-        const bool in_place = output.dtype == this->call.value.dtype && output.strides[3] == 1;
+        const bool in_place = output.dtype == this->call.value.dtype && output.strides[CHANNEL] == 1;
         const QueryRows outputs(output, b, h, this->n.channels);
         this->find_value(job, b, h);
         this->reader.open(b, h);
@@ -49,12 +49,12 @@ class Forward : QueryWorker<R, T, Rule> {
     V *sum; // of a query, where output has another dtype or stride
 
     void write_sum(char *out) const {
-        const mxd_tensor &output = this->call.output;
+        const Tensor &output = this->call.output;
         if constexpr (same_type<V, T>)
-            write_elements(sum, out, output.dtype, output.strides[3], this->n.channels);
+            write_elements(sum, out, output.dtype, output.strides[CHANNEL], this->n.channels);
         else // the dtype is the same, only the stride differs
             for (int64_t c = 0; c < this->n.channels; ++c)
-                memcpy(out + c * output.strides[3] * int64_t(sizeof(V)), sum + c, sizeof(V));
+                memcpy(out + c * output.strides[CHANNEL] * int64_t(sizeof(V)), sum + c, sizeof(V));
     }
 };
 

@@ -52,30 +52,31 @@ template <class T> class Logits {
     typedef PlainRows<T> Rows;
 
   public:
-    static int64_t bytes(const Sizes &n) {
-        if (!n.with_logits) return 0;
-        return 2 * Arena::bytes<int64_t>(n.room()) + 2 * Arena::bytes<T>(2 * n.room()) +
-               Arena::bytes<T>(4 * longest(n)) + 2 * Rows::bytes(2 * TURNED, 2 * n.room()) +
+    static int64_t bytes(const Call &call) {
+        if (!call.with_logits) return 0;
+        const Sizes &n = call.sizes;
+        return 2 * Arena::bytes<int64_t>(padded_samples(n)) + 2 * Arena::bytes<T>(2 * padded_samples(n)) +
+               Arena::bytes<T>(4 * longest(n)) + 2 * Rows::bytes(2 * TURNED, 2 * padded_samples(n)) +
                2 * Rows::bytes(2 * TURNED, weight_room(n));
     }
-    Logits(const Call &c, const Sizes &sizes, Arena &arena) : call(c), n(sizes) {
-        if (!n.with_logits) return;
-        boxes = !n.has_window && c.reference.shape[3] == 4;
-        place = arena.take<int64_t>(n.room());
-        sum_place = arena.take<int64_t>(n.room());
-        divisor = arena.take<T>(2 * n.room());
-        inverse = arena.take<T>(2 * n.room());
+    Logits(const Call &c, Arena &arena) : call(c), n(c.sizes) {
+        if (!call.with_logits) return;
+        boxes = !c.has_window && n.coordinates == 4;
+        place = arena.take<int64_t>(padded_samples(n));
+        sum_place = arena.take<int64_t>(padded_samples(n));
+        divisor = arena.take<T>(2 * padded_samples(n));
+        inverse = arena.take<T>(2 * padded_samples(n));
         copy = arena.take<T>(4 * longest(n));
-        offset_copies = Rows::ring(2 * TURNED, 2 * n.room(), arena);
-        located = Rows::ring(2 * TURNED, 2 * n.room(), arena);
+        offset_copies = Rows::ring(2 * TURNED, 2 * padded_samples(n), arena);
+        located = Rows::ring(2 * TURNED, 2 * padded_samples(n), arena);
         logit_copies = Rows::ring(2 * TURNED, weight_room(n), arena);
         all_weights = Rows::ring(2 * TURNED, weight_room(n), arena);
-        in_place = c.reference.dtype == OWN<T> && c.reference.strides[3] == 1;
-        reference_step = c.reference.strides[1] * element_size(c.reference.dtype);
+        in_place = c.reference.dtype == OWN<T> && c.reference.strides[COORDINATE] == 1;
+        reference_step = c.reference.strides[QUERY] * element_size(c.reference.dtype);
     }
 
     void use_levels(int64_t first, int64_t last) {
-        if (!n.with_logits) return;
+        if (!call.with_logits) return;
         const int64_t padded = round_up((last - first) * n.points, LANES);
         samples = (last - first) * n.points;
         first_sample = first * n.points;
@@ -85,7 +86,7 @@ template <class T> class Logits {
             const Level &level = call.levels[first + sample / n.points];
             const int64_t reference = reference_of(first + sample / n.points, sample % n.points);
             place[i] = reference * reference_apart();
-            sum_place[i] = reference * call.reference.shape[3];
+            sum_place[i] = reference * n.coordinates;
             divisor[2 * i] = boxes ? T(2 * n.points) : T(level.width);
             divisor[2 * i + 1] = boxes ? T(2 * n.points) : T(level.height);
             for (int k = 0; k < 2; ++k) inverse[2 * i + k] = 1 / divisor[2 * i + k];
@@ -96,8 +97,8 @@ template <class T> class Logits {
     // The queries of this batch and of a head are read from now on, from any query on. Offsets and logits lie at
     // `offsets` and `logits`, where whole vectors can be read up to query `in_place_until`.
     void open(int64_t b, const QueryRows &offsets, const QueryRows &logits, int64_t in_place_until) {
-        if (!n.with_logits) return;
-        first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[0]));
+        if (!call.with_logits) return;
+        first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[BATCH]));
         offsets_in_place = Rows::in_place(offsets);
         logits_in_place = Rows::in_place(logits);
         until = in_place_until;
@@ -124,7 +125,7 @@ template <class T> class Logits {
         }
         if (samples == 0) return;
         const bool copied = q >= copied_from;
-        if (!n.has_window) locate(q, last, copied ? offset_copies : offsets_in_place);
+        if (!call.has_window) locate(q, last, copied ? offset_copies : offsets_in_place);
         const Rows &logits = copied ? logit_copies : logits_in_place;
         const char *from = logits.at(q);
         char *to = all_weights.at(q);
@@ -144,7 +145,7 @@ template <class T> class Logits {
     // and of its reference points where they are wanted. What lies before sample `direct_until` is written to memory of
     // its own. All levels are in use.
     MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
-        if (n.has_window) return;
+        if (call.has_window) return;
         if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
         const T *size = boxes ? references(q) + 2 : nullptr;
         for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
@@ -190,13 +191,13 @@ template <class T> class Logits {
     static int64_t weight_room(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>) + LANES; }
 
     int64_t reference_of(int64_t level, int64_t point) const {
-        const int64_t references = call.reference.shape[2];
+        const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
     // Numbers from a reference point of a query to the next. Levels often have the same one, at a stride of 0.
     int64_t reference_apart() const {
-        const mxd_tensor &t = call.reference;
-        return in_place || t.strides[2] == 0 ? t.strides[2] : t.shape[3];
+        const Tensor &t = call.reference;
+        return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;
     }
     static int64_t longest(const Sizes &n) { return n.levels + n.points; } // reference points of a query, at most
 
@@ -205,11 +206,11 @@ template <class T> class Logits {
         return in_place ? reinterpret_cast<const T *>(from) : copied_reference(from);
     }
     __attribute__((noinline)) const T *copied_reference(const char *from) const {
-        const mxd_tensor &t = call.reference;
-        if (t.strides[2] == 0)
-            read_elements(from, t.dtype, t.strides[3], t.shape[3], copy);
+        const Tensor &t = call.reference;
+        if (t.strides[REFERENCE] == 0)
+            read_elements(from, t.dtype, t.strides[COORDINATE], n.coordinates, copy);
         else
-            TrailingAxes<2>(t, 2).read_at(from, copy);
+            SomeAxes<2>(t, {REFERENCE, COORDINATE}).read_at(from, copy);
         return copy;
     }
 
@@ -259,7 +260,7 @@ template <class T> class Logits {
 
     // The gradient of a query's reference points, as this head has it.
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
-        for (int64_t i = 0; i < call.reference.shape[2] * call.reference.shape[3]; ++i) sums[i] = 0;
+        for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
         for (int64_t i = 0; i < fours; i += 4) { // as they were stored: a wider load would wait for the stores
             const Vec<T, 8> given = raw_load<T, 8>(grad_xy + 2 * i),

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/queries.h"
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -19,7 +19,7 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, c
         else
             rows.set(first, last, head, step);
     }
-    rows.set(n.levels * n.points, n.room(), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
+    rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
 }
 
 // Of a query's rows, those on levels that are not near, and all that lie between them in its list.
@@ -34,7 +34,7 @@ template <class Byte, class Fn>
 inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t row_bytes, int64_t chunk,
                         int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;
-    for (int64_t l = 0; l < call.num_levels; ++l) {
+    for (int64_t l = 0; l < call.sizes.levels; ++l) {
         if (levels.offset[l] < 0) continue;
         const Level level = call.levels[l];
         const int64_t rows = level.height * level.width, end = rows * (chunk + 1) / chunks;
@@ -58,8 +58,8 @@ struct HeadRows {
     char *first;
     int64_t step;
 
-    HeadRows(const mxd_tensor &t, int64_t b, int64_t h)
-        : first(at(t, offset3(t, b, 0, h))), step(t.strides[1] * element_size(t.dtype)) {}
+    HeadRows(const Tensor &t, int64_t b, int64_t h)
+        : first(at(t, offset_of(t, b, 0, h))), step(t.strides[QUERY] * element_size(t.dtype)) {}
 };
 
 // Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them.
@@ -79,20 +79,21 @@ template <class V, class T>
 inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
                     int64_t chunks = 1) {
     const HeadRows rows(call.value, b, h);
-    const int64_t channels = call.value.shape[3];
+    const int64_t channels = call.sizes.channels;
     packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), chunk, chunks, [&](int64_t i, char *to) {
         widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
     });
 }
 template <class V, class T>
 inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h, T *row) {
-    const mxd_tensor &t = call.grad_value;
+    const Tensor &t = call.grad_value;
     const HeadRows rows(t, b, h);
-    const int64_t channels = t.shape[3], row_bytes = channels * int64_t(sizeof(T));
-    if (same_type<V, T> && t.dtype == OWN<T> && t.strides[3] == 1) return unpack(call, levels, packed, row_bytes, rows);
+    const int64_t channels = call.sizes.channels, row_bytes = channels * int64_t(sizeof(T));
+    if (same_type<V, T> && t.dtype == OWN<T> && t.strides[CHANNEL] == 1)
+        return unpack(call, levels, packed, row_bytes, rows);
     packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
         order_row<V, T>(reinterpret_cast<const T *>(from), row, channels);
-        write_elements(row, rows.first + i * rows.step, t.dtype, t.strides[3], channels);
+        write_elements(row, rows.first + i * rows.step, t.dtype, t.strides[CHANNEL], channels);
     });
 }
 
@@ -102,7 +103,7 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
     typedef typename Worker::Row Row;
     const Call &call = given.call;
     const Plan &plan = given.plan;
-    const Sizes n(call);
+    const Sizes &n = call.sizes;
     const PackedLevels &levels = plan.packed_value;
     const Memory memory(levels.bytes);
     char *packed = memory.begin();

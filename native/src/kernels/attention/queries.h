@@ -31,7 +31,7 @@ struct QueryBlocks {
     Sizes n;
     int64_t size, per_head;
 
-    QueryBlocks(const Call &call, bool head_by_head) : n(call) {
+    QueryBlocks(const Call &call, bool head_by_head) : n(call.sizes) {
         const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
         const int64_t wanted = together / (8 * (call.num_threads > 1 ? call.num_threads : 1));
         size = round_up(wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted, TURNED);
@@ -52,11 +52,13 @@ struct QueryBlocks {
 // empty map has no rows.
 template <class T> class Query {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<int64_t>(2 * n.room()) + Arena::bytes<T>(n.room()); }
+    static int64_t bytes(const Sizes &n) {
+        return Arena::bytes<int64_t>(2 * padded_samples(n)) + Arena::bytes<T>(padded_samples(n));
+    }
     template <class Reader>
     Query(const Sizes &n, const Reader &reader, Arena &arena)
-        : maps_(reader.maps()), window(reader.window()), xy_copy(arena.take<int64_t>(2 * n.room())),
-          weight_copy(arena.take<T>(n.room())) {}
+        : maps_(reader.maps()), window(reader.window()), xy_copy(arena.take<int64_t>(2 * padded_samples(n))),
+          weight_copy(arena.take<T>(padded_samples(n))) {}
 
     const Maps<T> &maps() const { return maps_; }
     MXD_INLINE RealLanes<T> weight(int64_t sample) const { return raw_load<T, LANES>(weights + sample); }
@@ -92,12 +94,12 @@ template <class T> class QueryReader {
   public:
     int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Sizes &n) {
-        return Maps<T>::bytes(n.room()) + Logits<T>::bytes(n) + Window<T>::bytes(n);
+    static int64_t bytes(const Call &call) {
+        return Maps<T>::bytes(padded_samples(call.sizes)) + Logits<T>::bytes(call) + Window<T>::bytes(call);
     }
-    QueryReader(const Call &c, const Sizes &sizes, Arena &arena)
-        : call(c), n(sizes), locations(c.locations, 3), weights(c.weights, 3), maps_(arena, n.room()),
-          logits(c, n, arena), window_(n, arena) {
+    QueryReader(const Call &c, Arena &arena)
+        : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
+          maps_(arena, padded_samples(n)), logits(c, arena), window_(c, arena) {
         use_levels(0, n.levels);
     }
 
@@ -106,12 +108,12 @@ template <class T> class QueryReader {
         samples = (last - first) * n.points;
         padded = round_up(samples, LANES);
         // the softmax is of all levels
-        weight_samples = n.with_logits ? n.levels * n.points : samples;
-        weights_padded = n.with_logits ? round_up(weight_samples, SOFTMAX_LANES<T>) : padded;
-        locations.shape[0] = last - first;
-        weights.shape[0] = n.with_logits ? n.levels : last - first;
+        weight_samples = call.with_logits ? n.levels * n.points : samples;
+        weights_padded = call.with_logits ? round_up(weight_samples, SOFTMAX_LANES<T>) : padded;
+        locations.shorten(last - first);
+        weights.shorten(call.with_logits ? n.levels : last - first);
         logits.use_levels(first, last);
-        if (n.has_window) window_.set(call.window, samples);
+        if (call.has_window) window_.set(call.window, samples);
         maps_.set_levels(call.levels, first, last, n.points, padded);
     }
     const Maps<T> &maps() const { return maps_; }
@@ -119,25 +121,25 @@ template <class T> class QueryReader {
 
     // The queries of this (batch, head) are read from now on.
     void open(int64_t b, int64_t h) {
-        const int64_t location_skip = first_level * call.locations.strides[3];
-        const int64_t weight_skip = n.with_logits ? 0 : first_level * call.weights.strides[3];
+        const int64_t location_skip = first_level * call.locations.strides[LEVEL];
+        const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
         // with the padding, which is read, too
-        location_rows = n.has_window ? QueryRows(call.reference, b, h, 2)
-                                     : QueryRows(call.locations, b, h, 2 * padded, location_skip);
+        location_rows = call.has_window ? QueryRows(call.reference, b, h, 2)
+                                        : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
         locations_until = locations.contiguous
                               ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
                               : -1;
-        if (n.has_window) locations_until = INT64_MAX;
-        references_in_place = call.reference.dtype == OWN<T> && call.reference.strides[3] == 1;
+        if (call.has_window) locations_until = INT64_MAX;
+        references_in_place = call.reference.dtype == OWN<T> && call.reference.strides[COORDINATE] == 1;
         weights_until = weights.contiguous
                             ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5)
                             : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
-        const bool own_locations = n.has_window || call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>);
+        const bool own_locations = call.has_window || call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>);
         const bool own = own_locations && call.weights.dtype == OWN<T>;
         const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
-        in_place_until = n.with_logits ? -1 : until;
+        in_place_until = call.with_logits ? -1 : until;
         logits.open(b, location_rows, weight_rows, until);
     }
     MXD_INLINE void read(int64_t q, Query<T> &query) {
@@ -148,7 +150,7 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        if (n.with_logits) return read_turned(q, location, query);
+        if (call.with_logits) return read_turned(q, location, query);
         if (whole)
             query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
         else
@@ -162,8 +164,8 @@ template <class T> class QueryReader {
   private:
     const Call &call;
     Sizes n;
-    TrailingAxes<3> locations;
-    TrailingAxes<2> weights;
+    SomeAxes<3> locations;
+    SomeAxes<2> weights;
     Maps<T> maps_;
     Logits<T> logits;
     Window<T> window_;
@@ -178,10 +180,10 @@ template <class T> class QueryReader {
     MXD_INLINE void read_turned(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.turned_until())
             logits.turn(q, [&](int64_t i, T *offsets, T *of_logits) { copy_to_turn(i, offsets, of_logits); });
-        if (n.has_window) {
+        if (call.has_window) {
             query.reference = references_in_place ? reinterpret_cast<const T *>(location)
-                                                  : row_as(location, call.reference.dtype, call.reference.strides[3], 2,
-                                                           query.reference_copy);
+                                                  : row_as(location, call.reference.dtype,
+                                                           call.reference.strides[COORDINATE], 2, query.reference_copy);
         } else {
             query.xy = logits.locations(q);
         }
@@ -189,7 +191,7 @@ template <class T> class QueryReader {
     }
     // A query's offsets and logits, as T, in whole vectors.
     __attribute__((noinline)) void copy_to_turn(int64_t q, T *offsets, T *of_logits) {
-        if (!n.has_window)
+        if (!call.has_window)
             widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded,
                           T(__builtin_nan("")), offsets);
         widen_or_copy(weights, weight_rows.at(q), q <= weights_until, weight_samples, weights_padded, T(0), of_logits);
@@ -249,19 +251,19 @@ template <class T> class QueryReader {
     // The last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first on, `count`
     // of its own and what follows in memory, all belong to the tensor. With a copy of each query instead, RT-DETR's
     // decoder (12 samples a query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
-    static int64_t last_in_vectors(const mxd_tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
+    static int64_t last_in_vectors(const Tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
                                    int64_t padded, int axes) {
         if (count == padded) return INT64_MAX;
         int64_t last = 0, elements = 1;
-        bool forwards = t.strides[1] > 0;
+        bool forwards = t.strides[QUERY] > 0;
         for (int a = 0; a < axes; ++a) {
             last += (t.shape[a] - 1) * t.strides[a];
             elements *= t.shape[a];
             forwards = forwards && t.strides[a] >= 0;
         }
-        const int64_t offset = offset3(t, b, 0, h) + skipped;
+        const int64_t offset = offset_of(t, b, 0, h) + skipped;
         if (!forwards || last + 1 != elements || offset + padded > elements) return -1;
-        return (elements - padded - offset) / t.strides[1];
+        return (elements - padded - offset) / t.strides[QUERY];
     }
 };
 
@@ -269,16 +271,16 @@ template <class T> class QueryReader {
 template <class T> class OutputGradient {
   public:
     OutputGradient(const Call &call, int64_t b, int64_t h, T *memory)
-        : tensor(call.grad_output), channels(tensor.shape[3]), rows(tensor, b, h, channels), row(memory),
-          in_place(tensor.dtype == OWN<T> && tensor.strides[3] == 1) {}
+        : tensor(call.grad_output), channels(call.sizes.channels), rows(tensor, b, h, channels), row(memory),
+          in_place(tensor.dtype == OWN<T> && tensor.strides[CHANNEL] == 1) {}
     MXD_INLINE const T *of(int64_t query) const {
         const char *from = rows.at_in_turn(query);
         return in_place ? reinterpret_cast<const T *>(from)
-                        : row_as(from, tensor.dtype, tensor.strides[3], channels, row);
+                        : row_as(from, tensor.dtype, tensor.strides[CHANNEL], channels, row);
     }
 
   private:
-    const mxd_tensor &tensor;
+    const Tensor &tensor;
     int64_t channels;
     QueryRows rows;
     T *row; // where the tensor has another dtype or stride

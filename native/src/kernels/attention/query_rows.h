@@ -1,7 +1,7 @@
 // Where the elements of queries lie, query by query: inputs, outputs, copies.
 #pragma once
 
-#include "kernels/attention/sizes.h"
+#include "kernels/shared/sampling.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -17,9 +17,9 @@ class QueryRows {
   public:
     QueryRows() {}
     // `count` contiguous elements a query, from element `skipped` on.
-    QueryRows(const mxd_tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
-        : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset3(t, b, 0, h) + skipped))),
-          step(t.strides[1] * element_size(t.dtype)) {
+    QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
+        : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
+          step(t.strides[QUERY] * element_size(t.dtype)) {
         // as many cache lines as a query can touch: it begins at a multiple of `unit`
         const int64_t places = first | step | 64, unit = places & -places;
         const int64_t begin = step % 64 == 0 ? first & 63 : 64 - unit; // place in its first line, at most

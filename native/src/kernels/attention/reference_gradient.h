@@ -3,7 +3,8 @@
 // not matter.
 #pragma once
 
-#include "kernels/attention/sizes.h"
+#include "kernels/shared/job.h"
+#include "kernels/shared/sampling.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -11,13 +12,13 @@ namespace {
 
 template <class T> class ReferenceSums {
   public:
-    static int64_t numbers(const Call &call) { return call.reference.shape[2] * call.reference.shape[3]; }
+    static int64_t numbers(const Call &call) { return call.sizes.references * call.sizes.coordinates; }
     static int64_t bytes(const Call &call) {
-        const Sizes n(call);
+        const Sizes &n = call.sizes;
         return n.batch * n.heads * n.queries * numbers(call) * int64_t(sizeof(T)) + 1; // never nothing
     }
     explicit ReferenceSums(const Job &job)
-        : n(job.call), of_query(numbers(job.call)), all(reinterpret_cast<T *>(job.reference_sums)) {}
+        : n(job.call.sizes), of_query(numbers(job.call)), all(reinterpret_cast<T *>(job.reference_sums)) {}
 
     // Queries of this (batch, head) are meant from now on.
     void open(int64_t b, int64_t h) { opened = all ? all + (b * n.heads + h) * n.queries * of_query : nullptr; }
@@ -34,17 +35,17 @@ template <class T> class ReferenceGradient {
   public:
     static int64_t scratch_bytes(const Job &job) { return Arena::bytes<T>(ReferenceSums<T>::numbers(job.call)); }
     ReferenceGradient(const Job &job, Arena arena)
-        : grad(job.call.grad_reference), n(job.call), sums(job), numbers(ReferenceSums<T>::numbers(job.call)),
+        : grad(job.call.grad_reference), n(job.call.sizes), sums(job), numbers(ReferenceSums<T>::numbers(job.call)),
           row(arena.take<T>(numbers)) {}
 
-    static int64_t items(const Job &job) { return job.call.value.shape[0] * blocks(Sizes(job.call)); }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call.sizes); }
     void operator()(int64_t item) {
         const int64_t b = item / blocks(n), block = item % blocks(n);
         for (int64_t q = n.queries * block / blocks(n); q < n.queries * (block + 1) / blocks(n); ++q) write(b, q);
     }
 
   private:
-    const mxd_tensor &grad;
+    const Tensor &grad;
     Sizes n;
     ReferenceSums<T> sums;
     int64_t numbers;
@@ -59,7 +60,7 @@ template <class T> class ReferenceGradient {
             const T *of_head = sums.of(q);
             for (int64_t i = 0; i < numbers; ++i) row[i] += of_head[i];
         }
-        TrailingAxes<2>(grad, 2).write(b * grad.strides[0] + q * grad.strides[1], row);
+        SomeAxes<2>(grad, {REFERENCE, COORDINATE}).write(offset_of(grad, b, q), row);
     }
 };
 

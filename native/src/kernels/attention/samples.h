@@ -12,10 +12,11 @@ namespace {
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * n.room()); }
-    SampleOutput(const mxd_tensor &t, const Sizes &n, Arena &arena)
-        : tensor(t), axes(t, 3), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
-          direct(t.data && axes.contiguous && t.dtype == OWN<T>), scratch(arena.take<T>(OF_EACH * n.room())) {}
+    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * padded_samples(n)); }
+    SampleOutput(const SomeAxes<AXES> &of_sample, const Sizes &n, Arena &arena)
+        : tensor(of_sample.tensor), axes(of_sample), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
+          direct(tensor.data && axes.contiguous && tensor.dtype == OWN<T>),
+          scratch(arena.take<T>(OF_EACH * padded_samples(n))) {}
 
     void open(int64_t b, int64_t h) {
         if (tensor.data) queries = QueryRows(tensor, b, h, samples * OF_EACH);
@@ -37,8 +38,8 @@ template <class T, int AXES, int OF_EACH> class SampleOutput {
     }
 
   private:
-    const mxd_tensor &tensor;
-    TrailingAxes<AXES> axes;
+    const Tensor &tensor;
+    SomeAxes<AXES> axes;
     int64_t samples, in_vectors;
     bool direct;
     T *scratch; // of a query
@@ -51,25 +52,27 @@ template <class T, template <class> class Rule> class SampleOutputs {
     T *dot; // of each row
 
     static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<T>(4 * n.room()) + SampleOutput<T, 3, 2>::bytes(n) + SampleOutput<T, 2, 1>::bytes(n);
+        return Arena::bytes<T>(4 * padded_samples(n)) + SampleOutput<T, 3, 2>::bytes(n) +
+               SampleOutput<T, 2, 1>::bytes(n);
     }
-    SampleOutputs(const Job &job, const Sizes &sizes, Arena &arena)
-        : dot(arena.take<T>(4 * sizes.room())), n(sizes), xy(job.call.grad_locations, n, arena),
-          weights(job.call.grad_weights, n, arena), sums(job) {
-        memset(dot, 0, size_t(4 * n.room()) * sizeof(T));
+    SampleOutputs(const Job &job, Arena &arena)
+        : dot(arena.take<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
+          xy({job.call.grad_locations, {LEVEL, POINT, XY}}, n, arena),
+          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {
+        memset(dot, 0, size_t(4 * padded_samples(n)) * sizeof(T));
     }
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
         sums.open(b, h);
-        at_once = n.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.of(0);
+        at_once = call.with_logits && xy.in_whole_vectors() && weights.in_whole_vectors() && !sums.of(0);
     }
     MXD_INLINE void write(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
-        if (n.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
+        if (call.has_window && weights.in_whole_vectors()) // a weight's gradient is its row's product, as it stands
             return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
         if constexpr (Rule<T>::CORNERS == 4)
             if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);
-        if (n.with_logits) return write_turned(q, query, reader);
+        if (call.with_logits) return write_turned(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
             Rule<T>::gradients(own, dots, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
@@ -79,6 +82,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
     }
 
   private:
+    const Call &call;
     Sizes n;
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
@@ -125,10 +129,10 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
   public:
     typedef V Row;
     static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(Sizes(job.call));
+        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(job.call.sizes);
     }
     SampleGradients(const Job &j, Arena arena)
-        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, this->n, arena) {}
+        : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);

@@ -13,23 +13,26 @@ namespace {
 template <class T, template <class> class Rule> class ValueByBands {
   public:
     static int64_t items(const Job &job) {
-        const Sizes n(job.call);
+        const Sizes &n = job.call.sizes;
         return n.batch * n.heads * job.plan.num_bands;
     }
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return QueryReader<T>::bytes(n) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(n.room()) +
-               Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(n.room());
+        const Sizes &n = job.call.sizes;
+        return QueryReader<T>::bytes(job.call) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(padded_samples(n)) +
+               Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) +
+               BandReach<T>::bytes(padded_samples(n));
     }
     ValueByBands(const Job &job, Arena arena)
-        : call(job.call), plan(job.plan), n(job.call), reader(job.call, n, arena), query(n, reader, arena),
-          lists{{arena, n.room()}, {arena, n.room()}, {arena, n.room()}, {arena, n.room()}},
-          row(arena.take<T>(n.channels)), band(call, plan, n.channels, arena), reach(arena, n.room()) {}
+        : call(job.call), plan(job.plan), n(job.call.sizes), reader(job.call, arena), query(n, reader, arena),
+          lists{{arena, padded_samples(n)},
+                {arena, padded_samples(n)},
+                {arena, padded_samples(n)},
+                {arena, padded_samples(n)}},
+          row(arena.take<T>(n.channels)), band(call, plan, n.channels, arena), reach(arena, padded_samples(n)) {}
 
     void operator()(int64_t item) {
         const int64_t h = item / plan.num_bands % n.heads, b = item / plan.num_bands / n.heads;
-        band.open(item % plan.num_bands, offset3(call.grad_value, b, 0, h), call.grad_value.strides[1],
-                  call.grad_value.strides[3]);
+        band.open(item % plan.num_bands, b, h);
         int64_t first, last;
         band.levels_touched(first, last);
         if (first < last) add_queries(b, h, first, last);

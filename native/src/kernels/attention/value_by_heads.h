@@ -16,7 +16,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
   public:
     static int64_t parts(const Plan &plan) { return plan.parts > 1 ? plan.parts : 1; }
     static int64_t items(const Job &job) {
-        const Sizes n(job.call);
+        const Sizes &n = job.call.sizes;
         return n.batch * n.heads * parts(job.plan);
     }
     static int64_t scratch_bytes(const Job &job) {
@@ -30,7 +30,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         const int64_t part = item % parts(plan), h = item / parts(plan) % this->n.heads,
                       b = item / parts(plan) / this->n.heads;
         const OutputGradient<T> grad_output(call, b, h, this->row);
-        open(b, h, call.num_levels * part / parts(plan), call.num_levels * (part + 1) / parts(plan));
+        open(b, h, call.sizes.levels * part / parts(plan), call.sizes.levels * (part + 1) / parts(plan));
         this->queries(
             0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
@@ -47,12 +47,12 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
     int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
 
     void open(int64_t b, int64_t h, int64_t first_level, int64_t last_level) {
-        const mxd_tensor &grad = this->call.grad_value;
+        const Tensor &grad = this->call.grad_value;
         memset(packed, 0, size_t(plan.packed_gradient.bytes));
         this->use_levels(first_level, last_level);
         this->reader.open(b, h);
-        find_levels(this->call, this->n, first_level, at(grad, offset3(grad, b, 0, h)),
-                    grad.strides[1] * int64_t(sizeof(T)), plan.packed_gradient,
+        find_levels(this->call, this->n, first_level, at(grad, offset_of(grad, b, 0, h)),
+                    grad.strides[KEY] * int64_t(sizeof(T)), plan.packed_gradient,
                     plan.packed_gradient.bytes > 0 ? packed : nullptr, row_bytes(), this->rows);
     }
     void close(int64_t b, int64_t h) {

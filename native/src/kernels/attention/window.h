@@ -2,7 +2,7 @@
 // rounded, halves to even.
 #pragma once
 
-#include "kernels/attention/sizes.h"
+#include "kernels/shared/sampling.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -21,21 +21,25 @@ template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
 
 template <class T> class Window {
   public:
-    static int64_t bytes(const Sizes &n) { return n.has_window ? 2 * Arena::bytes<T>(n.room()) : 0; }
+    static int64_t bytes(const Call &call) {
+        return call.has_window ? 2 * Arena::bytes<T>(padded_samples(call.sizes)) : 0;
+    }
     Window() {}
-    Window(const Sizes &n, Arena &arena) : points(n.points) {
-        if (!n.has_window) return;
-        x_of = arena.take<T>(n.room());
-        y_of = arena.take<T>(n.room());
-        for (int64_t i = 0; i < n.room(); ++i) x_of[i] = y_of[i] = 0; // padding
+    Window(const Call &call, Arena &arena) : points(call.sizes.points) {
+        if (!call.has_window) return;
+        const Sizes &n = call.sizes;
+        x_of = arena.take<T>(padded_samples(n));
+        y_of = arena.take<T>(padded_samples(n));
+        for (int64_t i = 0; i < padded_samples(n); ++i) x_of[i] = y_of[i] = 0; // padding
     }
     bool exists() const { return x_of != nullptr; }
 
     // For samples in the order of Maps::set_levels.
-    void set(const mxd_tensor &window, int64_t samples) {
+    void set(const Tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
             T place[2] = {0, 0};
-            read_elements(at(window, i % points * window.strides[0]), window.dtype, window.strides[1], 2, place);
+            read_elements(at(window, i % points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2,
+                          place);
             x_of[i] = place[0];
             y_of[i] = place[1];
         }

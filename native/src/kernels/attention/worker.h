@@ -15,12 +15,15 @@ template <class T> struct alignas(64) Slot { // so that a shift finds it among o
     T *share;
 
     static int64_t bytes(const Sizes &n) {
-        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * n.room()) + Arena::bytes<T>(4 * n.room());
+        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * padded_samples(n)) +
+               Arena::bytes<T>(4 * padded_samples(n));
     }
     template <class Reader>
     Slot(const Sizes &n, const Reader &reader, Arena &arena)
-        : query(n, reader, arena), address(arena.take<int64_t>(4 * n.room())), share(arena.take<T>(4 * n.room())) {
-        memset(address, 0, size_t(4 * n.room()) * sizeof(int64_t)); // prefetched before the first query is prepared
+        : query(n, reader, arena), address(arena.take<int64_t>(4 * padded_samples(n))),
+          share(arena.take<T>(4 * padded_samples(n))) {
+        memset(address, 0,
+               size_t(4 * padded_samples(n)) * sizeof(int64_t)); // prefetched before the first query is prepared
     }
 };
 
@@ -37,14 +40,14 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     int64_t num_rows; // of a query, padded
 
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
-        return QueryReader<T>::bytes(n) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
-               Arena::bytes<T>(n.channels) + RowAddresses::bytes(n.room());
+        const Sizes &n = job.call.sizes;
+        return QueryReader<T>::bytes(job.call) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
+               Arena::bytes<T>(n.channels) + RowAddresses::bytes(padded_samples(n));
     }
     QueryWorker(const Job &job, Arena &arena)
-        : call(job.call), n(job.call), reader(job.call, n, arena),
+        : call(job.call), n(job.call.sizes), reader(job.call, arena),
           slots{{n, reader, arena}, {n, reader, arena}, {n, reader, arena}, {n, reader, arena}},
-          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, n.room(), nowhere),
+          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), nowhere),
           num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
         memset(nowhere, 0, size_t(n.channels) * sizeof(V));
     }
@@ -57,8 +60,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     }
 
     void find_value(const Job &job, int64_t b, int64_t h) {
-        const mxd_tensor &from = call.value;
-        find_levels(call, n, 0, at(from, offset3(from, b, 0, h)), from.strides[1] * int64_t(sizeof(V)),
+        const Tensor &from = call.value;
+        find_levels(call, n, 0, at(from, offset_of(from, b, 0, h)), from.strides[KEY] * int64_t(sizeof(V)),
                     job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)), rows);
     }
 

@@ -23,32 +23,30 @@ template <class T> class Band {
         : call(c), plan(p), channels(num_channels),
           sums(p.band_is_buffered ? arena.take<T>(most_rows(p) * num_channels) : nullptr) {}
 
-    // `offset`: of row 0 of this (batch, head) in grad_value; `rows`: elements from row to row; channels are `unit`
-    // apart.
-    void open(int64_t index, int64_t offset, int64_t rows, int64_t unit) {
+    void open(int64_t index, int64_t b, int64_t h) {
+        const int64_t rows = call.grad_value.strides[KEY];
         begin = plan.band_starts[index];
         end = plan.band_starts[index + 1];
-        first = offset + begin * rows;
-        row_stride = rows;
-        channel_stride = unit;
+        first = offset_of(call.grad_value, b, begin, h);
         address = reinterpret_cast<int64_t>(sums ? reinterpret_cast<char *>(sums) : at(call.grad_value, first));
         step = (sums ? channels : rows) * int64_t(sizeof(T));
         for (int64_t r = 0; r < end - begin; ++r)
             memset(reinterpret_cast<char *>(address + r * step), 0, size_t(channels) * sizeof(T));
     }
     void close() {
+        const Tensor &grad = call.grad_value;
         if (!sums) return;
         for (int64_t r = 0; r < end - begin; ++r)
-            write_elements(sums + r * channels, at(call.grad_value, first + r * row_stride), call.grad_value.dtype,
-                           channel_stride, channels);
+            write_elements(sums + r * channels, at(grad, first + r * grad.strides[KEY]), grad.dtype,
+                           grad.strides[CHANNEL], channels);
     }
     bool touches(const Level &level) const {
         return level.start < end && level.start + level.height * level.width > begin;
     }
     // The smallest range of levels from..to-1 that holds every level which reaches into the band; empty if none does.
     void levels_touched(int64_t &from, int64_t &to) const {
-        from = call.num_levels, to = 0;
-        for (int64_t l = 0; l < call.num_levels; ++l)
+        from = call.sizes.levels, to = 0;
+        for (int64_t l = 0; l < call.sizes.levels; ++l)
             if (touches(call.levels[l])) {
                 from = from < l ? from : l;
                 to = l + 1;
@@ -60,7 +58,7 @@ template <class T> class Band {
     const Plan &plan;
     int64_t channels;
     T *sums;
-    int64_t first = 0, row_stride = 0, channel_stride = 0;
+    int64_t first = 0; // row `begin`, as an offset in grad_value
 
     static int64_t most_rows(const Plan &plan) {
         int64_t most = 0;

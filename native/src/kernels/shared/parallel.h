@@ -1,7 +1,7 @@
 // The one loop over threads.
 #pragma once
 
-#include "kernels/shared/simd.h"
+#include "kernels/shared/vectors.h"
 #include "threads/lent_threads.h"
 #include "threads/threads.h"
 

@@ -14,14 +14,13 @@
 // past a row's end, and each channel meets the same operations in the same order for any number of threads.
 #pragma once
 
-#include "kernels/shared/simd.h"
+#include "call/plan.h"
+#include "kernels/shared/lanes.h"
+#include "kernels/shared/storage.h"
 
 namespace mxd {
 namespace MXD_ISA {
 namespace {
-
-// Rows of a list that are read together.
-constexpr int ROWS = 4;
 
 // Of a list of rows, those that are far enough for a prefetch to pay: from `begin` on, `count`.
 struct FarRows {

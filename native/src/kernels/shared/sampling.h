@@ -3,6 +3,7 @@
 
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/tensor.h"
+#include "kernels/shared/whole_numbers.h"
 
 namespace mxd {
 namespace MXD_ISA {
@@ -15,6 +16,8 @@ template <class T> using IntLanes = Vec<Int<T>, LANES>;
 typedef Vec<int64_t, LANES> AddressLanes;
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+// Of a query and head.
+inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
 // The maps that LANES samples are taken from. All that is known of them lies together, so that one register finds it.
 template <class T> struct MapLanes {

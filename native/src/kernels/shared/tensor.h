@@ -24,8 +24,14 @@ inline int64_t element_size(int64_t dtype) {
 // The dtype of T itself.
 template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
 
-inline char *at(const mxd_tensor &t, int64_t offset) {
+inline char *at(const Tensor &t, int64_t offset) {
     return static_cast<char *>(t.data) + offset * element_size(t.dtype);
+}
+
+// Of a tensor whose first axes are BATCH and QUERY or KEY, and then HEAD.
+inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i) { return b * t.strides[BATCH] + i * t.strides[QUERY]; }
+inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i, int64_t h) {
+    return offset_of(t, b, i) + h * t.strides[HEAD];
 }
 
 template <class T> inline void read_elements(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
@@ -46,7 +52,7 @@ template <class T> inline void read_elements(const char *from, int64_t dtype, in
 }
 
 // fn(the elements of a floating tensor from `offset` on)
-template <class Fn> inline void with_elements(const mxd_tensor &t, int64_t offset, Fn &&fn) {
+template <class Fn> inline void with_elements(const Tensor &t, int64_t offset, Fn &&fn) {
     const char *from = at(t, offset);
     switch (t.dtype) {
     case MXD_FLOAT64:
@@ -73,21 +79,24 @@ template <class T> inline void write_elements(const T *from, char *to, int64_t d
     }
 }
 
-// The trailing axes of a tensor: one run when they are contiguous, else element by element.
-template <int AXES> struct TrailingAxes {
-    const mxd_tensor &tensor;
+// Some axes of a tensor: one run when they are contiguous, else element by element.
+template <int AXES> struct SomeAxes {
+    const Tensor &tensor;
     int64_t shape[AXES], strides[AXES];
     bool contiguous;
 
-    TrailingAxes(const mxd_tensor &t, int first_axis) : tensor(t), contiguous(true) {
+    SomeAxes(const Tensor &t, const Axis (&axes)[AXES]) : tensor(t), contiguous(true) {
         int64_t expected = 1;
         for (int a = AXES - 1; a >= 0; --a) {
-            shape[a] = t.shape[first_axis + a];
-            strides[a] = t.strides[first_axis + a];
+            shape[a] = t.shape[axes[a]];
+            strides[a] = t.strides[axes[a]];
             contiguous = contiguous && (shape[a] == 1 || strides[a] == expected);
             expected *= shape[a];
         }
     }
+
+    // Of the first of these axes, only so many are meant.
+    void shorten(int64_t size) { *shape = size; }
 
     MXD_INLINE int64_t count() const {
         int64_t product = 1;
@@ -143,7 +152,7 @@ template <int AXES> struct TrailingAxes {
 
 // Prefetches `count` elements from `offset` on. Always inlined: GCC takes a function that does nothing but prefetch for
 // one without effect, and drops the calls.
-MXD_INLINE void prefetch(const mxd_tensor &t, int64_t offset, int64_t count) {
+MXD_INLINE void prefetch(const Tensor &t, int64_t offset, int64_t count) {
     const char *from = at(t, offset);
     const int64_t bytes = count * element_size(t.dtype);
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);

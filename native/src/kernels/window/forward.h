@@ -1,7 +1,7 @@
 // The forward direction of geometric_kernel_attention_with_logits: the heads of a query one after the other.
 #pragma once
 
-#include "kernels/kernels.h"
+#include "kernels/shared/job.h"
 #include "kernels/window/queries.h"
 
 namespace mxd {
@@ -12,14 +12,14 @@ namespace {
 // of the batch were widened, to job.packed_value.
 template <class V, class T> class WindowForward {
   public:
-    static int64_t items(const Job &job) { return Sizes(job.call).batch * blocks(job.call); }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
+        const Sizes &n = job.call.sizes;
         return Arena::bytes<T>(n.channels) + Arena::bytes<V>(n.heads * n.channels) +
                WindowQueries<T, true>::bytes(n, n.heads);
     }
     WindowForward(const Job &job, Arena arena)
-        : call(job.call), widened(job.packed_value), n(call), nowhere(arena.take<T>(n.channels)),
+        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.take<T>(n.channels)),
           sums(arena.take<V>(n.heads * n.channels)),
           queries(
               call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(),
@@ -30,9 +30,9 @@ template <class V, class T> class WindowForward {
     void operator()(int64_t item) {
         const int64_t b = item / blocks(call), block = item % blocks(call);
         const int64_t begin = n.queries * block / blocks(call), end = n.queries * (block + 1) / blocks(call);
-        const mxd_tensor &output = call.output;
+        const Tensor &output = call.output;
         queries.open(b, 0, [&](int64_t h) -> const char * {
-            if constexpr (same_type<V, T>) return at(call.value, offset3(call.value, b, 0, h));
+            if constexpr (same_type<V, T>) return at(call.value, offset_of(call.value, b, 0, h));
             return widened + h * n.channels * int64_t(sizeof(T));
         });
         const QueryRows outputs(output, b, 0, n.heads * n.channels);
@@ -51,19 +51,19 @@ template <class V, class T> class WindowForward {
 
     // Bytes from a head's row to its next.
     int64_t step_of_rows() const {
-        return (same_type<V, T> ? call.value.strides[1] : n.heads * n.channels) * int64_t(sizeof(T));
+        return (same_type<V, T> ? call.value.strides[KEY] : n.heads * n.channels) * int64_t(sizeof(T));
     }
     static int64_t blocks(const Call &call) {
-        const Sizes n(call);
+        const Sizes &n = call.sizes;
         const int64_t wanted = n.queries / 64;
         return wanted < 1 ? 1 : wanted;
     }
 
     MXD_INLINE void sum_rows(const WindowSlot<T> &slot, char *to) {
-        const mxd_tensor &output = call.output;
-        const bool in_place = output.dtype == call.value.dtype && output.strides[3] == 1;
+        const Tensor &output = call.output;
+        const bool in_place = output.dtype == call.value.dtype && output.strides[CHANNEL] == 1;
         V *const out = in_place ? reinterpret_cast<V *>(to) : sums;
-        const int64_t step = in_place ? output.strides[2] : n.channels, heads = n.heads, num_rows = queries.num_rows,
+        const int64_t step = in_place ? output.strides[HEAD] : n.channels, heads = n.heads, num_rows = queries.num_rows,
                       address_step = queries.address_step, weight_step = queries.weight_step;
         for_pieces<T>(n.channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
             for (int64_t h = 0; h < heads; ++h)
@@ -74,26 +74,27 @@ template <class V, class T> class WindowForward {
         if (!in_place) write_sums(to);
     }
     void write_sums(char *to) const {
-        const mxd_tensor &output = call.output;
+        const Tensor &output = call.output;
         const int64_t size = element_size(output.dtype);
-        for (int64_t h = 0; h < n.heads; ++h, to += output.strides[2] * size) {
+        for (int64_t h = 0; h < n.heads; ++h, to += output.strides[HEAD] * size) {
             const V *from = sums + h * n.channels;
             if constexpr (same_type<V, T>)
-                write_elements(from, to, output.dtype, output.strides[3], n.channels);
+                write_elements(from, to, output.dtype, output.strides[CHANNEL], n.channels);
             else // the dtype is the same, only the stride differs
-                for (int64_t c = 0; c < n.channels; ++c) memcpy(to + c * output.strides[3] * size, from + c, sizeof(V));
+                for (int64_t c = 0; c < n.channels; ++c)
+                    memcpy(to + c * output.strides[CHANNEL] * size, from + c, sizeof(V));
         }
     }
 };
 
 // A batch is a stage: all threads widen its rows, then work on its items.
-template <class V, class T> inline bool all_heads_together(const Call &call, const Plan &plan) {
+template <class V, class T> inline bool forward_of_heads_together(const Call &call, const Plan &plan) {
     typedef WindowForward<V, T> Worker;
     if constexpr (same_type<V, T>) {
         const Job job{call, plan, nullptr, nullptr};
         return parallel<Worker>(call.num_threads, Worker::items(job), job);
     } else {
-        const Sizes n(call);
+        const Sizes &n = call.sizes;
         const int64_t row_bytes = n.channels * int64_t(sizeof(T));
         const Memory widened(n.keys * n.heads * row_bytes);
         if (!widened.begin()) return false;
@@ -103,11 +104,16 @@ template <class V, class T> inline bool all_heads_together(const Call &call, con
                 const int64_t end = n.keys * (chunk + 1) / STAGE_CHUNKS;
                 for (int64_t i = n.keys * chunk / STAGE_CHUNKS; i < end; ++i)
                     for (int64_t h = 0; h < n.heads; ++h)
-                        widen_row<V, T>(reinterpret_cast<const V *>(at(call.value, offset3(call.value, b, i, h))),
+                        widen_row<V, T>(reinterpret_cast<const V *>(at(call.value, offset_of(call.value, b, i, h))),
                                         reinterpret_cast<T *>(widened.begin() + (i * n.heads + h) * row_bytes),
                                         n.channels);
             });
     }
+}
+
+inline bool all_heads_together(const Call &call, const Plan &plan) {
+    return with_types(
+        call, [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
 } // namespace

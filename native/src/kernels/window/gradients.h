@@ -13,24 +13,25 @@ namespace {
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) {
-        const Sizes n(job.call);
+        const Sizes &n = job.call.sizes;
         return n.batch * (n.heads / job.plan.heads_together);
     }
     static int64_t scratch_bytes(const Job &job) {
-        const Sizes n(job.call);
+        const Sizes &n = job.call.sizes;
         const int64_t heads = job.plan.heads_together;
         return WindowQueries<T, false>::bytes(n, heads) + 2 * Arena::bytes<char>(bytes(job)) +
                Arena::bytes<T>(n.channels) + Arena::bytes<T>(heads * dots_of_head(n)) +
                Arena::bytes<T>(heads * n.levels * n.points + LANES);
     }
     WindowGradients(const Job &j, Arena arena)
-        : job(j), call(j.call), n(call), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
+        : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
           dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
-          axes(call.grad_weights, 2), queries(
-                                          call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
-                                          packed_value + heads * levels().bytes, arena) {
-        axes.shape[0] = heads;
+          axes(call.grad_weights, {HEAD, LEVEL, POINT}),
+          queries(
+              call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
+              packed_value + heads * levels().bytes, arena) {
+        axes.shorten(heads);
         memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
     }
 
@@ -55,7 +56,7 @@ template <class V, class T> class WindowGradients {
     T *row;       // of grad_output, where it has another dtype or stride, and of the gradient
     T *dots;      // of grad_output with rows, head by head
     T *of_logits; // where the tensor cannot be written in whole vectors
-    TrailingAxes<3> axes;
+    SomeAxes<3> axes;
     WindowQueries<T, false> queries;
 
     const PackedLevels &levels() const { return job.plan.packed_gradient; }
@@ -63,7 +64,7 @@ template <class V, class T> class WindowGradients {
     int64_t samples() const { return n.levels * n.points; }
     static int64_t dots_of_head(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
     static int64_t bytes(const Job &job) {
-        return job.plan.heads_together * job.plan.packed_gradient.bytes + job.call.value.shape[3] * int64_t(sizeof(T));
+        return job.plan.heads_together * job.plan.packed_gradient.bytes + job.call.sizes.channels * int64_t(sizeof(T));
     }
 
     void open(int64_t b, int64_t h) {
@@ -78,12 +79,12 @@ template <class V, class T> class WindowGradients {
 
     // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
     MXD_INLINE void add_rows(const WindowSlot<T> &slot, const char *grad_output) {
-        const mxd_tensor &t = call.grad_output;
-        const int64_t step = t.strides[2] * element_size(t.dtype), address_step = queries.address_step,
+        const Tensor &t = call.grad_output;
+        const int64_t step = t.strides[HEAD] * element_size(t.dtype), address_step = queries.address_step,
                       weight_step = queries.weight_step, dot_step = dots_of_head(n);
         const SameDistance gradient{packed_gradient - packed_value};
         for (int64_t h = 0; h < heads; ++h) {
-            const T *g = row_as(grad_output + h * step, t.dtype, t.strides[3], n.channels, row);
+            const T *g = row_as(grad_output + h * step, t.dtype, t.strides[CHANNEL], n.channels, row);
             const int64_t *address = slot.address + h * address_step;
             dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient,
                                               queries.num_rows, n.channels, g, dots + h * dot_step);
@@ -98,6 +99,14 @@ template <class V, class T> class WindowGradients {
         if (!in_place) axes.write_at(to, of_logits);
     }
 };
+
+inline bool gradients_of_heads_together(const Call &call, const Plan &plan) {
+    return with_types(call, [&](auto *v, auto *t) {
+        typedef WindowGradients<__typeof__(*v), __typeof__(*t)> Worker;
+        const Job job{call, plan, nullptr, nullptr};
+        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+    });
+}
 
 } // namespace
 } // namespace MXD_ISA

@@ -53,8 +53,10 @@ template <class T, bool ALL_HEADS> class WindowQueries {
           weight_step(padded_weights(sizes)), call(c), n(sizes), heads(num_heads), together(turned_together(num_heads)),
           samples(n.levels * n.points), nowhere(reinterpret_cast<int64_t>(row_of_zeros)),
           lanes(arena.take<WindowLanes<T>>(vectors(n))), base(arena.take<int64_t>(heads * address_step)),
-          references(c.reference, 2), logits(c.weights, 2), reference_copy(arena.take<T>(2 * heads)) {
-        references.shape[0] = logits.shape[0] = heads;
+          references(c.reference, {HEAD, COORDINATE}), logits(c.weights, {HEAD, LEVEL, POINT}),
+          reference_copy(arena.take<T>(2 * heads)) {
+        references.shorten(heads);
+        logits.shorten(heads);
         for (int64_t i = 0; i < SOFTMAX_ROWS; ++i) {
             query_of_row[i] = heads < SOFTMAX_ROWS && i / heads < together ? i / heads : 0;
             head_of_row[i] = i - query_of_row[i] * heads;
@@ -102,8 +104,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t nowhere;  // the address of a row of zeros
     WindowLanes<T> *lanes;
     int64_t *base; // of the first row of each head, for each sample; nowhere for padding
-    TrailingAxes<2> references;
-    TrailingAxes<3> logits;
+    SomeAxes<2> references;
+    SomeAxes<3> logits;
     T *reference_copy, *logit_copies[SOFTMAX_ROWS]; // of queries that cannot be read as they lie
     bool references_in_place = false;
     int64_t last_in_place = -1; // the last query whose logits are read as they lie
@@ -147,9 +149,10 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         T place[2] = {0, 0};
         int64_t step = 0, first = 0;
         if (sample < samples) {
-            const mxd_tensor &window = call.window;
+            const Tensor &window = call.window;
             level = call.levels[sample / n.points];
-            read_elements(at(window, sample % n.points * window.strides[0]), window.dtype, window.strides[1], 2, place);
+            read_elements(at(window, sample % n.points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY],
+                          2, place);
             step = row_step;
             first = first_row(sample / n.points);
         }
@@ -167,7 +170,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
         const int64_t of_query = n.heads * samples;
-        return call.weights.strides[1] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
+        return call.weights.strides[QUERY] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
     }
     MXD_INLINE const T *reference_of(int64_t q) const {
         const char *from = ALL_HEADS ? reference_rows.at(q) : reference_rows.at_in_turn(q);

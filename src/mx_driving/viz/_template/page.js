@@ -195,7 +195,7 @@
   }
 
   function drawLoupe(panel, context, close, here, width, height, mark) {
-    const side = Math.min(0.56 * height, 0.36 * width);
+    const side = Math.min(0.56 * height, 0.36 * width, 240);
     const [x0, y0] = [close.x * width, close.y * width];
     const left = x0 + (close.side * width) / 2 > width / 2 ? 6 : width - side - 6;
     const top = y0 + (close.side * width) / 2 > height / 2 ? 6 : height - side - 6;
@@ -321,7 +321,7 @@
       row.setAttribute("aria-pressed", String(state[axis + "s"].has(number)));
       row.querySelector(".bar i").style.width = `${(100 * sums[number]) / largest}%`;
       row.querySelector(".bar i").style.background = coloured;
-      row.querySelector("svg").firstChild.style.fill = coloured || "var(--faint)";
+      row.querySelector("svg").firstChild.style.fill = coloured || (axis === "level" ? "var(--faint)" : "none");
       row.querySelector(".sum").textContent = brief(sums[number]);
     }
   }
@@ -360,7 +360,7 @@
     const seeing = sums.camera.filter((n) => n > 0).length;
     const of = data.cameras.length > 1 ? ` in ${seeing} of ${plural(data.cameras.length, "camera")}` : "";
     if (!sums.reading && !sums.losing) return "This query reads nothing.";
-    const read = `${plural(sums.reading, "sample")}${of}, weight ${brief(sums.read)} in all.`;
+    const read = `${plural(sums.reading, "sample")}${of}, weight ${brief(sums.read)}.`;
     if (!sums.losing) return read;
     const share = Math.round((100 * sums.lost) / (sums.read + sums.lost));
     return `${read} ${plural(sums.losing, "more sample")} off the map ${sums.losing === 1 ? "holds" : "hold"} ${share} % of the weight.`;

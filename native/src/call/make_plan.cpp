@@ -1,9 +1,6 @@
-#include "call/plan.h"
+#include "call/make_plan.h"
 
-#include "call/axes.h"
-
-#define MXD_ISA plain
-#include "kernels/shared/rows.h"
+#include "call/tensor.h"
 
 namespace mxd {
 namespace {
@@ -21,13 +18,12 @@ int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
 
 // Whether grad_value has the type computed in and contiguous channels.
 bool can_be_added_to(const Call &call) {
-    const int last = axes_of(call).value - 1;
     const int64_t computed = call.value.dtype == MXD_FLOAT64 ? MXD_FLOAT64 : MXD_FLOAT32;
-    return call.grad_value.dtype == computed && (call.value.shape[last] <= 1 || call.grad_value.strides[last] == 1);
+    return call.grad_value.dtype == computed && (call.sizes.channels <= 1 || call.grad_value.strides[CHANNEL] == 1);
 }
 
 bool levels_overlap(const Call &call) {
-    std::vector<Level> levels(call.levels, call.levels + call.num_levels);
+    std::vector<Level> levels(call.levels, call.levels + call.sizes.levels);
     std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
     for (size_t l = 1; l < levels.size(); ++l)
         if (levels[l - 1].start + num_rows(levels[l - 1]) > levels[l].start) return true;
@@ -37,6 +33,8 @@ bool levels_overlap(const Call &call) {
 // ---- which levels are packed
 
 constexpr PackedLevels NONE{nullptr, 0, 0, 0};
+
+bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
 // What a core's second-level cache holds beside all else. A prefetch of a row that is there takes three of the reads
 // that a core has time for, beside six for the row itself, and saves little. Forward, one thread: the encoder 29.0 ->
@@ -51,17 +49,17 @@ constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 
 PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
-    const int64_t *shape = call.value.shape, corners = call.op == GEOMETRIC ? 1 : 4;
-    const int64_t reads = call.weights.shape[1] * call.weights.shape[4] * corners;
+    const Sizes &n = call.sizes;
+    const int64_t reads = n.queries * n.points * (call.op == GEOMETRIC ? 1 : 4);
     const double value_bytes =
-        double(shape[0] * shape[1]) * double(shape[2] * shape[3] * floating_size(call.value.dtype));
+        double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
     const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
     std::vector<int64_t> order;
-    for (int64_t l = 0; l < call.num_levels; ++l) order.push_back(l);
+    for (int64_t l = 0; l < call.sizes.levels; ++l) order.push_back(l);
     const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
     std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows(a) < rows(b); });
-    offset.assign(size_t(call.num_levels), -1);
-    std::vector<bool> near(size_t(call.num_levels), false);
+    offset.assign(size_t(call.sizes.levels), -1);
+    std::vector<bool> near(size_t(call.sizes.levels), false);
     int64_t total = 0;
     for (int64_t l : order) {
         const int64_t bytes = (rows(l) * row_bytes + 63) / 64 * 64;
@@ -80,39 +78,39 @@ constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
     return call.op != AGGREGATION &&
-           call.value.strides[1] > call.value.shape[3] && // else rows lie side by side already
-           call.weights.shape[1] >= QUERIES_OF_A_THREAD * num_threads(call);
+           call.value.strides[KEY] > call.sizes.channels && // else rows lie side by side already
+           call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
 PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
     if (!value_can_be_packed(call)) return NONE;
-    return choose_levels(call, call.value.shape[3] * floating_size(call.value.dtype), 1, offset);
+    return choose_levels(call, call.sizes.channels * floating_size(call.value.dtype), 1, offset);
 }
 
 // Rows that all stay near are packed as the type computed in, where a sample is one row: in 16 bits that row would be
 // widened again for each of its samples.
 PackedLevels choose_packed_as_computed(const Call &call, std::vector<int64_t> &offset) {
     if (call.op != GEOMETRIC || !value_can_be_packed(call)) return NONE;
-    const PackedLevels packed = choose_levels(call, call.value.shape[3] * computed_size(call), 1, offset);
-    return packed.all_near() ? packed : NONE;
+    const PackedLevels packed = choose_levels(call, call.sizes.channels * computed_size(call), 1, offset);
+    return all_near(packed) ? packed : NONE;
 }
 
 // Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
 // which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
-    const int64_t size = computed_size(call), row_bytes = call.value.shape[3] * size;
-    const bool lie_side_by_side = can_be_added_to(call) && call.grad_value.strides[1] * size <= row_bytes;
+    const int64_t size = computed_size(call), row_bytes = call.sizes.channels * size;
+    const bool lie_side_by_side = can_be_added_to(call) && call.grad_value.strides[KEY] * size <= row_bytes;
     if (lie_side_by_side || levels_overlap(call)) return NONE;
-    const int64_t heads = call.value.shape[0] * call.value.shape[2];
+    const int64_t heads = call.sizes.batch * call.sizes.heads;
     return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
 }
 
 // Whether every row of value belongs to a packed level.
 bool all_rows_are_packed(const Call &call, const PackedLevels &packed) {
     int64_t rows = 0; // levels do not overlap where any is packed
-    for (int64_t l = 0; packed.bytes > 0 && l < call.num_levels; ++l)
+    for (int64_t l = 0; packed.bytes > 0 && l < call.sizes.levels; ++l)
         rows += packed.offset[l] < 0 ? 0 : num_rows(call.levels[l]);
-    return rows == call.value.shape[1];
+    return rows == call.sizes.keys;
 }
 
 // ---- into how many bands or parts a head is cut, so that all threads have work
@@ -138,14 +136,13 @@ double time_of(const Cut &cut, int64_t heads, int64_t threads, int64_t num_level
 // Lists of rows take ROWS samples at a time, so a part must begin at a multiple of ROWS. Levels must not overlap: a row
 // of two levels would belong to two parts.
 bool levels_can_be_parts(const Call &call) {
-    return call.op != AGGREGATION && call.weights.shape[4] % plain::ROWS == 0 && !levels_overlap(call);
+    return call.op != AGGREGATION && call.sizes.points % ROWS == 0 && !levels_overlap(call);
 }
 
 // The cut that is finished first.
 Cut choose_cut(const Call &call, bool in_place) {
-    const int64_t threads = num_threads(call), num_levels = call.num_levels;
-    const int64_t heads =
-        std::max<int64_t>(1, call.value.shape[0] * (call.op == AGGREGATION ? 1 : call.value.shape[2]));
+    const int64_t threads = num_threads(call), num_levels = call.sizes.levels;
+    const int64_t heads = std::max<int64_t>(1, call.sizes.batch * call.sizes.heads);
     Cut best{1, 1};
     if (heads_keep_threads_busy(heads, threads) || num_levels == 0) return best;
     double best_time = time_of(best, heads, threads, num_levels);
@@ -167,27 +164,27 @@ Cut choose_cut(const Call &call, bool in_place) {
 // heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
-bool has_window(const Call &call) { return call.op == GEOMETRIC && call.with_logits; }
-bool heads_can_go_together(const Call &call) { return has_window(call) && call.num_levels * call.weights.shape[4] > 0; }
+bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
 // Rows of 16 bits are all widened before the first is read. Value may be expanded: then they take more memory than it.
 bool widening_pays(const Call &call) {
-    const int64_t *shape = call.value.shape, reads = call.weights.shape[1] * call.num_levels * call.weights.shape[4];
+    const Sizes &n = call.sizes;
     if (floating_size(call.value.dtype) == computed_size(call)) return true; // nothing is widened
-    return reads >= shape[1] && shape[1] * shape[2] * shape[3] * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS;
+    return n.queries * n.levels * n.points >= n.keys &&
+           n.keys * n.heads * n.channels * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS;
 }
 
 int64_t choose_heads_of_forward(const Call &call) {
-    const mxd_tensor &value = call.value;
-    const int64_t rows = value.shape[1] * value.strides[1], heads = value.shape[2] * value.strides[2];
-    const bool near = std::max(rows, heads) * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS &&
-                      std::min(value.strides[1], value.strides[2]) >= 0;
-    return heads_can_go_together(call) && near && widening_pays(call) ? value.shape[2] : 0;
+    const int64_t *strides = call.value.strides, heads = call.sizes.heads;
+    const int64_t extent = std::max(call.sizes.keys * strides[KEY], heads * strides[HEAD]);
+    const bool near = extent * computed_size(call) <= NEAR_BYTES_OF_ALL_HEADS && //
+                      std::min(strides[KEY], strides[HEAD]) >= 0;
+    return heads_can_go_together(call) && near && widening_pays(call) ? heads : 0;
 }
 
 // Backward: all that go together have value and gradient in the second-level cache, and leave enough for every thread.
 int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
-    const int64_t batch = call.value.shape[0], heads = call.value.shape[2];
+    const int64_t batch = call.sizes.batch, heads = call.sizes.heads;
     for (int64_t together : {4, 2})
         if (heads % together == 0 && 2 * together * packed.bytes <= NEAR_BYTES &&
             heads_keep_threads_busy(batch * heads / together, num_threads(call)))
@@ -200,11 +197,10 @@ int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
 // Where bands begin. Every level is cut into the same number of bands, because every level has the same number of
 // samples. No band has more than `most_rows` rows.
 void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<int64_t> &cuts) {
-    const int64_t num_keys = call.value.shape[1];
-    cuts = {0, num_keys};
-    if (wanted > 1 || most_rows < num_keys) {
-        const int64_t per_level = call.num_levels == 0 ? 1 : (wanted + call.num_levels - 1) / call.num_levels;
-        for (int64_t l = 0; l < call.num_levels; ++l)
+    cuts = {0, call.sizes.keys};
+    if (wanted > 1 || most_rows < call.sizes.keys) {
+        const int64_t per_level = call.sizes.levels == 0 ? 1 : (wanted + call.sizes.levels - 1) / call.sizes.levels;
+        for (int64_t l = 0; l < call.sizes.levels; ++l)
             for (int64_t i = 0; i <= per_level; ++i)
                 cuts.push_back(call.levels[l].start + num_rows(call.levels[l]) * i / per_level);
         std::sort(cuts.begin(), cuts.end());
@@ -225,10 +221,9 @@ constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
-    const int64_t channels = call.value.shape[axes_of(call).value - 1];
-    const int64_t row_bytes = std::max<int64_t>(1, channels * computed_size(call));
+    const int64_t row_bytes = std::max<int64_t>(1, call.sizes.channels * computed_size(call));
     if (buffered) return std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
-    return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.value.shape[1];
+    return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.sizes.keys;
 }
 
 // ---- the way to the gradient of value
@@ -245,7 +240,7 @@ bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
 // nothing to gain, and where a sample is one row. They must be laid out alike.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
     return samples_wanted(call) && call.value.dtype == call.grad_value.dtype &&
-           call.value.strides[1] == call.grad_value.strides[1] && (call.op == GEOMETRIC || !value_would_be_packed);
+           call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
 }
 
 void plan_bands(const Call &call, int64_t wanted, bool buffered, Plan &plan, PlanLists &lists) {
@@ -290,15 +285,15 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
 
 std::string packed_text(const Call &call, const PackedLevels &packed) {
     if (packed.bytes == 0) return "none";
-    const int64_t left = std::count(packed.offset, packed.offset + call.num_levels, -1);
-    return std::to_string(call.num_levels - left) + " of " + std::to_string(call.num_levels) + " levels, " +
+    const int64_t left = std::count(packed.offset, packed.offset + call.sizes.levels, -1);
+    return std::to_string(call.sizes.levels - left) + " of " + std::to_string(call.sizes.levels) + " levels, " +
            std::to_string(packed.bytes / 1024) + " KB";
 }
 
 std::string prefetched_text(const Call &call, const PackedLevels &packed) {
     if (packed.bytes == 0) return "all";
-    if (packed.all_near()) return "none";
-    return std::to_string(packed.far_end - packed.far_begin) + " of " + std::to_string(call.num_levels) + " levels";
+    if (all_near(packed)) return "none";
+    return std::to_string(packed.far_end - packed.far_begin) + " of " + std::to_string(call.sizes.levels) + " levels";
 }
 
 std::string value_gradient_text(const Plan &plan) {
@@ -336,7 +331,7 @@ Plan make_plan(const Call &call, PlanLists &lists) {
 std::string describe(const Call &call, const Plan &plan) {
     std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
     text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
-    if (has_window(call)) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
+    if (call.has_window) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
     if (!call.backward) return text + "prefetched_rows: " + prefetched_text(call, plan.packed_value) + "\n";
     text += "sample_gradients: ";
     text += plan.sample_gradients ? "ALONE" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";

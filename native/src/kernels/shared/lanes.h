@@ -1,0 +1,194 @@
+// What goes across the lanes of vectors: masks, shuffles, sums.
+#pragma once
+
+#include "kernels/shared/vectors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+// Lanes of `yes` where mask is all ones, of `no` where it is 0.
+template <class Mask, class Address> MXD_INLINE Address choose(Mask mask, Address yes, Address no) {
+#if defined(__AVX512F__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+    if constexpr (same_type<Mask, Vec<int32_t, 8>>)
+        return (Address)_mm512_mask_blend_epi64(_mm256_movepi32_mask((__m256i)mask), (__m512i)no, (__m512i)yes);
+#elif defined(__AVX2__)
+    if constexpr (same_type<Mask, Vec<int32_t, 4>>) // GCC 12 compares the mask with 0 first
+        return (Address)_mm256_blendv_epi8((__m256i)no, (__m256i)yes, (__m256i)convert<int64_t, 4>(mask));
+#endif
+    return convert<int64_t, sizeof(Address) / sizeof(int64_t)>(mask) ? yes : no;
+}
+
+// x where mask is all ones, 0 where it is 0. GCC 12 makes two operations of `mask ? x : 0`.
+template <class Mask, class V> MXD_INLINE V or_zero(Mask mask, V x) {
+    static_assert(sizeof(Mask) == sizeof(V), "a mask for each lane");
+    return bits_as<V>(Mask(bits_as<Mask>(x) & mask));
+}
+
+// Whether any lane of a mask, all ones or all zeros in each lane, is set.
+template <class Mask> MXD_INLINE bool any(Mask mask) {
+#if defined(__AVX512F__)
+    if constexpr (same_type<Mask, Vec<int32_t, 8>>) return _mm256_movepi32_mask((__m256i)mask) != 0;
+    if constexpr (same_type<Mask, Vec<int64_t, 8>>) return _mm512_movepi64_mask((__m512i)mask) != 0;
+#elif defined(__AVX2__)
+    if constexpr (sizeof(Mask) == 16) return _mm_movemask_epi8((__m128i)mask) != 0;
+    if constexpr (sizeof(Mask) == 32) return _mm256_movemask_epi8((__m256i)mask) != 0;
+#endif
+    const auto words = bits_as<Vec<int64_t, sizeof(Mask) / sizeof(int64_t)>>(mask);
+    int64_t all = 0;
+    for (size_t i = 0; i < sizeof(Mask) / sizeof(int64_t); ++i) all |= words[i];
+    return all != 0;
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// For each choice of four lanes, a bit for each: those lanes first, by their number; and the same in halves of a lane.
+struct KeptLanes {
+    int32_t lanes[16][4], halves[16][8];
+
+    constexpr KeptLanes() : lanes(), halves() {
+        for (int choice = 0; choice < 16; ++choice)
+            for (int lane = 0, count = 0; lane < 4; ++lane)
+                if (choice >> lane & 1) {
+                    lanes[choice][count] = lane;
+                    halves[choice][2 * count] = 2 * lane;
+                    halves[choice][2 * count++ + 1] = 2 * lane + 1;
+                }
+    }
+};
+constexpr KeptLanes KEPT;
+#endif
+
+// Compress-store: kept lanes first. Always writes four; returns how many are kept.
+template <class T, class Mask>
+MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
+#if defined(__AVX512F__)
+    __mmask8 kept;
+    if constexpr (same_type<T, float>) {
+        kept = _mm_movepi32_mask((__m128i)mask);
+        _mm_storeu_ps(shares, _mm_maskz_compress_ps(kept, (__m128)share));
+    } else {
+        kept = _mm256_movepi64_mask((__m256i)mask);
+        _mm256_storeu_pd(shares, _mm256_maskz_compress_pd(kept, (__m256d)share));
+    }
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), _mm256_maskz_compress_epi64(kept, (__m256i)address));
+    return __builtin_popcount(kept);
+#elif defined(__AVX2__)
+    int kept;
+    if constexpr (same_type<T, float>)
+        kept = _mm_movemask_ps((__m128)mask);
+    else
+        kept = _mm256_movemask_pd((__m256d)mask);
+    const auto halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(KEPT.halves[kept]));
+    const __m256i first = _mm256_permutevar8x32_epi32((__m256i)address, halves);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), first);
+    if constexpr (same_type<T, float>) {
+        const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(KEPT.lanes[kept]));
+        _mm_storeu_ps(shares, _mm_permutevar_ps((__m128)share, lanes));
+    } else {
+        _mm256_storeu_pd(shares, (__m256d)_mm256_permutevar8x32_epi32((__m256i)share, halves));
+    }
+    return __builtin_popcount(unsigned(kept));
+#else
+    int64_t count = 0;
+    MXD_UNROLL
+    for (int lane = 0; lane < 4; ++lane) {
+        addresses[count] = address[lane];
+        shares[count] = share[lane];
+        count -= mask[lane];
+    }
+    return count;
+#endif
+}
+
+// Four of four or eight lanes and back. Not through memory: what was stored as two halves is slow to load as one.
+template <int FIRST, class V> MXD_INLINE auto four_of(V v) {
+    typedef __typeof__(v[0] + v[0]) E;
+    if constexpr (sizeof(V) == 4 * sizeof(E))
+        return v;
+    else
+#if defined(__clang__) || __GNUC__ >= 12
+        return __builtin_shufflevector(v, v, FIRST, FIRST + 1, FIRST + 2, FIRST + 3);
+#else
+        return Vec<E, 4>{v[FIRST], v[FIRST + 1], v[FIRST + 2], v[FIRST + 3]};
+#endif
+}
+template <class T> MXD_INLINE Vec<T, 8> eight_of(Vec<T, 4> a, Vec<T, 4> b) {
+#if defined(__clang__) || __GNUC__ >= 12
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+    return Vec<T, 8>{a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3]};
+#endif
+}
+
+// The lanes of a, then those of b.
+template <class T, int N> MXD_INLINE Vec<T, 2 * N> joined(Vec<T, N> a, Vec<T, N> b) {
+    if constexpr (N == 4)
+        return eight_of<T>(a, b);
+    else
+        return bits_as<Vec<T, 2 * N>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(a), bits_as<Vec<int64_t, 4>>(b)));
+}
+
+// a0 b0 a1 b1 ...
+template <class T, int N> MXD_INLINE void interleave(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &low, Vec<T, N> &high) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    if constexpr (N == 16) {
+        low = MXD_SHUFFLE(a, b, I, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        high = MXD_SHUFFLE(a, b, I, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    } else if constexpr (N == 8) {
+        low = MXD_SHUFFLE(a, b, I, 0, 8, 1, 9, 2, 10, 3, 11);
+        high = MXD_SHUFFLE(a, b, I, 4, 12, 5, 13, 6, 14, 7, 15);
+    } else {
+        static_assert(N == 4, "4, 8 or 16 lanes");
+        low = MXD_SHUFFLE(a, b, I, 0, 4, 1, 5);
+        high = MXD_SHUFFLE(a, b, I, 2, 6, 3, 7);
+    }
+}
+
+// The reverse: the even and the odd lanes of a followed by b.
+template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec<T, N> &even, Vec<T, N> &odd) {
+    typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
+    if constexpr (N == 16) {
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    } else if constexpr (N == 8) {
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6, 8, 10, 12, 14);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7, 9, 11, 13, 15);
+    } else {
+        static_assert(N == 4, "4, 8 or 16 lanes");
+        even = MXD_SHUFFLE(a, b, I, 0, 2, 4, 6);
+        odd = MXD_SHUFFLE(a, b, I, 1, 3, 5, 7);
+    }
+}
+
+// The lower and the upper half added, lane by lane.
+template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
+    struct Halves {
+        Vec<T, N / 2> low, high;
+    };
+    const Halves halves = bits_as<Halves>(x);
+    return halves.low + halves.high;
+}
+
+// All lanes folded into one number by fold(a, b).
+template <class T, int N, class Fold> MXD_INLINE T folded_lanes(Vec<T, N> x, Fold &&fold) {
+    if constexpr (N == 1) {
+        return x;
+    } else {
+        struct Halves {
+            Vec<T, N / 2> low, high;
+        };
+        const Halves halves = bits_as<Halves>(x);
+        return folded_lanes<T, N / 2>(fold(halves.low, halves.high), fold);
+    }
+}
+
+template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
+    if constexpr (N == 1)
+        return x;
+    else
+        return sum<T, N / 2>(fold<T, N>(x));
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

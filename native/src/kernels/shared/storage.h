@@ -1,0 +1,118 @@
+// The four storage types, and how a run of them becomes float or double and back.
+#pragma once
+
+#include "kernels/shared/vectors.h"
+
+namespace mxd {
+namespace MXD_ISA {
+namespace {
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat16 {
+    uint16_t bits;
+};
+
+// float from the bits of a half, by operations that every machine has. One multiplication rescales the exponent.
+template <int N> MXD_INLINE Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = convert<uint32_t, N>(half), magnitude = bits & 0x7fff;
+    const Vec<float, N> scaled = bits_as<Vec<float, N>>(U(magnitude << 13)) * 0x1p112f;
+    const U special = magnitude >= 0x7c00 ? U(bits | 0x7f800000u) & 0x7f800000u : U(bits & 0);
+    return bits_as<Vec<float, N>>(U(bits_as<U>(scaled) | special | (bits & 0x8000) << 16));
+}
+
+inline uint16_t float_to_half(float x) {
+#if defined(__F16C__)
+    return uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#else
+    const uint32_t bits = bits_as<uint32_t>(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00);
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00); // rounds to 65536 or more
+    if (magnitude < 0x38800000)                                  // subnormal half: let the adder round
+        return uint16_t(sign | (bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u));
+    return uint16_t(sign | ((magnitude - 0x38000000u + 0xfff + (magnitude >> 13 & 1)) >> 13));
+#endif
+}
+
+// A bfloat16 in the upper half of each lane, and anything in the lower one.
+template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = bits_as<U>(x), rounded = bits + 0x7fff + (bits >> 16 & 1), nan = bits | 0x400000;
+    return x == x ? rounded : nan;
+}
+
+// N elements of storage type V as T.
+template <class T, int N> MXD_INLINE Vec<T, N> load(const float *from) {
+    return convert<T, N>(raw_load<float, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const double *from) {
+    return convert<T, N>(raw_load<double, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const int32_t *from) {
+    return convert<T, N>(raw_load<int32_t, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const int64_t *from) {
+    return convert<T, N>(raw_load<int64_t, N>(from));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
+    typedef Vec<uint32_t, N> U;
+    const U bits = convert<uint32_t, N>(raw_load<uint16_t, N>(from)) << 16;
+    return convert<T, N>(bits_as<Vec<float, N>>(bits));
+}
+template <class T, int N> MXD_INLINE Vec<T, N> load(const Half *from) {
+#if defined(__AVX512F__)
+    if constexpr (N == 16)
+        return convert<T, N>((Vec<float, 16>)(_mm512_maskz_cvtph_ps(
+            0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)))));
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8)
+        return convert<T, N>(
+            (Vec<float, 8>)(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)))));
+    if constexpr (N == 1) return T(_cvtsh_ss(from->bits));
+#endif
+    return convert<T, N>(half_to_float<N>(raw_load<uint16_t, N>(from)));
+}
+
+template <class T, int N> MXD_INLINE void store(float *to, Vec<T, N> x) {
+    const Vec<float, N> y = convert<float, N>(x);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> MXD_INLINE void store(double *to, Vec<T, N> x) {
+    const Vec<double, N> y = convert<double, N>(x);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> MXD_INLINE void store(int64_t *to, Vec<T, N> x) {
+    const Vec<int64_t, N> y = convert<int64_t, N>(x);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> MXD_INLINE void store(BFloat16 *to, Vec<T, N> x) {
+    const Vec<uint16_t, N> y = convert<uint16_t, N>(rounded_to_bfloat16<N>(convert<float, N>(x)) >> 16);
+    memcpy(to, &y, sizeof y);
+}
+template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
+    const Vec<float, N> y = convert<float, N>(x);
+#if defined(__AVX512F__)
+    if constexpr (N == 16) {
+        const __m256i half = _mm512_maskz_cvtps_ph(0xffff, (__m512)y, _MM_FROUND_TO_NEAREST_INT);
+        memcpy(to, &half, sizeof half);
+        return;
+    }
+#endif
+#if defined(__F16C__)
+    if constexpr (N == 8) {
+        const __m128i half = _mm256_cvtps_ph((__m256)y, _MM_FROUND_TO_NEAREST_INT);
+        memcpy(to, &half, sizeof half);
+        return;
+    }
+#endif
+    float lanes[N];
+    memcpy(lanes, &y, sizeof lanes);
+    for (int i = 0; i < N; ++i) to[i].bits = float_to_half(lanes[i]);
+}
+
+} // namespace
+} // namespace MXD_ISA
+} // namespace mxd

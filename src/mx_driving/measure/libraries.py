@@ -1,0 +1,268 @@
+"""Models of libraries before and after `mx_driving.patch`: how to build each with random weights, and what is measured.
+
+Nothing is downloaded. Where a library's own builder would fetch a part, the part is made here, with random weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.metadata
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import mx_driving
+
+from .._programs.problems import need
+from . import models
+from .models import Subject, make_sensitive, photograph
+from .timing import interleaved
+
+Build = Callable[[int, int], Subject]  # from the height and width of the photograph
+
+
+@dataclass(frozen=True)
+class Library:
+    """What pip calls it, what Python calls it, what else its models need, and its models."""
+
+    distribution: str
+    package: str
+    models: Callable[[], Mapping[str, Build]]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> str:
+        return f"{self.distribution} {importlib.metadata.version(self.distribution)}"
+
+
+def _side(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def _transformers(name: str) -> Build:
+    return lambda height, width: models.build(name, height, width)
+
+
+def _ultralytics(configuration: str) -> Build:
+    """RT-DETR from the file of its layers, which the package brings."""
+
+    def build(height: int, width: int) -> Subject:
+        tasks = importlib.import_module("ultralytics.nn.tasks")
+        torch.manual_seed(0)
+        model = tasks.RTDETRDetectionModel(configuration, nc=80, verbose=False).eval()
+        picture = photograph(_side(height, 32), _side(width, 32))
+        return _ready(Subject(configuration, model, {"x": picture}, _of_last_layer))
+
+    return build
+
+
+def _of_last_layer(found: Any) -> dict[str, Tensor]:
+    """ultralytics' boxes and logits, before the best are chosen."""
+    _, (boxes, logits, *_) = found
+    return {"boxes": boxes[-1], "logits": logits[-1]}
+
+
+def _rfdetr(name: str) -> Build:
+    """RF-DETR at its own resolution: its positions are made for that."""
+
+    def build(height: int, width: int) -> Subject:
+        config = getattr(importlib.import_module("rfdetr.config"), f"RFDETR{name}Config")(pretrain_weights="random")
+        torch.manual_seed(0)
+        model = importlib.import_module("rfdetr.models.lwdetr").build_model_from_config(config).eval()
+        inputs = {"samples": photograph(config.resolution, config.resolution)}
+        return _ready(Subject(name, model, inputs, _logits_and_boxes))
+
+    return build
+
+
+def _logits_and_boxes(found: Any) -> dict[str, Tensor]:
+    return {name: found[name] for name in ("pred_logits", "pred_boxes")}
+
+
+class _Words(torch.nn.Module):
+    """BERT of transformers 5 in the place of groundingdino's wrapper, which knows the BERT of transformers 4 alone."""
+
+    def __init__(self, bert_model: Any) -> None:
+        super().__init__()
+        self.bert, self.config = bert_model, bert_model.config
+
+    def forward(self, attention_mask: Tensor, **given: Tensor) -> Any:
+        return self.bert(attention_mask=attention_mask[:, None], **given)
+
+
+VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] . ? a temple tree person"
+
+
+def _grounding_dino(configuration: str) -> Build:
+    """GroundingDINO from its own configuration, with a small vocabulary."""
+
+    def build(height: int, width: int) -> Subject:
+        package = importlib.import_module("groundingdino")
+        whole = importlib.import_module("groundingdino.models.GroundingDINO.groundingdino")
+        file = Path(str(package.__file__)).parent / "config" / f"{configuration}.py"
+        args = importlib.import_module("groundingdino.util.slconfig").SLConfig.fromfile(str(file))
+        args.device = "cpu"
+        args.use_checkpoint = args.use_transformer_ckpt = False  # torch.autograd.grad cannot pass a checkpoint of this kind
+        torch.manual_seed(0)
+        with (
+            mock.patch.object(whole, "BertModelWarper", _Words),
+            mock.patch.object(whole.get_tokenlizer, "get_tokenlizer", return_value=_tokenizer()),
+            mock.patch.object(whole.get_tokenlizer, "get_pretrained_language_model", return_value=_bert()),
+        ):
+            model = importlib.import_module("groundingdino.models").build_model(args).eval()
+        inputs = {"samples": photograph(height, width), "captions": ["a temple . tree . person ."]}
+        return _ready(Subject(configuration, model, inputs, _logits_and_boxes))
+
+    return build
+
+
+def _tokenizer() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "vocab.txt"
+        file.write_text("\n".join(VOCABULARY.split()), encoding="utf-8")
+        return importlib.import_module("transformers").BertTokenizer(str(file))
+
+
+def _bert() -> Any:
+    transformers = importlib.import_module("transformers")
+    return transformers.BertModel(transformers.BertConfig())
+
+
+def _ready(subject: Subject) -> Subject:
+    make_sensitive(subject)
+    return subject
+
+
+RT_DETR = ("rtdetr-l", "rtdetr-x", "rtdetr-resnet50", "rtdetr-resnet101")
+RF_DETR = ("Nano", "Small", "Medium", "Base", "Large")
+GROUNDING_DINO = ("GroundingDINO_SwinT_OGC", "GroundingDINO_SwinB_cfg")
+LIBRARIES = {
+    "groundingdino": Library(
+        "groundingdino-py", "groundingdino", lambda: {name: _grounding_dino(name) for name in GROUNDING_DINO}, ("transformers",)
+    ),
+    "rfdetr": Library("rfdetr", "rfdetr", lambda: {name: _rfdetr(name) for name in RF_DETR}),
+    "transformers": Library("transformers", "transformers", lambda: {name: _transformers(name) for name in models.carriers()}),
+    "ultralytics": Library("ultralytics", "ultralytics", lambda: {name: _ultralytics(f"{name}.yaml") for name in RT_DETR}),
+}
+
+
+def need_library(name: str) -> Library:
+    """The library, if it and scikit-learn's photograph are installed."""
+    library = LIBRARIES[name]
+    need("mx-driving models", library.distribution, library.package, *library.needs)
+    need("mx-driving models", "mx-driving-portable[examples]", "sklearn")
+    return library
+
+
+def in_float64(subject: Subject) -> Subject:
+    """A copy, of the same weights and picture."""
+    inputs = {name: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t for name, t in subject.inputs.items()}
+    return Subject(subject.name, copy.deepcopy(subject.model).double(), inputs, subject.read)
+
+
+def difference(subject: Subject, gradients: bool) -> tuple[float, int]:
+    """Of a patched model in float64: the largest difference, and how many queries a near tie of the ranking put elsewhere."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # some models make positions of the default dtype
+    try:
+        truth = in_float64(subject)
+        found, off = models.output_difference(truth)
+        return (max(found, models.compare(truth)[1]) if gradients else found), off
+    finally:
+        torch.set_default_dtype(before)
+
+
+def replaced(subject: Subject) -> list[str]:
+    """The names of what `patch` replaces in the model."""
+    with mx_driving.patched(subject.model) as done:
+        return [name.rpartition(".")[2] for name in done.replaced]
+
+
+@torch.no_grad()
+def times(subject: Subject, seconds: float) -> tuple[float, float, int]:
+    """Medians in milliseconds before and after, timed in turn, and the number of rounds."""
+    within = {"before": nullcontext, "after": lambda: mx_driving.patched(subject.model)}
+    found = interleaved(dict.fromkeys(within, subject.forward), seconds, lambda name: within[name]())
+    before, after = (1e3 * statistics.median(some) for some in found.values())
+    return before, after, min(map(len, found.values()))
+
+
+class _Tensors(torch.nn.Module):
+    """A picture to tensors, as a graph has them."""
+
+    def __init__(self, subject: Subject) -> None:
+        super().__init__()
+        self.model, self.read = subject.model, subject.read
+        self.picture, *_ = [name for name, t in subject.inputs.items() if isinstance(t, Tensor) and t.dim() == 4]
+        self.others = {name: given for name, given in subject.inputs.items() if name != self.picture}
+
+    def forward(self, picture: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.read(self.model(**{self.picture: picture}, **self.others)).values())
+
+
+@torch.no_grad()
+def exports(subject: Subject) -> str:
+    """ "yes", if the patched model becomes an ONNX file whose outputs in onnxruntime are torch's; else why not."""
+    whole = _Tensors(subject).eval()
+    picture = subject.inputs[whole.picture]
+    with mx_driving.patched(subject.model):
+        try:
+            ours = _in_onnxruntime(whole, picture)
+        except Exception as error:  # an exporter may raise anything, and that is the result
+            return f"no: {_in_one_line(error)}"
+        theirs = whole(picture)
+    named = [{str(place): out for place, out in enumerate(outputs)} for outputs in (ours, theirs)]
+    off = models.queries_off(*named)
+    few = int(off.sum()) <= len(off) // 50  # near ties of the ranking
+    return "yes" if few else f"no: {int(off.sum())} of {len(off)} queries differ in onnxruntime"
+
+
+def _in_onnxruntime(whole: torch.nn.Module, picture: Tensor) -> list[Tensor]:
+    import onnxruntime
+
+    import mx_driving.onnx
+
+    table = mx_driving.onnx.translations("onnxruntime")
+    program = torch.onnx.export(whole, (picture,), dynamo=True, opset_version=20, custom_translation_table=table, verbose=False)
+    assert program is not None
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(mx_driving.onnx.library())
+    with tempfile.TemporaryDirectory() as folder:
+        program.save(f"{folder}/model.onnx")
+        session = onnxruntime.InferenceSession(f"{folder}/model.onnx", options, providers=["CPUExecutionProvider"])
+    return [torch.from_numpy(found) for found in session.run(None, {session.get_inputs()[0].name: picture.numpy()})]
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The first sentence of what went wrong first: exporters wrap it."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip().split("\n")[0] or type(error).__name__).split(". ")[0]
+
+
+def row(library: Library, name: str, subject: Subject, seconds: float, gradients: bool, onnx: bool) -> dict[str, Any]:
+    """What the table on the models page has of one model."""
+    changed = replaced(subject)
+    found, off = difference(subject, gradients)
+    before, after, rounds = times(subject, seconds)
+    return {
+        "library": library.version,
+        "model": name,
+        "replaced": " ".join(changed),
+        "difference": f"{found:.0e}",
+        "off": off,
+        "before ms": round(before, 1),
+        "after ms": round(after, 1),
+        "speed-up": round(before / after, 3),
+        "rounds": rounds,
+        "onnx": exports(subject) if onnx else "",
+    }

@@ -1,0 +1,176 @@
+"""Reads a recording. What cannot be read is a Problem of its own; everything else of the folder is read all the same."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mx_driving_portable.record import FORMAT
+
+from .._checks import inputs as checks
+from .._checks.rules import INDEX
+from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
+from .._programs.problems import Problem, need, ruled
+
+ENDINGS = (".safetensors", ".pt")
+GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
+PLACES = Inputs._fields
+
+
+@dataclass
+class Call:
+    """A recorded call. `results`: the output and gradients that the device computed, by name."""
+
+    name: str
+    about: dict[str, Any]
+    inputs: tuple[Tensor, ...]
+    results: dict[str, Tensor]
+    grad_output: Tensor | None = None
+    problems: list[str] = field(default_factory=list)  # what of it could not be read
+
+    @property
+    def row(self) -> Operator:
+        return OPERATORS[self.about["operator"]]
+
+    @property
+    def gradients(self) -> tuple[str, ...]:
+        """Names of the gradients that the operator has."""
+        return tuple("grad_" + PLACES[i] for i in self.row.differentiable)
+
+    def like(self, result: str) -> Tensor:
+        """The input whose dtype the result has, by the operator's rules."""
+        return self.inputs[VALUE if result == "output" else PLACES.index(result.removeprefix("grad_"))]
+
+
+def stems(path: Path) -> list[Path]:
+    """The calls of a folder and of the folders in it, or the one call of a file: their paths without endings."""
+    if not path.exists():
+        raise Problem(f"calls must be a folder that record.py wrote, or one file of it; got {path}, which is not there")
+    files = [path] if path.is_file() else [f for f in sorted(path.rglob("*")) if f.is_file()]
+    found = [f.with_name(f.stem.removesuffix(GRADIENTS)) for f in files if f.suffix in ENDINGS]
+    if not found:
+        raise Problem(f"calls must hold files call-*.safetensors or call-*.pt; got none in {path}")
+    return list(dict.fromkeys(found))
+
+
+def unfinished(path: Path) -> list[str]:
+    """A sentence for each file that the recording did not finish."""
+    parts = sorted(path.rglob("*.part")) if path.is_dir() else []
+    return [f"{part.name} must be whole; got one that the recording did not finish" for part in parts]
+
+
+def read(root: Path, paths: list[Path]) -> Iterator[Call | Problem]:
+    """One call after another, or why there is none."""
+    for stem in paths:
+        name = str(stem.relative_to(root)) if root.is_dir() else stem.name
+        try:
+            yield _read(name, stem)
+        except Problem as problem:
+            yield problem
+
+
+def _read(name: str, stem: Path) -> Call:
+    own, other = (_file(stem.with_name(stem.name + part)) for part in ("", GRADIENTS))
+    if own is None:
+        raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
+    about, tensors = _load(own)
+    call = _call(name, about, tensors)
+    if other:
+        try:  # the call itself is judged whatever its gradients are
+            found = _load(other)[1]
+            call.grad_output = found.get("grad_output")
+            call.results.update({n: found[n] for n in call.gradients if n in found})
+        except Problem as problem:
+            call.problems.append(str(problem))
+    _hold_results(call)
+    if not call.results:
+        raise Problem(f"{name} must hold an output or gradients; got {', '.join(tensors)}{_because(call.problems)}")
+    return call
+
+
+def _because(problems: list[str]) -> str:
+    return "".join(f"; {problem}" for problem in problems)
+
+
+def _file(path: Path) -> Path | None:
+    return next((file for end in ENDINGS if (file := path.with_name(path.name + end)).is_file()), None)
+
+
+def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What a file says about its call, and its tensors."""
+    rule = f"{path.name} must be a whole file that record.py wrote"
+    if path.suffix == ".pt":
+        with ruled(rule):
+            whole = torch.load(path, weights_only=True, map_location="cpu")
+            metadata, tensors = whole["metadata"], whole["tensors"]
+    else:
+        need("mx-driving replay", "mx-driving-portable[replay]", "safetensors")
+        from safetensors import safe_open
+
+        with ruled(rule), safe_open(path, "pt") as file:
+            metadata, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    if metadata.get("format") != str(FORMAT):
+        theirs = metadata.get("format", "none")
+        raise Problem(f"{path.name} must have format {FORMAT}, the one that this version reads; got {theirs}")
+    with ruled(rule):
+        return json.loads(metadata["call"]), tensors
+
+
+def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
+    operator = about.get("operator")
+    if operator not in OPERATORS or OPERATORS[operator].bare:
+        raise Problem(f"the operator of {name} must be one of the three; got {operator}")
+    if about.get("packed") and "shapes" in tensors:
+        tensors["starts"] = _one_after_another(tensors["shapes"])
+    missing = [place for place in PLACES if place not in tensors]
+    if missing:
+        raise Problem(f"{name} must hold {missing[0]}; got {', '.join(sorted(tensors)) or 'nothing'}")
+    inputs = [tensors[place] for place in PLACES]
+    inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
+    with ruled(f"{name} must be a legal call of {operator}", ValueError, TypeError):
+        checks.INPUTS[operator](*inputs)
+        names = OPERATORS[operator].tables
+        checks.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
+    call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))
+    call.results = {n: tensors[n] for n in ("output", *call.gradients) if n in tensors}
+    return call
+
+
+def _one_after_another(shapes: Tensor) -> Tensor:
+    rows = shapes.prod(-1).flatten()
+    return (rows.cumsum(0) - rows).view(shapes.shape[:-1])
+
+
+def _hold_results(call: Call) -> None:
+    """Leave out results that cannot belong to the inputs, and say so."""
+    value, queries = call.inputs[VALUE], call.inputs[LOCATIONS].shape[1]
+    of_output = (value.shape[0], queries, math.prod(value.shape[2:]))
+    if call.grad_output is not None and call.grad_output.numel() == value.shape[0] * queries * of_output[2]:
+        call.grad_output = call.grad_output.reshape(of_output)  # heads and channels may be apart
+    for name in [*call.results, *(["grad_output"] if call.grad_output is not None else [])]:
+        found = call.grad_output if name == "grad_output" else call.results[name]
+        shape = of_output if name in ("output", "grad_output") else tuple(call.like(name).shape)
+        if found is not None and (tuple(found.shape) != shape or not found.is_floating_point()):
+            got = f"{tuple(found.shape)} {str(found.dtype).removeprefix('torch.')}"
+            _drop(call, name, f"{name} of {call.name} must be floating, of shape {shape}; got {got}")
+    if call.grad_output is None and any(n in call.results for n in call.gradients):
+        _drop(call, "grad_output", f"{call.name} must hold grad_output for its gradients to be judged; got none")
+    if call.about.get("cleared") is False and any(n in call.results for n in call.gradients):
+        rule = "must be zero before a function adds to them"
+        _drop(call, "grad_output", f"gradients of {call.name} {rule}; got others, so they are not judged")
+
+
+def _drop(call: Call, name: str, sentence: str) -> None:
+    call.problems.append(sentence)
+    call.results.pop(name, None)
+    if name == "grad_output":
+        call.grad_output = None
+        for gradient in call.gradients:
+            call.results.pop(gradient, None)

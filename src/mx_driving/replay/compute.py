@@ -1,0 +1,182 @@
+"""A call once more: by the reference in any dtype, by our kernels, and in any way that a suspect has of doing it wrong."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS, Operator
+from .calls import PLACES, Call
+
+NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
+SOME = 605  # queries that stand for all where the largest term is looked for
+Core = Callable[..., Tensor]
+Results = dict[str, Tensor]
+
+
+class _Reference(torch.autograd.Function):
+    """The reference with the gradients that it defines: an invalid sample gives exactly zero."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: str, *inputs: Tensor) -> Tensor:  # pyright: ignore
+        ctx.operator = operator
+        ctx.save_for_backward(*inputs)
+        return getattr(reference, operator)(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        row = OPERATORS[ctx.operator]
+        mask = [True] * len(row.differentiable)
+        found = getattr(reference, ctx.operator + "_backward")(grad, *ctx.saved_tensors, mask)
+        by_place = dict(zip(row.differentiable, found, strict=True))
+        return (None, *(by_place.get(i) for i in range(len(PLACES))))
+
+
+def core(operator: str) -> Core:
+    return lambda *inputs: _Reference.apply(operator, *inputs)
+
+
+def computed(call: Call, dtype: torch.dtype | None, form: Core | None = None, queries: Tensor | None = None) -> Results:
+    """The output and, where there is a grad_output, the gradients.
+
+    Args:
+        dtype: of the inputs; None leaves them as they were recorded.
+        form: how; None is the reference.
+        queries: only these, in the output and in every gradient.
+    """
+    form, row = form or core(call.row.name), call.row
+    inputs, grad = list(call.inputs), call.grad_output
+    if queries is not None:
+        inputs[LOCATIONS:] = (t[:, queries] for t in inputs[LOCATIONS:])
+        grad = grad[:, queries] if grad is not None else None
+    if dtype is not None:
+        inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
+        grad = grad.to(dtype) if grad is not None else None
+    step = _at_a_time(call)
+    begins = range(0, max(1, inputs[LOCATIONS].shape[1]), step)
+    parts = [_chunk(row, form, inputs, grad, slice(begin, begin + step)) for begin in begins]
+    found = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "grad_value"}
+    if grad is not None:
+        found["grad_value"] = functools.reduce(torch.add, (part["grad_value"] for part in parts))
+    return found
+
+
+def _at_a_time(call: Call) -> int:
+    """How many queries are computed together."""
+    points = call.inputs[LOCATIONS].shape[2 if call.row.grouped else 4]
+    return max(1, NUMBERS // max(1, points * math.prod(call.inputs[VALUE].shape[2:])))
+
+
+def _chunk(row: Operator, form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice) -> Results:
+    some = [t[:, queries] if place >= LOCATIONS else t for place, t in enumerate(inputs)]
+    learned = row.differentiable if grad is not None else ()
+    leaves = [t.detach().requires_grad_(place in learned) for place, t in enumerate(some)]
+    output = form(*leaves)
+    found = {"output": output.detach()}
+    if grad is not None:
+        wanted = [leaves[place] for place in learned]
+        gradients = torch.autograd.grad(output, wanted, grad[:, queries].to(output.dtype), allow_unused=True)
+        for place, leaf, gradient in zip(learned, wanted, gradients, strict=True):
+            found["grad_" + PLACES[place]] = torch.zeros_like(leaf) if gradient is None else gradient
+    return found
+
+
+def by_kernel(call: Call) -> Results:
+    """Our own, whichever serves the CPU."""
+    name = call.row.name
+    found = {"output": getattr(torch.ops.mx_driving, name).default(*call.inputs)}
+    if call.grad_output is not None:
+        backward = getattr(torch.ops.mx_driving, name + "_backward").default
+        gradients = backward(call.grad_output, *call.inputs, [True] * len(call.gradients))
+        found.update(zip(call.gradients, gradients, strict=True))
+    return found
+
+
+def scales(call: Call) -> dict[str, float]:
+    """The largest sum of absolute values of terms, of each result: the same call of absolute values."""
+    inputs, grad = list(call.inputs), call.grad_output
+    inputs[VALUE], inputs[WEIGHTS] = (_magnitude(inputs[place]) for place in (VALUE, WEIGHTS))
+    grad = _magnitude(grad) if grad is not None else None
+    absolute = Call(call.name, call.about, tuple(inputs), call.results, grad)
+    found = computed(absolute, torch.float64)
+    largest = {name: _largest(t) for name, t in found.items()}
+    if "grad_locations" in largest:
+        some = _some_queries(absolute)
+        largest["grad_locations"] = max(_slope_scale(some, axis) for axis in (0, 1))
+    return largest
+
+
+def _some_queries(call: Call) -> Call:
+    """At most SOME queries, evenly spread: enough for a largest term, which more queries could only raise."""
+    value, shapes, starts, *of_queries = call.inputs
+    step = -(-of_queries[0].shape[1] // SOME) or 1
+    grad = call.grad_output[:, ::step] if call.grad_output is not None else None
+    return Call(call.name, call.about, (value, shapes, starts, *(t[:, ::step] for t in of_queries)), {}, grad)
+
+
+def _magnitude(t: Tensor) -> Tensor:
+    return torch.where(t.isfinite(), t.double().abs(), 0)
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.max()) if t.numel() else 0.0
+
+
+def _slope_scale(call: Call, axis: int) -> float:
+    """The largest of size * weight * |corner . g| over the two corners of a sample's slope: what the weight's gradient would be
+    at the whole pixels before and behind it."""
+    total: Any = 0.0
+    sides = call.inputs[SHAPES].double().flip(-1)[..., axis]
+    for tables, size in each_map(call, sides):
+        locations = sampled(call, tables).double()
+        before = (locations[..., axis] * size - 0.5).floor()
+        for step in (0, 1):
+            moved = locations.clone()
+            moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
+            one = restricted(call, tables, moved)
+            slopes = computed(one, torch.float64)["grad_weights"]
+            share = size[:, None, None] if call.row.grouped else size
+            found = share * one.inputs[WEIGHTS].double() * slopes
+            total = total + (found.sum((-1, -2)) if call.row.grouped else found)
+    return _largest(total)
+
+
+def each_map(call: Call, sides: Tensor) -> list[tuple[int | None, Tensor]]:
+    """For an aggregation, whose scales share their locations, one scale after another; else all levels at once."""
+    if call.row.grouped:
+        return [(scale, sides[:, scale]) for scale in range(sides.shape[1])]
+    return [(None, sides[:, None])]
+
+
+def sampled(call: Call, scale: int | None) -> Tensor:
+    """The locations, NaN where the sample does not count."""
+    locations = call.inputs[LOCATIONS].double()
+    return torch.where(counts(call)[..., None], locations, torch.nan)
+
+
+def restricted(call: Call, scale: int | None, locations: Tensor) -> Call:
+    value, shapes, starts, _, weights = call.inputs
+    if scale is not None:
+        shapes, starts, weights = shapes[:, scale : scale + 1], starts[:, scale : scale + 1], weights[:, :, :, :, scale, None]
+    return Call(call.name, call.about, (value, shapes, starts, locations, weights), {}, call.grad_output)
+
+
+def pixels(call: Call) -> tuple[Tensor, Tensor]:
+    """Where the samples of an attention operator are, [..., 2], and the sizes of their maps, (width, height)."""
+    locations, size = call.inputs[LOCATIONS].double(), call.inputs[SHAPES].double().flip(-1)[:, None]
+    return (locations if call.row.integer_locations else locations * size - 0.5), size
+
+
+def counts(call: Call) -> Tensor:
+    """True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
+    if call.row.grouped:
+        locations = call.inputs[LOCATIONS]
+        return ((locations > 0) & (locations < 1)).all(-1)
+    at, size = pixels(call)
+    return ((at > -1) & (at < size)).all(-1)

@@ -1,0 +1,61 @@
+"""What each result of a call may lose, and how much of that an error is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._operators import LOCATIONS, SHAPES, VALUE, WEIGHTS
+from ..measure.tolerance import allowed
+from .calls import Call
+from .compute import computed, scales
+
+_LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and float64 may be on different sides of it
+
+
+class Yardstick:
+    """Truth, and what each result of a call may lose."""
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.truth = computed(call, torch.float64)
+        self._scales = scales(call)
+        row, value, weights = call.row, call.inputs[VALUE], call.inputs[WEIGHTS]
+        of_query = weights[0, :1].numel() * 4
+        samples = call.inputs[LOCATIONS].numel() // 2
+        self._terms = {"output": of_query, "grad_value": max(of_query, samples)}
+        self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
+        self._channels = value.shape[-1] * 4
+        self._extent = 0 if row.integer_locations or not call.inputs[SHAPES].numel() else int(call.inputs[SHAPES].max())
+
+    def limit(self, result: str, dtype: torch.dtype, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
+        """What each entry may differ by from `expected`, the truth or a suspect's. `compute`: the dtype of the sums; by the
+        operator's rules float64 as soon as an input is, else float32."""
+        extent = self._extent if compute is None else 0  # 16 bits hold no position of a map
+        magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
+        scale = max(self._scales[result], float(magnitude.max()) if magnitude.numel() else 0.0)
+        terms = max(1, self._terms.get(result, self._channels))
+        return allowed(dtype, compute or self._compute, magnitude, scale, terms, extent)
+
+    def error(self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
+        """The error of each entry in units; infinite where one is NaN or infinite and the other is not."""
+        limit = self.limit(result, got.dtype, expected, compute).clamp_min(1e-300)
+        rounded, got = expected.to(got.dtype).double(), got.double()
+        expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
+        same = (got == expected) | (got.isnan() & expected.isnan())
+        units = ((got - expected).abs() / limit).nan_to_num(math.inf, math.inf)
+        units = torch.where(same, 0, units)
+        return torch.where(self.unsure(result) & got.isfinite(), 0, units)
+
+    def unsure(self, result: str) -> Tensor:
+        """Where a location lies on the centre of a pixel but for rounding: its gradient jumps there."""
+        if result != "grad_locations":
+            return torch.zeros((), dtype=torch.bool)
+        locations, sizes = self.call.inputs[LOCATIONS].double(), self.call.inputs[SHAPES].double().flip(-1)
+        sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.grouped else sizes[None, :, None]
+        near = _LATTICE * torch.finfo(self._compute).eps * self._extent
+        at = locations[None] * sizes - 0.5 if self.call.row.grouped else locations * sizes - 0.5
+        on = (at - at.round()).abs() <= near
+        return on.any(0) if self.call.row.grouped else on

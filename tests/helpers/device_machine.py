@@ -1,0 +1,152 @@
+"""A folder like a device's machine: a program, a stand-in for what serves its calls there, and record.py alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import torch
+from safetensors import safe_open
+
+from mx_driving_portable import record
+
+FILE = pathlib.Path(record.__file__)
+# Code as it lies on a device's machine. Its arithmetic is not ours: mx_driving is not imported in these processes.
+SAMPLE = """
+import torch
+
+def sample(value, shapes, starts, locations, weights):
+    bs, _, heads, channels = value.shape
+    out = 0
+    for l, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist())):
+        level = value[:, start : start + h * w].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
+        grid = 2 * locations[:, :, :, l].transpose(1, 2).flatten(0, 1) - 1
+        found = torch.nn.functional.grid_sample(level, grid, align_corners=False)
+        out = out + (found * weights[:, :, :, l].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
+    return out.view(bs, heads * channels, -1).transpose(1, 2).contiguous()
+
+def sample_backward(value, shapes, starts, locations, weights, grad):
+    leaves = [t.detach().requires_grad_() for t in (value, locations, weights)]
+    with torch.enable_grad():
+        out = sample(leaves[0], shapes, starts, leaves[1], leaves[2])
+        return list(torch.autograd.grad(out, leaves, grad))
+"""
+VENDOR = """
+from torch.autograd import Function
+from .kernels import sample, sample_backward
+
+class MultiScaleDeformableAttnFunction(Function):
+    @staticmethod
+    def forward(ctx, value, shapes, starts, locations, weights):
+        ctx.save_for_backward(value, shapes, starts, locations, weights)
+        return sample(value, shapes, starts, locations, weights)
+
+    @staticmethod
+    def backward(ctx, grad):
+        value, locations, weights = sample_backward(*ctx.saved_tensors, grad)
+        return value, None, None, locations, weights
+
+def multi_scale_deformable_attn(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights):
+    return MultiScaleDeformableAttnFunction.apply(
+        value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights
+    )
+"""
+EXTENSION = """
+from .kernels import sample, sample_backward
+
+def ms_deform_attn_forward(value, shapes, starts, locations, weights, im2col_step):
+    return sample(value, shapes, starts, locations, weights)
+
+def ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, im2col_step):
+    return sample_backward(value, shapes, starts, locations, weights, grad)
+"""
+MMCV = """
+from .kernels import sample, sample_backward
+
+def ms_deform_attn_forward(value, shapes, starts, locations, weights, im2col_step=64):
+    return sample(value, shapes, starts, locations, weights)
+
+def ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, *outputs, im2col_step=64):
+    for out, found in zip(outputs, sample_backward(value, shapes, starts, locations, weights, grad)):
+        out.copy_(found)
+"""
+AROUND = """
+import torch
+class Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return ext.ms_deform_attn_forward(*inputs, im2col_step=64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        BACKWARD
+        return found[0], None, None, found[1], found[2]
+attention = Attention.apply
+"""
+IN_PLACE = AROUND.replace(
+    "BACKWARD",
+    "found = [torch.zeros_like(ctx.saved_tensors[i]) for i in (0, 3, 4)]\n"
+    "        ext.ms_deform_attn_backward(*ctx.saved_tensors, grad.contiguous(), *found, im2col_step=64)",
+)
+GIVEN = AROUND.replace("BACKWARD", "found = ext.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)")
+PROGRAM = """
+import sys
+assert "torch" not in sys.modules
+START
+import torch
+torch.manual_seed(0)
+shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+layer = torch.nn.Linear(8, 8)
+total = torch.zeros(())
+for step in range(7):
+    value = layer(torch.rand(2, 30, 8)).view(2, 30, 2, 4)
+    locations = (torch.rand(2, 5, 2, 2, 3, 2) * 1.2 - 0.1).requires_grad_()
+    weights = torch.rand(2, 5, 2, 2, 3, requires_grad=True)
+    (attention(value, shapes, starts, locations, weights).sin().sum() + value.cos().sum()).backward()
+    total = total + locations.grad.sum() + weights.grad.sum()
+print(sys.argv[1:], total.item().hex(), layer.weight.grad.sum().item().hex())
+"""
+KINDS = {
+    "vendor": ({"mx_driving/kernels.py": SAMPLE, "mx_driving/__init__.py": VENDOR},
+               "from mx_driving import multi_scale_deformable_attn as attention"),
+    "mmcv": ({"mmcv/kernels.py": SAMPLE, "mmcv/_ext.py": MMCV, "mmcv/__init__.py": ""}, "import mmcv._ext as ext" + IN_PLACE),
+    "extension": ({"ops/kernels.py": SAMPLE, "ops/MultiScaleDeformableAttention.py": EXTENSION, "ops/__init__.py": ""},
+                  "from ops import MultiScaleDeformableAttention as ext" + GIVEN),
+    "by name": ({"own/kernels.py": SAMPLE, "own/__init__.py": ""}, "from own.kernels import sample as attention"),
+}  # fmt: skip
+
+
+def device_machine(folder: pathlib.Path, kind: str) -> pathlib.Path:
+    """A folder with a program, what serves its calls, and a copy of record.py. No mx_driving of ours can be found there."""
+    files, begin = KINDS[kind]
+    for name, text in {**files, "program.py": PROGRAM.replace("START", begin)}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "record.py").write_text(FILE.read_text())
+    return folder
+
+
+def run(folder: pathlib.Path, *args: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
+    """Python in the folder, without the finder of our editable installation."""
+    command = (
+        "import runpy, sys; sys.meta_path = [f for f in sys.meta_path if not type(f).__module__.startswith('_editable')]; "
+    )
+    command += "sys.argv = sys.argv[1:]; sys.path.insert(0, '.'); runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", command, *args],
+        cwd=folder, capture_output=True, text=True, check=check, env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    )  # fmt: skip
+
+
+def recorded(folder: pathlib.Path) -> dict[str, tuple[dict, dict[str, torch.Tensor]]]:
+    """Name -> what is said about a call, and its tensors."""
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as whole:
+            about = json.loads(whole.metadata()["call"])
+            found[file.stem] = about, {key: whole.get_tensor(key) for key in whole.keys()}  # noqa: SIM118
+    return found

@@ -1,0 +1,358 @@
+"""Programs for an Ascend device, which tests/models/test_npu.py runs in other processes with the stand-in for torch_npu."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import sys
+import threading
+import unittest
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import mx_driving
+
+mx_driving.compat.install("torch_npu")
+
+import torch_npu  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+CPU = torch.device("cpu")
+buffer = io.BytesIO()
+torch.save(torch.rand(2), buffer)
+FILE = buffer.getvalue()
+
+
+class Wrong(torch.autograd.Function):
+    """Its output is as many times as large, and its gradients."""
+
+    @staticmethod
+    def forward(ctx, out, forward, backward):
+        ctx.factor = backward
+        return out * forward
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None, None
+
+
+def verdicts(forms: Any) -> None:
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromModule(forms).run(result)
+    assert not result.skipped
+    assert not result.errors, result.errors
+    print(result.testsRun, len(result.failures))
+
+
+def vendors_tests():
+    import vendor_forms as forms
+
+    import mx_driving.fused
+
+    factors = [1.0, 1.0]
+
+    def disturb(owner, name):
+        right = getattr(owner, name)
+        setattr(owner, name, lambda *inputs: Wrong.apply(right(*inputs), *factors))
+
+    verdicts(forms)
+    disturb(mx_driving, "multi_scale_deformable_attn")
+    disturb(mx_driving, "geometric_kernel_attention")
+    disturb(mx_driving.fused, "npu_deformable_aggregation")
+    backward = forms.AdsDeformableAggregation.backward
+    forms.AdsDeformableAggregation.backward = lambda *a: [g if g is None else g * factors[1] for g in backward(*a)]
+    factors[0] = 1.001
+    verdicts(forms)
+    factors[:] = 1.0, 1.001
+    verdicts(forms)
+
+
+x = torch.rand(3, requires_grad=True)
+WAYS = {
+    "zeros": lambda d: torch.zeros(2, device=d),
+    "rand": lambda d: torch.rand(2, device=d),
+    "tensor": lambda d: torch.tensor([1.0], device=d),
+    "as_tensor": lambda d: torch.as_tensor([1.0], device=d),
+    "arange": lambda d: torch.arange(3, device=d),
+    "full_like": lambda d: torch.full_like(x, 2, device=d),
+    "new_tensor": lambda d: x.new_tensor([1.0], device=d),
+    "new_zeros": lambda d: x.new_zeros(2, device=d),
+    "fftfreq": lambda d: torch.fft.fftfreq(4, device=d),
+    "to": lambda d: x.to(d),
+    "to, dtype": lambda d: x.to(d, torch.float64, non_blocking=True),
+    "to, by name": lambda d: x.to(device=d),
+    "npu": lambda d: x.npu(d),
+    "pin_memory": lambda d: x.pin_memory(d),
+    "module": lambda d: torch.nn.Linear(2, 2).to(d).weight,
+    "module, made there": lambda d: torch.nn.Linear(2, 2, device=d).weight,
+    "module, npu": lambda d: torch.nn.Linear(2, 2).npu(d).weight,
+    "module, to_empty": lambda d: torch.nn.Linear(2, 2, device="meta").to_empty(device=d).weight,
+    "generator": lambda d: torch.rand(2, generator=torch.Generator(device=d)),
+    "file": lambda d: torch.load(io.BytesIO(FILE), map_location=d),
+    "file, by table": lambda d: torch.load(io.BytesIO(FILE), map_location={"cpu": str(d)}),
+}
+
+
+def names():
+    """Every way to name the device; other names are torch's."""
+    for way, make in WAYS.items():
+        for device in ("npu", "npu:0", torch.device("npu"), torch.device("npu", 3), torch.device("npu:1"), torch.device(0)):
+            assert make(device).device == CPU, (way, device)
+    for way in ("zeros", "to", "to, dtype", "to, by name", "module", "npu", "module, npu"):
+        assert WAYS[way](0).device == CPU
+    assert torch.empty(1, device="meta").device.type == torch.device("meta").type == "meta"
+    with pytest.raises(RuntimeError, match="npux"):
+        torch.zeros(1, device="npux")
+    assert x.is_npu
+    assert isinstance(x.device, torch.device)
+    assert isinstance(torch.default_generator, torch.Generator)
+    assert pickle.loads(pickle.dumps(x.device)) == copy.deepcopy(x.device) == CPU
+    with torch.device("npu"):
+        assert torch.zeros(2).device == CPU
+    torch.set_default_device("npu:0")
+    assert torch.zeros(2).device == CPU
+
+
+def copies():
+    """What arrives on the device is a copy, and autograd goes through it."""
+    moves = (
+        x.npu(),
+        x.to("npu"),
+        x.to("npu:0", torch.float32),
+        torch.as_tensor(x, device="npu"),
+        torch.asarray(x, device="npu"),
+    )
+    for copied in moves:
+        assert copied.data_ptr() != x.data_ptr()
+        assert torch.equal(copied, x)
+    assert torch.as_tensor(x) is x
+    assert x.to("cpu") is x
+    array = torch.rand(3).numpy()
+    shared = torch.as_tensor(array, device="npu")
+    shared += 1
+    assert not (shared.numpy() == array).any()
+    (x.npu() * x.to("npu")).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach())
+    layer = torch.nn.Linear(2, 2)
+    weight = layer.weight
+    for move in (lambda: layer.npu(), lambda: layer.to("npu"), lambda: layer.to(device="npu:0")):
+        before = layer.state_dict()["weight"]
+        assert move() is layer
+        assert layer.weight is weight
+        assert weight.is_leaf
+        assert before.data_ptr() != weight.data_ptr()
+        assert torch.equal(before, weight)
+
+
+class Made(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return torch.full((2,), i, device="npu").npu()
+
+
+def scripted(a: torch.Tensor, d: torch.device):
+    return a.to(d) + torch.zeros(3, device=a.device).to(torch.device("cpu"))
+
+
+def elsewhere():
+    """Files that a device wrote, threads, workers, TorchScript."""
+    registry, saved = torch.serialization._package_registry, io.BytesIO()
+    registry.insert(0, (0, lambda storage: "npu:0", lambda storage, location: None))  # the tag that a device's storage gets
+    torch.save(x.detach(), saved)
+    registry.pop(0)
+    assert b"npu:0" in saved.getvalue()
+    assert torch.equal(torch.load(io.BytesIO(saved.getvalue())), x)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(torch.zeros(2, device="npu").npu()))
+    thread.start()
+    thread.join()
+    assert found[0].shape == (2,)
+    for workers in (0, 2):
+        generator = torch.Generator("npu")
+        loader = torch.utils.data.DataLoader(Made(), 2, num_workers=workers, pin_memory=True, generator=generator, shuffle=True)
+        assert sorted(int(i) for batch in loader for i in batch.npu()[:, 0]) == [0, 1, 2, 3]
+    assert torch.equal(torch.jit.script(scripted)(x, torch.device("npu")), x)
+
+
+def device_module():
+    """torch.npu is torch_npu.npu: one device, streams and events, a seed."""
+    npu = torch.npu
+    assert npu is torch_npu.npu
+    assert npu.is_available()
+    assert (npu.device_count(), npu.current_device(), npu.memory_allocated()) == (1, 0, 0)
+    assert npu.get_device_name(0)[:10] == "Ascend910B"
+    npu.set_device("npu:0")
+    npu.synchronize()
+    npu.empty_cache()
+    npu.set_compile_mode(jit_compile=False)
+    npu.config.allow_internal_format = False
+    stream, begin, end = npu.Stream(), npu.Event(enable_timing=True), npu.Event(enable_timing=True)
+    with npu.device(0), npu.stream(stream):
+        begin.record()
+        sum(range(100000))
+        end.record()
+    stream.wait_stream(npu.current_stream())
+    stream.synchronize()
+    end.synchronize()
+    assert 0 < begin.elapsed_time(end) < 60000
+    npu.manual_seed_all(3)
+    one = torch.rand(2)
+    torch.manual_seed(3)
+    assert torch.equal(one, torch.rand(2))
+    state = npu.get_rng_state(0)
+    one = torch.rand(2)
+    npu.set_rng_state(state)
+    with torch.random.fork_rng(device_type="npu"):
+        assert torch.equal(one, torch.rand(2))
+    assert torch.equal(one, torch.rand(2))
+
+
+def product() -> torch.dtype:
+    return (torch.rand(2, 2) @ torch.rand(2, 2)).dtype
+
+
+def mixed_precision():
+    """Autocast to float16 where no dtype is named; scaled losses; the vendor's optimizers."""
+    from torch.npu.amp import GradScaler, autocast  # pyright: ignore[reportMissingImports]
+
+    for context in (autocast(), torch.autocast("npu"), torch.autocast(device_type="npu", dtype=torch.float16)):
+        with context:
+            assert product() == torch.float16
+    with torch.autocast("npu", torch.bfloat16):
+        assert product() == torch.bfloat16
+    with torch.autocast("cpu"):
+        assert product() == torch.bfloat16
+    for optimizer in (torch_npu.optim.NpuFusedSGD, torch_npu.optim.NpuFusedAdam, torch_npu.optim.NpuFusedAdamW):
+        layer = torch.nn.Linear(2, 1).npu()
+        step, scaler = optimizer(layer.parameters(), lr=0.1), GradScaler(init_scale=4.0)
+        before = layer.weight.detach().clone()
+        scaler.scale(layer(torch.ones(3, 2)).sum()).backward()
+        scaler.unscale_(step)
+        assert torch.allclose(step.clip_grad_norm_fused_(1.0), torch.tensor(27.0).sqrt())
+        assert torch.allclose(layer.weight.grad, torch.full((1, 2), 3 / 27**0.5))
+        scaler.step(step)
+        scaler.update()
+        assert not torch.equal(before, layer.weight)
+
+
+def uncompiled(a):
+    made = torch.zeros(3, device=a.device) + torch.ones(3, device=torch.device("npu")) + a.to("npu") + a.npu()
+    return made + torch.zeros(3, device="npu:0")
+
+
+def compiled():
+    """Whole graphs, before and after the names of CUDA: torch.compile looks at torch.device, at torch.cuda and for Triton."""
+    one = torch.ones(3)
+    run = torch.compile(uncompiled, backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(one), 3 * one)
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    run = torch.compile(lambda a: uncompiled(a).cuda() + torch.zeros(3, device="cuda"), backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(one), 3 * one)
+
+
+def transfer():
+    early = torch.device("cuda:0")
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    assert x.cuda().data_ptr() != x.data_ptr()
+    assert x.is_cuda
+    assert torch.nn.Linear(1, 1).cuda().weight.is_cuda
+    for device in ("cuda", "cuda:0", torch.device("cuda:0"), early, "npu"):
+        assert torch.zeros(1, device=device).device == x.to(device).device == CPU
+    assert torch.cuda.is_available()
+    assert (torch.cuda.device_count(), torch.cuda.current_device(), torch.cuda.max_memory_allocated()) == (1, 0, 0)
+    torch.cuda.set_device(0)
+    torch.cuda.synchronize()
+    torch.cuda.manual_seed_all(1)
+    torch.manual_seed(1)
+    assert torch.cuda.FloatTensor([1.0]).device == CPU
+    with torch.cuda.amp.autocast(), torch.cuda.stream(torch.cuda.Stream()):
+        assert product() == torch.float16
+    with torch.autocast("cuda"):
+        assert product() == torch.float16
+    leaf = torch.rand(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(lambda a: a.cuda() * a, leaf, use_reentrant=False).sum().backward()
+    assert torch.equal(leaf.grad, 2 * leaf.detach())
+    layer = torch.nn.LSTM(2, 2).cuda()
+    step = torch.optim.AdamW(layer.parameters())
+    layer(torch.rand(3, 1, 2).cuda())[0].sum().backward()
+    step.step()
+    assert set(mx_driving.backends()["cpu"]) == set(mx_driving.backends()["cuda"])
+
+
+def distributed():
+    """The backends of the device, and of CUDA after their transfer, are gloo."""
+    import torch.distributed as dist
+
+    def backends(named):
+        dist.init_process_group(named, store=dist.HashStore(), rank=0, world_size=1)
+        group = dist.new_group([0], backend=named)
+        total = torch.ones(2, device="npu")
+        dist.all_reduce(total, group=group)
+        assert torch.equal(total, torch.ones(2))
+        found = dist.get_backend(), dist.get_backend(group)
+        dist.destroy_process_group()
+        return found
+
+    for named in ("hccl", "cpu:gloo,npu:hccl", "gloo"):
+        assert backends(named) == ("gloo", "gloo")
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    assert backends("nccl") == ("gloo", "gloo")
+
+
+def refusals():
+    for code in (
+        "torch_npu.npu_fusion_attention()",
+        "from torch_npu import npu_fusion_attention",
+        "import torch_npu.profiler",
+        "from torch_npu.testing import common_utils",
+        "torch.npu.NPUGraph",
+        "from torch.npu import NPUGraph",
+        "mx_driving.compat.install('torch_mlu')",
+    ):
+        try:
+            exec(code)
+        except (AttributeError, ImportError, ValueError) as error:
+            print(type(error).__name__, error)
+    print(hasattr(torch_npu, "npu_format_cast"))
+
+
+def mmengine():
+    """Its models and optimizers go to the device by its own ways."""
+    from mmengine.device import get_device, is_npu_available, is_npu_support_full_precision
+    from mmengine.model import BaseModel
+    from mmengine.optim import build_optim_wrapper
+
+    assert is_npu_available()
+    assert is_npu_support_full_precision()
+    assert get_device() == "npu"
+
+    class Model(BaseModel):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, inputs, data_samples=None, mode="loss"):
+            return {"loss": self.layer(inputs[0]).sum()}
+
+    for move in (lambda model: model.to(get_device()), lambda model: model.npu()):
+        model = move(Model())
+        for kind, more in (("OptimWrapper", {}), ("AmpOptimWrapper", {"dtype": "float16", "loss_scale": 4.0})):
+            optimizer = {"type": "NpuFusedAdamW", "lr": 0.1}
+            wrapper = build_optim_wrapper(model, {"type": kind, "optimizer": optimizer, **more})
+            before = model.layer.weight.detach().clone()
+            losses = model.train_step({"inputs": [torch.rand(3, 2).npu()]}, wrapper)
+            assert losses["loss"].isfinite()
+            assert not torch.equal(before, model.layer.weight)
+
+
+if __name__ == "__main__":
+    for program in sys.argv[1:]:
+        globals()[program]()

@@ -1,0 +1,122 @@
+"""Tests in the form of the vendor's operator tests: small writings of their calls, for tests/models/test_npu.py to run."""
+
+from __future__ import annotations
+
+import unittest
+from unittest.mock import Mock
+
+import numpy as np
+import torch
+import torch_npu  # pyright: ignore[reportMissingImports]
+from torch_npu.testing.testcase import TestCase, run_tests  # pyright: ignore[reportMissingImports]
+
+import mx_driving
+import mx_driving.fused
+from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
+
+DEVICE_NAME = torch_npu.npu.get_device_name(0)[:10]
+
+
+def bilinear(plane, x, y):
+    """A sample of a numpy plane [H, W, ...] at pixel coordinates."""
+    h, w = plane.shape[:2]
+    total = np.zeros(plane.shape[2:])
+    for row in (int(np.floor(y)), int(np.floor(y)) + 1):
+        for column in (int(np.floor(x)), int(np.floor(x)) + 1):
+            if 0 <= row < h and 0 <= column < w:
+                total += (1 - abs(y - row)) * (1 - abs(x - column)) * plane[row, column]
+    return total
+
+
+class TestMultiScale(TestCase):
+    def npu_to_exec(self, *inputs):
+        value, shapes, offset, locations, weights, grad = [i.npu() for i in inputs]
+        for leaf in (value, locations, weights):
+            leaf.requires_grad_()
+        output = mx_driving.multi_scale_deformable_attn(value, shapes, offset, locations, weights)
+        output.backward(grad)
+        return [t.detach().cpu().numpy() for t in (output, value.grad, locations.grad, weights.grad)]
+
+    def cpu_to_exec(self, value, shapes, offset, locations, weights, grad):
+        value, locations, weights = (i.double().requires_grad_() for i in (value, locations, weights))
+        parts = value.split([h * w for h, w in shapes.tolist()], dim=1)
+        total = 0
+        for level, (h, w) in enumerate(shapes.tolist()):
+            plane = parts[level].permute(0, 2, 3, 1).flatten(0, 1).unflatten(-1, (h, w))
+            grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
+            sampled = torch.nn.functional.grid_sample(plane, grid, align_corners=False)
+            total = total + (sampled * weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
+        output = total.unflatten(0, value.shape[::2][:2]).flatten(1, 2).transpose(1, 2)
+        output.backward(grad.double())
+        return [t.detach().float().numpy() for t in (output, value.grad, locations.grad, weights.grad)]
+
+    def test_forward_and_backward(self):
+        bs, queries, channels, heads, levels, points = 2, 50, 16, 4, 2, 3
+        shapes = torch.tensor([6, 4] * levels).reshape(levels, 2)
+        offset = torch.cat((shapes.new_zeros(1), shapes.prod(1).cumsum(0)[:-1]))
+        value = torch.rand(bs, int(shapes.prod(1).sum()), heads, channels)
+        locations, weights = torch.rand(bs, queries, heads, levels, points, 2), torch.rand(bs, queries, heads, levels, points)
+        inputs = (value, shapes, offset, locations, weights, torch.rand(bs, queries, heads * channels))
+        for expected, found in zip(self.cpu_to_exec(*inputs), self.npu_to_exec(*inputs), strict=True):
+            self.assertRtolEqual(expected, found)
+
+
+class TestAggregation(TestCase):
+    @unittest.skipIf(DEVICE_NAME != "Ascend910B", "only supported on 910B")
+    def test_forward(self):
+        anchors, points, groups, h, w, channels = 5, 4, 2, 6, 8, 8
+        features = np.random.rand(1, h * w, channels).astype(np.float32)
+        sample = np.random.rand(1, anchors, points, 1, 2).astype(np.float32)
+        weights = np.random.rand(1, anchors, points, 1, 1, groups).astype(np.float32)
+        expected = np.zeros((1, anchors, channels), np.float32)
+        for a in range(anchors):
+            for p in range(points):
+                x, y = sample[0, a, p, 0] * (w, h) - 0.5
+                expected[0, a] += bilinear(features[0].reshape(h, w, channels), x, y) * weights[0, a, p, 0, 0].repeat(
+                    channels // groups
+                )
+        tables = torch.tensor([[[h, w]]], dtype=torch.int32).npu(), torch.tensor([[0]], dtype=torch.int32).npu()
+        arrays = [torch.from_numpy(a).npu() for a in (features, sample, weights)]
+        found = mx_driving.fused.npu_deformable_aggregation(arrays[0], *tables, *arrays[1:])
+        self.assertRtolEqual(expected, found.cpu().numpy())
+
+    @unittest.skipIf(DEVICE_NAME != "Ascend910B", "only supported on 910B")
+    def test_backward_by_hand(self):
+        """As the vendor's: the autograd function's methods with a ctx that is a Mock. One sample in a pixel's middle."""
+        features = torch.rand(1, 4, 2).npu()
+        features.requires_grad = True
+        tables = torch.tensor([[[2, 2]]], dtype=torch.int32).npu(), torch.tensor([[0]], dtype=torch.int32).npu()
+        sample, weights = torch.tensor([0.75, 0.25]).view(1, 1, 1, 1, 2).npu(), torch.full((1, 1, 1, 1, 1, 1), 3.0).npu()
+        ctx = Mock()
+        ctx.saved_tensors = (features, *tables, sample, weights)
+        grad, _, _, _, grad_weights = AdsDeformableAggregation.backward(ctx, torch.ones(1, 1, 2).npu())
+        expected = np.zeros((1, 4, 2), np.float32)
+        expected[0, 1] = 3
+        self.assertRtolEqual(expected, grad.cpu().numpy())
+        self.assertRtolEqual(features.detach()[:, 1].sum().view(weights.shape), grad_weights.cpu())
+
+
+class TestGeometric(TestCase):
+    def setUp(self):
+        """Their float32 inputs are the tensors themselves, so the device's gradients must not land in the golden ones."""
+        shape = torch.tensor([[6, 10]])
+        value, weights = torch.rand(2, 60, 4, 16), torch.rand(2, 20, 4, 1, 15)
+        locations = (torch.rand(2, 20, 4, 1, 15, 2) * 16 - 3).long()
+        npu = [value.float().npu(), shape.int().npu(), torch.tensor([0]).int().npu(), locations.float().npu(), weights.npu()]
+        for leaf in (value, weights, npu[0], npu[4]):
+            leaf.requires_grad_()
+        x, y = locations[..., 0].clamp(0, 9), locations[..., 1].clamp(0, 5)
+        batch, head = torch.arange(2).view(2, 1, 1, 1, 1), torch.arange(4).view(1, 1, 4, 1, 1)
+        golden = (value[batch, y * 10 + x, head] * weights[..., None]).sum((3, 4)).flatten(2)
+        output = mx_driving.geometric_kernel_attention(*npu)
+        for result in (golden, output):
+            result.backward(torch.ones_like(result))
+        self.pairs = [(golden, output), (value.grad, npu[0].grad), (weights.grad, npu[4].grad)]
+
+    def test_forward_and_backward(self):
+        for expected, found in self.pairs:
+            self.assertRtolEqual(expected.detach().numpy(), found.detach().cpu().numpy())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,52 @@
+"""`--record FILE` writes what each test gave, a row for each: library, version, what was tried, outcome, and a sentence."""
+
+from __future__ import annotations
+
+import csv
+import importlib.metadata
+import pathlib
+import platform
+from datetime import date
+
+import pytest
+import torch
+import torchvision_names
+
+torchvision_names.declare()
+torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--record", type=pathlib.Path, help="write the outcome of every test to this CSV file")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    given = item.callspec.params
+    report.tried = given["library"], given.get("model", "patch by name")
+    report.sentence = str(call.excinfo.value).strip().split("\n")[0] if call.excinfo else ""
+    return report
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    path = config.getoption("--record")
+    reports = [r for some in ("passed", "failed", "error") for r in terminalreporter.stats.get(some, []) if hasattr(r, "tried")]
+    if path and reports:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(("library", "version", "tried", "outcome", "message", "made"))
+            writer.writerows(sorted(_row(report) for report in reports))
+
+
+def _row(report) -> tuple[str, ...]:
+    library, what = report.tried
+    made = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}"
+    return library, _version(library), what, report.outcome, report.sentence, made
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,181 @@
+"""mx_driving.patcher: the vendor's names for patching; what has nothing to do here says so."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from test_patching import GOOD, calls, module_of
+
+from mx_driving import patcher
+from mx_driving.patcher import Patch, PatcherBuilder
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library of which `core` is a deformable sampling core."""
+    module = module_of(GOOD.replace("def deformable", "def core"), "some_library")
+    module.core.__module__ = "some_library"
+    monkeypatch.setitem(sys.modules, "some_library", module)
+    return module
+
+
+def test_msda_is_patch(library):
+    assert calls(library.core) == 0
+    with PatcherBuilder().add_module_patch("some_library", Patch(patcher.msda)).build() as applied:
+        assert calls(library.core) == 1
+        applied.apply()  # once is enough
+    assert calls(library.core) == 1  # as at the vendor's: it stays
+
+
+def test_a_patch_of_ones_own(library):
+    """The module and the options reach it, by priority; a disabled one does not run."""
+    seen = []
+
+    def first(module, options):
+        seen.append((module, options))
+
+    def second(module, options):
+        seen.append(options["word"])
+
+    def third(module, options):
+        seen.append("disabled")
+
+    builder = PatcherBuilder().add_module_patch("some_library", Patch(second, {"word": 2}, priority=5), Patch(third))
+    assert builder.add_module_patch("some_library", Patch(first)).disable_patches("third") is builder
+    with builder.build():
+        pass
+    assert seen == [(library, {}), 2]
+
+
+def test_failures_are_said_and_stop_nothing(library):
+    def broken(module, options):
+        raise AttributeError("no such thing")
+
+    def silent(module, options):
+        raise AttributeError("nor this")
+
+    seen = []
+    builder = PatcherBuilder().add_module_patch("not_there", Patch(seen.append))
+    builder.add_module_patch("some_library", Patch(broken), Patch(silent, patch_failure_warning=False))
+    builder.add_module_patch("some_library", Patch(lambda module, options: seen.append(module)))
+    with pytest.warns(UserWarning, match="cannot") as warned, builder.build():
+        pass
+    assert [str(w.message) for w in warned] == [
+        "mx_driving.patcher cannot import not_there: No module named 'not_there'",
+        "mx_driving.patcher cannot apply broken to some_library: no such thing",
+    ]
+    assert seen == [library]
+
+
+NEEDLESS = {
+    "batch_matmul": "tensor",
+    "dc": "mmcv",
+    "ddp": "distribute",
+    "ddp_forward": "distribute",
+    "index": "tensor",
+    "mdc": "mmcv",
+    "nuscenes_dataset": "mmdet3d",
+    "nuscenes_metric": "mmdet3d",
+    "nuscenes_mot_metric": "nuscenes",
+    "optimizer_hooks": "optimizer",
+    "optimizer_wrapper": "optimizer",
+    "pseudo_sampler": "mmdet",
+    "resnet_add_relu": "mmdet",
+    "resnet_fp16": "mmdet",
+    "resnet_maxpool": "mmdet",
+    "stream": "functions",
+}
+
+
+@pytest.mark.parametrize("name", NEEDLESS)
+def test_patches_that_have_nothing_to_do_say_so(name, library):
+    """Under both of the vendor's paths; the library stays as it is."""
+    patch = getattr(patcher, name)
+    assert getattr(importlib.import_module(f"mx_driving.patcher.{NEEDLESS[name]}"), name) is patch
+    before = dict(vars(library))
+    builder = PatcherBuilder().add_module_patch("some_library", Patch(patch))
+    with pytest.warns(UserWarning, match=f"leaves some_library as it is: {name} ") as warned, builder.build():
+        pass
+    assert len(warned) == 1
+    assert vars(library) == before
+
+
+def test_old_libraries_are_mended(monkeypatch):
+    numpy = types.ModuleType("numpy")
+    vars(numpy)["int"] = "its own"
+    patcher.numpy_type(numpy, {})
+    assert (numpy.bool, numpy.float, numpy.object, numpy.int) == (bool, float, object, "its own")
+
+    seen = []
+    mmcv = types.ModuleType("mmcv")
+    vars(mmcv)["__version__"] = "1.7.2"
+
+    class Finder:
+        def find_spec(self, name, path=None, target=None):
+            if name in ("mmdet", "mmdet3d"):
+                seen.append((name, vars(mmcv)["__version__"]))
+
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.setitem(sys.modules, "mmcv", mmcv)
+    monkeypatch.delitem(sys.modules, "mmdet", raising=False)
+    patcher.patch_mmcv_version("1.6.0")
+    assert seen == [("mmdet", "1.6.0")]  # and mmdet is not installed
+    assert vars(mmcv)["__version__"] == "1.7.2"
+
+
+def test_what_is_not_there_is_refused():
+    with pytest.raises(AttributeError, match=r"mx_driving\.patcher\.AtomicPatch is the vendor's, for its device"):
+        patcher.AtomicPatch  # noqa: B018
+    for method in ("with_profiling", "brake_at"):
+        with pytest.raises(NotImplementedError, match=f"PatcherBuilder.{method} .*; on a PC, "):
+            getattr(PatcherBuilder(), method)(500)
+
+
+def test_names_of_cuda_are_transferred_beside_the_stand_in_alone():
+    code = """
+import sys, torch, mx_driving
+from mx_driving.patcher import PatcherBuilder
+before = torch.cuda.is_available
+with PatcherBuilder().build():
+    assert torch.cuda.is_available is before
+mx_driving.compat.install("torch_npu")
+with PatcherBuilder().build():
+    assert torch.cuda.is_available() and torch.zeros(1, device="cuda").is_cuda
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_mmcv_by_the_default_patcher():
+    """The vendor's shortest program, with mmcv-lite and its stand-in."""
+    pytest.importorskip("mmcv")
+    code = """
+import torch, mx_driving
+mx_driving.compat.install()
+from mx_driving.patcher import default_patcher_builder
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch as plain
+
+def count():
+    with mx_driving.viz.recording() as looks:
+        plain(torch.rand(1, 6, 2, 4), torch.tensor([[2, 3]]), torch.rand(1, 5, 2, 1, 2, 2), torch.rand(1, 5, 2, 1, 2))
+    return len(looks)
+
+assert count() == 0
+with default_patcher_builder.build():
+    assert count() == 1
+"""
+    done = subprocess.run([sys.executable, "-W", "error:mx_driving", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_left_as_it_is():
+    matmul, getitem = torch.matmul, torch.Tensor.__getitem__
+    with pytest.warns(UserWarning, match="leaves torch as it is"):
+        PatcherBuilder().add_module_patch("torch", Patch(patcher.index), Patch(patcher.batch_matmul)).build().apply()
+    assert torch.matmul is matmul
+    assert torch.Tensor.__getitem__ is getitem

@@ -1,0 +1,53 @@
+"""The public interface changes only where CHANGELOG.md says so."""
+
+from __future__ import annotations
+
+import interface
+import pytest
+
+RECORDED = ["m: module", "m.f(a, b=1)", "m.K: class()", "m.K.__init__(self)"]
+
+
+def test_every_change_of_the_interface_is_in_the_changelog():
+    before, changes = interface.LISTING.read_text().splitlines(), interface.newest_changes(interface.CHANGES.read_text())
+    missing = interface.unexplained(before, interface.listing(), changes)
+    assert not missing, f"CHANGELOG.md's first section must name what changed; it says nothing of {missing}"
+
+
+@pytest.mark.parametrize(
+    ("now", "missing"),
+    [
+        (RECORDED, []),
+        (["m: module", "m.f(a, b=2)", *RECORDED[2:]], ["m.f(a, b=1)", "m.f(a, b=2)"]),
+        (RECORDED[:-1], ["m.K.__init__(self)"]),
+        ([*RECORDED, "m.g()"], ["m.g()"]),
+    ],
+)
+def test_what_is_not_said_is_found(now, missing):
+    assert interface.unexplained(RECORDED, now, "- Something else.") == missing
+    assert interface.unexplained(RECORDED, now, "- `f`, `K` and `g` are others.") == []
+
+
+SOURCE = """import os
+_x = 1
+def f(a, *, b: int = 2, **more): ...
+class K:
+    y = 1
+"""
+
+
+def test_the_listing_reads_sources(tmp_path):
+    for name in ("mx_driving", "mx_driving_portable"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(SOURCE)
+    lines = interface.listing(tmp_path)
+    expected = ["K.y: attribute", "K: class()", "f(a, *, b=2, **more)"]
+    assert lines[:4] == [*(f"mx_driving.{line}" for line in expected), "mx_driving: module"]
+    assert len(lines) == 8
+
+
+def test_the_listing_has_what_callers_use():
+    lines = interface.LISTING.read_text().splitlines()
+    for start in ("mx_driving.multi_scale_deformable_attn(value, ", "mx_driving.nn.", "mx_driving.patch(", "mx_driving.aclnn."):
+        assert any(line.startswith(start) for line in lines), start
+    assert not any("._" in line.split("(")[0].replace(".__init__", "").replace(".__call__", "") for line in lines)

@@ -1,0 +1,472 @@
+"""`mx_driving_portable/record.py` saves calls of what serves them, and changes nothing: bits, graph, errors."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import errno
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import types
+
+import cases
+import pytest
+import torch
+from device_machine import FILE, KINDS, device_machine, recorded, run
+
+import mx_driving
+from mx_driving_portable import record
+
+FILES = {
+    "vendor": ["mx_driving.multi_scale_deformable_attn"],
+    "mmcv": ["mmcv._ext.ms_deform_attn_forward", "mmcv._ext.ms_deform_attn_backward"],
+    "extension": [f"ops.MultiScaleDeformableAttention.ms_deform_attn_{way}" for way in ("forward", "backward")],
+    "by name": ["own.kernels.sample"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_is_recorded_and_computes_the_same(kind, tmp_path):
+    folder = device_machine(tmp_path, kind)
+    alone = run(folder, "program.py", "a", "--b")
+    named = ["--function", "own.kernels.sample=multi_scale_deformable_attn"] if kind == "by name" else []
+    done = run(folder, "record.py", "--every", "3", *named, "program.py", "a", "--b")
+    assert done.stdout == alone.stdout != ""
+    calls = 7 * len(FILES[kind])
+    assert done.stderr == f"record: {3 * len(FILES[kind])} of {calls} calls recorded, {done.stderr.split(', ')[1]}"
+    manifest = json.loads((folder / "calls/manifest.json").read_text())
+    assert manifest["format"] == record.FORMAT
+    assert {name: f["recorded"] for name, f in manifest["functions"].items()} == dict.fromkeys(FILES[kind], 3)
+    found = recorded(folder / "calls")
+    assert sorted(manifest["calls"]) == sorted(f"{name}.safetensors" for name in found)
+    assert {about["function"] for about, _ in found.values()} == set(FILES[kind])
+    assert sorted(about["index"] for about, _ in found.values()) == sorted([0, 3, 6] * 2)
+    for about, tensors in found.values():
+        if about["direction"] == "backward":
+            assert {"grad_output", "grad_value", "grad_locations", "grad_weights"} <= set(tensors)
+        else:
+            assert set(tensors) == {"value", "shapes", "starts", "locations", "weights", "output"}
+        assert about["caller"].endswith(".py:" + about["caller"].rpartition(":")[2])
+        assert "program.py" in about["caller"]
+
+
+def test_python_m_runs_scripts_and_modules(tmp_path):
+    (tmp_path / "module.py").write_text("import sys\nprint(sys.argv[0][-9:], sys.argv[1:], __name__)\nsys.exit(3)\n")
+    for what in (["module.py"], ["-m", "module"]):
+        command = [sys.executable, "-m", "mx_driving_portable.record", *what, "--every", "7"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 3
+        assert done.stdout == "module.py ['--every', '7'] __main__\n"
+        assert done.stderr == "record: 0 of 0 calls recorded, 0 MB in calls; under torch.compile none is seen\n"
+        (tmp_path / "calls/manifest.json").unlink()
+
+
+def test_the_file_is_alone():
+    """It imports nothing of ours, and parses with the Python of older machines."""
+    tree = ast.parse(FILE.read_text(), feature_version=(3, 8))
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    outside = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
+    assert outside == {"torch", "safetensors"}
+    lazy = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert not {alias.name for n in lazy if isinstance(n, ast.Import) for alias in n.names} & outside
+
+
+def inputs(learned=(0, 3, 4)):
+    made = cases.multi_scale(2, 5, 8, 3, [(4, 6), (2, 3)], 2)
+    return [t.clone().requires_grad_(i in learned) for i, t in enumerate(made)]
+
+
+@pytest.fixture
+def attention():
+    """A module whose function is recorded."""
+    module = types.ModuleType("stand_in")
+    module.attend = lambda *args: mx_driving.multi_scale_deformable_attn(*args)
+    sys.modules["stand_in"] = module
+    yield module
+    del sys.modules["stand_in"]
+
+
+NAMED = {"stand_in.attend": cases.MULTI_SCALE}
+
+
+def nodes(grad_fn):
+    """The names of a graph's nodes, depth first."""
+    return [grad_fn.name(), *(name for below, _ in grad_fn.next_functions if below is not None for name in nodes(below))]
+
+
+def test_bits_graph_and_tensors_are_the_programs_own(attention, tmp_path):
+    def results(recording):
+        given = inputs()
+        shared = given[0] * 2
+        versions = [t._version for t in given]
+        outs = [attention.attend(shared, *given[1:]) for _ in range(3)]  # three gradients meet in value
+        out = outs[0] * outs[1] + outs[2]
+        graph = nodes(out.grad_fn)
+        gradients = torch.autograd.grad(out.sum() + (shared**3).sum(), [given[i] for i in (0, 3, 4)])
+        assert [t._version for t in given] == versions
+        return graph, [*outs, *gradients]
+
+    graph, alone = results(None)
+    with record.recording(tmp_path / "calls", every=1, nan=True, functions=NAMED) as recording:
+        recorded_graph, found = results(recording)
+    assert recorded_graph == graph
+    assert all(torch.equal(a, b) for a, b in zip(found, alone, strict=True))
+    assert len(recorded(tmp_path / "calls")) == 6
+
+
+def test_gradients_are_those_of_the_call_alone(attention, tmp_path):
+    """Not those that an input has from elsewhere; also where the call is several nodes, and its inputs are leaves or not."""
+    given = inputs()
+    attention.attend = lambda v, *rest: mx_driving.multi_scale_deformable_attn(v.float().double() + 0 * v, *rest)
+    with record.recording(tmp_path / "calls", functions=NAMED):
+        value = given[0].sin()
+        out = attention.attend(value, *given[1:])
+        direction = torch.randn_like(out)
+        ((out * direction).sum() + (value**2).sum() + (given[3] ** 2).sum()).backward()
+    tensors = recorded(tmp_path / "calls")["call-000000-gradients"][1]
+    assert torch.equal(tensors["grad_output"], direction)
+    leaves = [t.detach().requires_grad_(t.requires_grad) for t in (value, *given[1:])]
+    leaves[0].requires_grad_()
+    expected = torch.autograd.grad(attention.attend(*leaves), [leaves[i] for i in (0, 3, 4)], direction)
+    for name, gradient in zip(("value", "locations", "weights"), expected, strict=True):
+        torch.testing.assert_close(tensors["grad_" + name], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_copies_are_of_the_time_of_the_call(attention, tmp_path):
+    given = inputs(())
+    before = [t.clone() for t in given]
+    with record.recording(tmp_path / "calls", functions=NAMED):
+        out = attention.attend(*given)
+        kept = out.clone()
+        for t in (*given, out):
+            t.zero_()
+    tensors = recorded(tmp_path / "calls")["call-000000"][1]
+    assert torch.equal(tensors["output"], kept)
+    names = ("value", "shapes", "starts", "locations", "weights")
+    assert all(torch.equal(tensors[name], t) for name, t in zip(names, before, strict=True))
+
+
+def test_memory_of_copies_is_used_again_and_given_back(attention, tmp_path):
+    """In inference mode and out of it; the files have each call's own numbers."""
+    given = cases.multi_scale(2, 100, 8, 3, [(14, 26)], 2)
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
+        outs, held = [], []
+        for turn in range(6):
+            with torch.inference_mode(turn % 2 == 0):
+                outs.append(attention.attend(given[0] + turn, *given[1:]))
+            while recording.writer.waiting:
+                time.sleep(0.01)
+            held.append(record._Host.buffers.held)
+    assert held[0] == held[-1] > 0
+    assert not record._Host.buffers.held
+    for (_, tensors), out in zip(recorded(tmp_path / "calls").values(), outs, strict=True):
+        assert torch.equal(tensors["output"], out)
+
+
+def test_errors_pass_through_and_the_functions_come_back(attention, tmp_path):
+    original = attention.attend
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
+        assert attention.attend is not original
+        with pytest.raises(ValueError, match="attention_weights must have shape"):
+            attention.attend(*inputs()[:4], torch.rand(2, 5, 8, 2, 1))
+        attention.attend(*inputs())
+    assert attention.attend is original
+    assert (recording.functions["stand_in.attend"].calls, len(recorded(tmp_path / "calls"))) == (2, 1)
+
+
+def test_modules_that_have_imported_the_function_get_the_wrapper(attention, tmp_path):
+    user = types.ModuleType("user_of_stand_in")
+    user.f = attention.attend
+    sys.modules["user_of_stand_in"] = user
+    try:
+        with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+            user.f(*inputs())
+        assert user.f is attention.attend
+    finally:
+        del sys.modules["user_of_stand_in"]
+    assert len(recorded(tmp_path / "calls")) == 1
+
+
+def test_our_own_names_are_wrapped_too_and_derived_functions_are_left_alone(tmp_path):
+    class Derived(mx_driving.MultiScaleDeformableAttnFunction):
+        @staticmethod
+        def forward(ctx, *args):
+            return mx_driving.MultiScaleDeformableAttnFunction.forward(ctx, *args) * 2
+
+    given = inputs(())
+    before = dict(vars(mx_driving)), vars(mx_driving.MultiScaleDeformableAttnFunction).get("apply")
+    expected = Derived.apply(*given)
+    with record.recording(tmp_path / "calls", every=1):
+        assert torch.equal(Derived.apply(*given), expected)
+        mx_driving.MultiScaleDeformableAttnFunction.apply(*given)
+        mx_driving.geometric_kernel_attention(*given)
+        mx_driving.deformable_aggregation(*cases.aggregation(2, 5, 3, 8, 2, [[(4, 6)]]))
+    assert before == (dict(vars(mx_driving)), vars(mx_driving.MultiScaleDeformableAttnFunction).get("apply"))
+    names = [about["function"] for about, _ in recorded(tmp_path / "calls").values()]
+    assert names == [
+        "mx_driving.multi_scale_deformable_attn",  # the operator that the derived function's forward calls
+        "mx_driving.MultiScaleDeformableAttnFunction.apply",
+        "mx_driving.geometric_kernel_attention",
+        "mx_driving.deformable_aggregation",
+    ]
+
+
+def test_under_torch_compile_a_call_runs_as_compiled(attention, tmp_path):
+    attention.attend = mx_driving.multi_scale_deformable_attn
+    given = inputs(())
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        compiled = torch.compile(lambda *args: attention.attend(*args) * 2, fullgraph=True, backend="eager")
+        assert torch.equal(compiled(*given), mx_driving.multi_scale_deformable_attn.__wrapped__(*given) * 2)
+    torch.compiler.reset()
+    assert not [about for about, _ in recorded(tmp_path / "calls").values() if about["function"] == "stand_in.attend"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("transform", ["vmap", "export", "trace"])
+def test_transforms_see_no_recorder(attention, tmp_path, transform):
+    attention.attend = mx_driving.multi_scale_deformable_attn
+    given = inputs(())
+
+    def results():
+        if transform == "vmap":
+            return torch.func.vmap(attention.attend, (0, None, None, 0, 0))(*(t[None] if i in (0, 3, 4) else t
+                                                                              for i, t in enumerate(given)))  # fmt: skip
+        module = torch.nn.Module()
+        module.forward = lambda *args: attention.attend(*args)
+        if transform == "trace":
+            return torch.jit.trace(lambda *args: attention.attend(*args), tuple(given), check_trace=False)(*given)
+        exported = torch.export.export(Attend(attention), tuple(given))
+        return exported.module()(*given)
+
+    expected = results()
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        assert torch.equal(results(), expected)
+    assert not recorded(tmp_path / "calls")
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.attend = lambda *args: module.attend(*args)
+
+    def forward(self, *args):
+        return self.attend(*args)
+
+
+def with_nan(at):
+    calls = iter(range(100))
+
+    def attend(*args):
+        out = mx_driving.multi_scale_deformable_attn(*args)
+        return out + torch.nan if next(calls) == at else out
+
+    return attend
+
+
+@pytest.mark.parametrize("megabytes", [1000.0, 1e-6])
+def test_the_first_call_with_a_nan_is_recorded_even_when_the_budget_is_used_up(attention, tmp_path, capsys, megabytes):
+    attention.attend = with_nan(5)
+    with record.recording(tmp_path / "calls", every=4, nan=True, megabytes=megabytes, functions=NAMED):
+        for _ in range(10):
+            attention.attend(*inputs()).sum().backward()
+    found = recorded(tmp_path / "calls")
+    by_call = {
+        about["index"]: (about["reason"], about["direction"]) for name, (about, _) in found.items() if "grad" not in name
+    }
+    sampled = {} if megabytes < 1 else dict.fromkeys((0, 4, 8), ("every 4", "forward"))
+    assert by_call == {**sampled, 5: ("the first NaN", "forward")}
+    assert sum("gradients" in name for name in found) == len(by_call)
+    assert ("the budget of 1e-06 MB is used up; the program goes on" in capsys.readouterr().err) == (megabytes < 1)
+
+
+def test_a_nan_that_only_the_gradients_have(attention, tmp_path):
+    class Spoilt(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.nan
+
+    attention.attend = lambda v, *rest: mx_driving.multi_scale_deformable_attn(Spoilt.apply(v), *rest)
+    with record.recording(tmp_path / "calls", every=1000, nan=True, functions=NAMED):
+        attention.attend(*inputs(())).sum()  # call 0 is recorded anyway
+        attention.attend(*inputs()).sum().backward()
+    (_, first), (about, tensors) = recorded(tmp_path / "calls").values()
+    assert "output" in first
+    assert (about["index"], about["reason"]) == (1, "the first NaN")
+    assert tensors["grad_value"].isnan().all()
+    assert {"value", "grad_output", "grad_weights"} <= set(tensors)
+
+
+def test_a_budget_ends_it(attention, tmp_path, capsys):
+    with record.recording(tmp_path / "calls", every=1, megabytes=0.05, functions=NAMED):
+        for _ in range(10):
+            attention.attend(*inputs()).sum().backward()
+    written = sum(file.stat().st_size for file in (tmp_path / "calls").glob("call*"))
+    calls = recorded(tmp_path / "calls")
+    assert 0 < len(calls) < 20
+    assert sum("gradients" in name for name in calls) * 2 == len(calls)
+    assert written < 0.05e6 + 1200 * len(calls)  # headers are not counted
+    assert capsys.readouterr().err.count("used up") == 1
+
+
+def test_what_cannot_be_recorded_is_said_and_the_call_goes_on(attention, tmp_path, capsys):
+    attention.attend = lambda *args, **kwargs: 5
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        assert attention.attend("value") == 5
+    assert "calls of stand_in.attend could not all be recorded: value must be a tensor; got" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["whole", "tmpfs"])
+def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, tmp_path, capsys, monkeypatch, way):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if way == "tmpfs":
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+        if mounted.returncode:
+            pytest.skip("mounting a small disk needs root on Linux")
+    try:
+        if way == "whole":
+            whole = record._saver()
+
+            def full(tensors, path, metadata):
+                whole(tensors, path, metadata)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            monkeypatch.setattr(record, "_saver", lambda: full)
+        with record.recording(folder / "calls", every=1, functions=NAMED) as recording:
+            results = [attention.attend(*inputs()) for _ in range(20)]
+            recording.writer.queue.put(None)
+            recording.writer.join()
+        assert len(results) == 20
+        assert recording.failed
+        said = capsys.readouterr().err
+        assert said.count("No space left on device") == said.count("; the program goes on") == 1
+        names = [file.name for file in (folder / "calls").iterdir()]
+        assert not [name for name in names if name.endswith(".part")]
+        assert all("output" in tensors for _, tensors in recorded(folder / "calls").values())  # what is there is whole
+    finally:
+        if way == "tmpfs":
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_without_safetensors_calls_are_pt_files(attention, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    with record.recording(tmp_path / "calls", functions=NAMED):
+        out = attention.attend(*inputs())
+    assert "calls are .pt files; mx-driving replay reads both" in capsys.readouterr().err
+    whole = torch.load(tmp_path / "calls/call-000000.pt", weights_only=True)
+    assert torch.equal(whole["tensors"]["output"], out.detach())
+    assert whole["metadata"]["format"] == str(record.FORMAT)
+
+
+def test_forms_of_arguments(attention, tmp_path):
+    """mmcv's plain torch has no starts; transformers passes itself and a list of shapes; tables may be lists."""
+    value, shapes, starts, locations, weights = inputs(())
+    attention.attend = lambda *args, **kwargs: value
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        attention.attend(value, shapes, locations, weights)
+        attention.attend(None, value, shapes, shapes.tolist(), starts, locations, weights, 64)
+        attention.attend(value=value, spatial_shapes=shapes.tolist(), level_start_index=starts.tolist(),
+                         sampling_locations=locations, attention_weights=weights, im2col_step=64)  # fmt: skip
+    found = list(recorded(tmp_path / "calls").values())
+    assert [about["packed"] for about, _ in found] == [True, False, False]
+    for _, tensors in found:
+        assert torch.equal(tensors["shapes"], shapes)
+        assert torch.equal(tensors["locations"], locations)
+        assert torch.equal(tensors.get("starts", starts), starts)
+
+
+def test_strides_and_devices_are_written_down(attention, tmp_path):
+    given = inputs(())
+    given[0] = given[0].transpose(0, 1).contiguous().transpose(0, 1)
+    with record.recording(tmp_path / "calls", functions=NAMED):
+        attention.attend(*given)
+    about, tensors = recorded(tmp_path / "calls")["call-000000"]
+    assert about["strides"] == {"value": list(given[0].stride())}
+    assert about["device"] == "cpu"
+    assert torch.equal(tensors["value"], given[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every must be a whole number of 1 or more; got 0"),
+        ({"megabytes": 0}, "megabytes must be more than 0; got 0"),
+        ({"functions": {"a.b": "convolution"}}, "functions must name a Python function of a module, and one of"),
+        ({"functions": {"torch.ops.a.b": cases.MULTI_SCALE}}, "functions must name a Python function of a module"),
+        ({"out": "full"}, "out must be a new or an empty folder; got"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options, words):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("kept")
+    before = list(sys.meta_path)
+    options = {**options, "out": tmp_path / options.get("out", "calls")}
+    with pytest.raises(ValueError, match=words):
+        record.start(**options)
+    assert sys.meta_path == before
+
+
+def test_a_wrong_command_line_is_refused_in_a_sentence(tmp_path):
+    done = subprocess.run([sys.executable, FILE, "none.py"], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "record: error: program must be a file; got none.py")
+    assert not (tmp_path / "calls").exists()
+
+
+def test_each_process_of_a_distributed_program_has_its_folder(attention, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    with record.recording(tmp_path / "calls", functions=NAMED):
+        attention.attend(*inputs())
+    assert len(recorded(tmp_path / "calls/rank-1")) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_records_nothing(tmp_path):
+    code = textwrap.dedent(
+        """
+        import os, sys, torch
+        sys.path.insert(0, sys.argv[1])
+        import record, types
+        module = sys.modules["stand_in"] = types.ModuleType("stand_in")
+        module.attend = lambda *args: args[0].sum()
+        inputs = torch.rand(1, 4, 1, 2), torch.tensor([[2, 2]]), torch.tensor([0])
+        inputs += torch.rand(1, 1, 1, 1, 1, 2), torch.rand(1, 1, 1, 1, 1)
+        with record.recording("calls", every=1, functions={"stand_in.attend": "multi_scale_deformable_attn"}):
+            module.attend(*inputs)
+            if os.fork() == 0:
+                module.attend(*inputs)
+                sys.exit()
+            os.wait()
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", code, FILE.parent], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("record: 1 of 1 calls recorded")
+    assert len(recorded(tmp_path / "calls")) == 1
+
+
+def test_a_loader_is_copied_not_changed(tmp_path, monkeypatch):
+    """Another recording, or none, finds the module's loader as it was."""
+    (tmp_path / "GeometricKernelAttention.py").write_text(
+        "def geometric_kernel_attn_cuda_forward(*args):\n    return args[0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with record.recording(tmp_path / "calls", every=1):
+        import GeometricKernelAttention  # pyright: ignore
+
+        GeometricKernelAttention.geometric_kernel_attn_cuda_forward(*inputs(()))
+    monkeypatch.delitem(sys.modules, "GeometricKernelAttention")
+    import GeometricKernelAttention as again  # pyright: ignore
+
+    monkeypatch.delitem(sys.modules, "GeometricKernelAttention")
+    assert not hasattr(again.geometric_kernel_attn_cuda_forward, "__wrapped__")
+    assert copy.copy(again.__loader__).__class__.__name__ == "SourceFileLoader"
+    assert len(recorded(tmp_path / "calls")) == 1
