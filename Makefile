@@ -13,6 +13,7 @@
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
+# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes hours
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -189,6 +190,17 @@ test-wheel:
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --no-deps --no-index --find-links dist mx-driving-portable
 	$(TESTED_PYTHON) -m pip --disable-pip-version-check install --constraint constraints.txt 'mx-driving-portable[test]' cmake
 	$(TESTED_PYTHON) wheels/suite.py $(TESTS)
+
+# cosmic-ray makes the faults in Python; its packages lie beside the environment, so that the tests do not see them.
+MUTANTS := build/mutants
+$(MUTANTS)/installed: tests/mutants/requirements.txt $(STAMP)
+	$(BIN)/python -m pip --disable-pip-version-check install --target $(MUTANTS)/tools --requirement tests/mutants/requirements.txt
+	touch $@
+
+# ONLY=sampling.h, HALF=native or COUNT=40 try some alone
+.PHONY: mutants
+mutants: $(MUTANTS)/installed
+	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT))
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version
