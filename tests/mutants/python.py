@@ -38,7 +38,8 @@ class Fault:
         from cosmic_ray.plugins import get_operator
 
         mutated = mutate_code(source, get_operator(self.operator)(**dict(self.arguments)), self.occurrence)
-        assert mutated is not None and mutated != source
+        assert mutated is not None
+        assert mutated != source
         return mutated
 
 

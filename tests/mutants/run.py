@@ -15,12 +15,13 @@ import shutil
 import sys
 import time
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "build/mutants"
-sys.path.append(str(FOLDER / "tools"))  # last: what the tests need comes from their own environment
+import python
 
 import native
-import python
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "build/mutants"
+sys.path.append(str(FOLDER / "tools"))  # cosmic-ray; last, so that what the tests need comes from their own environment
 
 TABLE = ROOT / "docs/support/mutants.csv"
 COLUMNS = ("file", "planted", "killed", "survived", "seconds")
@@ -34,6 +35,12 @@ PYTHON_TESTS = (
     "native/test_aggregation_native.py",
 )
 CHECK_TESTS = ("native/test_aclnn_refusals.py", "native/test_plan.py", "native/test_logits_native.py")
+
+
+def set_up() -> None:
+    """Of this process and its forks. One instruction set is enough, because all are compiled from one source."""
+    os.environ.update(OMP_NUM_THREADS="1", MX_DRIVING_TEST_BACKENDS="reference,native-baseline")
+    sys.dont_write_bytecode = True  # two faults in one second would share a cached file
 
 
 def copy_tree(folder: pathlib.Path, library: pathlib.Path) -> pathlib.Path:
@@ -66,7 +73,7 @@ def _be_tested(tree: pathlib.Path, files: tuple[str, ...], log: pathlib.Path) ->
     return int(pytest.main(["-x", "-p", "no:cacheprovider", "-p", "no:randomly", *(f"tests/{file}" for file in files)]))
 
 
-def tests_fail(tree: pathlib.Path, files: tuple[str, ...], environment: dict[str, str] | None = None) -> bool:
+def noticed_by(tree: pathlib.Path, files: tuple[str, ...], environment: dict[str, str] | None = None) -> bool:
     """Whether a test notices, in a process of its own."""
     child = os.fork()
     if child == 0:
@@ -88,7 +95,7 @@ def tests_fail(tree: pathlib.Path, files: tuple[str, ...], environment: dict[str
 
 
 def need_passing(tree: pathlib.Path, files: tuple[str, ...]) -> None:
-    if tests_fail(tree, files):
+    if noticed_by(tree, files):
         raise SystemExit(f"without a fault these tests fail: {', '.join(files)}; {tree / 'log'} says why")
 
 
@@ -132,7 +139,7 @@ def try_python(tree: pathlib.Path, chosen: list[python.Fault], results: Results)
         source = path.read_text()
         path.write_text(fault.text(source))
         began = time.monotonic()
-        killed = tests_fail(tree, files)
+        killed = noticed_by(tree, files)
         results.add(f"src/mx_driving/{fault.file}", fault, killed, time.monotonic() - began)
         path.write_text(source)
 
@@ -145,7 +152,7 @@ def try_native(tree: pathlib.Path, out: pathlib.Path, chosen: list[native.Fault]
         files = CHECK_TESTS if fault.file.startswith("call/") else PYTHON_TESTS
         killed = native.native_tests_fail(out, fault.number, SECONDS)
         if not killed and not quick:
-            killed = tests_fail(tree, files, {native.SWITCH: str(fault.number)})
+            killed = noticed_by(tree, files, {native.SWITCH: str(fault.number)})
         results.add(f"native/src/{fault.file}", fault, killed, time.monotonic() - began)
 
 
@@ -158,8 +165,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, action="append", help="this fault in native code alone")
     parser.add_argument("--native-tests-alone", action="store_true", help="without the Python tests of native faults")
     given = parser.parse_args()
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONDONTWRITEBYTECODE="1")
-    sys.dont_write_bytecode = True
+    set_up()
     planted = native.faults(ROOT)
     out = native.build(ROOT, FOLDER / "native", planted, str(pathlib.Path(sys.executable).parent / "cmake"))
     tree = copy_tree(FOLDER / f"tree-{given.half or 'both'}", out / "libmx_driving.so")
