@@ -15,6 +15,7 @@
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
 # make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
+# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes hours
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -222,6 +223,17 @@ interface: $(STAMP)
 .PHONY: release-check
 release-check: $(STAMP)
 	$(BIN)/python wheels/release.py $(if $(QUICK),--quick) $(if $(KEEP_GOING),--keep-going)
+
+# cosmic-ray makes the faults in Python; its packages lie beside the environment, so that the tests do not see them.
+MUTANTS := build/mutants
+$(MUTANTS)/installed: tests/mutants/requirements.txt $(STAMP)
+	$(BIN)/python -m pip --disable-pip-version-check install --target $(MUTANTS)/tools --requirement tests/mutants/requirements.txt
+	touch $@
+
+# ONLY=sampling.h, HALF=native or COUNT=40 try some alone
+.PHONY: mutants
+mutants: $(MUTANTS)/installed
+	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT))
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version

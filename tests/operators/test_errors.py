@@ -321,3 +321,13 @@ def test_gradients_of_more_keys_are_the_references(operator, monkeypatch):
     op, good = backward_of(operator)
     for found, expected in zip(op(*good), getattr(reference, operator + "_backward")(*good), strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 5), (1, 2), (2, 2, 4)])
+def test_every_location_to_draw_has_a_weight(shape):
+    from mx_driving._checks.inputs import same_samples
+
+    same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError) as refused:
+        same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(shape))
+    assert str(refused.value) == f"weights must have shape (1, 2, 4); got {shape}"
