@@ -133,6 +133,7 @@ def test_weights_have_the_operators_gradients(name):
     """What is returned on request is what the operator was given: the output's gradient reaches it. Otherwise layers that drop
     the weights go on with the operator with logits while the model learns."""
     subject = _in_double(name)
+    models.forget(subject.model)
     subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     with mx_driving.patched(subject.model), _Calls() as unasked:
         models.forget(subject.model)

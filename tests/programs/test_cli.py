@@ -55,7 +55,7 @@ def test_help_teaches():
 
 COMMANDS = {
     "check": {"--device", "--dtype", "--quick", "--only", "--threads"},
-    "demo": {"--out", "--rig"},
+    "demo": {"--out", "--page", "--rig"},
     "bench": {
         *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
         *("--tolerance", "--traits", "--list", "--explain"),
