@@ -87,9 +87,11 @@ def add_bill(wheel: pathlib.Path, epoch: int) -> None:
 
 
 def check_bill(wheel: pathlib.Path) -> str:
-    """Says what the wheel's bill lists; an exception, if there is none or it is none."""
+    """What the wheel's bill lists."""
     place, _ = place_of(wheel)
     with zipfile.ZipFile(wheel) as archive:
+        if place not in archive.namelist():
+            raise SystemExit(f"sbom.py: {wheel.name} must hold {place}; it does not")
         bill = archive.read(place).decode()
         record = archive.read(place.split("/")[0] + "/RECORD").decode()
     if place not in record:

@@ -5,12 +5,16 @@ Nothing is downloaded. Where a library's own builder would fetch a part, the par
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.metadata
+import io
+import logging
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,6 +213,19 @@ class _Tensors(torch.nn.Module):
         return tuple(self.read(self.model(**{self.picture: picture}, **self.others)).values())
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Exporters print whole graphs when they fail."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
 @torch.no_grad()
 def exports(subject: Subject) -> str:
     """ "yes", if the patched model becomes an ONNX file whose outputs in onnxruntime are torch's; else why not."""
@@ -216,7 +233,8 @@ def exports(subject: Subject) -> str:
     picture = subject.inputs[whole.picture]
     with mx_driving.patched(subject.model):
         try:
-            ours = _in_onnxruntime(whole, picture)
+            with _silent():
+                ours = _in_onnxruntime(whole, picture)
         except Exception as error:  # an exporter may raise anything, and that is the result
             return f"no: {_in_one_line(error)}"
         theirs = whole(picture)
