@@ -13,6 +13,7 @@ from test_patching import GOOD, calls, module_of
 
 from mx_driving import patcher
 from mx_driving.patcher import Patch, PatcherBuilder
+from mx_driving.patching import _patch
 
 
 @pytest.fixture
@@ -21,7 +22,9 @@ def library(monkeypatch):
     module = module_of(GOOD.replace("def deformable", "def core"), "some_library")
     module.core.__module__ = "some_library"
     monkeypatch.setitem(sys.modules, "some_library", module)
-    return module
+    yield module
+    for change in list(_patch._changes.values()):  # patcher's stay, as at the vendor's
+        _patch._release(change.thing)
 
 
 def test_msda_is_patch(library):

@@ -143,7 +143,7 @@ def test_weights_have_the_operators_gradients(name):
     with mx_driving.patched(subject.model), _Calls() as asked:
         found = _gradients_of_weights(subject)
     assert not any("_with_logits" in func._opname for func, _, _ in asked.kept)
-    assert sum(g is not None for g in expected) >= 2
+    assert any(g is not None for g in expected)  # Mask2Former of two layers returns one layer's
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
 
 
