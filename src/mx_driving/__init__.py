@@ -30,7 +30,7 @@ from .patching import Patch, patch, patched
 # By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
 sys.modules[f"{__name__}._C"] = _C
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "DataWarning",
     "MultiScaleDeformableAttnFunction",
