@@ -6,8 +6,7 @@
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class E> inline E *row(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
@@ -145,5 +144,4 @@ int gather_floor(const Floor &floor) {
     }
 }
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

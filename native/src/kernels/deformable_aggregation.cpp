@@ -5,8 +5,7 @@
 #include "kernels/aggregation/samples.h"
 #include "kernels/aggregation/totals.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 
 namespace {
 
@@ -45,5 +44,4 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
     });
 }
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -5,8 +5,7 @@
 #include "kernels/aggregation/blocks.h"
 #include "kernels/aggregation/grouped_softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Where the weights of samples are, or their logits.
@@ -208,5 +207,4 @@ template <class T> class SampleWeights {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -8,8 +8,7 @@
 #include "kernels/aggregation/projection.h"
 #include "kernels/shared/grouped_rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
@@ -291,5 +290,4 @@ template <class V, class T> struct AnchorWorker {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/aggregation/anchors.h"
 #include "kernels/shared/bands.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, band).
@@ -103,5 +102,4 @@ template <class T> class FeatureGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

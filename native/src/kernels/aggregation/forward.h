@@ -3,8 +3,7 @@
 
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
@@ -47,5 +46,4 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -6,8 +6,7 @@
 #include "kernels/shared/sampling.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class GroupedSoftmax {
@@ -124,5 +123,4 @@ template <class T> class GroupedSoftmax {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

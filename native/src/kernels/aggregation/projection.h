@@ -8,8 +8,7 @@
 
 #include "kernels/aggregation/blocks.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
@@ -179,5 +178,4 @@ template <class T> class ProjectionGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

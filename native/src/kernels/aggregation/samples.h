@@ -4,8 +4,7 @@
 #include "kernels/aggregation/anchor_gradients.h"
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
@@ -102,5 +101,4 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
@@ -28,5 +27,4 @@ template <class T> class Totals {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -14,8 +14,7 @@
 #include "kernels/attention/value_by_heads.h"
 #include "kernels/attention/value_with_samples.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
@@ -88,5 +87,4 @@ template <template <class> class Rule> inline bool attention_backward(const Call
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
@@ -59,5 +58,4 @@ class Forward : QueryWorker<R, T, Rule> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -11,8 +11,7 @@
 #include "kernels/attention/query_rows.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Samples that are located together, as pairs (x, y) in one vector; the last of a query may be 4.
@@ -290,5 +289,4 @@ template <class T> class Logits {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/attention/queries.h"
 #include "kernels/shared/job.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in
@@ -120,5 +119,4 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

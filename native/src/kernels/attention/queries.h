@@ -5,8 +5,7 @@
 #include "kernels/attention/logits.h"
 #include "kernels/attention/window.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // A query's rows are found AHEAD queries before they are used, and prefetched while earlier rows are added up. With
@@ -288,5 +287,4 @@ template <class T> class OutputGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
@@ -68,5 +67,4 @@ template <class T> class PlainRows {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -6,8 +6,7 @@
 #include "kernels/shared/job.h"
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class ReferenceSums {
@@ -69,5 +68,4 @@ template <class T> inline bool add_up_heads(const Job &job) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/attention/reference_gradient.h"
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Writes a gradient of OF_EACH numbers a sample, query by query. If dtype and strides allow it, whole vectors are
@@ -156,5 +155,4 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

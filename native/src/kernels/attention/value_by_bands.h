@@ -5,8 +5,7 @@
 #include "kernels/attention/worker.h"
 #include "kernels/shared/bands.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head, band).
@@ -76,5 +75,4 @@ template <class T, template <class> class Rule> class ValueByBands {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
@@ -61,5 +60,4 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 
 #include "kernels/attention/samples.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head). Value and its gradient are laid out alike: in their tensors, which are of T; or PACKED in
@@ -69,5 +68,4 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Each operation rounds by itself, as in torch, because another pixel is another row.
@@ -58,5 +57,4 @@ template <class T> class Window {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 
 #include "kernels/attention/packing.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // A query between prepare and finish: its inputs, the addresses of its rows, and the share of each.
@@ -97,5 +96,4 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -7,8 +7,7 @@
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/tensor.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class Band {
@@ -71,5 +70,4 @@ template <class T> class Band {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

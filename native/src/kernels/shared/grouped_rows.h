@@ -9,8 +9,7 @@
 
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // How many rows ahead are prefetched. A row may be a kilobyte, so a few are enough.
@@ -156,5 +155,4 @@ template <class T> inline void scaled(const T *from, T factor, int64_t n, T *to)
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

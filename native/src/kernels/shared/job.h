@@ -4,8 +4,7 @@
 #include "call/plan.h"
 #include "kernels/shared/storage.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 struct Job {
@@ -36,5 +35,4 @@ template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

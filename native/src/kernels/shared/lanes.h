@@ -3,8 +3,7 @@
 
 #include "kernels/shared/vectors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Lanes of `yes` where mask is all ones, of `no` where it is 0.
@@ -190,5 +189,4 @@ template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -8,8 +8,7 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Hands out scratch memory. Each array begins at a cache line.
@@ -119,5 +118,4 @@ template <class Worker, class Args> bool parallel(int num_threads, int64_t items
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

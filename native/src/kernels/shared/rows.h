@@ -18,8 +18,7 @@
 #include "kernels/shared/lanes.h"
 #include "kernels/shared/storage.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Of a list of rows, those that are far enough for a prefetch to pay: from `begin` on, `count`.
@@ -374,5 +373,4 @@ template <class V> __attribute__((noinline)) void widen_run(const V *from, float
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

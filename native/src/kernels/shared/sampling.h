@@ -5,8 +5,7 @@
 #include "kernels/shared/tensor.h"
 #include "kernels/shared/whole_numbers.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
@@ -313,5 +312,4 @@ template <class T> struct ScatterList {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

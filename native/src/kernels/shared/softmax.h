@@ -3,8 +3,7 @@
 
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // e^x = 2^n e^r with n the whole number nearest to x / ln 2. A polynomial for (e^r - 1 - r) / r^2 where |r| <= ln 2 /
@@ -191,5 +190,4 @@ MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights,
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

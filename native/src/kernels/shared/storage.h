@@ -3,8 +3,7 @@
 
 #include "kernels/shared/vectors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 struct Half {
@@ -114,5 +113,4 @@ template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

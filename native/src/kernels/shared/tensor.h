@@ -4,8 +4,7 @@
 #include "call/call.h"
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 inline int64_t element_size(int64_t dtype) {
@@ -166,5 +165,4 @@ template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, i
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

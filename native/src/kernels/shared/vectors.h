@@ -26,8 +26,7 @@
 #define MXD_SHUFFLE(a, b, Index, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
 #endif
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class A, class B> constexpr bool same_type = false;
@@ -124,5 +123,4 @@ template <class V> MXD_INLINE void finish(V &x) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

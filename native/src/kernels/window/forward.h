@@ -4,8 +4,7 @@
 #include "kernels/shared/job.h"
 #include "kernels/window/queries.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, block of queries). V: the type of value and output. Rows are read as T; if V is another type, all rows
@@ -117,5 +116,4 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/attention/packing.h"
 #include "kernels/window/queries.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, heads that go together). Their value and its gradient lie in packed memory of the worker, a head after
@@ -109,5 +108,4 @@ inline bool gradients_of_heads_together(const Call &call, const Plan &plan) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -6,8 +6,7 @@
 #include "kernels/attention/window.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Samples whose pixels are found together.
@@ -213,5 +212,4 @@ template <class T, bool ALL_HEADS> class WindowQueries {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA
