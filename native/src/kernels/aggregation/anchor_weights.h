@@ -66,9 +66,6 @@ template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
     T *most, *inverse; // [group]: as in SoftmaxTotals
 
-    static int64_t bytes(const Sizes &n, int64_t rows) {
-        return Arena::bytes<T>(GroupedSoftmax<T>::room(rows * n.groups)) + Arena::bytes<T>(2 * n.groups);
-    }
     AnchorSoftmax(const Sizes &n, int64_t rows, Arena &arena)
         : exps(arena.take<T>(GroupedSoftmax<T>::room(rows * n.groups))), most(arena.take<T>(2 * n.groups)),
           inverse(most + n.groups) {}
@@ -76,11 +73,6 @@ template <class T> struct AnchorSoftmax {
 
 template <class T> class AnchorWeights {
   public:
-    static int64_t bytes(const Call &call) {
-        const Sizes &n = call.sizes;
-        const int64_t rows = rows_of(call);
-        return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + KNOWN_ANCHORS * AnchorSoftmax<T>::bytes(n, rows);
-    }
     AnchorWeights(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), places(job.call), of_pair(job.call.weights, {SCALE, GROUP}),
           of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call), totals(job),

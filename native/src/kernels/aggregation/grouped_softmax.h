@@ -17,7 +17,6 @@ template <class T> class GroupedSoftmax {
   public:
     // Room for the exps of `count` logits.
     static int64_t room(int64_t count) { return round_up(count, STEP); }
-    static int64_t bytes(int64_t count, int64_t groups) { return Arena::bytes<T>(room(count) + groups); }
     GroupedSoftmax(int64_t rows, int64_t of_row, Arena &arena)
         : groups(of_row), count(rows * of_row), whole(count / STEP * STEP), padded(room(count)),
           cycle(of_row > 0 ? STEP / common_divisor(of_row, STEP) * of_row : STEP),

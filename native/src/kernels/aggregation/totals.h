@@ -13,8 +13,7 @@ template <class T> class Totals {
         const Sizes &n = job.call.sizes;
         return n.batch * AnchorBlocks(job.call).blocks;
     }
-    static int64_t scratch_bytes(const Job &job) { return AnchorWeights<T>::bytes(job.call); }
-    Totals(const Job &job, Arena arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
+    Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
 
     void operator()(int64_t item) {
         for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.turn(blocks.batch(item), a);

@@ -14,10 +14,7 @@ class Forward : QueryWorker<R, T, Rule> {
 
   public:
     typedef R Row;
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + Arena::bytes<V>(job.call.sizes.channels);
-    }
-    Forward(const Job &j, Arena arena)
+    Forward(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
           far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
           sum(arena.take<V>(this->n.channels)) {}

@@ -51,13 +51,6 @@ template <class T> class Logits {
     typedef PlainRows<T> Rows;
 
   public:
-    static int64_t bytes(const Call &call) {
-        if (!call.with_logits) return 0;
-        const Sizes &n = call.sizes;
-        return 2 * Arena::bytes<int64_t>(padded_samples(n)) + 2 * Arena::bytes<T>(2 * padded_samples(n)) +
-               Arena::bytes<T>(4 * longest(n)) + 2 * Rows::bytes(2 * TURNED, 2 * padded_samples(n)) +
-               2 * Rows::bytes(2 * TURNED, weight_room(n));
-    }
     Logits(const Call &c, Arena &arena) : call(c), n(c.sizes) {
         if (!call.with_logits) return;
         boxes = !c.has_window && n.coordinates == 4;

@@ -51,9 +51,6 @@ struct QueryBlocks {
 // empty map has no rows.
 template <class T> class Query {
   public:
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<int64_t>(2 * padded_samples(n)) + Arena::bytes<T>(padded_samples(n));
-    }
     template <class Reader>
     Query(const Sizes &n, const Reader &reader, Arena &arena)
         : maps_(reader.maps()), window(reader.window()), xy_copy(arena.take<int64_t>(2 * padded_samples(n))),
@@ -93,13 +90,10 @@ template <class T> class QueryReader {
   public:
     int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Call &call) {
-        return Maps<T>::bytes(padded_samples(call.sizes)) + Logits<T>::bytes(call) + Window<T>::bytes(call);
-    }
     QueryReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
           maps_(arena, padded_samples(n)), logits(c, arena), window_(c, arena) {
-        use_levels(0, n.levels);
+        if (!arena.counts) use_levels(0, n.levels);
     }
 
     void use_levels(int64_t first, int64_t last) {

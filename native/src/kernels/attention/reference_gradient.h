@@ -32,8 +32,7 @@ template <class T> class ReferenceSums {
 // Items: blocks of queries, of all batches together.
 template <class T> class ReferenceGradient {
   public:
-    static int64_t scratch_bytes(const Job &job) { return Arena::bytes<T>(ReferenceSums<T>::numbers(job.call)); }
-    ReferenceGradient(const Job &job, Arena arena)
+    ReferenceGradient(const Job &job, Arena &arena)
         : grad(job.call.grad_reference), n(job.call.sizes), sums(job), numbers(ReferenceSums<T>::numbers(job.call)),
           row(arena.take<T>(numbers)) {}
 

@@ -11,7 +11,6 @@ namespace {
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * padded_samples(n)); }
     SampleOutput(const SomeAxes<AXES> &of_sample, const Sizes &n, Arena &arena)
         : tensor(of_sample.tensor), axes(of_sample), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
           direct(tensor.data && axes.contiguous && tensor.dtype == OWN<T>),
@@ -50,16 +49,10 @@ template <class T, template <class> class Rule> class SampleOutputs {
   public:
     T *dot; // of each row
 
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<T>(4 * padded_samples(n)) + SampleOutput<T, 3, 2>::bytes(n) +
-               SampleOutput<T, 2, 1>::bytes(n);
-    }
     SampleOutputs(const Job &job, Arena &arena)
-        : dot(arena.take<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
+        : dot(arena.zeros<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
           xy({job.call.grad_locations, {LEVEL, POINT, XY}}, n, arena),
-          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {
-        memset(dot, 0, size_t(4 * padded_samples(n)) * sizeof(T));
-    }
+          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {}
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
@@ -127,10 +120,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 
   public:
     typedef V Row;
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(job.call.sizes);
-    }
-    SampleGradients(const Job &j, Arena arena)
+    SampleGradients(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, arena) {}
 
     void operator()(int64_t item) {

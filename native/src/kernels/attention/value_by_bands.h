@@ -15,13 +15,7 @@ template <class T, template <class> class Rule> class ValueByBands {
         const Sizes &n = job.call.sizes;
         return n.batch * n.heads * job.plan.num_bands;
     }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return QueryReader<T>::bytes(job.call) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(padded_samples(n)) +
-               Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) +
-               BandReach<T>::bytes(padded_samples(n));
-    }
-    ValueByBands(const Job &job, Arena arena)
+    ValueByBands(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(job.call.sizes), reader(job.call, arena), query(n, reader, arena),
           lists{{arena, padded_samples(n)},
                 {arena, padded_samples(n)},

@@ -18,10 +18,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         const Sizes &n = job.call.sizes;
         return n.batch * n.heads * parts(job.plan);
     }
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + Arena::bytes<char>(job.plan.packed_gradient.bytes);
-    }
-    ValueByHeads(const Job &j, Arena arena)
+    ValueByHeads(const Job &j, Arena &arena)
         : Base(j, arena), plan(j.plan), packed(arena.take<char>(plan.packed_gradient.bytes)) {}
 
     void operator()(int64_t item) {

@@ -19,11 +19,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
         const Sizes &n = job.call.sizes;
         return n.batch * n.heads;
     }
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(job.call.sizes) +
-               2 * Arena::bytes<char>(job.plan.packed_gradient.bytes);
-    }
-    AllGradients(const Job &j, Arena arena)
+    AllGradients(const Job &j, Arena &arena)
         : Base(j, arena), job(j), levels(j.plan.packed_gradient), samples(j, arena),
           packed_value(arena.take<char>(levels.bytes)), packed_gradient(arena.take<char>(levels.bytes)) {}
 

@@ -13,17 +13,10 @@ template <class T> struct alignas(64) Slot { // so that a shift finds it among o
     int64_t *address;
     T *share;
 
-    static int64_t bytes(const Sizes &n) {
-        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * padded_samples(n)) +
-               Arena::bytes<T>(4 * padded_samples(n));
-    }
     template <class Reader>
     Slot(const Sizes &n, const Reader &reader, Arena &arena)
-        : query(n, reader, arena), address(arena.take<int64_t>(4 * padded_samples(n))),
-          share(arena.take<T>(4 * padded_samples(n))) {
-        memset(address, 0,
-               size_t(4 * padded_samples(n)) * sizeof(int64_t)); // prefetched before the first query is prepared
-    }
+        : query(n, reader, arena), // addresses are prefetched before the first query is prepared
+          address(arena.zeros<int64_t>(4 * padded_samples(n))), share(arena.take<T>(4 * padded_samples(n))) {}
 };
 
 // V: the type of the rows, of value or of its gradient.
@@ -38,18 +31,11 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     RowAddresses rows;
     int64_t num_rows; // of a query, padded
 
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return QueryReader<T>::bytes(job.call) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
-               Arena::bytes<T>(n.channels) + RowAddresses::bytes(padded_samples(n));
-    }
     QueryWorker(const Job &job, Arena &arena)
         : call(job.call), n(job.call.sizes), reader(job.call, arena),
           slots{{n, reader, arena}, {n, reader, arena}, {n, reader, arena}, {n, reader, arena}},
-          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), nowhere),
-          num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
-        memset(nowhere, 0, size_t(n.channels) * sizeof(V));
-    }
+          nowhere(arena.zeros<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), nowhere),
+          num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {}
 
     // Restricts this worker to levels first..last-1.
     void use_levels(int64_t first, int64_t last) {

@@ -12,19 +12,12 @@ namespace {
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return Arena::bytes<T>(n.channels) + Arena::bytes<V>(n.heads * n.channels) +
-               WindowQueries<T, true>::bytes(n, n.heads);
-    }
-    WindowForward(const Job &job, Arena arena)
-        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.take<T>(n.channels)),
+    WindowForward(const Job &job, Arena &arena)
+        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.zeros<T>(n.channels)),
           sums(arena.take<V>(n.heads * n.channels)),
           queries(
               call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(),
-              nowhere, arena) {
-        memset(nowhere, 0, size_t(n.channels) * sizeof(T));
-    }
+              nowhere, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / blocks(call), block = item % blocks(call);

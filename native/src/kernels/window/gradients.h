@@ -15,14 +15,7 @@ template <class V, class T> class WindowGradients {
         const Sizes &n = job.call.sizes;
         return n.batch * (n.heads / job.plan.heads_together);
     }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        const int64_t heads = job.plan.heads_together;
-        return WindowQueries<T, false>::bytes(n, heads) + 2 * Arena::bytes<char>(bytes(job)) +
-               Arena::bytes<T>(n.channels) + Arena::bytes<T>(heads * dots_of_head(n)) +
-               Arena::bytes<T>(heads * n.levels * n.points + LANES);
-    }
-    WindowGradients(const Job &j, Arena arena)
+    WindowGradients(const Job &j, Arena &arena)
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
           dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
@@ -31,7 +24,6 @@ template <class V, class T> class WindowGradients {
               call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
               packed_value + heads * levels().bytes, arena) {
         axes.shorten(heads);
-        memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
     }
 
     void operator()(int64_t item) {
@@ -68,6 +60,7 @@ template <class V, class T> class WindowGradients {
 
     void open(int64_t b, int64_t h) {
         for (int64_t i = 0; i < heads; ++i) pack_as<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes);
+        memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
         memset(packed_gradient, 0, size_t(bytes(job)));
         queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
     }
