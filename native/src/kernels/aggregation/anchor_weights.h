@@ -91,7 +91,7 @@ template <class T> class AnchorWeights {
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
         if (of_anchor.contiguous)
-            return with_elements(call.weights, offset,
+            return with_elements(at(call.weights, offset), call.weights.dtype,
                                  [&](auto *logits) { turn_elements(logits, call.weights.strides[QUERY]); });
         of_anchor.read(offset, to.exps);
         turn_elements(static_cast<const T *>(to.exps), 0);
@@ -196,6 +196,23 @@ template <class T> class SampleWeights {
             store<T, N>(logits + g, e * load<T, N>(inverse + g) * scale);
         });
     }
+};
+
+// Where only the gradient of feature_maps is wanted: SoftmaxTotals, which the gradients of samples else write. Items:
+// AnchorBlocks.
+template <class T> class Totals {
+  public:
+    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
+    Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
+
+    void operator()(int64_t item) {
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.turn(blocks.batch(item), a);
+    }
+
+  private:
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorWeights<T> weights;
 };
 
 } // namespace

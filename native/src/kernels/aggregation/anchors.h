@@ -199,10 +199,7 @@ template <class V, class T> struct AnchorWorker {
     T *row;
     RowAddresses rows;
 
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * AnchorBlocks(job.call).blocks;
-    }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
     AnchorWorker(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), blocks(call), locations(call, arena), weights(job, arena),
           bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.zeros<V>(n.channels)),

@@ -74,7 +74,7 @@ template <class T> class GroupedSoftmax {
             }
             memcpy(lanes + column, top, sizeof top);
         }
-        fold(least[0], most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+        fold(least[0], most, Larger());
     }
 
     // logits: exps, where they were copied.
@@ -94,7 +94,7 @@ template <class T> class GroupedSoftmax {
             }
             memcpy(lanes + column, sums, sizeof sums);
         }
-        fold(T(0), inverse, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+        fold(T(0), inverse, Total());
         for (int64_t g = 0; g < groups; ++g) inverse[g] = 1 / inverse[g];
     }
 

@@ -62,9 +62,5 @@ template <class T> class ReferenceGradient {
     }
 };
 
-template <class T> inline bool add_up_heads(const Job &job) {
-    return parallel<ReferenceGradient<T>>(job.call.num_threads, ReferenceGradient<T>::items(job), job);
-}
-
 } // namespace
 } // namespace mxd::MXD_ISA

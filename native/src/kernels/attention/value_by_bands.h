@@ -11,10 +11,7 @@ namespace {
 // Items: (batch, head, band).
 template <class T, template <class> class Rule> class ValueByBands {
   public:
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * n.heads * job.plan.num_bands;
-    }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * job.plan.num_bands; }
     ValueByBands(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(job.call.sizes), reader(job.call, arena), query(n, reader, arena),
           lists{{arena, padded_samples(n)},

@@ -15,10 +15,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     typedef QueryWorker<T, T, Rule> Base;
 
   public:
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * n.heads;
-    }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads; }
     AllGradients(const Job &j, Arena &arena)
         : Base(j, arena), job(j), levels(j.plan.packed_gradient), samples(j, arena),
           packed_value(arena.take<char>(levels.bytes)), packed_gradient(arena.take<char>(levels.bytes)) {}
@@ -47,8 +44,6 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
-    int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
-
     // From now on rows are those of this head. Returns the distance from a row of value to its gradient's.
     int64_t open_rows(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -57,8 +52,8 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
             pack_as<V, T>(call, levels, b, h, packed_value);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
-        find_levels(call, this->n, 0, value.first, value.step, levels, PACKED ? packed_value : nullptr, row_bytes(),
-                    this->rows);
+        find_levels(call, this->n, 0, value, levels, PACKED ? packed_value : nullptr,
+                    this->n.channels * int64_t(sizeof(T)), this->rows);
         return PACKED ? packed_gradient - packed_value : gradient.first - value.first;
     }
 };

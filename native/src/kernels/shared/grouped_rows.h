@@ -145,7 +145,7 @@ inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64
 }
 
 // to = factor * from
-template <class T> inline void scaled(const T *from, T factor, int64_t n, T *to) {
+template <class T> MXD_INLINE void scaled(const T *from, T factor, int64_t n, T *to) {
     for_pieces<T>(n, [&](auto lanes, auto vectors, int64_t c) {
         constexpr int N = lanes.value;
         MXD_UNROLL

@@ -181,12 +181,14 @@ template <class T, int N, class Fold> MXD_INLINE T folded_lanes(Vec<T, N> x, Fol
     }
 }
 
-template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
-    if constexpr (N == 1)
-        return x;
-    else
-        return sum<T, N / 2>(fold<T, N>(x));
-}
+struct Total {
+    template <class V> MXD_INLINE V operator()(V a, V b) const { return a + b; }
+};
+struct Larger { // b, if one is NaN
+    template <class V> MXD_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
+};
+
+template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) { return folded_lanes<T, N>(x, Total()); }
 
 } // namespace
 } // namespace mxd::MXD_ISA

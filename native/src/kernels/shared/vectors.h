@@ -39,6 +39,13 @@ template <> struct IntOfSize<8> {
     typedef int64_t type;
 };
 
+template <int BYTES> struct RealOfSize {
+    typedef float type;
+};
+template <> struct RealOfSize<8> {
+    typedef double type;
+};
+
 template <class T, int N> struct VecOf {
     typedef T type __attribute__((vector_size(N * sizeof(T))));
 };

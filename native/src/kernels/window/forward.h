@@ -83,8 +83,7 @@ template <class V, class T> class WindowForward {
 template <class V, class T> inline bool forward_of_heads_together(const Call &call, const Plan &plan) {
     typedef WindowForward<V, T> Worker;
     if constexpr (same_type<V, T>) {
-        const Job job{call, plan, nullptr, nullptr};
-        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+        return over_items<Worker>({call, plan, nullptr, nullptr});
     } else {
         const Sizes &n = call.sizes;
         const int64_t row_bytes = n.channels * int64_t(sizeof(T));

@@ -12,8 +12,7 @@ namespace {
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * (n.heads / job.plan.heads_together);
+        return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together);
     }
     WindowGradients(const Job &j, Arena &arena)
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
@@ -94,9 +93,7 @@ template <class V, class T> class WindowGradients {
 
 inline bool gradients_of_heads_together(const Call &call, const Plan &plan) {
     return with_types(call, [&](auto *v, auto *t) {
-        typedef WindowGradients<__typeof__(*v), __typeof__(*t)> Worker;
-        const Job job{call, plan, nullptr, nullptr};
-        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+        return over_items<WindowGradients<__typeof__(*v), __typeof__(*t)>>({call, plan, nullptr, nullptr});
     });
 }
 
