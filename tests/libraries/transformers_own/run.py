@@ -66,8 +66,9 @@ def started(way: str, models: list[str], checkout: pathlib.Path | None, everythi
     """A running pytest, which writes `<way>.jsonl` and `<way>.log`."""
     record, folder = BUILD / f"{way}.jsonl", checkout or downloaded()
     record.unlink(missing_ok=True)
+    seen = os.pathsep.join(map(str, (HERE, folder, BUILD / "tools")))
     env = {
-        **os.environ, "PYTHONPATH": os.pathsep.join((str(HERE), str(folder), str(BUILD / "tools"))), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        **os.environ, "PYTHONPATH": seen, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
         "MX_DRIVING_RECORD": str(record), "MX_DRIVING_MODELS": " ".join(models), "MX_DRIVING_PATCH": "1" * (way == "patched"),
     }  # fmt: skip
     words = ["-p", "plugin", "--noconftest", "-c", os.devnull, "--rootdir", str(folder), "-q", "-W", "ignore", "--tb", "short"]
