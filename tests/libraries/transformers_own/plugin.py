@@ -56,8 +56,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     record, part_of_test = os.environ.get("MX_DRIVING_RECORD"), hasattr(report, "context")  # some tests have thousands of parts
     if not record or (report.outcome == "passed" and (report.when != "call" or part_of_test)):
         return
-    sentence = "".join(str(report.longrepr).strip().splitlines()[-1:]) if report.outcome == "failed" else ""
     file, kind, test = report.nodeid.rsplit("::", 2)
     model = kind.removeprefix("Test_") if kind.startswith("Test_") else pathlib.PurePosixPath(file).parent.name
     with pathlib.Path(record).open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"model": model, "test": test, "outcome": report.outcome, "sentence": sentence}) + "\n")
+        lines.write(json.dumps({"model": model, "test": test, "outcome": report.outcome}) + "\n")
