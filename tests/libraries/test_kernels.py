@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import kernels
 import pytest
 import torch
 
 import mx_driving
 from mx_driving.measure import models
 
-kernels = pytest.importorskip("kernels")
-ROWS = [("kernels", name) for name in ("deformable_detr", "lw_detr", "rt_detr")]
+MODELS = ("deformable_detr", "lw_detr", "rt_detr")
 LAYER = "MultiScaleDeformableAttention"
 STRICT = kernels.KernelizeFallback.NO_LAYER  # models mark other layers, too, which no mapping has here
 MODES = {
@@ -22,7 +22,12 @@ MODES = {
 }
 
 
-def subject(name: str) -> models.Subject:
+def tried(*what: str):
+    """RT-DETR, and words for the record."""
+    return pytest.mark.parametrize(("library", "model"), [("kernels", f"rt_detr, {words}") for words in what])
+
+
+def subject(name: str = "rt_detr") -> models.Subject:
     changes = {"encoder_layers": 1, "decoder_layers": 2} if name != "lw_detr" else {"decoder_layers": 2}
     return models.build(name, 96, 128, torch.float64, num_queries=50, **changes)
 
@@ -43,7 +48,7 @@ def no_mapping_before():
         yield
 
 
-@pytest.mark.parametrize(("library", "model"), ROWS)
+@pytest.mark.parametrize(("library", "model"), [("kernels", name) for name in MODELS])
 def test_a_kernelized_model_gives_its_own_numbers(library, model):
     """Outputs and the gradients of all parameters in float64; every layer calls the operator."""
     own = subject(model)
@@ -58,20 +63,19 @@ def test_a_kernelized_model_gives_its_own_numbers(library, model):
     assert models.largest(found[1], expected[1]) < 1e-9
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("library", "model"), ROWS[-1:])
-def test_every_mode_has_the_layer(library, model, mode):
+@tried(*MODES)
+def test_every_mode_has_the_layer(library, model):
     """`STRICT` refuses a layer that lacks a mode, instead of leaving the model's own."""
-    found = subject(model)
+    found = subject()
     mx_driving.kernels.register()
-    kernels.kernelize(found.model, mode=MODES[mode], device="cpu", use_fallback=STRICT)
+    kernels.kernelize(found.model, mode=MODES[model.partition(", ")[2]], device="cpu", use_fallback=STRICT)
     assert looks_of(found) == len(layers_of(found.model)) > 0
 
 
-@pytest.mark.parametrize(("library", "model"), ROWS[-1:])
+@tried("layers compiled in one graph")
 def test_a_compiled_model(library, model):
     """The layers in one graph each, without a break."""
-    found = subject(model)
+    found = subject()
     with torch.no_grad():
         expected = found.forward()
         mx_driving.kernels.register()
@@ -81,31 +85,31 @@ def test_a_compiled_model(library, model):
         assert models.largest(found.forward(), expected) < 1e-12
 
 
-@pytest.mark.parametrize(("library", "model"), ROWS[-1:])
+@tried("use_kernels=True of transformers")
 def test_use_kernels_of_transformers(library, model):
     """After `register`, transformers' own switch takes the layer on a CPU."""
-    found = subject(model)
+    found = subject()
     mx_driving.kernels.register()
     found.model.use_kernels = True
     assert looks_of(found) == len(layers_of(found.model)) > 0
 
 
-@pytest.mark.parametrize(("library", "model"), ROWS[-1:])
+@tried("a written repository")
 def test_a_written_repository(library, model, tmp_path):
     folder = mx_driving.kernels.write(tmp_path)
     assert kernels.get_local_kernel(folder).multi_scale_deformable_attn is mx_driving.multi_scale_deformable_attn
     repository = kernels.LocalLayerRepository(folder, layer_name=LAYER)
     assert repository.load() is mx_driving.kernels.MultiScaleDeformableAttention
-    found = subject(model)
+    found = subject()
     with kernels.use_kernel_mapping({LAYER: {"cpu": repository}}):
         kernels.kernelize(found.model, mode=MODES["compiled training"], device="cpu", use_fallback=STRICT)
     assert looks_of(found) == len(layers_of(found.model)) > 0
 
 
-@pytest.mark.parametrize(("library", "model"), ROWS[-1:])
+@tried("patched as well")
 def test_patch_and_kernelize_go_together(library, model):
     """`patch` replaces whole attention modules, which do not call the layer then; given back, they call it again."""
-    found = subject(model)
+    found = subject()
     mx_driving.kernels.register()
     kernels.kernelize(found.model, mode=MODES["inference"], device="cpu", use_fallback=STRICT)
     expected = found.forward()
