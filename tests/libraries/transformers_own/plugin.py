@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, classes in MISSING.items():
         try:
             importlib.import_module(name)
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:
+            if error.name not in MISSING:
+                raise
             sys.modules[name] = types.ModuleType(name)
             vars(sys.modules[name]).update({kind: type(kind, (), {}) for kind in classes}, __path__=[])
     if os.environ.get("MX_DRIVING_PATCH"):
