@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
-# libraries.csv: `make test-libraries`
+# libraries.csv: `make test-libraries`; transformers.csv: `make test-transformers`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
 OTHERS = {"zen3": "epyc-zen3-2-cores.csv", "zen4": "epyc-zen4-2-cores.csv"}  # other processors
@@ -249,6 +249,21 @@ def tested_libraries() -> str:
     return f"{markdown(['library', 'tried', 'outcome'], lines)}\n{made(rows, 'made')}\n"
 
 
+def transformers() -> str:
+    """Of each model the numbers of transformers' own tests, plain and patched, and the names of those that fail."""
+    rows = _rows("transformers.csv")
+    if not rows:
+        return NOTHING_YET
+    counts = [f"{outcome} {way}" for outcome in ("passed", "failed", "skipped") for way in ("plain", "patched")]
+    named = ("fails patched only", "fails plain only", "fails both")
+    body = [[row["model"], row["tests"], *(row[n] for n in counts), *(_as_code(row[n]) for n in named)] for row in rows]
+    return f"{markdown(['model', 'tests', *counts, *named], body)}\n{made(rows, 'made')}\n"
+
+
+def _as_code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split()) or "none"
+
+
 def libraries() -> str:
     """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
     if not (RESULTS / "libraries.csv").exists():
@@ -314,6 +329,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "wheels": wheels,
     "deploy": deploy,
     "tested_libraries": tested_libraries,
+    "transformers": transformers,
 }
 
 
