@@ -48,14 +48,24 @@ def _has_core(text: str) -> bool:
 CARRIERS = _carriers()
 
 
+def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, object]:
+    """A backbone of one block a stage, where its configuration counts them."""
+    recipe = models.RECIPES.get(name, models.Recipe())
+    backbone = copy.deepcopy(getattr(type(config)(**recipe.changes(type(config))), "backbone_config", None))
+    counts = [key for key in ("depths", "stage_num_blocks") if hasattr(backbone, key)]
+    for key in counts:
+        setattr(backbone, key, [1] * len(getattr(backbone, key)))
+    return {"backbone_config": backbone} if counts else {}
+
+
 def _shrunk(name: str) -> dict[str, object]:
-    """Smaller models save time: 100 queries of 300 or 900, and two layers, the fewest that feed one another. Two layers of
-    the text's encoder, too."""
-    if name == "omdet_turbo":
-        return {"decoder_num_layers": 2, "num_queries": 100, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
+    """Smaller models save time: a shallow backbone, 100 queries of 300 or 900, and two layers, the fewest that feed one
+    another. Two layers of the text's encoder, too."""
     dino = name.endswith("grounding_dino")
-    config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino else name)
-    found: dict[str, object] = {"num_queries": 100}
+    config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino or name == "omdet_turbo" else name)
+    found: dict[str, object] = {"num_queries": 100, **_shallow(config, name)}
+    if name == "omdet_turbo":
+        return {**found, "decoder_num_layers": 2, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
     found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
     return found | ({"text_config": transformers.BertConfig(num_hidden_layers=2)} if dino else {})
 
@@ -73,9 +83,13 @@ def _in_single(name: str) -> models.Subject:
     return models.Subject(name, copy.deepcopy(double.model).float(), inputs)
 
 
+def in_one_process(names):
+    """A model is built once for its tests."""
+    return [pytest.param(n, marks=[pytest.mark.long, pytest.mark.xdist_group(f"transformers {n}")]) for n in names]
+
+
 def per_carrier(test):
-    names = [pytest.param(name, marks=pytest.mark.xdist_group(f"transformers {name}")) for name in CARRIERS]
-    return pytest.mark.parametrize("name", names)(test)
+    return pytest.mark.parametrize("name", in_one_process(CARRIERS))(test)
 
 
 def test_the_issue_names_are_among_them():
@@ -161,7 +175,7 @@ CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpoi
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in CHECKPOINTED])
+@pytest.mark.parametrize("name", in_one_process(CHECKPOINTED))
 def test_training_with_checkpoints(name, reentrant, tmp_path):
     """Layers run twice, with dropout, and the model is saved and loaded."""
     subject = _in_double(name)
@@ -428,6 +442,7 @@ def test_queries_off():
     assert models.queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
 
 
+@pytest.mark.long
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
     done = subprocess.run(

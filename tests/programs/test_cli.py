@@ -145,6 +145,7 @@ def test_python_m():
     assert "Usage: mx-driving check" in done.stdout
 
 
+@pytest.mark.long
 def test_check_passes(small_examples):
     result = run("check", "--quick", "--dtype", "float32", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
@@ -167,6 +168,7 @@ class Off(TorchDispatchMode):
         return tuple(t * 1.00001 for t in found) if isinstance(found, tuple) else found * 1.00001
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["multi_scale_deformable_attn", "deformable_aggregation_backward"])
 def test_check_fails_when_a_kernel_is_wrong(small_examples, name):
     with Off(name):

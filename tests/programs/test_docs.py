@@ -292,6 +292,7 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     assert body[3:] == ["1. `It fell`", "", "*m; far 2, fast 1*"]
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     """As `make docs` does; -E reads every page anew."""
     pytest.importorskip("sphinx")
