@@ -11,8 +11,8 @@ RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # libraries.csv: `make test-libraries`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
-OLDER = "epyc-zen3-2-cores.csv"  # a processor without AVX-512
-OLDER_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
+OTHERS = {"zen3": "epyc-zen3-2-cores.csv", "zen4": "epyc-zen4-2-cores.csv"}  # other processors
+ZEN3_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
 Row = dict[str, str]
 
 
@@ -93,9 +93,9 @@ def beside(other: str, rivals: Iterable[str], file: str = WITH_LOGITS) -> str:
     return markdown(["workload", "mx_driving, ms", f"ours / {other}", *(f"over {rival}" for rival in rivals)], rows)
 
 
-def floors() -> str:
+def floors(file: str = BENCH) -> str:
     """Our time in milliseconds, and as a share of either gather floor."""
-    forward, backward = bare_workloads("forward"), by_implementation("backward")
+    forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather floor", "gather floor, head-major")
     rows = []
     for name in forward:
@@ -295,11 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "with_logits": lambda: beside(BARE, RIVALS[:2]),
     "modules": lambda: beside(PARTS, MODULES),
     "floors": floors,
-    "forward_older": lambda: speed_ups("forward", OLDER),
-    "forward_backward_older": lambda: speed_ups("forward + backward", OLDER),
-    "with_logits_older": lambda: beside(BARE, RIVALS[:1], OLDER),
-    "measured_older": lambda: made(read(OLDER)) + "\n",
-    "modules_older": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), OLDER_MODULES)}\n{made(read(OLDER_MODULES))}\n",
+    "modules_zen3": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), ZEN3_MODULES)}\n{made(read(ZEN3_MODULES))}\n",
     "measured": lambda: made(read(BENCH)) + "\n",
     "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
@@ -319,6 +315,22 @@ TABLES: dict[str, Callable[[], str]] = {
     "deploy": deploy,
     "tested_libraries": tested_libraries,
 }
+
+
+def _of(processor: str, file: str) -> dict[str, Callable[[], str]]:
+    """The tables of another processor."""
+    tables = {
+        "measured": lambda: made(read(file)) + "\n",
+        "forward": lambda: speed_ups("forward", file),
+        "forward_backward": lambda: speed_ups("forward + backward", file),
+        "with_logits": lambda: beside(BARE, RIVALS[:1], file),
+        "floors": lambda: floors(file),
+    }
+    return {f"{name}_{processor}": table for name, table in tables.items()}
+
+
+for processor, file in OTHERS.items():
+    TABLES.update(_of(processor, file))
 
 
 def write(folder: pathlib.Path) -> None:
