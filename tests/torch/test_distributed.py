@@ -35,7 +35,7 @@ def worlds():
 
 # Where processes can be forked from one that has imported torch, six need not import it.
 METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
-mp.set_forkserver_preload(["mx_driving", "torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
+mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
 
 
 @pytest.fixture
