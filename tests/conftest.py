@@ -36,6 +36,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# Test processes and the programs that they start share the cores: a thread that waits must not spin there.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # glibc gives large blocks back at once, and the system clears them anew for the next test: a third of test_values' time. The
 # workers, which start later, read this.
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(2**32))
