@@ -66,14 +66,15 @@ def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, obje
 
 def _shrunk(name: str) -> dict[str, object]:
     """Smaller models save time: a shallow backbone, 100 queries of 300 or 900, and two layers, the fewest that feed one
-    another. Two layers of the text's encoder, too."""
+    another. The text's encoder has two layers, too, and 5000 words where it may."""
     dino = name.endswith("grounding_dino")
     config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino or name == "omdet_turbo" else name)
     found: dict[str, object] = {"num_queries": 100, **_shallow(config, name)}
     if name == "omdet_turbo":
         return {**found, "decoder_num_layers": 2, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
     found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
-    return found | ({"text_config": transformers.BertConfig(num_hidden_layers=2)} if dino else {})
+    text = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    return found | ({"text_config": transformers.BertConfig(**text)} if dino else {})
 
 
 @functools.lru_cache(maxsize=1)
