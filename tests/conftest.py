@@ -32,6 +32,12 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # numbers.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
+# The tests compile a few small loops: torch's headers are not worth compiling first, nor processes that import torch to help.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# Test processes and the programs that they start share the cores: a thread that waits must not spin there.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # glibc gives large blocks back at once, and the system clears them anew for the next test: a third of test_values' time. The
 # workers, which start later, read this.
@@ -83,13 +89,21 @@ def pytest_addoption(parser):
     parser.addoption("--packages", default="newest", help="what --record says of the other packages' versions")
 
 
+def pytest_configure(config):
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False  # it would start the largest groups first, however short their tests
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items):
-    """All implementations of the same inputs run in one process, which works their truth out once."""
+def pytest_collection_modifyitems(config, items):
+    """All implementations of the same inputs run in one process, which works their truth out once. Long tests start first, so
+    that no process is left with one at the end."""
     for item in items:
         if "implementation" in getattr(item, "fixturenames", ()):
             inputs = item.callspec.id.replace(item.callspec.params["implementation"], "", 1)
             item.add_marker(pytest.mark.xdist_group(f"{item.originalname} {inputs}"))
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_runtest_setup(item):

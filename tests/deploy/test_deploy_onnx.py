@@ -17,7 +17,7 @@ import torch
 import mx_driving.onnx
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.xdist_group("detector")  # so that it is exported once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("detector")]  # so that it is exported once
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
 
 

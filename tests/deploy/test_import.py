@@ -127,7 +127,7 @@ def test_backends_say_what_to_do_about_a_gpu_that_is_not_served(gpu_of):
 
 def test_environment_switches_the_gpu_kernels_off():
     code = "import mx_driving; print(*set(mx_driving.backends()['cuda'].values()), sep='\\n')"
-    for word, begin in (("0", "reference: MX_DRIVING_TRITON=0 is set; unset it"), ("1", ""), ("", "")):
+    for word, begin in (("0", "reference: MX_DRIVING_TRITON=0 is set; unset it"), ("", "")):
         env = {**os.environ, "MX_DRIVING_TRITON": word}
         said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
         assert said.startswith(begin)

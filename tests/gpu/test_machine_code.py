@@ -25,6 +25,7 @@ pytestmark = [
         tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6),
         reason="Triton 3.6 or later: the figures are its machine code's",
     ),
+    pytest.mark.long,
     pytest.mark.xdist_group("machine code"),  # one worker compiles
 ]
 ROOT = pathlib.Path(__file__).parents[2]

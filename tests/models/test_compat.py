@@ -339,6 +339,7 @@ except NotImplementedError as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mmcv", "mmcv-full"])
 def test_mmcv(name):
     """mmcv-lite has no compiled extension; with the stand-in its ops import, and both of its cores and its attention module are

@@ -34,30 +34,47 @@ def _samples_at_locations(node: ast.AST) -> bool:
     return "grid_sample" in calls and {"sampling_locations", "attention_weights"} <= {a.arg for a in node.args.args}
 
 
-def _carriers() -> list[str]:
-    """Folders whose modelling file has a core. Nothing of the package is used, so that it cannot forget one."""
-    files = sorted(FOLDER.glob("*/modeling_*.py"))
-    texts = {f: f.read_text(encoding="utf-8") for f in files}
-    return [f.parent.name for f, text in texts.items() if "grid_sample" in text and _has_core(text)]
+def _carriers() -> dict[str, ast.Module]:
+    """Folders whose modelling file has a core, and that file. Nothing of the package is used, so that it cannot forget one."""
+    texts = {f: f.read_text(encoding="utf-8") for f in sorted(FOLDER.glob("*/modeling_*.py"))}
+    parsed = {f: ast.parse(text) for f, text in texts.items() if "grid_sample" in text}
+    return {f.parent.name: tree for f, tree in parsed.items() if any(_samples_at_locations(node) for node in ast.walk(tree))}
 
 
-def _has_core(text: str) -> bool:
-    return any(_samples_at_locations(node) for node in ast.walk(ast.parse(text)))
+def _attention(tree: ast.Module) -> str:
+    """The text of a carrier's attention module, without its model's name."""
+    modules = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name.endswith("Attention")]
+    text = next((text for text in map(ast.unparse, modules) if "sampling_offsets" in text), ast.unparse(tree))
+    return re.sub(r"\b\w+Config\b", "", re.sub(r"\w+(?=Multi[sS]cale)", "", text))
 
 
-CARRIERS = _carriers()
+TREES = _carriers()
+CARRIERS = list(TREES)
+# of carriers whose attention modules have the same text, one
+FIRST = sorted({_attention(TREES[name]): name for name in reversed(CARRIERS)}.values())
+
+
+def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, object]:
+    """A backbone of one block a stage, where its configuration counts them."""
+    recipe = models.RECIPES.get(name, models.Recipe())
+    backbone = copy.deepcopy(getattr(type(config)(**recipe.changes(type(config))), "backbone_config", None))
+    counts = [key for key in ("depths", "stage_num_blocks") if hasattr(backbone, key)]
+    for key in counts:
+        setattr(backbone, key, [1] * len(getattr(backbone, key)))
+    return {"backbone_config": backbone} if counts else {}
 
 
 def _shrunk(name: str) -> dict[str, object]:
-    """Smaller models save time: 100 queries of 300 or 900, and two layers, the fewest that feed one another. Two layers of
-    the text's encoder, too."""
-    if name == "omdet_turbo":
-        return {"decoder_num_layers": 2, "num_queries": 100, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
+    """Smaller models save time: a shallow backbone, 100 queries of 300 or 900, and two layers, the fewest that feed one
+    another. The text's encoder has two layers, too, and 5000 words where it may."""
     dino = name.endswith("grounding_dino")
-    config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino else name)
-    found: dict[str, object] = {"num_queries": 100}
+    config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino or name == "omdet_turbo" else name)
+    found: dict[str, object] = {"num_queries": 100, **_shallow(config, name)}
+    if name == "omdet_turbo":
+        return {**found, "decoder_num_layers": 2, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
     found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
-    return found | ({"text_config": transformers.BertConfig(num_hidden_layers=2)} if dino else {})
+    text = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    return found | ({"text_config": transformers.BertConfig(**text)} if dino else {})
 
 
 @functools.lru_cache(maxsize=1)
@@ -73,9 +90,13 @@ def _in_single(name: str) -> models.Subject:
     return models.Subject(name, copy.deepcopy(double.model).float(), inputs)
 
 
+def in_one_process(names):
+    """A model is built once for its tests."""
+    return [pytest.param(n, marks=[pytest.mark.long, pytest.mark.xdist_group(f"transformers {n}")]) for n in names]
+
+
 def per_carrier(test):
-    names = [pytest.param(name, marks=pytest.mark.xdist_group(f"transformers {name}")) for name in CARRIERS]
-    return pytest.mark.parametrize("name", names)(test)
+    return pytest.mark.parametrize("name", in_one_process(CARRIERS))(test)
 
 
 def test_the_issue_names_are_among_them():
@@ -161,7 +182,7 @@ CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpoi
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.xdist_group(f"transformers {n}")) for n in CHECKPOINTED])
+@pytest.mark.parametrize("name", in_one_process(CHECKPOINTED))
 def test_training_with_checkpoints(name, reentrant, tmp_path):
     """Layers run twice, with dropout, and the model is saved and loaded."""
     subject = _in_double(name)
@@ -257,7 +278,7 @@ def _clear_of_centres(func, inputs):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
-@per_carrier
+@pytest.mark.parametrize("name", in_one_process(FIRST))
 def test_outputs_and_gradients_in_float32(name, modules, unwatched):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
@@ -428,6 +449,7 @@ def test_queries_off():
     assert models.queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
 
 
+@pytest.mark.long
 def test_command_line(tmp_path):
     command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
     done = subprocess.run(

@@ -61,6 +61,7 @@ def run(*options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoint_and_photo_of_ones_own(tmp_path):
     from PIL import Image
@@ -86,6 +87,7 @@ def test_checkpoint_and_photo_of_ones_own(tmp_path):
     assert Image.open(out).size[0] > 900
 
 
+@pytest.mark.long
 def test_random_weights(tmp_path, photo):
     from PIL import Image
 

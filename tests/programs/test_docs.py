@@ -303,6 +303,7 @@ def test_the_support_page_shows_transformers_own_tests(tables, tmp_path, monkeyp
     assert made == "*m*"
 
 
+@pytest.mark.long
 def test_the_site_builds_without_a_warning(tmp_path):
     """As `make docs` does; -E reads every page anew."""
     pytest.importorskip("sphinx")

@@ -21,6 +21,7 @@ from pages import samples, written
 
 from mx_driving.demo import rig
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("train_bev")]  # so that scenes are rendered once
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
 
 

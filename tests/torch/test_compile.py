@@ -19,17 +19,23 @@ def test_opcheck_forward(operator):
     assert set(result.values()) == {"SUCCESS"}
 
 
-# What is not wanted is an empty tensor, by one line for all operators: two try it.
-WANTED = [*((operator, True) for operator in cases.EVERY), (cases.AGGREGATION, False), (cases.MULTI_SCALE_LOGITS, False)]
-
-
-@pytest.mark.parametrize(("operator", "all_wanted"), WANTED)
-def test_opcheck_backward(operator, all_wanted):
+def opcheck_backward(operator, all_wanted, **options):
     args = inputs_of(operator)
     grad = cases.grad_for(operator, args).requires_grad_()
     mask = [True, *[all_wanted] * (len(cases.DIFFERENTIABLE[operator]) - 1)]
-    result = torch.library.opcheck(getattr(torch.ops.mx_driving, operator + "_backward").default, (grad, *args, mask))
-    assert set(result.values()) == {"SUCCESS"}
+    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
+    assert set(torch.library.opcheck(backward, (grad, *args, mask), **options).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_opcheck_backward(operator):
+    opcheck_backward(operator, True)
+
+
+@pytest.mark.parametrize("operator", [cases.AGGREGATION, cases.MULTI_SCALE_LOGITS])
+def test_opcheck_backward_of_value_alone(operator):
+    """What is not wanted is an empty tensor, by one line for all operators, and by their fakes."""
+    opcheck_backward(operator, False, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -47,6 +53,8 @@ def test_compile_fullgraph(operator, dynamic):
         assert torch.equal(compiled[i].grad, eager[i].grad)
 
 
+@pytest.mark.long
+@pytest.mark.xdist_group("inductor")
 def test_compile_with_inductor():
     torch._dynamo.reset()
     args = inputs_of(MULTI_SCALE)

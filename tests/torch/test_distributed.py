@@ -5,13 +5,14 @@ from __future__ import annotations
 import distributed_worker
 import pytest
 import torch
-import torch.multiprocessing
+import torch.multiprocessing as mp
 from cases import EVERY
 from distributed_worker import MEASURED, MESH, SHARDED
 
 from mx_driving import _checks
 
-pytestmark = pytest.mark.xdist_group("distributed")  # the processes of each world start once, not once per worker
+# The processes of each world start once, not once per worker.
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
 
 AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
 SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
@@ -32,10 +33,15 @@ def worlds():
     return {}
 
 
+# Where processes can be forked from one that has imported torch, six need not import it.
+METHOD = "forkserver" if "forkserver" in mp.get_all_start_methods() else "spawn"
+mp.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"])
+
+
 @pytest.fixture
 def found(world, worlds, tmp_path):
     if world not in worlds:
-        torch.multiprocessing.spawn(distributed_worker.run, args=(world, str(tmp_path)), nprocs=world)
+        mp.start_processes(distributed_worker.run, args=(world, str(tmp_path)), nprocs=world, start_method=METHOD)
         worlds[world] = torch.load(tmp_path / "found.pt")
     return worlds[world]
 

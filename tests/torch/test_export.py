@@ -9,13 +9,16 @@ import sys
 import cases
 import pytest
 import torch
+import torch._inductor.config as inductor
 from small_cases import GROWING
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 import mx_driving
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("inductor")]  # so that a program is exported once
 SIZES = ((3, 5), (1, 7), (4, 2))
+QUICKLY = {"precompile_headers": False, "compile_wrapper_opt_level": "O0"}  # of AOTInductor, by what this torch has of it
 RUN = """
 import sys, torch, mx_driving
 kind, program, inputs, outputs = sys.argv[1:]
@@ -90,7 +93,10 @@ def test_exported_module_trains(program):
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
     """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
+    package = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2"), inductor_configs=options
+    )
     found = in_a_fresh_process("aoti", package, tmp_path)
     for size, outputs in zip(SIZES, found, strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
