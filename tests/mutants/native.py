@@ -59,7 +59,11 @@ class Fault:
     reason: str = ""  # why it is none
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.kind}: {self.old}  ->  {self.new}"
+        return f"{self.file}, {self.kind}: {self.change}"
+
+    @property
+    def change(self) -> str:
+        return f"{self.old}  ->  {self.new}"
 
     @property
     def path(self) -> str:

@@ -37,7 +37,11 @@ class Fault:
     reason: str = ""  # why it is none
 
     def __str__(self) -> str:
-        return f"{self.file}, {self.operator} {self.nth}: {self.code}"
+        return f"{self.file}, {self.change}"
+
+    @property
+    def change(self) -> str:
+        return f"{self.operator} {self.nth}: {self.code}"
 
     @property
     def path(self) -> str:

@@ -17,7 +17,10 @@ class Fault(Protocol):
     def path(self) -> str: ...  # of its file
 
     @property
-    def reason(self) -> str: ...
+    def change(self) -> str: ...  # what it is, without the file
+
+    @property
+    def reason(self) -> str: ...  # why it is none, or nothing
 
 
 @dataclasses.dataclass
@@ -31,8 +34,8 @@ class Result:
 
 
 class Results:
-    def __init__(self, root: pathlib.Path, log: pathlib.Path, table: pathlib.Path) -> None:
-        self.root, self.log, self.table = root, log, table
+    def __init__(self, root: pathlib.Path, log: pathlib.Path) -> None:
+        self.root, self.log = root, log
         self._digests: dict[str, str] = {}
         self.of: dict[tuple[str, str], Result] = {}
         self.read()
@@ -72,11 +75,11 @@ class Results:
         )
         print(outcome, flush=True)
 
-    def write_table(self, planned: Iterable[Fault]) -> None:
+    def write_table(self, table: pathlib.Path, planned: Iterable[Fault]) -> None:
         """Files of which every fault was tried. Others keep the row of an earlier run."""
         rows: dict[str, list[object]] = {}
-        if self.table.exists():
-            with self.table.open(newline="") as file:
+        if table.exists():
+            with table.open(newline="") as file:
                 rows = {row[0]: list(row[1:]) for row in list(csv.reader(file))[1:]}
         of_file: dict[str, list[Fault]] = {}
         for fault in planned:
@@ -87,7 +90,17 @@ class Results:
                 killed = sum(bool(result.killer) for result in results if result)
                 seconds = round(sum(result.seconds for result in results if result))
                 rows[path] = [len(faults), killed, len(results) - killed, len(faults) - len(results), seconds]
-        with self.table.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(COLUMNS)
-            writer.writerows([name, *rows[name]] for name in sorted(rows))
+        _write(table, COLUMNS, ([name, *rows[name]] for name in sorted(rows)))
+
+
+def write_reasons(table: pathlib.Path, planned: Iterable[Fault]) -> None:
+    """Of the faults that are none."""
+    given = [f for f in planned if f.reason]
+    _write(table, ("file", "fault", "reason"), ([f.path, f.change, f.reason] for f in sorted(given, key=lambda f: f.path)))
+
+
+def _write(table: pathlib.Path, header: Iterable[str], rows: Iterable[list[object]]) -> None:
+    with table.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(rows)

@@ -32,8 +32,9 @@ sys.path.append(
     str(FOLDER / "tools")
 )  # cosmic-ray and coverage; last, so that what the tests need comes from their own environment
 
-TABLE = ROOT / "docs/support/mutants.csv"
+SUPPORT = ROOT / "docs/support"
 COUNT, SEED = 100, 1  # of the faults in Python
+BUDGET = 30.0  # seconds that the tests of one fault may take: what only slower ones notice counts as survived
 
 PYTHON_TESTS = (
     "operators/test_checks.py",
@@ -49,6 +50,7 @@ PYTHON_TESTS = (
     "models/test_patching.py",
 )
 NATIVE_TESTS = (
+    "native/test_refusals.py",
     "native/test_plan.py",
     "native/test_logits_native.py",
     "native/test_aggregation_native.py",
@@ -72,7 +74,7 @@ def copy_tree(folder: pathlib.Path, library: pathlib.Path) -> pathlib.Path:
     leave = shutil.ignore_patterns("__pycache__", "*.so", "cmake", "include")
     for name in ("src", "tests"):
         shutil.copytree(ROOT / name, folder / name, ignore=leave)
-    shutil.copytree(ROOT / "native/include", folder / "native/include")
+    shutil.copytree(ROOT / "native", folder / "native")
     shutil.copytree(ROOT / "native/include", folder / "src/mx_driving/include")
     shutil.copy2(ROOT / "pyproject.toml", folder)
     shutil.copy2(library, folder / "src/mx_driving")
@@ -102,7 +104,14 @@ def read(files: tuple[str, ...], what: str) -> forks.Seen:
 
 
 def in_order(seen: forks.Seen, reaching: list[str], likely: str) -> list[str]:
-    return sorted(reaching, key=lambda test: (test != likely, seen[test][0]))
+    """The likeliest first, then the quickest, as many as BUDGET allows."""
+    chosen, seconds = [], 0.0
+    for test in sorted(reaching, key=lambda test: (test != likely, seen[test][0])):
+        seconds += seen[test][0]
+        if chosen and seconds > BUDGET:
+            break
+        chosen.append(test)
+    return chosen
 
 
 def limit(seen: forks.Seen, tests: list[str]) -> float:
@@ -228,7 +237,7 @@ def main() -> None:
     set_up()
     in_native = native.faults(ROOT)
     planned = [*python.faults(ROOT, given.count, given.seed), *in_native]
-    found = results.Results(ROOT, FOLDER / "results.csv", TABLE)
+    found = results.Results(ROOT, FOLDER / "results.csv")
 
     def is_wanted(fault: results.Fault) -> bool:
         known = found.known(fault)
@@ -252,7 +261,8 @@ def main() -> None:
 
 
 def report(found: results.Results, planned: list[results.Fault]) -> int:
-    found.write_table(planned)
+    found.write_table(SUPPORT / "mutants.csv", planned)
+    results.write_reasons(SUPPORT / "mutants_equivalent.csv", planned)
     survivors = [f for f in planned if not f.reason and (known := found.known(f)) and not known.killer]
     untried = [f for f in planned if not f.reason and not found.known(f)]
     print(f"{len(survivors)} survived, {len(untried)} of {len(planned)} not tried", *survivors, sep="\n")
