@@ -230,10 +230,11 @@ $(MUTANTS)/installed: tests/mutants/requirements.txt $(STAMP)
 	$(BIN)/python -m pip --disable-pip-version-check install --target $(MUTANTS)/tools --requirement tests/mutants/requirements.txt
 	touch $@
 
-# ONLY=sampling.h, HALF=native or COUNT=40 try some alone
+# ONLY=sampling.h, HALF=native or COUNT=40 try some alone, SURVIVORS=1 those that survived; AGAIN=1 tries all anew
 .PHONY: mutants
 mutants: $(MUTANTS)/installed
-	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT))
+	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(SURVIVORS),--survivors) $(if $(AGAIN),--again)
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version

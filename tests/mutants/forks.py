@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib
 import json
 import os
 import pathlib
@@ -59,6 +61,31 @@ def _ours(tree: pathlib.Path) -> None:
     assert pathlib.Path(mx_driving.__file__).is_relative_to(tree), mx_driving.__file__
 
 
+class Imports:
+    """Collects, and leaves the names of all modules that were imported from elsewhere."""
+
+    def __init__(self, tree: pathlib.Path, to: pathlib.Path) -> None:
+        self.tree, self.to = tree, to
+
+    def pytest_runtestloop(self) -> bool:
+        of_others = [
+            name
+            for name, module in list(sys.modules.items())
+            if getattr(module, "__file__", None) and not pathlib.Path(str(module.__file__)).is_relative_to(self.tree)
+        ]
+        self.to.write_text("\n".join(of_others))
+        return True
+
+
+def import_what_tests_do(tree: pathlib.Path, files: Iterable[str]) -> None:
+    """All but the package and the tests themselves, so that no fork has to."""
+    names = tree / "imports"
+    if in_fork(lambda: run_pytest(tree, files, Imports(tree, names)), tree / "log"):
+        for name in names.read_text().split():
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+
+
 class Ordered:
     """Runs the tests of a list, in its order, and leaves the name of the one that runs in a file."""
 
@@ -109,8 +136,12 @@ class Lines:
 class Switches:
     """Notes which switches of the library each test comes by, then tries faults; all in forks of what was imported once."""
 
-    def __init__(self, tree: pathlib.Path, try_faults: Callable[[Switches], None]) -> None:
-        self.tree, self.try_faults = tree, try_faults
+    def __init__(self, tree: pathlib.Path, left_out: tuple[str, ...], try_faults: Callable[[Switches], None]) -> None:
+        self.tree, self.left_out, self.try_faults = tree, left_out, try_faults
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if not any(name in item.nodeid for name in self.left_out)]
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         _ours(self.tree)

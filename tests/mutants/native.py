@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import resource
 import subprocess
 
 try:
@@ -130,29 +131,34 @@ def build(root: pathlib.Path, folder: pathlib.Path, planted: list[Fault], cmake:
 
 # Those about threads and streams are left out, because the faults are not about them.
 NATIVE_TESTS = ("known_answer", "levels", "cameras", "attention", "layouts", "any_number")
-CALLS = 400  # random calls that a survivor is compared in
+CALLS = 400  # random calls of `make compare` that a survivor is tried in
 
 
 def _environment(number: int) -> dict[str, str]:
     return {**os.environ, SWITCH: str(number), "OMP_NUM_THREADS": "1"}
 
 
-def native_test_fails(out: pathlib.Path, name: str, number: int, seconds: float, reached: pathlib.Path | None = None) -> bool:
+def native_test_fails(out: pathlib.Path, name: str, number: int, seconds: int, reached: pathlib.Path | None = None) -> bool:
     environment = _environment(number) | ({REACHED: str(reached)} if reached else {})
-    program = out / "tests/native/native_tests"
-    try:
-        return subprocess.run([program, name], env=environment, capture_output=True, timeout=seconds).returncode != 0
-    except subprocess.TimeoutExpired:
-        return True
+    command = [out / "tests/native/native_tests", name]
+
+    def limited() -> None:  # CPU time, because other programs may stop this one for a while
+        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+
+    return subprocess.run(command, env=environment, capture_output=True, preexec_fn=limited).returncode != 0
 
 
-def differs(out: pathlib.Path, number: int) -> str:
-    """The first random call whose results a fault changes, or nothing. No test does this: it helps to judge a survivor."""
+def compared(out: pathlib.Path, number: int) -> tuple[str, str]:
+    """Random calls between guarded pages: what touches memory that no tensor has, and the first result that a fault changes.
+
+    The second helps to judge a survivor, and is no test: nobody has the library without the fault.
+    """
     program, results = out / "tests/native/compare", out / "results"
     if not results.exists() or results.stat().st_mtime < program.stat().st_mtime:
         with results.open("wb") as file:
             subprocess.run([program, "write", "0", str(CALLS)], env=_environment(0), stdout=file, check=True)
     with results.open("rb") as file:
         done = subprocess.run([program, "read"], env=_environment(number), stdin=file, capture_output=True, text=True)
-    lines = (done.stdout + done.stderr).splitlines()
-    return next((line for line in lines if line.startswith("FINDING")), "" if done.returncode == 0 else "no result")
+    findings = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("FINDING")]
+    touched = next((line for line in findings if "signal" in line or "a byte beside" in line), "")
+    return touched, findings[0] if findings else ""
