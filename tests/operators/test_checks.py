@@ -136,7 +136,7 @@ def test_each_input_has_its_axes_and_its_device(name):
     for place in places(args):
         t, given = args[place], OPERATORS[operator].inputs[place]
         for other in (t[None], t[0]):
-            with pytest.raises(ValueError, match=" must have "):
+            with pytest.raises(ValueError, match=f"^{given} must have shape "):
                 _checks.inputs.INPUTS[operator](*replaced(args, place, other))
         with pytest.raises(TypeError, match=f"^{given} must be a torch.Tensor; got ndarray$"):
             _checks.inputs.INPUTS[operator](*replaced(args, place, t.numpy()))
@@ -158,3 +158,52 @@ def test_the_gradient_of_the_output_is_held_to_it(name):
             _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
     with pytest.raises(ValueError, match=r"^grad_output must be on "):
         _checks.inputs.backward(operator, grad.to("meta"), *args, mask)
+
+
+@pytest.mark.parametrize(("size", "is_room"), [(1000, True), (1001, False), (999, True), (0, True)])
+def test_a_workspace_has_its_bytes(size, is_room):
+    """Of whole numbers that Python keeps twice."""
+    memory = torch.zeros(125, dtype=torch.float64)
+    if is_room:
+        _checks.inputs.workspace(memory, size)
+        return
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.workspace(memory, size)
+    assert str(refused.value) == "workspace must have workspace_size=1001 bytes in a row; got 1000 of strides (1,)"
+
+
+def test_a_workspace_lies_in_a_row():
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.workspace(torch.zeros(9, 9).T, 8)
+    assert str(refused.value) == "workspace must have workspace_size=8 bytes in a row; got 324 of strides (1, 9)"
+
+
+@pytest.mark.parametrize("rows", [999, 1000, 1001])
+def test_the_levels_of_a_module_take_all_keys(rows):
+    if rows == 1000:
+        _checks.inputs.rows_of_levels(rows, 10**3)
+        return
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.rows_of_levels(rows, 1000)
+    assert str(refused.value) == f"spatial_shapes must hold the num_keys=1000 rows of value; got {rows} in all levels"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_right"),
+    [
+        ((2, None), True),
+        ((None, 3), True),
+        ((2, 3), True),
+        ((2, 4), False),
+        ((1, None), False),
+        ((2,), False),
+        ((2, 3, 1), False),
+    ],
+)
+def test_some_sizes(sizes, is_right):
+    axes = ", ".join(("rows", "columns", "layers")[: len(sizes)])
+    if is_right:
+        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
+        return
+    with pytest.raises(ValueError, match=r"^table must have shape \(.*\); got \(2, 3\)$"):
+        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
