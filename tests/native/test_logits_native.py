@@ -393,6 +393,7 @@ def test_no_samples():
     ("spoil", "status"),
     [
         (lambda case, t: (case, {3: t[3][:, :, :2]}), 1),
+        (lambda case, t: (case, {3: torch.cat([t[3], t[3]], 2)}), 1),
         (lambda case, t: (case, {3: t[3][..., :1]}), 1),
         (lambda case, t: (case, {3: t[3][:, 1:]}), 1),
         (lambda case, t: (case, {5: t[5][..., 1:]}), 1),

@@ -94,7 +94,7 @@ def test_each_size_is_held_to_the_others(name, backward):
     value = OPERATORS[call.function.removesuffix("_backward")].inputs[0]
     for argument, good in call.arguments.items():
         for axis, size in enumerate(good.shape):
-            for other in (size - 1, size + 1, -size):
+            for other in (size - 1, size + 1, -size, -1):
                 expected = BAD_SHAPE
                 if argument == value and axis == 1 and not backward and other > 0:
                     expected = OK if other > size else BAD_LEVEL  # rows

@@ -310,3 +310,13 @@ def test_environment_variable():
         env = {**os.environ, "MX_DRIVING_CHECK": word}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told
+
+
+def test_a_point_is_seen_by_any_camera():
+    """Of 8 points, one by both cameras, one by a single one."""
+    locations = torch.full((2, 1, 4, 2, 2), -1.0)
+    locations[0, 0, 0], locations[1, 0, 1, 0] = 0.5, 0.5
+    tables = torch.tensor([[[2, 2]], [[2, 2]]]), torch.tensor([[0], [4]])
+    args = torch.ones(2, 8, 1), *tables, locations, torch.ones(2, 1, 4, 2, 1, 1)
+    with pytest.warns(mx_driving.DataWarning, match="got 75 % of points in none"), mx_driving.data_checks():
+        mx_driving.deformable_aggregation(*args)
