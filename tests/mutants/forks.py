@@ -51,7 +51,17 @@ def run_pytest(tree: pathlib.Path, files: Iterable[str], plugin: object) -> int:
     # an editable installation finds the package before sys.path does
     sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
     sys.path.insert(0, str(tree / "src"))
-    arguments = ["-x", "-s", "-p", "no:cacheprovider", "-p", "no:randomly", *(f"tests/{file}" for file in files)]
+    arguments = [
+        "-x",
+        "-s",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:randomly",
+        "-p",
+        "no:faulthandler",
+        *(f"tests/{file}" for file in files),
+    ]
     return int(pytest.main(arguments, plugins=[plugin]))
 
 

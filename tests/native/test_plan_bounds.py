@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import cases
 import pytest
 import torch
@@ -184,3 +186,46 @@ def test_subnormal_numbers_are_widened():
     with cases.implementations()["native-baseline"]():
         out = mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, torch.ones(1, rows, 1, 1, 1).double())
     assert torch.equal(out.view_as(value).double(), value.double())
+
+
+def test_channels_that_lie_apart_are_widened():
+    value, *others = cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3)
+    value = value.float()
+    apart = torch.stack([value, -value], -1)[..., 0]
+    assert apart.stride(-1) == 2
+    with cases.implementations()["native-baseline"]():
+        found, expected = (mx_driving.multi_scale_deformable_attn(v, *others) for v in (apart, value))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
+    """In C alone. One pass would take them to be laid out alike."""
+    args = cases.cast(cases.multi_scale(1, 30, 16, 8, [(6, 8)], 4), dtype)
+    grad = cases.grad_for(MULTI_SCALE, args).to(dtype)
+    gradient = torch.full(args[0].shape, 7.0)
+
+    def function_of(name):
+        function = _kernels.native._library_function(name)
+        return lambda *given: function(*given[:6], _kernels.native._pack(gradient), *given[7:])
+
+    plain = _kernels.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
+    others = _kernels.native._kernels(MULTI_SCALE)[1](function_of, MULTI_SCALE, grad, *args, [True] * 3)
+    assert torch.equal(gradient.to(dtype), plain[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_heads_do_not_go_together_where_value_lies_backwards(axis):
+    """In C alone: torch has no negative strides."""
+    value, *others = with_window(1, 4, 64, 8, torch.float32)
+    sizes, strides = list(value.shape), list(value.stride())
+    last = value.data_ptr() + 4 * (sizes[axis] - 1) * strides[axis]
+    strides[axis] = -strides[axis]
+    backwards = _kernels.native._PACK[4](last, 0, *sizes, *strides)
+    others[-1] = others[-1].unflatten(-1, (1, 4))
+    packed = [backwards, *map(_kernels.native._pack, others), _kernels.native._pack(torch.empty(1, 1, 4, 64))]
+    text = ctypes.create_string_buffer(1024)
+    pointers = (ctypes.c_char_p * len(packed))(*packed)
+    assert _kernels.native._library().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
+    assert b"heads_together: 0" in text.value
