@@ -145,6 +145,17 @@ def test_each_input_has_its_axes_and_its_device(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
+def test_all_inputs_are_on_one_device(name):
+    """Also where the first ones are on one, and all others on another."""
+    operator, make = CALLS[name]
+    args = make()
+    for place in places(args)[1:]:
+        given = [a.to("meta") if at >= place and isinstance(a, Tensor) else a for at, a in enumerate(args)]
+        with pytest.raises(ValueError, match=f"^{OPERATORS[operator].inputs[place]} must be on "):
+            _checks.inputs.INPUTS[operator](*given)
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_the_gradient_of_the_output_is_held_to_it(name):
     operator, make = CALLS[name]
     args = make()
