@@ -15,7 +15,7 @@
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
 # make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
-# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes hours
+# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes a quarter of an hour
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3

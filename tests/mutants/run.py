@@ -46,7 +46,8 @@ PYTHON_TESTS = (
     "native/test_aclnn_refusals.py",
     "torch/test_transforms.py",
     "torch/test_compile.py",
-    "torch/test_export.py",
+    "torch/test_decompositions.py",
+    "deploy/test_beside.py",
     "models/test_nn_errors.py",
     "models/test_patching.py",
 )
