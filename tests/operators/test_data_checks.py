@@ -323,9 +323,9 @@ def test_a_point_is_seen_by_any_camera():
 
 
 def rows_with_steps(numbers, at_width, at_height):
-    """256 rows, given as 32 x 8: neighbours differ by 1, but by others at the ends of rows of 8 and of 32."""
+    """256 rows, given as 32 x 8: neighbours differ by 1, but by others at the ends of rows of 8, save the first, and of 32."""
     end = torch.arange(1, 256)
-    steps = torch.where(end % 32 == 0, at_height, torch.where(end % 8 == 0, at_width, 1.0))
+    steps = torch.where(end % 32 == 0, at_height, torch.where((end % 8 == 0) & (end > 8), at_width, 1.0))
     value = torch.cat([torch.zeros(1), steps.cumsum(0)])[None, :, None, None].expand(1, 256, 1, numbers)
     return value, torch.tensor([[32, 8]]), torch.tensor([0]), torch.full((1, 3, 1, 1, 1, 2), 0.5), torch.ones(1, 3, 1, 1, 1)
 
