@@ -6,6 +6,7 @@
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
+# make test-transformers   its own tests of models with deformable attention, plain and patched: docs/support/transformers.csv
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
 # make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
@@ -122,6 +123,18 @@ $(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.
 .PHONY: test-libraries time-libraries
 test-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
+
+# Transformers' own tests, of its sdist or, with CHECKOUT=folder, of a source tree; ONLY=rt_detr is one model. `parameterized`,
+# which they import, lies beside the environment.
+OWN_TESTS := build/transformers
+$(OWN_TESTS)/installed: $(STAMP)
+	$(BIN)/python -m pip --disable-pip-version-check install --target $(OWN_TESTS)/tools --no-deps parameterized==0.9.0
+	touch $@
+
+.PHONY: test-transformers
+test-transformers: $(OWN_TESTS)/installed
+	PYTHONPATH=$(OWN_TESTS)/tools $(BIN)/python tests/libraries/transformers_own/run.py $(if $(CHECKOUT),--checkout $(CHECKOUT)) \
+		$(if $(ONLY),--only $(ONLY)) --csv $(if $(ONLY),$(OWN_TESTS)/some.csv,docs/support/transformers.csv)
 
 # For a quiet machine: every model before and after `patch`, about an hour.
 time-libraries: $(LIBRARIES)/installed

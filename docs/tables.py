@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
-# libraries.csv: `make test-libraries`; mutants.csv, mutants_equivalent.csv: `make mutants`
+# libraries.csv: `make test-libraries`; transformers.csv: `make test-transformers`
+# mutants.csv, mutants_equivalent.csv: `make mutants`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
-OLDER = "epyc-zen3-2-cores.csv"  # a processor without AVX-512
-OLDER_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
+OTHERS = {"zen3": "epyc-zen3-2-cores.csv", "zen4": "epyc-zen4-2-cores.csv"}  # other processors
+ZEN3_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
 Row = dict[str, str]
 
 
@@ -93,9 +94,9 @@ def beside(other: str, rivals: Iterable[str], file: str = WITH_LOGITS) -> str:
     return markdown(["workload", "mx_driving, ms", f"ours / {other}", *(f"over {rival}" for rival in rivals)], rows)
 
 
-def floors() -> str:
+def floors(file: str = BENCH) -> str:
     """Our time in milliseconds, and as a share of either gather floor."""
-    forward, backward = bare_workloads("forward"), by_implementation("backward")
+    forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather floor", "gather floor, head-major")
     rows = []
     for name in forward:
@@ -249,6 +250,21 @@ def tested_libraries() -> str:
     return f"{markdown(['library', 'tried', 'outcome'], lines)}\n{made(rows, 'made')}\n"
 
 
+def transformers() -> str:
+    """Of each model the numbers of transformers' own tests, plain and patched, and the names of those that fail."""
+    rows = _rows("transformers.csv")
+    if not rows:
+        return NOTHING_YET
+    counts = [f"{outcome} {way}" for outcome in ("passed", "failed", "skipped") for way in ("plain", "patched")]
+    named = ("fails patched only", "fails plain only", "fails both")
+    body = [[row["model"], row["tests"], *(row[n] for n in counts), *(_as_code(row[n]) for n in named)] for row in rows]
+    return f"{markdown(['model', 'tests', *counts, *named], body)}\n{made(rows, 'made')}\n"
+
+
+def _as_code(names: str) -> str:
+    return ", ".join(f"`{name}`" for name in names.split()) or "none"
+
+
 def libraries() -> str:
     """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
     if not (RESULTS / "libraries.csv").exists():
@@ -307,11 +323,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "with_logits": lambda: beside(BARE, RIVALS[:2]),
     "modules": lambda: beside(PARTS, MODULES),
     "floors": floors,
-    "forward_older": lambda: speed_ups("forward", OLDER),
-    "forward_backward_older": lambda: speed_ups("forward + backward", OLDER),
-    "with_logits_older": lambda: beside(BARE, RIVALS[:1], OLDER),
-    "measured_older": lambda: made(read(OLDER)) + "\n",
-    "modules_older": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), OLDER_MODULES)}\n{made(read(OLDER_MODULES))}\n",
+    "modules_zen3": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), ZEN3_MODULES)}\n{made(read(ZEN3_MODULES))}\n",
     "measured": lambda: made(read(BENCH)) + "\n",
     "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
@@ -331,7 +343,24 @@ TABLES: dict[str, Callable[[], str]] = {
     "deploy": deploy,
     "tested_libraries": tested_libraries,
     "mutants": mutants,
+    "transformers": transformers,
 }
+
+
+def _of(processor: str, file: str) -> dict[str, Callable[[], str]]:
+    """The tables of another processor."""
+    tables = {
+        "measured": lambda: made(read(file)) + "\n",
+        "forward": lambda: speed_ups("forward", file),
+        "forward_backward": lambda: speed_ups("forward + backward", file),
+        "with_logits": lambda: beside(BARE, RIVALS[:1], file),
+        "floors": lambda: floors(file),
+    }
+    return {f"{name}_{processor}": table for name, table in tables.items()}
+
+
+for processor, file in OTHERS.items():
+    TABLES.update(_of(processor, file))
 
 
 def write(folder: pathlib.Path) -> None:

@@ -6,8 +6,7 @@
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class E> inline E *row(const mxd_tensor &t, int64_t i, int64_t j, int64_t k) {
@@ -19,16 +18,9 @@ template <class E> inline E *row(const mxd_tensor &t, int64_t i, int64_t j, int6
 template <class V, class T, bool BACKWARD> class GatherFloor {
   public:
     static int64_t items(const Floor &floor) { return floor.value.shape[0] * floor.value.shape[2] * slices(floor); }
-    static int64_t scratch_bytes(const Floor &floor) {
-        return Arena::bytes<V>(floor.value.shape[3]) + 2 * Arena::bytes<T>(floor.value.shape[3]);
-    }
-
-    GatherFloor(const Floor &f, Arena arena)
-        : floor(f), channels(f.value.shape[3]), zeros(arena.take<V>(channels)), sink(arena.take<T>(channels)),
-          sums(arena.take<T>(channels)) {
-        memset(zeros, 0, size_t(channels) * sizeof(V));
-        memset(sink, 0, size_t(channels) * sizeof(T));
-    }
+    GatherFloor(const Floor &f, Arena &arena)
+        : floor(f), channels(f.value.shape[3]), zeros(arena.zeros<V>(channels)), sink(arena.zeros<T>(channels)),
+          sums(arena.take<T>(channels)) {}
 
     void operator()(int64_t item) {
         const int64_t count = slices(floor), slice = item % count, heads = floor.value.shape[2],
@@ -145,5 +137,4 @@ int gather_floor(const Floor &floor) {
     }
 }
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -93,14 +93,6 @@ template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
     }
 }
 
-} // namespace
-
-int run(Call &call) {
-    return out_of_memory_if_thrown([&] { return checked_run(call); });
-}
-
-namespace {
-
 int run_function(const char *c_name, std::initializer_list<const mxd_tensor *> arguments, int num_threads,
                  int reference_axis = 0) {
     if (reference_axis != 0 && reference_axis != 1) return MXD_BAD_SHAPE;
@@ -113,116 +105,106 @@ int run_function(const char *c_name, std::initializer_list<const mxd_tensor *> a
 
 } // namespace
 
+int run(Call &call) {
+    return out_of_memory_if_thrown([&] { return checked_run(call); });
+}
+
 } // namespace mxd
+
+using mxd::run_function;
+typedef const mxd_tensor *Argument;
 
 extern "C" {
 
 // A function's tensors are an array in the order of make_call.cpp, which knows the function by its name.
-int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
-                                    const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
-                                    int num_threads) {
-    return mxd::run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
+int mxd_multi_scale_deformable_attn(Argument value, Argument shapes, Argument starts, Argument locations,
+                                    Argument weights, Argument output, int num_threads) {
+    return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
-int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                             const mxd_tensor *shapes, const mxd_tensor *starts,
-                                             const mxd_tensor *locations, const mxd_tensor *weights,
-                                             const mxd_tensor *grad_value, const mxd_tensor *grad_locations,
-                                             const mxd_tensor *grad_weights, int num_threads) {
-    return mxd::run_function(
+int mxd_multi_scale_deformable_attn_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
+                                             Argument locations, Argument weights, Argument grad_value,
+                                             Argument grad_locations, Argument grad_weights, int num_threads) {
+    return run_function(
         __func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights},
         num_threads);
 }
 
-int mxd_multi_scale_deformable_attn_with_logits(const mxd_tensor *value, const mxd_tensor *shapes,
-                                                const mxd_tensor *starts, const mxd_tensor *reference,
-                                                const mxd_tensor *offsets, const mxd_tensor *logits,
-                                                const mxd_tensor *output, int reference_axis, int num_threads) {
-    return mxd::run_function(__func__, {value, shapes, starts, reference, offsets, logits, output}, num_threads,
-                             reference_axis);
+int mxd_multi_scale_deformable_attn_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
+                                                Argument offsets, Argument logits, Argument output, int reference_axis,
+                                                int num_threads) {
+    return run_function(__func__, {value, shapes, starts, reference, offsets, logits, output}, num_threads,
+                        reference_axis);
 }
 
-int mxd_multi_scale_deformable_attn_with_logits_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                                         const mxd_tensor *shapes, const mxd_tensor *starts,
-                                                         const mxd_tensor *reference, const mxd_tensor *offsets,
-                                                         const mxd_tensor *logits, const mxd_tensor *grad_value,
-                                                         const mxd_tensor *grad_reference,
-                                                         const mxd_tensor *grad_offsets, const mxd_tensor *grad_logits,
+int mxd_multi_scale_deformable_attn_with_logits_backward(Argument grad_output, Argument value, Argument shapes,
+                                                         Argument starts, Argument reference, Argument offsets,
+                                                         Argument logits, Argument grad_value, Argument grad_reference,
+                                                         Argument grad_offsets, Argument grad_logits,
                                                          int reference_axis, int num_threads) {
-    return mxd::run_function(__func__,
-                             {grad_output, value, shapes, starts, reference, offsets, logits, grad_value,
-                              grad_reference, grad_offsets, grad_logits},
-                             num_threads, reference_axis);
+    return run_function(__func__,
+                        {grad_output, value, shapes, starts, reference, offsets, logits, grad_value, grad_reference,
+                         grad_offsets, grad_logits},
+                        num_threads, reference_axis);
 }
 
-int mxd_deformable_aggregation(const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
-                               const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
-                               int num_threads) {
-    return mxd::run_function(__func__, {features, shapes, starts, locations, weights, output}, num_threads);
+int mxd_deformable_aggregation(Argument features, Argument shapes, Argument starts, Argument locations,
+                               Argument weights, Argument output, int num_threads) {
+    return run_function(__func__, {features, shapes, starts, locations, weights, output}, num_threads);
 }
 
-int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd_tensor *features,
-                                        const mxd_tensor *shapes, const mxd_tensor *starts, const mxd_tensor *locations,
-                                        const mxd_tensor *weights, const mxd_tensor *grad_features,
-                                        const mxd_tensor *grad_locations, const mxd_tensor *grad_weights,
-                                        int num_threads) {
-    return mxd::run_function(
+int mxd_deformable_aggregation_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
+                                        Argument locations, Argument weights, Argument grad_features,
+                                        Argument grad_locations, Argument grad_weights, int num_threads) {
+    return run_function(
         __func__,
         {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
         num_threads);
 }
 
-int mxd_deformable_aggregation_with_logits(const mxd_tensor *features, const mxd_tensor *shapes,
-                                           const mxd_tensor *starts, const mxd_tensor *key_points,
-                                           const mxd_tensor *projection, const mxd_tensor *logits,
-                                           const mxd_tensor *image_size, const mxd_tensor *pair_scale,
-                                           const mxd_tensor *output, int num_threads) {
-    return mxd::run_function(__func__,
-                             {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
-                             num_threads);
+int mxd_deformable_aggregation_with_logits(Argument features, Argument shapes, Argument starts, Argument key_points,
+                                           Argument projection, Argument logits, Argument image_size,
+                                           Argument pair_scale, Argument output, int num_threads) {
+    return run_function(__func__,
+                        {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
+                        num_threads);
 }
 
-int mxd_deformable_aggregation_with_logits_backward(
-    const mxd_tensor *grad_output, const mxd_tensor *features, const mxd_tensor *shapes, const mxd_tensor *starts,
-    const mxd_tensor *key_points, const mxd_tensor *projection, const mxd_tensor *logits, const mxd_tensor *image_size,
-    const mxd_tensor *pair_scale, const mxd_tensor *grad_features, const mxd_tensor *grad_key_points,
-    const mxd_tensor *grad_projection, const mxd_tensor *grad_logits, int num_threads) {
-    return mxd::run_function(__func__,
-                             {grad_output, features, shapes, starts, key_points, projection, logits, image_size,
-                              pair_scale, grad_features, grad_key_points, grad_projection, grad_logits},
-                             num_threads);
+int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argument features, Argument shapes,
+                                                    Argument starts, Argument key_points, Argument projection,
+                                                    Argument logits, Argument image_size, Argument pair_scale,
+                                                    Argument grad_features, Argument grad_key_points,
+                                                    Argument grad_projection, Argument grad_logits, int num_threads) {
+    return run_function(__func__,
+                        {grad_output, features, shapes, starts, key_points, projection, logits, image_size, pair_scale,
+                         grad_features, grad_key_points, grad_projection, grad_logits},
+                        num_threads);
 }
 
-int mxd_geometric_kernel_attention(const mxd_tensor *value, const mxd_tensor *shapes, const mxd_tensor *starts,
-                                   const mxd_tensor *locations, const mxd_tensor *weights, const mxd_tensor *output,
-                                   int num_threads) {
-    return mxd::run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
+int mxd_geometric_kernel_attention(Argument value, Argument shapes, Argument starts, Argument locations,
+                                   Argument weights, Argument output, int num_threads) {
+    return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
-int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                            const mxd_tensor *shapes, const mxd_tensor *starts,
-                                            const mxd_tensor *locations, const mxd_tensor *weights,
-                                            const mxd_tensor *grad_value, const mxd_tensor *grad_weights,
-                                            int num_threads) {
-    return mxd::run_function(
-        __func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights}, num_threads);
+int mxd_geometric_kernel_attention_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
+                                            Argument locations, Argument weights, Argument grad_value,
+                                            Argument grad_weights, int num_threads) {
+    return run_function(__func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights},
+                        num_threads);
 }
 
-int mxd_geometric_kernel_attention_with_logits(const mxd_tensor *value, const mxd_tensor *shapes,
-                                               const mxd_tensor *starts, const mxd_tensor *reference,
-                                               const mxd_tensor *window, const mxd_tensor *logits,
-                                               const mxd_tensor *output, int num_threads) {
-    return mxd::run_function(__func__, {value, shapes, starts, reference, window, logits, output}, num_threads);
+int mxd_geometric_kernel_attention_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
+                                               Argument window, Argument logits, Argument output, int num_threads) {
+    return run_function(__func__, {value, shapes, starts, reference, window, logits, output}, num_threads);
 }
 
-int mxd_geometric_kernel_attention_with_logits_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                                        const mxd_tensor *shapes, const mxd_tensor *starts,
-                                                        const mxd_tensor *reference, const mxd_tensor *window,
-                                                        const mxd_tensor *logits, const mxd_tensor *grad_value,
-                                                        const mxd_tensor *grad_logits, int num_threads) {
-    return mxd::run_function(__func__,
-                             {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
-                             num_threads);
+int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Argument value, Argument shapes,
+                                                        Argument starts, Argument reference, Argument window,
+                                                        Argument logits, Argument grad_value, Argument grad_logits,
+                                                        int num_threads) {
+    return run_function(__func__,
+                        {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
+                        num_threads);
 }
 
 int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {

@@ -11,7 +11,7 @@ if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") fo
     raise SystemExit(main())
 
 from . import _compiled as _C
-from . import compat, nn, onnx, ops, viz
+from . import compat, kernels, nn, onnx, ops, viz
 from ._checks.data import DataWarning, data_checks
 from ._checks.limits import atlas_limits
 from ._dispatch.library import backends
@@ -43,6 +43,7 @@ __all__ = [
     "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
     "geometric_kernel_attention_with_logits",
+    "kernels",
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_with_logits",
     "nn",

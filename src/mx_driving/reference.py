@@ -143,7 +143,7 @@ def multi_scale_deformable_attn_backward(
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         corners = _corners(*_pixels(location[:, :, l], shape), shape, start, num_keys)
         w = torch.where(corners.valid, weight[:, :, l], 0)
-        for k in range(4):
+        for k in range(4 if output_mask[0] else 0):
             grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], (corners.share(k) * w)[..., None] * g)
         sample, dx, dy = _slopes(corners, _dots(corners, v, g))
         grad_weight.append(sample)
@@ -210,7 +210,8 @@ def geometric_kernel_attention_backward(
     grad_v, grad_weight = torch.zeros_like(v), []
     for l, (shape, start) in enumerate(_levels(shapes, starts) if num_keys else []):
         row, inside = _nearest(location[:, :, l], shape, start, num_keys)
-        grad_v = _add_rows(grad_v, row, inside, weight[:, :, l][..., None] * g)
+        if output_mask[0]:
+            grad_v = _add_rows(grad_v, row, inside, weight[:, :, l][..., None] * g)
         grad_weight.append((_rows(v, row, inside) * g).sum(-1))
     grad_weights = torch.stack(grad_weight, 2) if grad_weight else torch.zeros_like(weight)
     gradients = (_unhead(t, bs) for t in (grad_v, grad_weights))
@@ -268,7 +269,7 @@ def deformable_aggregation_backward(
             corners = _aggregation_corners(location[:, :, :, cam], seen, shape, starts[cam, scale], num_feat)
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
             by_channel = w.repeat_interleave(channels // groups, -1)
-            for k in range(4):
+            for k in range(4 if output_mask[0] else 0):
                 terms = corners.share(k)[..., None] * by_channel * g
                 grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], terms)
             dots = [

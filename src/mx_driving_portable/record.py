@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import copy
 import datetime
 import functools
 import importlib.abc
@@ -417,6 +416,25 @@ def _saver() -> Callable[..., None]:
     return save_file
 
 
+class _Loader(importlib.abc.Loader):
+    """Another loader, until the module is there: no copy of it, because a loader may answer for any attribute."""
+
+    def __init__(self, loader: Any, recorder: Recorder) -> None:
+        self.loader, self.recorder = loader, recorder
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        spec: Any = module.__spec__
+        module.__loader__ = spec.loader = self.loader
+        self.loader.exec_module(module)
+        self.recorder.wrap(module)
+
+    def __getattr__(self, name: str) -> Any:  # such as get_code, for runpy
+        return getattr(self.__dict__["loader"], name)
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Lets the recorder wrap the functions of a module as soon as the module has been imported."""
 
@@ -430,14 +448,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         found = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
         spec: Any = next(filter(None, found), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            loader = spec.loader = copy.copy(spec.loader)
-            execute = loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                self.recorder.wrap(module)
-
-            loader.exec_module = exec_module
+            spec.loader = _Loader(spec.loader, self.recorder)
         return spec
 
 

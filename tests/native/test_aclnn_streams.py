@@ -29,10 +29,14 @@ from mx_driving.aclnn import Status
 
 def test_levels_that_do_not_fit_are_told_at_synchronise():
     for index, numbers, sentence in (
-        (2, [0, 13], "levelStartIndex[1] must leave room for 2 x 2 rows among 16; got 13"),
-        (2, [-1, 12], "levelStartIndex[0] must leave room for 3 x 4 rows among 16; got -1"),
+        (2, [0, 13], "levelStartIndex[1] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
+        (2, [-1, 12], "levelStartIndex[0] must not be negative; got -1"),
         (1, [[3, 4], [0, 2]], "spatialShape[1] must be positive (H, W); got (0, 2)"),
-        (1, [[3, 2**62], [2, 2]], "levelStartIndex[0] must leave room for 3 x 4611686018427387904 rows among 16; got 0"),
+        (
+            1,
+            [[3, 2**62], [2, 2]],
+            f"levelStartIndex[0] must leave room for 3 x {2**62} rows among 16; got 0 (needs 2**63 or more rows)",
+        ),
     ):
         tensors = replaced(index, torch.tensor(numbers))
         status, size, executor = phase_one(*tensors)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import copy
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -455,7 +455,7 @@ def test_a_forked_child_records_nothing(tmp_path):
     assert len(recorded(tmp_path / "calls")) == 1
 
 
-def test_a_loader_is_copied_not_changed(tmp_path, monkeypatch):
+def test_a_loader_is_left_as_it_was(tmp_path, monkeypatch):
     """Another recording, or none, finds the module's loader as it was."""
     (tmp_path / "GeometricKernelAttention.py").write_text(
         "def geometric_kernel_attn_cuda_forward(*args):\n    return args[0]\n"
@@ -470,5 +470,40 @@ def test_a_loader_is_copied_not_changed(tmp_path, monkeypatch):
 
     monkeypatch.delitem(sys.modules, "GeometricKernelAttention")
     assert not hasattr(again.geometric_kernel_attn_cuda_forward, "__wrapped__")
-    assert copy.copy(again.__loader__).__class__.__name__ == "SourceFileLoader"
+    assert type(again.__loader__).__name__ == "SourceFileLoader"
+    assert len(recorded(tmp_path / "calls")) == 1
+
+
+class EditableLoader:
+    """As scikit-build-core's: what it lacks, another loader answers, so that a copy of it would ask itself for ever."""
+
+    def __init__(self, loader):
+        self.inner = loader
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class EditableFinder:
+    def __init__(self, path):
+        self.path = path
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "MultiScaleDeformableAttention":
+            return None
+        spec = importlib.util.spec_from_file_location(name, self.path)
+        spec.loader = EditableLoader(spec.loader)
+        return spec
+
+
+def test_an_editable_install_is_recorded(tmp_path, monkeypatch):
+    path = tmp_path / "extension.py"
+    path.write_text("def ms_deform_attn_forward(*args):\n    return args[0]\n")
+    monkeypatch.setattr(sys, "meta_path", [EditableFinder(path), *sys.meta_path])
+    with record.recording(tmp_path / "calls", every=1):
+        import MultiScaleDeformableAttention as extension  # pyright: ignore
+
+        extension.ms_deform_attn_forward(*inputs(()))
+    monkeypatch.delitem(sys.modules, "MultiScaleDeformableAttention")
+    assert type(extension.__loader__) is type(extension.__spec__.loader) is EditableLoader
     assert len(recorded(tmp_path / "calls")) == 1

@@ -20,7 +20,7 @@ FLOORS = (
     ("_kernels",),
     ("_dispatch",),
     ("_npu", "ops"),
-    ("_compiled", "aclnn", "common", "compat", "fused", "nn", "onnx", "point", "viz"),
+    ("_compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
     ("patching",),
     ("patcher",),
     ("__init__",),

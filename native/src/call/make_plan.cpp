@@ -297,19 +297,11 @@ std::string prefetched_text(const Call &call, const PackedLevels &packed) {
 }
 
 std::string value_gradient_text(const Plan &plan) {
-    switch (plan.value_gradient) {
-    case ValueGradient::NOT_WANTED:
-        return "NOT_WANTED";
-    case ValueGradient::WITH_SAMPLES:
-        return "WITH_SAMPLES";
-    case ValueGradient::BY_HEADS:
-        return "BY_HEADS";
-    case ValueGradient::BY_PARTS:
-        return "BY_PARTS, " + std::to_string(plan.parts) + " a head";
-    case ValueGradient::BY_BANDS:
-        return "BY_BANDS, " + std::to_string(plan.num_bands) + (plan.band_is_buffered ? ", buffered" : "");
-    }
-    return "";
+    static const char *const NAMES[] = {"NOT_WANTED", "WITH_SAMPLES", "BY_HEADS", "BY_PARTS", "BY_BANDS"};
+    std::string text = NAMES[int(plan.value_gradient)];
+    if (plan.parts > 0) text += ", " + std::to_string(plan.parts) + " a head";
+    if (plan.num_bands > 0) text += ", " + std::to_string(plan.num_bands);
+    return text + (plan.band_is_buffered ? ", buffered" : "");
 }
 
 } // namespace

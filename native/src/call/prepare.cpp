@@ -13,14 +13,17 @@
 namespace mxd {
 namespace {
 
-// fn(offset of a run of channels, its place in a contiguous tensor) for each run of value.
-template <class Fn> void runs_of_channels(const Tensor &t, Fn &&fn) {
+// copy(from, to) for each element of value; those that are written lie side by side and have `size` bytes.
+template <class Copy> void copy_in_order(const Tensor &t, char *to, int64_t size, Copy &&copy) {
+    const int64_t *shape = t.shape, *strides = t.strides, read = floating_size(t.dtype);
     if (is_empty(t)) return;
-    int64_t place = 0;
-    for (int64_t b = 0; b < t.shape[BATCH]; ++b)
-        for (int64_t i = 0; i < t.shape[KEY]; ++i)
-            for (int64_t h = 0; h < t.shape[HEAD]; ++h, place += t.shape[CHANNEL])
-                fn(b * t.strides[BATCH] + i * t.strides[KEY] + h * t.strides[HEAD], place);
+    for (int64_t b = 0; b < shape[BATCH]; ++b)
+        for (int64_t i = 0; i < shape[KEY]; ++i)
+            for (int64_t h = 0; h < shape[HEAD]; ++h) {
+                const int64_t run = b * strides[BATCH] + i * strides[KEY] + h * strides[HEAD];
+                const char *from = static_cast<const char *>(t.data) + run * read;
+                for (int64_t c = 0; c < shape[CHANNEL]; ++c, to += size) copy(from + c * strides[CHANNEL] * read, to);
+            }
 }
 
 Tensor contiguous(Tensor t, int64_t dtype) {
@@ -29,13 +32,9 @@ Tensor contiguous(Tensor t, int64_t dtype) {
     return t;
 }
 
-void copy_runs(const Tensor &t, char *to) {
-    const int64_t size = floating_size(t.dtype), channels = t.shape[CHANNEL], stride = t.strides[CHANNEL];
-    runs_of_channels(t, [&](int64_t offset, int64_t place) {
-        const char *from = static_cast<const char *>(t.data) + offset * size;
-        for (int64_t c = 0; c < channels; ++c)
-            std::memcpy(to + (place + c) * size, from + c * stride * size, size_t(size));
-    });
+void copy_elements(const Tensor &t, char *to) {
+    const int64_t size = floating_size(t.dtype);
+    copy_in_order(t, to, size, [&](const char *from, char *at) { std::memcpy(at, from, size_t(size)); });
 }
 
 template <class T> T loaded(const char *from) {
@@ -66,11 +65,10 @@ double as_double(const char *from, int64_t dtype) {
     }
 }
 
-void copy_runs_as_doubles(const Tensor &t, double *to) {
-    const int64_t size = floating_size(t.dtype), channels = t.shape[CHANNEL], stride = t.strides[CHANNEL];
-    runs_of_channels(t, [&](int64_t offset, int64_t place) {
-        const char *from = static_cast<const char *>(t.data) + offset * size;
-        for (int64_t c = 0; c < channels; ++c) to[place + c] = as_double(from + c * stride * size, t.dtype);
+void copy_as_doubles(const Tensor &t, char *to) {
+    copy_in_order(t, to, 8, [&](const char *from, char *at) {
+        const double element = as_double(from, t.dtype);
+        std::memcpy(at, &element, sizeof element);
     });
 }
 
@@ -104,15 +102,18 @@ Level read_level(const Call &call, int64_t camera, int64_t scale) {
     return {element(call.shapes, 0), element(call.shapes, 1), element(call.starts, 0)};
 }
 
+bool level_fits(const Level &level, int64_t keys) {
+    if (level.height <= 0 || level.width <= 0 || level.start < 0 || level.start > keys) return false;
+    return level.width <= keys && level.height <= (keys - level.start) / level.width;
+}
+
 int prepare_levels(Call &call, Prepared &prepared) {
     const Sizes &n = call.sizes;
     prepared.levels.reserve(size_t(n.levels));
     for (int64_t camera = 0; camera < n.cameras; ++camera)
         for (int64_t scale = 0; scale < n.scales; ++scale) {
-            const Level level = read_level(call, camera, scale);
-            if (level.height <= 0 || level.width <= 0 || level.start < 0 || level.start > n.keys) return MXD_BAD_LEVEL;
-            if (level.width > n.keys || level.height > (n.keys - level.start) / level.width) return MXD_BAD_LEVEL;
-            prepared.levels.push_back(level);
+            prepared.levels.push_back(read_level(call, camera, scale));
+            if (!level_fits(prepared.levels.back(), n.keys)) return MXD_BAD_LEVEL;
         }
     call.levels = prepared.levels.data();
     return MXD_OK;
@@ -137,10 +138,7 @@ int prepare_memory(Call &call, Prepared &prepared) {
     prepared.value.reset(new (std::nothrow) char[size_t(contiguous_bytes(readable))]);
     if (!prepared.value) return MXD_OUT_OF_MEMORY;
     readable.data = prepared.value.get();
-    if (widened)
-        copy_runs_as_doubles(call.value, static_cast<double *>(readable.data));
-    else
-        copy_runs(call.value, prepared.value.get());
+    (widened ? copy_as_doubles : copy_elements)(call.value, prepared.value.get());
     call.value = readable;
     return MXD_OK;
 }
@@ -156,7 +154,7 @@ int64_t contiguous_bytes(const Tensor &t) {
 }
 
 void make_contiguous(Tensor &value, char *memory) {
-    copy_runs(value, memory);
+    copy_elements(value, memory);
     value = contiguous(value, value.dtype);
     value.data = memory;
 }

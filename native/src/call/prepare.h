@@ -26,6 +26,7 @@ int prepare_memory(Call &call, Prepared &prepared);
 
 // One level from the tables. They are not checked.
 Level read_level(const Call &call, int64_t camera, int64_t scale);
+bool level_fits(const Level &level, int64_t keys);
 
 // For a caller with memory of its own for a copy of value with contiguous channels.
 bool channels_lie_apart(const Tensor &value);

@@ -2,6 +2,7 @@
 // makes a task, phase two queues it on a stream.
 #include "call/make_call.h"
 #include "call/prepare.h"
+#include "call/words.h"
 #include "cann/check.h"
 #include "cann/handles.h"
 #include "cann/stream.h"
@@ -37,28 +38,6 @@ Handles<aclOpExecutor> &executors() {
 // meanwhile does no harm. A contiguous copy of value follows, where value's channels are not contiguous.
 int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
-void check_level(const mxd::Level &level, int64_t index, int64_t keys) {
-    const std::string at = "[" + std::to_string(index) + "]";
-    const int64_t size[] = {level.height, level.width};
-    if (level.height <= 0 || level.width <= 0)
-        throw Refusal(ACL_ERROR_RT_AICORE_EXCEPTION, "spatialShape" + at, "be positive (H, W)", list(size, 2));
-    const int64_t room = level.start < 0 || level.start > keys ? 0 : keys - level.start;
-    if (level.width > room || level.height > room / level.width)
-        throw Refusal(ACL_ERROR_RT_AICORE_EXCEPTION, "levelStartIndex" + at,
-                      "leave room for " + std::to_string(level.height) + " x " + std::to_string(level.width) +
-                          " rows among " + std::to_string(keys),
-                      std::to_string(level.start));
-}
-
-mxd::Level *read_levels(const aclOpExecutor &task, void *workspace) {
-    mxd::Level *levels = static_cast<mxd::Level *>(workspace);
-    for (int64_t l = 0; l < task.call.sizes.levels; ++l) {
-        levels[l] = mxd::read_level(task.call, 0, l);
-        check_level(levels[l], l, task.call.sizes.keys);
-    }
-    return levels;
-}
-
 // From now on an index table is the numbers inside an array of levels, from `first` on.
 void read_from(mxd::Tensor &table, int64_t *first) {
     table.data = first;
@@ -68,13 +47,17 @@ void read_from(mxd::Tensor &table, int64_t *first) {
 }
 
 void run(aclOpExecutor task, void *workspace) {
-    mxd::Level *levels = read_levels(task, workspace);
-    if (mxd::channels_lie_apart(task.call.value))
-        mxd::make_contiguous(task.call.value, static_cast<char *>(workspace) + bytes_of_levels(task.call));
-    read_from(task.call.shapes, &levels->height);
-    read_from(task.call.starts, &levels->start);
-    const int status = mxd::run(task.call);
+    mxd::Call &call = task.call;
+    mxd::Level *levels = static_cast<mxd::Level *>(workspace);
+    for (int64_t l = 0; l < call.sizes.levels; ++l) levels[l] = mxd::read_level(call, 0, l);
+    read_from(call.shapes, &levels->height);
+    read_from(call.starts, &levels->start);
+    if (mxd::channels_lie_apart(call.value))
+        mxd::make_contiguous(call.value, static_cast<char *>(workspace) + bytes_of_levels(call));
+    const int status = mxd::run(call);
     if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
+    if (status == MXD_BAD_LEVEL)
+        throw Refusal({ACL_ERROR_RT_AICORE_EXCEPTION, mxd::fault_of_levels(call, "spatialShape", "levelStartIndex")});
     if (status != MXD_OK)
         throw Refusal(ACL_ERROR_INTERNAL_ERROR, "executor", "hold what the kernels take",
                       "mxd_status " + std::to_string(status));
@@ -92,22 +75,22 @@ mxd_tensor native(const aclTensor &t) {
 }
 
 // output or gradOutput as [bs, num_queries, num_heads, channels]: three axes become four.
-mxd_tensor with_heads(const aclTensor &t, const mxd::Sizes &n) {
+mxd_tensor with_heads(const aclTensor &t, const aclTensor &value) {
     mxd_tensor to = native(t);
     if (t.axes == 4) return to;
     const int64_t of_channel = t.strides[mxd::HEAD]; // the last axis of three
-    to.shape[mxd::HEAD] = n.heads;
-    to.shape[mxd::CHANNEL] = n.channels;
-    to.strides[mxd::HEAD] = n.channels * of_channel;
+    to.shape[mxd::HEAD] = value.shape[mxd::HEAD];
+    to.shape[mxd::CHANNEL] = value.shape[mxd::CHANNEL];
+    to.strides[mxd::HEAD] = value.shape[mxd::CHANNEL] * of_channel;
     to.strides[mxd::CHANNEL] = of_channel;
     return to;
 }
 
-mxd::Call call_of(Arguments &a, const mxd::Sizes &n) {
+mxd::Call call_of(Arguments &a) {
     std::vector<mxd_tensor> tensors;
     a.for_each([&](const Argument &each) {
         const bool has_heads = &each == &a.output || &each == &a.grad_output;
-        tensors.push_back(has_heads ? with_heads(each.tensor, n) : native(each.tensor));
+        tensors.push_back(has_heads ? with_heads(each.tensor, a.value.tensor) : native(each.tensor));
     });
     // mxd_multi_scale_deformable_attn_backward is given the gradient of the output first
     if (a.backward) std::rotate(tensors.begin(), tensors.begin() + 5, tensors.begin() + 6);
@@ -118,12 +101,12 @@ mxd::Call call_of(Arguments &a, const mxd::Sizes &n) {
     return mxd::make_call({mxd::MULTI_SCALE, false, a.backward}, arguments.data(), mxd::usable_threads());
 }
 
-aclOpExecutor executor_of(Arguments &a, const mxd::Sizes &n) {
+aclOpExecutor executor_of(Arguments &a) {
     aclOpExecutor task{};
     task.backward = a.backward;
     a.for_each([&](const Argument &each) { task.nothing_to_do = task.nothing_to_do || empty(each.tensor); });
     if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
-    task.call = call_of(a, n);
+    task.call = call_of(a);
     task.workspace_bytes = uint64_t(bytes_of_levels(task.call));
     if (mxd::channels_lie_apart(task.call.value))
         task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value));
@@ -132,8 +115,8 @@ aclOpExecutor executor_of(Arguments &a, const mxd::Sizes &n) {
 
 aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
     return guarded([&] {
-        const mxd::Sizes n = check_phase_one(arguments, workspace_size, executor);
-        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments, n));
+        check_phase_one(arguments, workspace_size, executor);
+        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments));
         *workspace_size = task->workspace_bytes;
         *executor = executors().add(std::move(task));
     });
@@ -177,11 +160,8 @@ aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
     const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
     const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
     aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor) {
-    acl::Arguments arguments(true, value, spatialShape, levelStartIndex, location, attnWeight);
-    arguments.grad_output.handle = gradOutput;
-    arguments.grad_value.handle = gradValue;
-    arguments.grad_location.handle = gradLocation;
-    arguments.grad_attn_weight.handle = gradAttnWeight;
+    acl::Arguments arguments(true, {value, spatialShape, levelStartIndex, location, attnWeight, gradOutput, gradValue,
+                                    gradLocation, gradAttnWeight});
     return acl::phase_one(arguments, workspaceSize, executor);
 }
 
@@ -195,8 +175,7 @@ aclnnStatus aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(const aclTenso
                                                                   const aclTensor *location,
                                                                   const aclTensor *attnWeight, aclTensor *output,
                                                                   uint64_t *workspaceSize, aclOpExecutor **executor) {
-    acl::Arguments arguments(false, value, spatialShape, levelStartIndex, location, attnWeight);
-    arguments.output.handle = output;
+    acl::Arguments arguments(false, {value, spatialShape, levelStartIndex, location, attnWeight, output});
     return acl::phase_one(arguments, workspaceSize, executor);
 }
 

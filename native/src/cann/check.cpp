@@ -1,5 +1,6 @@
 #include "cann/check.h"
 
+#include "call/words.h"
 #include "cann/error.h"
 
 #include <algorithm>
@@ -12,10 +13,13 @@ namespace {
 constexpr int64_t CHANNELS_MULTIPLE = 8, MOST_CHANNELS = 256, QUERIES_BELOW = 500000, MOST_LEVELS = 16, MOST_HEADS = 16,
                   MOST_POINTS = 16, KEYS_BELOW = INT32_MAX;
 
-struct Axis {
-    const char *name; // null: a sentence shows the size alone
-    int64_t size;     // ANY: every size will do
-};
+// The shapes that an input and its gradient share.
+constexpr char OF_VALUE[] = "bs, num_keys, num_heads, channels";
+constexpr char OF_LOCATION[] = "bs, num_queries, num_heads, num_levels, num_points, 2";
+constexpr char OF_WEIGHT[] = "bs, num_queries, num_heads, num_levels, num_points";
+constexpr char OF_OUTPUT[] = "bs, num_queries, num_heads * channels"; // gradOutput may have four axes instead
+
+std::string list(const int64_t *numbers, const aclTensor &t) { return mxd::text_of(numbers, size_t(t.axes)); }
 
 [[noreturn]] void invalid(const Argument &argument, const std::string &rule, const std::string &fact) {
     throw Refusal(ACLNN_ERR_PARAM_INVALID, argument.name, rule, fact);
@@ -36,70 +40,27 @@ void check_index(const Argument &argument) {
     check_dtype(argument, {ACL_INT32, ACL_INT64}, "have dtype ACL_INT32 or ACL_INT64");
 }
 
-std::string sizes_of(std::initializer_list<Axis> axes) {
-    std::string text;
-    for (const Axis &axis : axes) {
-        text += (text.empty() ? "" : ", ") + std::string(axis.name ? axis.name : "");
-        if (axis.size != ANY) text += (axis.name ? "=" : "") + std::to_string(axis.size);
-    }
-    return "(" + text + (axes.size() == 1 ? ",)" : ")");
-}
-
-bool fits(const aclTensor &t, std::initializer_list<Axis> axes) {
-    if (t.axes != int(axes.size())) return false;
-    const int64_t *size = t.shape;
-    for (const Axis &axis : axes) {
-        if (*size < 0 || (axis.size != ANY && *size != axis.size)) return false;
-        ++size;
-    }
-    return true;
-}
-
-void check_shape(const Argument &argument, std::initializer_list<Axis> axes) {
+// A shape tells sizes that the next ones must have.
+void check_shape(const Argument &argument, const char *axes, mxd::AxisSizes &known) {
     const aclTensor &t = argument.tensor;
-    if (!fits(t, axes)) invalid(argument, "have shape " + sizes_of(axes), list(t.shape, t.axes));
-}
-
-// The three shapes that an input and its gradient share.
-void check_shape_of_value(const Argument &argument, const mxd::Sizes &n) {
-    check_shape(argument, {{"bs", n.batch}, {"num_keys", n.keys}, {"num_heads", n.heads}, {"channels", n.channels}});
-}
-
-void check_shape_of_location(const Argument &argument, const mxd::Sizes &n) {
-    check_shape(argument, {{"bs", n.batch},
-                           {"num_queries", n.queries},
-                           {"num_heads", n.heads},
-                           {"num_levels", n.levels},
-                           {"num_points", n.points},
-                           {nullptr, 2}});
-}
-
-void check_shape_of_weight(const Argument &argument, const mxd::Sizes &n) {
-    check_shape(argument, {{"bs", n.batch},
-                           {"num_queries", n.queries},
-                           {"num_heads", n.heads},
-                           {"num_levels", n.levels},
-                           {"num_points", n.points}});
-}
-
-// output, and gradOutput when it has three axes.
-void check_shape_of_output(const Argument &argument, const mxd::Sizes &n) {
-    check_shape(argument,
-                {{"bs", n.batch}, {"num_queries", n.queries}, {"num_heads * channels", n.heads * n.channels}});
+    if (!known.fit(axes, t.shape, size_t(t.axes))) invalid(argument, known.rule(axes), list(t.shape, t));
+    known.tell_all(axes, t.shape);
 }
 
 void check_limit(const Argument &argument, bool holds, const char *rule, int64_t fact) {
     if (!holds) invalid(argument, rule, std::to_string(fact));
 }
 
-void check_limits(const Arguments &a, const mxd::Sizes &n) {
-    check_limit(a.value, n.channels % CHANNELS_MULTIPLE == 0 && n.channels <= MOST_CHANNELS,
-                "have channels a multiple of 8 and <= 256", n.channels);
-    check_limit(a.value, n.heads <= MOST_HEADS, "have num_heads <= 16", n.heads);
-    check_limit(a.value, n.keys < KEYS_BELOW, "have num_keys < 2147483647", n.keys);
-    check_limit(a.spatial_shape, n.levels <= MOST_LEVELS, "have num_levels <= 16", n.levels);
-    check_limit(a.location, n.queries < QUERIES_BELOW, "have num_queries < 500000", n.queries);
-    check_limit(a.location, n.points <= MOST_POINTS, "have num_points <= 16", n.points);
+void check_limits(const Arguments &a, const mxd::AxisSizes &known) {
+    const int64_t channels = known.of("channels"), heads = known.of("num_heads"), keys = known.of("num_keys"),
+                  levels = known.of("num_levels"), queries = known.of("num_queries"), points = known.of("num_points");
+    check_limit(a.value, channels % CHANNELS_MULTIPLE == 0 && channels <= MOST_CHANNELS,
+                "have channels a multiple of 8 and <= 256", channels);
+    check_limit(a.value, heads <= MOST_HEADS, "have num_heads <= 16", heads);
+    check_limit(a.value, keys < KEYS_BELOW, "have num_keys < 2147483647", keys);
+    check_limit(a.spatial_shape, levels <= MOST_LEVELS, "have num_levels <= 16", levels);
+    check_limit(a.location, queries < QUERIES_BELOW, "have num_queries < 500000", queries);
+    check_limit(a.location, points <= MOST_POINTS, "have num_points <= 16", points);
 }
 
 // Looks up the handles, when none is null, and copies their tensors.
@@ -113,55 +74,43 @@ void check_handles(Arguments &arguments) {
     });
 }
 
-// Formats, dtypes, shapes and limits of the inputs. Each shape tells sizes that the next ones must have.
-mxd::Sizes check_inputs(const Arguments &a) {
+// Formats, dtypes, shapes and limits of the inputs. Returns the sizes that they tell.
+mxd::AxisSizes check_inputs(const Arguments &a) {
     check_floating(a.value);
     check_index(a.spatial_shape);
     check_index(a.level_start_index);
     check_floating(a.location);
     check_floating(a.attn_weight);
-    mxd::Sizes n{};
-    n.batch = n.keys = n.heads = n.channels = n.queries = n.levels = n.points = ANY;
-    check_shape_of_value(a.value, n);
-    const int64_t *value = a.value.tensor.shape, *location = a.location.tensor.shape;
-    n.batch = value[mxd::BATCH];
-    n.keys = value[mxd::KEY];
-    n.heads = value[mxd::HEAD];
-    n.channels = value[mxd::CHANNEL];
-    check_shape(a.spatial_shape, {{"num_levels", n.levels}, {nullptr, 2}});
-    n.levels = *a.spatial_shape.tensor.shape;
-    check_shape(a.level_start_index, {{"num_levels", n.levels}});
-    check_shape_of_location(a.location, n);
-    n.queries = location[mxd::QUERY];
-    n.points = location[mxd::POINT];
-    check_shape_of_weight(a.attn_weight, n);
-    check_limits(a, n);
-    return n;
+    mxd::AxisSizes known;
+    check_shape(a.value, OF_VALUE, known);
+    check_shape(a.spatial_shape, "num_levels, 2", known);
+    check_shape(a.level_start_index, "num_levels", known);
+    check_shape(a.location, OF_LOCATION, known);
+    check_shape(a.attn_weight, OF_WEIGHT, known);
+    check_limits(a, known);
+    known.tell("num_heads * channels", known.of("num_heads") * known.of("channels"));
+    return known;
 }
 
-void check_output(const Arguments &a, const mxd::Sizes &n) {
+void check_output(const Arguments &a, mxd::AxisSizes &known) {
     check_floating(a.output);
     if (a.output.tensor.dtype != a.value.tensor.dtype)
         invalid(a.output, "have value's dtype " + dtype_name(a.value.tensor.dtype), dtype_name(a.output.tensor.dtype));
-    check_shape_of_output(a.output, n);
+    check_shape(a.output, OF_OUTPUT, known);
 }
 
-void check_gradients(const Arguments &a, const mxd::Sizes &n) {
+void check_gradients(const Arguments &a, mxd::AxisSizes &known) {
     for (const Argument *each : {&a.grad_output, &a.grad_value, &a.grad_location, &a.grad_attn_weight})
         check_floating(*each);
-    if (a.grad_output.tensor.axes == 3)
-        check_shape_of_output(a.grad_output, n);
-    else
-        check_shape(a.grad_output,
-                    {{"bs", n.batch}, {"num_queries", n.queries}, {"num_heads", n.heads}, {"channels", n.channels}});
-    check_shape_of_value(a.grad_value, n);
-    check_shape_of_location(a.grad_location, n);
-    check_shape_of_weight(a.grad_attn_weight, n);
+    check_shape(a.grad_output, a.grad_output.tensor.axes == 3 ? OF_OUTPUT : "bs, num_queries, num_heads, channels",
+                known);
+    check_shape(a.grad_value, OF_VALUE, known);
+    check_shape(a.grad_location, OF_LOCATION, known);
+    check_shape(a.grad_attn_weight, OF_WEIGHT, known);
 }
 
 std::string layout(const aclTensor &t) {
-    return "shape " + list(t.shape, t.axes) + ", strides " + list(t.strides, t.axes) + ", offset " +
-           std::to_string(t.offset);
+    return "shape " + list(t.shape, t) + ", strides " + list(t.strides, t) + ", offset " + std::to_string(t.offset);
 }
 
 // A tensor with elements has aligned memory, and its view stays inside its storage. If the operator writes it, no two
@@ -180,22 +129,21 @@ void check_memory(const Argument &argument) {
                 "elements " + std::to_string(first) + " to " + std::to_string(last) + " of " + layout(t));
     }
     if (argument.written && !distinct_elements(t))
-        invalid(argument, "have strides that keep its elements apart", list(t.strides, t.axes));
+        invalid(argument, "have strides that keep its elements apart", list(t.strides, t));
 }
 
 } // namespace
 
-mxd::Sizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
+void check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
     check_handles(arguments);
     if (!workspace_size) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspaceSize", "point to a number", "NULL");
     if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "point to an executor", "NULL");
-    const mxd::Sizes n = check_inputs(arguments);
+    mxd::AxisSizes known = check_inputs(arguments);
     if (arguments.backward)
-        check_gradients(arguments, n);
+        check_gradients(arguments, known);
     else
-        check_output(arguments, n);
+        check_output(arguments, known);
     arguments.for_each(check_memory);
-    return n;
 }
 
 } // namespace acl

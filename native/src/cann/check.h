@@ -1,8 +1,9 @@
 // What phase one checks: the arguments of the two operators of aclnn.cpp. A check that fails throws a Refusal.
 #pragma once
 
-#include "call/call.h"
 #include "cann/tensor.h"
+
+#include <initializer_list>
 
 namespace acl {
 
@@ -22,15 +23,10 @@ struct Arguments {
     Argument grad_output{"gradOutput"}, grad_value{"gradValue", true}, grad_location{"gradLocation", true},
         grad_attn_weight{"gradAttnWeight", true}; // backward only
 
-    // Takes the handles that both operators have; the caller sets the rest.
-    Arguments(bool of_gradient, const aclTensor *values, const aclTensor *shapes, const aclTensor *starts,
-              const aclTensor *locations, const aclTensor *weights)
-        : backward(of_gradient) {
-        value.handle = values;
-        spatial_shape.handle = shapes;
-        level_start_index.handle = starts;
-        location.handle = locations;
-        attn_weight.handle = weights;
+    // The handles are in the order of the C function.
+    Arguments(bool of_gradient, std::initializer_list<const aclTensor *> handles) : backward(of_gradient) {
+        auto next = handles.begin();
+        for_each([&](Argument &each) { each.handle = *next++; });
     }
 
     // fn(argument) for each argument of the operator, in the order of its C function.
@@ -41,9 +37,7 @@ struct Arguments {
     }
 };
 
-constexpr int64_t ANY = -1; // a size that no argument has told yet
-
-// Every check of phase one; reads no tensor's elements. Copies each handle's tensor; returns the sizes.
-mxd::Sizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
+// Every check of phase one; reads no tensor's elements. Copies each handle's tensor.
+void check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
 
 } // namespace acl

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "acl/acl.h"
+#include "call/words.h"
 
 #include <new>
 #include <string>
@@ -15,10 +16,11 @@ struct Outcome {
     std::string sentence;
 };
 
-// What checks throw: *name* must *rule*; got *fact*.
+// What checks throw.
 struct Refusal : Outcome {
+    explicit Refusal(Outcome why) : Outcome(std::move(why)) {}
     Refusal(aclError why, const std::string &name, const std::string &rule, const std::string &fact)
-        : Outcome{why, name + " must " + rule + "; got " + fact} {}
+        : Outcome{why, mxd::sentence(name, rule, fact)} {}
 };
 
 // Keeps the sentence for this thread's aclGetRecentErrMsg and returns the status.

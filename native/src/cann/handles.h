@@ -18,10 +18,7 @@ template <class T> class Handles {
     // Copies the object under the lock, because another thread may destroy it at any time. False: the object is not
     // live.
     bool copy(const void *handle, T &to) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (!known.count(key(handle))) return false;
-        to = *static_cast<const T *>(handle);
-        return true;
+        return change(const_cast<void *>(handle), [&](const T &object) { to = object; });
     }
     template <class Fn> bool change(void *handle, Fn &&fn) {
         const std::lock_guard<std::mutex> lock(mutex);

@@ -4,6 +4,7 @@
 #include "cann/handles.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -45,39 +46,34 @@ int64_t storage_elements(const int64_t *shape, int axes) {
     return count;
 }
 
+struct Dtype {
+    aclDataType number;
+    const char *name;
+    int64_t bytes; // 0: operators do not take it
+};
+
+const Dtype *known_dtype(aclDataType dtype) {
+    static const Dtype ALL[] = {{ACL_FLOAT, "ACL_FLOAT", 4}, {ACL_FLOAT16, "ACL_FLOAT16", 2},
+                                {ACL_BF16, "ACL_BF16", 2},   {ACL_INT32, "ACL_INT32", 4},
+                                {ACL_INT64, "ACL_INT64", 8}, {ACL_DOUBLE, "ACL_DOUBLE", 0},
+                                {ACL_INT8, "ACL_INT8", 0},   {ACL_INT16, "ACL_INT16", 0},
+                                {ACL_UINT8, "ACL_UINT8", 0}, {ACL_BOOL, "ACL_BOOL", 0}};
+    const Dtype *found = std::find_if(ALL, std::end(ALL), [&](const Dtype &each) { return each.number == dtype; });
+    return found == std::end(ALL) ? nullptr : found;
+}
+
 } // namespace
 
 bool copy_tensor(const aclTensor *handle, aclTensor &to) { return tensors().copy(handle, to); }
 
 int64_t element_size(aclDataType dtype) {
-    switch (dtype) {
-    case ACL_FLOAT16:
-    case ACL_BF16:
-        return 2;
-    case ACL_FLOAT:
-    case ACL_INT32:
-        return 4;
-    case ACL_INT64:
-        return 8;
-    default:
-        return 0;
-    }
+    const Dtype *known = known_dtype(dtype);
+    return known ? known->bytes : 0;
 }
 
 std::string dtype_name(aclDataType dtype) {
-    static const std::pair<aclDataType, const char *> NAMES[] = {
-        {ACL_FLOAT, "ACL_FLOAT"}, {ACL_FLOAT16, "ACL_FLOAT16"}, {ACL_BF16, "ACL_BF16"}, {ACL_INT32, "ACL_INT32"},
-        {ACL_INT64, "ACL_INT64"}, {ACL_DOUBLE, "ACL_DOUBLE"},   {ACL_INT8, "ACL_INT8"}, {ACL_INT16, "ACL_INT16"},
-        {ACL_UINT8, "ACL_UINT8"}, {ACL_BOOL, "ACL_BOOL"}};
-    for (const auto &known : NAMES)
-        if (known.first == dtype) return known.second;
-    return "aclDataType " + std::to_string(int(dtype));
-}
-
-std::string list(const int64_t *numbers, int count) {
-    std::string text = "(";
-    for (int i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
-    return text + (count == 1 ? ",)" : ")");
+    const Dtype *known = known_dtype(dtype);
+    return known ? known->name : "aclDataType " + std::to_string(int(dtype));
 }
 
 bool empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }

@@ -29,8 +29,6 @@ bool copy_tensor(const aclTensor *handle, aclTensor &to);
 // Bytes of an element; 0 for a dtype that the operators do not take.
 int64_t element_size(aclDataType dtype);
 std::string dtype_name(aclDataType dtype);
-// "(1, 2, 3)"
-std::string list(const int64_t *numbers, int count);
 
 bool empty(const aclTensor &t);
 // First and last element of a view that is not empty, counted from data. False: memory has no such addresses.

@@ -3,8 +3,7 @@
 #include "kernels/window/forward.h"
 #include "kernels/window/gradients.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> struct Nearest {
@@ -65,5 +64,4 @@ bool geometric_kernel_attention_backward(const Call &call, const Plan &plan) {
     return plan.heads_together > 0 ? gradients_of_heads_together(call, plan) : attention_backward<Nearest>(call, plan);
 }
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -1,8 +1,7 @@
 // The one list of kernels.
 #include "kernels/kernels.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 
 Kernel multi_scale_deformable_attn, multi_scale_deformable_attn_backward;
 Kernel deformable_aggregation, deformable_aggregation_backward;
@@ -14,5 +13,4 @@ const Kernels kernels[] = {
     {geometric_kernel_attention, geometric_kernel_attention_backward},
 };
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -1,8 +1,7 @@
 // multi_scale_deformable_attn on the CPU. Locations are normalised, samples bilinear, corners off the map zero.
 #include "kernels/attention/attention.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> struct Bilinear {
@@ -61,5 +60,4 @@ bool multi_scale_deformable_attn_backward(const Call &call, const Plan &plan) {
     return attention_backward<Bilinear>(call, plan);
 }
 
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -1,8 +1,8 @@
 #include "onnxruntime/nodes.h"
 
 #include <algorithm>
-#include <sstream>
 
+#include "call/words.h"
 #include "onnxruntime/api.h"
 
 namespace mxd {
@@ -11,6 +11,7 @@ namespace {
 constexpr Elements FLOATING = Elements::FLOATING, INDEX = Elements::INDEX;
 constexpr char ON_TWO_AXES[] = "bs, num_queries, num_heads, num_levels, num_points";
 constexpr char ON_ONE_AXIS[] = "bs, num_queries, num_heads, num_levels * num_points";
+constexpr char PLACES[] = "num_levels * num_points";
 constexpr char OF_SAMPLES[] = "bs, num_queries, num_heads, num_levels, num_points, 2";
 constexpr char REFERENCES[] = "bs, num_queries, R, 2 or 4";
 
@@ -29,45 +30,32 @@ constexpr NodeInput optional(const char *name, const char *axes) { return {name,
 
 } // namespace
 
+Node::Node(const char *of, std::initializer_list<NodeInput> given) : name(of), inputs(given) {
+    find_function(name, function);
+    weights = function.with_logits ? 5 : 4;
+}
+
 const std::vector<Node> &nodes() {
     static const std::vector<Node> all{
         {"multi_scale_deformable_attn",
-         MULTI_SCALE,
-         false,
-         4,
          {VALUE, shapes_of_levels("value_spatial_shapes"), starts_of_levels("value_level_start_index"),
           defining("sampling_locations", OF_SAMPLES), following("attention_weights", ON_TWO_AXES)}},
         {"deformable_aggregation",
-         AGGREGATION,
-         false,
-         4,
          {FEATURES, MAPS, MAP_STARTS, defining("sample_locations", "bs, anchor, pts, cam, 2"),
           defining("weight", "bs, anchor, pts, cam, scale, group")}},
         {"geometric_kernel_attention",
-         GEOMETRIC,
-         false,
-         4,
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
           defining("sampling_locations", OF_SAMPLES, Elements::LOCATIONS),
           following("attention_weights", ON_TWO_AXES)}},
         {"multi_scale_deformable_attn_with_logits",
-         MULTI_SCALE,
-         true,
-         5,
          {VALUE, shapes_of_levels("value_spatial_shapes"), starts_of_levels("value_level_start_index"),
           following("reference_points", REFERENCES), defining("sampling_offsets", OF_SAMPLES),
           following("attention_logits", ON_ONE_AXIS)}},
         {"deformable_aggregation_with_logits",
-         AGGREGATION,
-         true,
-         5,
          {FEATURES, MAPS, MAP_STARTS, defining("key_points", "bs, anchor, pts, 3"),
           following("projection", "bs, cam, 4, 4"), defining("logits", "bs, anchor, cam, scale, pts, group"),
           optional("image_size", "bs, cam, 2"), optional("pair_scale", "bs, anchor, cam, pts")}},
         {"geometric_kernel_attention_with_logits",
-         GEOMETRIC,
-         true,
-         5,
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
           defining("reference_points", "bs, num_queries, num_heads, 2"), defining("window", "num_points, 2", INDEX),
           following("attention_logits", ON_ONE_AXIS)}},
@@ -77,21 +65,7 @@ const std::vector<Node> &nodes() {
 
 namespace {
 
-struct Axis {
-    std::string name;
-    int64_t size; // UNKNOWN: any
-};
-constexpr int64_t UNKNOWN = -1;
-
-std::string sentence(const std::string &name, const std::string &rule, const std::string &fact) {
-    return name + " must " + rule + "; got " + fact;
-}
-
-std::string text_of(const std::vector<int64_t> &shape) {
-    std::string text;
-    for (int64_t size : shape) text += (text.empty() ? "" : ", ") + std::to_string(size);
-    return "(" + text + (shape.size() == 1 ? ",)" : ")");
-}
+std::string text_of(const std::vector<int64_t> &shape) { return mxd::text_of(shape.data(), shape.size()); }
 
 std::string name_of_type(int type) {
     static const char *const NAMES[] = {"no type", "float32", "uint8",     "int8",       "uint16",  "int16",
@@ -100,15 +74,6 @@ std::string name_of_type(int type) {
     const bool known = type >= 0 && size_t(type) < sizeof NAMES / sizeof *NAMES;
     return known ? NAMES[type] : "type " + std::to_string(type) + " of ONNX";
 }
-
-std::vector<std::string> split(const std::string &axes) {
-    std::vector<std::string> names;
-    std::istringstream text(axes);
-    for (std::string name; std::getline(text >> std::ws, name, ',');) names.push_back(name);
-    return names;
-}
-
-bool is_number(const std::string &name) { return name.find_first_not_of("0123456789") == std::string::npos; }
 
 // The inputs of one call, and what they say about the sizes of axes.
 class Checker {
@@ -134,40 +99,26 @@ class Checker {
     const Node &node;
     const std::vector<Given> &inputs;
     const bool reference_by_point;
-    std::vector<Axis> known;
+    AxisSizes known;
     std::string found;
 
     // The first fault is told.
     void refuse(size_t input, const std::string &rule, const std::string &fact) {
         if (found.empty()) found = sentence(node.inputs[input].name, rule, fact);
     }
-    void refuse_shape(size_t input, const std::vector<Axis> &axes, const std::string &remark = "") {
-        std::string text;
-        for (const Axis &axis : axes) {
-            const bool name_alone = is_number(axis.name) || axis.size == UNKNOWN;
-            text += (text.empty() ? "" : ", ") + axis.name + (name_alone ? "" : "=" + std::to_string(axis.size));
-        }
-        refuse(input, "have shape (" + text + ")", text_of(inputs[input].shape) + remark);
+    void refuse_shape(size_t input, const std::string &rule, const std::string &remark = "") {
+        refuse(input, rule, text_of(inputs[input].shape) + remark);
     }
-
-    int64_t size_of(const std::string &name) const {
-        if (is_number(name)) return std::stoll(name);
-        for (const Axis &axis : known)
-            if (axis.name == name) return axis.size;
-        return UNKNOWN;
-    }
-    int64_t places() const { return size_of("num_levels") * size_of("num_points"); }
 
     void learn_sizes() {
         for (size_t i = 0; i < inputs.size(); ++i) {
             if (!node.inputs[i].defines) continue;
-            const std::vector<std::string> names = split(node.inputs[i].axes);
-            if (names.size() != inputs[i].shape.size())
-                return refuse(i, "have shape (" + std::string(node.inputs[i].axes) + ")", text_of(inputs[i].shape));
-            for (size_t a = 0; a < names.size(); ++a)
-                if (size_of(names[a]) == UNKNOWN) known.push_back({names[a], inputs[i].shape[a]});
+            const std::string axes = node.inputs[i].axes;
+            if (size_t(std::count(axes.begin(), axes.end(), ',')) + 1 != inputs[i].shape.size())
+                return refuse_shape(i, "have shape (" + axes + ")");
+            known.tell_all(node.inputs[i].axes, inputs[i].shape.data());
         }
-        known.push_back({ON_ONE_AXIS + sizeof "bs, num_queries, num_heads,", places()});
+        known.tell(PLACES, known.of("num_levels") * known.of("num_points"));
     }
 
     void need_shape(size_t input) {
@@ -175,41 +126,38 @@ class Checker {
         const char *axes = node.inputs[input].axes;
         if (axes == REFERENCES) return;
         if (axes == ON_ONE_AXIS && shape.size() == 5) axes = ON_TWO_AXES;
-        std::vector<Axis> expected;
-        for (const std::string &name : split(axes)) expected.push_back({name, size_of(name)});
-        const bool same =
-            std::equal(shape.begin(), shape.end(), expected.begin(), expected.end(),
-                       [](int64_t size, const Axis &axis) { return axis.size == UNKNOWN || size == axis.size; });
-        if (!same) refuse_shape(input, expected);
+        if (!known.fit(axes, shape.data(), shape.size())) refuse_shape(input, known.rule(axes));
     }
 
     // Names value if the samples' tensors agree with each other but not with value.
     void blame_value() {
-        if (node.op == AGGREGATION) return;
-        const size_t place = node.op == MULTI_SCALE && node.with_logits ? 4 : 3;
+        if (node.function.op == AGGREGATION) return;
+        const size_t place = node.function.op == MULTI_SCALE && node.function.with_logits ? 4 : 3;
         const std::vector<int64_t> &value = inputs[0].shape, &samples = inputs[place].shape,
                                    &weights = inputs[size_t(node.weights)].shape;
-        const size_t compared = node.with_logits ? 3 : weights.size();
-        const bool agree = weights.size() >= compared && samples.size() >= compared + !node.with_logits &&
+        const size_t compared = node.function.with_logits ? 3 : weights.size();
+        const bool agree = weights.size() >= compared && samples.size() >= compared + !node.function.with_logits &&
                            std::equal(weights.begin(), weights.begin() + int64_t(compared), samples.begin());
         if (!agree || compared < 3 || (value[0] == samples[0] && value[2] == samples[2])) return;
         const bool swapped = value[1] == samples[2];
-        refuse_shape(0, {{"bs", samples[0]}, {"num_keys", UNKNOWN}, {"num_heads", samples[2]}, {"embed_dims", UNKNOWN}},
-                     swapped ? ", whose axes 1 and 2 look swapped" : "");
+        AxisSizes of_samples;
+        of_samples.tell("bs", samples[0]);
+        of_samples.tell("num_heads", samples[2]);
+        refuse_shape(0, of_samples.rule(VALUE.axes), swapped ? ", whose axes 1 and 2 look swapped" : "");
     }
 
     void need_groups() {
-        const int64_t groups = size_of("group"), channels = size_of("c");
-        if (node.op == AGGREGATION && found.empty() && (groups == 0 || channels % groups != 0))
+        const int64_t groups = known.of("group"), channels = known.of("c");
+        if (node.function.op == AGGREGATION && found.empty() && (groups == 0 || channels % groups != 0))
             refuse(size_t(node.weights), "have a group count that divides c=" + std::to_string(channels),
                    std::to_string(groups));
     }
 
     void need_references() {
-        if (!found.empty() || node.op != MULTI_SCALE || !node.with_logits) return;
+        if (!found.empty() || node.function.op != MULTI_SCALE || !node.function.with_logits) return;
         const std::vector<int64_t> &shape = inputs[3].shape;
-        const int64_t bs = size_of("bs"), queries = size_of("num_queries"), levels = size_of("num_levels"),
-                      points = size_of("num_points");
+        const int64_t bs = known.of("bs"), queries = known.of("num_queries"), levels = known.of("num_levels"),
+                      points = known.of("num_points");
         const bool axes = shape.size() == 4 && shape[BATCH] == bs && shape[QUERY] == queries;
         if (axes && (shape[COORDINATE] == 2 || shape[COORDINATE] == 4) &&
             (reference_by_point ? shape[REFERENCE] > 0 && points % shape[REFERENCE] == 0
@@ -217,10 +165,8 @@ class Checker {
             return;
         const std::string count = reference_by_point ? "a divisor of num_points=" + std::to_string(points)
                                                      : "num_levels=" + std::to_string(levels) + " or 1";
-        refuse(3,
-               "have shape (bs=" + std::to_string(bs) + ", num_queries=" + std::to_string(queries) + ", " + count +
-                   ", 2 or 4)",
-               text_of(shape));
+        refuse_shape(3, "have shape (bs=" + std::to_string(bs) + ", num_queries=" + std::to_string(queries) + ", " +
+                            count + ", 2 or 4)");
     }
 
     void need_type(size_t input) {
@@ -240,47 +186,12 @@ class Checker {
     }
 };
 
-int64_t number(const Given &table, int64_t place) {
-    return table.type == ORT_INT32 ? static_cast<const int32_t *>(table.data)[place]
-                                   : static_cast<const int64_t *>(table.data)[place];
-}
-
-// The rows that a level ends before, as text; it may have more than 64 bits can count.
-std::string rows_needed(int64_t height, int64_t width, int64_t start) {
-    int64_t rows;
-    if (__builtin_mul_overflow(height, width, &rows) || __builtin_add_overflow(rows, start, &rows))
-        return "2**63 or more";
-    return std::to_string(rows);
-}
-
 } // namespace
 
 std::string find_fault(const Node &node, const std::vector<Given> &inputs, bool by_point) {
     for (size_t i = 0; i < inputs.size(); ++i)
         if (!inputs[i].there && !node.inputs[i].optional) return sentence(node.inputs[i].name, "be given", "no tensor");
     return Checker(node, inputs, by_point).fault();
-}
-
-std::string find_fault_of_levels(const Node &node, const std::vector<Given> &inputs) {
-    const Given &shapes = inputs[1], &starts = inputs[2];
-    const int64_t keys = inputs[0].shape[KEY], last = starts.shape.back(),
-                  of_cameras = int64_t(starts.shape.size()) == 2;
-    const int64_t count = last * (of_cameras ? starts.shape.front() : 1);
-    for (int64_t i = 0; i < count; ++i) {
-        const std::string where = of_cameras ? "[" + std::to_string(i / last) + ", " + std::to_string(i % last) + "]"
-                                             : "[" + std::to_string(i) + "]";
-        const int64_t height = number(shapes, 2 * i), width = number(shapes, 2 * i + 1), start = number(starts, i);
-        const std::string name = node.inputs[2].name + where;
-        if (height <= 0 || width <= 0)
-            return sentence(node.inputs[1].name + where, "be positive (H, W)", text_of({height, width}));
-        if (start < 0) return sentence(name, "not be negative", std::to_string(start));
-        if (start > keys || width > keys || height > (keys - start) / width)
-            return sentence(name,
-                            "leave room for " + std::to_string(height) + " x " + std::to_string(width) +
-                                " rows among " + std::to_string(keys),
-                            std::to_string(start) + " (needs " + rows_needed(height, width, start) + " rows)");
-    }
-    return "";
 }
 
 } // namespace mxd

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
-#include "call/call.h"
+#include "call/make_call.h"
 
 namespace mxd {
 
@@ -20,10 +21,11 @@ struct NodeInput {
 
 struct Node {
     const char *name;
-    Operator op;
-    bool with_logits;
-    int weights; // the place of weights or logits
     std::vector<NodeInput> inputs;
+    Function function{}; // of this name
+    int weights;         // the place of weights or logits
+
+    Node(const char *of, std::initializer_list<NodeInput> given);
 };
 
 const std::vector<Node> &nodes();
@@ -36,8 +38,7 @@ struct Given {
     void *data;
 };
 
-// What is wrong with the inputs, in the words of _check.py; empty when nothing is. Levels are looked at by themselves.
+// What is wrong with the inputs, in the words of _check.py; empty when nothing is. Levels are not looked at.
 std::string find_fault(const Node &node, const std::vector<Given> &inputs, bool by_point);
-std::string find_fault_of_levels(const Node &node, const std::vector<Given> &inputs);
 
 } // namespace mxd

@@ -14,7 +14,7 @@
 #include <thread>
 #include <vector>
 
-#include "call/make_call.h"
+#include "call/words.h"
 #include "interface.h"
 #include "onnxruntime/api.h"
 #include "onnxruntime/nodes.h"
@@ -117,20 +117,17 @@ std::vector<Given> given_inputs(const Instance &instance, const OrtKernelContext
 }
 
 int64_t dtype_of(int type) {
-    switch (type) {
-    case ORT_FLOAT16:
-        return MXD_FLOAT16;
-    case ORT_BFLOAT16:
-        return MXD_BFLOAT16;
-    case ORT_FLOAT64:
-        return MXD_FLOAT64;
-    case ORT_INT32:
-        return MXD_INT32;
-    case ORT_INT64:
-        return MXD_INT64;
-    default:
-        return MXD_FLOAT32;
-    }
+    static constexpr struct {
+        OrtType type;
+        mxd_dtype dtype;
+    } OTHERS[] = {{ORT_FLOAT16, MXD_FLOAT16},
+                  {ORT_BFLOAT16, MXD_BFLOAT16},
+                  {ORT_FLOAT64, MXD_FLOAT64},
+                  {ORT_INT32, MXD_INT32},
+                  {ORT_INT64, MXD_INT64}};
+    for (const auto &each : OTHERS)
+        if (each.type == type) return each.dtype;
+    return MXD_FLOAT32;
 }
 
 mxd_tensor contiguous(void *data, int type, const std::vector<int64_t> &shape) {
@@ -157,9 +154,9 @@ mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const std::
 // Logits of levels and points on one axis are seen on two.
 std::vector<mxd_tensor> tensors_of(const Node &node, std::vector<Given> inputs) {
     std::vector<int64_t> &weights = inputs[size_t(node.weights)].shape;
-    if (node.with_logits && weights.size() == 4) {
+    if (node.function.with_logits && weights.size() == 4) {
         const int64_t levels = inputs[2].shape.front();
-        const int64_t points = node.op == GEOMETRIC ? inputs[4].shape[PLACE] : inputs[4].shape[POINT];
+        const int64_t points = node.function.op == GEOMETRIC ? inputs[4].shape[PLACE] : inputs[4].shape[POINT];
         weights[3] = levels;
         weights.push_back(points);
     }
@@ -170,11 +167,10 @@ std::vector<mxd_tensor> tensors_of(const Node &node, std::vector<Given> inputs) 
 
 Call call_of_node(const Instance &instance, const std::vector<mxd_tensor> &tensors, const std::vector<Given> &inputs,
                   const mxd_tensor &output) {
-    const Node &node = instance.node;
     std::vector<const mxd_tensor *> arguments;
     for (size_t i = 0; i < tensors.size(); ++i) arguments.push_back(inputs[i].there ? &tensors[i] : nullptr);
     arguments.push_back(&output);
-    Call call = make_call({node.op, node.with_logits, false}, arguments.data(), 1);
+    Call call = make_call(instance.node.function, arguments.data(), 1);
     call.reference_by_point = instance.by_point;
     return call;
 }
@@ -244,7 +240,7 @@ void compute(Instance &instance, OrtKernelContext *context) {
     case MXD_OK:
         return;
     case MXD_BAD_LEVEL:
-        refuse(api, find_fault_of_levels(instance.node, inputs));
+        refuse(api, fault_of_levels(call, instance.node.inputs[1].name, instance.node.inputs[2].name));
     case MXD_BAD_SHAPE:
         refuse(api, std::string("the native kernel of ") + instance.node.name +
                         " was given 2**31 - 1 rows, 2**48 elements, or more");
@@ -264,7 +260,7 @@ OrtStatus *create(const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *in
     const NodeKernel &kernel = kernel_of(op);
     const OrtApi *api = kernel.runtime->api;
     return status_of(api, [&] {
-        const bool has_axis = kernel.node->op == MULTI_SCALE && kernel.node->with_logits;
+        const bool has_axis = kernel.node->function.op == MULTI_SCALE && kernel.node->function.with_logits;
         const bool by_point = has_axis && reads_by_point(api, info);
         *made = new Instance{*kernel.runtime, *kernel.node, by_point};
     });

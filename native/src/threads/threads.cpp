@@ -1,6 +1,7 @@
 #include "threads/threads.h"
 
 #include "threads/event.h"
+#include "threads/lent_threads.h"
 #include "threads/openmp.h"
 #include "threads/pool.h"
 
@@ -25,6 +26,7 @@ namespace {
 
 const int64_t loaded_in = this_process();
 std::atomic<bool> own_threads{false};
+thread_local LentThreads *lent = nullptr;
 
 // Null: our own pool's threads. A forked child never uses the runtime: libgomp waits forever for threads that its
 // parent had, and nobody can ask it whether there were any, because torch's operators may have made them.
@@ -64,6 +66,10 @@ const char *threads_in_use() {
         std::string("threads of ") + found->name; // there is one runtime, once it is found
     return sentence.c_str();
 }
+
+LentThreads *lent_threads() { return lent; }
+Lending::Lending(LentThreads &threads) { lent = &threads; }
+Lending::~Lending() { lent = nullptr; }
 
 void use_own_threads(bool own) { own_threads.store(own, std::memory_order_relaxed); }
 

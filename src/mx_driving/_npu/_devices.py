@@ -24,7 +24,7 @@ _Device = torch.device  # before it is replaced
 _types = {"npu"}
 
 # of tensors that exist, these may give the tensor itself or its memory; what arrives on a device is a copy
-_SHARING = ("as_tensor", "asarray")
+_SHARING = {"as_tensor": {}, "asarray": {"copy": True}}  # without copy, asarray of torch 2.6 ends the tensor's requires_grad
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 
@@ -70,14 +70,13 @@ def _names_device(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
     return any(stands_for_cpu(a) for a in (*args, *named.values())) or _is_index(named.get("device"))
 
 
-def _sharing(function: Function) -> Function:
-    """For a function whose result may share its input's memory."""
+def _sharing(function: Function, **more: Any) -> Function:
+    """For a function whose result may share its input's memory. `more`: what it is told then."""
     call = mapped(function)
 
     @functools.wraps(function)
     def copy(*args: Any, **named: Any) -> Any:
-        result = call(*args, **named)
-        return result.clone() if _names_device(args, named) else result
+        return call(*args, **{**more, **named}).clone() if _names_device(args, named) else call(*args, **named)
 
     return copy
 
@@ -207,7 +206,8 @@ def install(changes: Changes) -> None:
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
-                _replace(changes, owner, name, (_sharing if name in _SHARING else mapped)(function))
+                wrapped = _sharing(function, **_SHARING[name]) if name in _SHARING else mapped(function)
+                _replace(changes, owner, name, wrapped)
     for name in (*_LIKE, "load", "set_default_device"):
         _replace(changes, torch, name, mapped(getattr(torch, name)))
     for name in _NEW:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import MultiScaleDeformableAttention
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
@@ -230,20 +231,6 @@ def code_of(form: Core, core: types.FunctionType) -> types.CodeType:
     return made[core.__name__].__code__
 
 
-def _layer(
-    self,
-    value,
-    value_spatial_shapes,
-    value_spatial_shapes_list,
-    level_start_index,
-    sampling_locations,
-    attention_weights,
-    im2col_step,
-):
-    """transformers 5. It passes the shapes as a tensor for its GPU kernel, and as a list for its plain torch."""
-    return multi_scale_deformable_attn(value, value_spatial_shapes, level_start_index, sampling_locations, attention_weights)
-
-
 _MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
 FORMS: tuple[Core | Form, ...] = (
     *CORES,
@@ -258,7 +245,7 @@ FORMS: tuple[Core | Form, ...] = (
             "attention_weights",
             "im2col_step",
         ),
-        _layer,
+        MultiScaleDeformableAttention.forward,  # of transformers 5
     ),
     Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, called="(?i)(ms|multi_?scale)_?deform"),
     Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, called="(?i)geometric"),

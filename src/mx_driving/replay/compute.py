@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS, Operator
+from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS
 from .calls import PLACES, Call
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
@@ -32,9 +32,9 @@ class _Reference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         row = OPERATORS[ctx.operator]
-        mask = [True] * len(row.differentiable)
+        mask = [ctx.needs_input_grad[1 + i] for i in row.differentiable]
         found = getattr(reference, ctx.operator + "_backward")(grad, *ctx.saved_tensors, mask)
-        by_place = dict(zip(row.differentiable, found, strict=True))
+        by_place = {i: g for i, g, wanted in zip(row.differentiable, found, mask, strict=True) if wanted}
         return (None, *(by_place.get(i) for i in range(len(PLACES))))
 
 
@@ -42,13 +42,20 @@ def core(operator: str) -> Core:
     return lambda *inputs: _Reference.apply(operator, *inputs)
 
 
-def computed(call: Call, dtype: torch.dtype | None, form: Core | None = None, queries: Tensor | None = None) -> Results:
+def computed(
+    call: Call,
+    dtype: torch.dtype | None,
+    form: Core | None = None,
+    queries: Tensor | None = None,
+    learned: tuple[int, ...] | None = None,
+) -> Results:
     """The output and, where there is a grad_output, the gradients.
 
     Args:
         dtype: of the inputs; None leaves them as they were recorded.
         form: how; None is the reference.
         queries: only these, in the output and in every gradient.
+        learned: places of the inputs whose gradients are computed; None is all that have one.
     """
     form, row = form or core(call.row.name), call.row
     inputs, grad = list(call.inputs), call.grad_output
@@ -60,9 +67,10 @@ def computed(call: Call, dtype: torch.dtype | None, form: Core | None = None, qu
         grad = grad.to(dtype) if grad is not None else None
     step = _at_a_time(call)
     begins = range(0, max(1, inputs[LOCATIONS].shape[1]), step)
-    parts = [_chunk(row, form, inputs, grad, slice(begin, begin + step)) for begin in begins]
+    learned = () if grad is None else row.differentiable if learned is None else learned
+    parts = [_chunk(learned, form, inputs, grad, slice(begin, begin + step)) for begin in begins]
     found = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "grad_value"}
-    if grad is not None:
+    if "grad_value" in parts[0]:
         found["grad_value"] = functools.reduce(torch.add, (part["grad_value"] for part in parts))
     return found
 
@@ -73,9 +81,8 @@ def _at_a_time(call: Call) -> int:
     return max(1, NUMBERS // max(1, points * math.prod(call.inputs[VALUE].shape[2:])))
 
 
-def _chunk(row: Operator, form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice) -> Results:
+def _chunk(learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice) -> Results:
     some = [t[:, queries] if place >= LOCATIONS else t for place, t in enumerate(inputs)]
-    learned = row.differentiable if grad is not None else ()
     leaves = [t.detach().requires_grad_(place in learned) for place, t in enumerate(some)]
     output = form(*leaves)
     found = {"output": output.detach()}
@@ -140,7 +147,7 @@ def _slope_scale(call: Call, axis: int) -> float:
             moved = locations.clone()
             moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
             one = restricted(call, tables, moved)
-            slopes = computed(one, torch.float64)["grad_weights"]
+            slopes = computed(one, torch.float64, learned=(WEIGHTS,))["grad_weights"]
             share = size[:, None, None] if call.row.grouped else size
             found = share * one.inputs[WEIGHTS].double() * slopes
             total = total + (found.sum((-1, -2)) if call.row.grouped else found)

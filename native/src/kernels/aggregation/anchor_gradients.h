@@ -6,18 +6,11 @@
 
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class AnchorGradients {
   public:
-    static int64_t bytes(const Call &call) {
-        if (!call.with_logits) return 0;
-        const Sizes &n = call.sizes;
-        return Arena::bytes<T>(pairs_of(n) * n.scales * n.groups) + Arena::bytes<T>(n.groups) +
-               Arena::bytes<T>(3 * n.points);
-    }
     AnchorGradients(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), points(call.grad_locations, {KEY_POINT, XYZ}), sums(job) {
         if (!call.with_logits) return;
@@ -72,5 +65,4 @@ template <class T> class AnchorGradients {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -5,8 +5,7 @@
 #include "kernels/aggregation/blocks.h"
 #include "kernels/aggregation/grouped_softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Where the weights of samples are, or their logits.
@@ -67,9 +66,6 @@ template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
     T *most, *inverse; // [group]: as in SoftmaxTotals
 
-    static int64_t bytes(const Sizes &n, int64_t rows) {
-        return Arena::bytes<T>(GroupedSoftmax<T>::room(rows * n.groups)) + Arena::bytes<T>(2 * n.groups);
-    }
     AnchorSoftmax(const Sizes &n, int64_t rows, Arena &arena)
         : exps(arena.take<T>(GroupedSoftmax<T>::room(rows * n.groups))), most(arena.take<T>(2 * n.groups)),
           inverse(most + n.groups) {}
@@ -77,11 +73,6 @@ template <class T> struct AnchorSoftmax {
 
 template <class T> class AnchorWeights {
   public:
-    static int64_t bytes(const Call &call) {
-        const Sizes &n = call.sizes;
-        const int64_t rows = rows_of(call);
-        return GroupedSoftmax<T>::bytes(rows * n.groups, n.groups) + KNOWN_ANCHORS * AnchorSoftmax<T>::bytes(n, rows);
-    }
     AnchorWeights(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), places(job.call), of_pair(job.call.weights, {SCALE, GROUP}),
           of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call), totals(job),
@@ -100,7 +91,7 @@ template <class T> class AnchorWeights {
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
         if (of_anchor.contiguous)
-            return with_elements(call.weights, offset,
+            return with_elements(at(call.weights, offset), call.weights.dtype,
                                  [&](auto *logits) { turn_elements(logits, call.weights.strides[QUERY]); });
         of_anchor.read(offset, to.exps);
         turn_elements(static_cast<const T *>(to.exps), 0);
@@ -207,6 +198,22 @@ template <class T> class SampleWeights {
     }
 };
 
+// Where only the gradient of feature_maps is wanted: SoftmaxTotals, which the gradients of samples else write. Items:
+// AnchorBlocks.
+template <class T> class Totals {
+  public:
+    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
+    Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
+
+    void operator()(int64_t item) {
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.turn(blocks.batch(item), a);
+    }
+
+  private:
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorWeights<T> weights;
+};
+
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -8,8 +8,7 @@
 #include "kernels/aggregation/projection.h"
 #include "kernels/shared/grouped_rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
@@ -24,11 +23,6 @@ template <class T> class AnchorReader {
     const int64_t *seen = nullptr;
     int64_t num_seen = 0;
 
-    static int64_t bytes(const Call &call) {
-        const Sizes &n = call.sizes;
-        return Arena::bytes<int64_t>(pairs_of(n)) + Arena::bytes<T>(call.with_logits ? 0 : 2 * pairs_of(n)) +
-               Cameras<T>::bytes(call) + KNOWN_ANCHORS * SeenPoints<T>::bytes(call);
-    }
     AnchorReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), axes(c.locations, {KEY_POINT, CAMERA, PAIR_XY}),
           in_place(axes.contiguous && c.locations.dtype == OWN<T>), found(arena.take<int64_t>(pairs_of(n))),
@@ -111,10 +105,6 @@ template <class T> class Samples {
   public:
     int64_t count = 0;
 
-    static int64_t bytes(const Sizes &n) {
-        return Maps<T>::bytes(bundle_room(n)) + 2 * Arena::bytes<T>(bundle_room(n)) +
-               Arena::bytes<T>(bundle_room(n) * n.groups);
-    }
     Samples(const Call &c, Arena &arena)
         : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))),
           y(arena.take<T>(bundle_room(n))), weights(arena.take<T>(bundle_room(n) * n.groups)) {}
@@ -173,11 +163,6 @@ template <class T> struct Bundle {
     Int<T> *inside;   // whether it is on the map
     T *right, *below; // of each sample, as in Corners
 
-    static int64_t bytes(const Sizes &n) {
-        return Samples<T>::bytes(n) + Arena::bytes<int64_t>(bundle_room(n)) +
-               Arena::bytes<int64_t>(4 * bundle_room(n) + ROWS_AHEAD) + Arena::bytes<T>(4 * bundle_room(n)) +
-               Arena::bytes<Int<T>>(4 * bundle_room(n)) + 2 * Arena::bytes<T>(bundle_room(n));
-    }
     Bundle(const Call &call, const Sizes &n, Arena &arena)
         : samples(call, arena), pairs(arena.take<int64_t>(bundle_room(n))),
           address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
@@ -214,21 +199,11 @@ template <class V, class T> struct AnchorWorker {
     T *row;
     RowAddresses rows;
 
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return AnchorReader<T>::bytes(job.call) + AnchorWeights<T>::bytes(job.call) + 2 * Bundle<T>::bytes(n) +
-               Arena::bytes<V>(n.channels) + Arena::bytes<T>(n.channels) + RowAddresses::bytes(bundle_room(n));
-    }
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * AnchorBlocks(job.call).blocks;
-    }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
     AnchorWorker(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), blocks(call), locations(call, arena), weights(job, arena),
-          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)),
-          rows(arena, bundle_room(n), zeros) {
-        memset(zeros, 0, size_t(n.channels) * sizeof(V));
-    }
+          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.zeros<V>(n.channels)),
+          row(arena.take<T>(n.channels)), rows(arena, bundle_room(n), zeros) {}
 
     template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
         rows.set(0, bundle_room(n), at(call.value, b * call.value.strides[BATCH]),
@@ -291,5 +266,4 @@ template <class V, class T> struct AnchorWorker {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

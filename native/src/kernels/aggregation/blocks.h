@@ -4,8 +4,7 @@
 #include "kernels/shared/job.h"
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Samples of a bundle: all scales of a pair (point, camera) stay together.
@@ -34,5 +33,4 @@ struct AnchorBlocks {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,21 +4,14 @@
 #include "kernels/aggregation/anchors.h"
 #include "kernels/shared/bands.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, band).
 template <class T> class FeatureGradient {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.plan.num_bands; }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return AnchorReader<T>::bytes(job.call) + Samples<T>::bytes(n) + 2 * Arena::bytes<T>(n.channels) +
-               Arena::bytes<int64_t>(4 * bundle_room(n) + ROWS_AHEAD) + Arena::bytes<T>(4 * bundle_room(n) * n.groups) +
-               Band<T>::bytes(job.plan, n.channels) + BandReach<T>::bytes(job.call.sizes.levels);
-    }
-    FeatureGradient(const Job &job, Arena arena)
+    FeatureGradient(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job), samples(call, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
           address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
@@ -103,5 +96,4 @@ template <class T> class FeatureGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

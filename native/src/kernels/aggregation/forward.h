@@ -3,8 +3,7 @@
 
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
@@ -13,11 +12,7 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 
   public:
     using Base::items;
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * bundle_room(n) * n.groups);
-    }
-    Forward(const Job &job, Arena arena)
+    Forward(const Job &job, Arena &arena)
         : Base(job, arena), shares(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)) {}
 
     void operator()(int64_t item) {
@@ -47,5 +42,4 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

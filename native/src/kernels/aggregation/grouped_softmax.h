@@ -6,8 +6,7 @@
 #include "kernels/shared/sampling.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class GroupedSoftmax {
@@ -18,7 +17,6 @@ template <class T> class GroupedSoftmax {
   public:
     // Room for the exps of `count` logits.
     static int64_t room(int64_t count) { return round_up(count, STEP); }
-    static int64_t bytes(int64_t count, int64_t groups) { return Arena::bytes<T>(room(count) + groups); }
     GroupedSoftmax(int64_t rows, int64_t of_row, Arena &arena)
         : groups(of_row), count(rows * of_row), whole(count / STEP * STEP), padded(room(count)),
           cycle(of_row > 0 ? STEP / common_divisor(of_row, STEP) * of_row : STEP),
@@ -76,7 +74,7 @@ template <class T> class GroupedSoftmax {
             }
             memcpy(lanes + column, top, sizeof top);
         }
-        fold(least[0], most, [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+        fold(least[0], most, Larger());
     }
 
     // logits: exps, where they were copied.
@@ -96,7 +94,7 @@ template <class T> class GroupedSoftmax {
             }
             memcpy(lanes + column, sums, sizeof sums);
         }
-        fold(T(0), inverse, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+        fold(T(0), inverse, Total());
         for (int64_t g = 0; g < groups; ++g) inverse[g] = 1 / inverse[g];
     }
 
@@ -124,5 +122,4 @@ template <class T> class GroupedSoftmax {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

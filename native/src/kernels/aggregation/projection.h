@@ -8,8 +8,7 @@
 
 #include "kernels/aggregation/blocks.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> constexpr T NEAREST = T(1e-5); // what is nearer to a camera, or behind it, is taken to be this far
@@ -24,12 +23,6 @@ template <class T> struct SeenPoints {
     int64_t count = 0;
     T *xy = nullptr, *depth = nullptr; // of pairs that are seen, by their number: the location, and d
 
-    static int64_t bytes(const Call &call) {
-        if (!call.with_logits) return 0;
-        const Sizes &n = call.sizes;
-        return Arena::bytes<T>(3 * round_up(n.points, LANES)) + Arena::bytes<int64_t>(pairs_of(n)) +
-               Arena::bytes<int64_t>(n.cameras + 1) + Arena::bytes<T>(2 * pairs_of(n)) + Arena::bytes<T>(pairs_of(n));
-    }
     SeenPoints(const Call &call, Arena &arena) {
         if (!call.with_logits) return;
         const Sizes &n = call.sizes;
@@ -44,10 +37,6 @@ template <class T> struct SeenPoints {
 
 template <class T> class Cameras {
   public:
-    static int64_t bytes(const Call &call) {
-        const int64_t cameras = call.sizes.cameras;
-        return call.with_logits ? Arena::bytes<T>(OF_MATRIX * cameras) + Arena::bytes<T>(2 * cameras) : 0;
-    }
     Cameras(const Call &c, Arena &arena) : call(c), n(c.sizes) {
         if (!call.with_logits) return;
         matrices = arena.take<T>(OF_MATRIX * n.cameras);
@@ -159,8 +148,7 @@ template <class T> class ProjectionSums {
 template <class T> class ProjectionGradient {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.cameras; }
-    static int64_t scratch_bytes(const Job &) { return 0; }
-    ProjectionGradient(const Job &job, Arena)
+    ProjectionGradient(const Job &job, Arena &)
         : grad(job.call.grad_projection), n(job.call.sizes), blocks(job.call), sums(job) {}
 
     void operator()(int64_t item) {
@@ -179,5 +167,4 @@ template <class T> class ProjectionGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/aggregation/anchor_gradients.h"
 #include "kernels/aggregation/anchors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
@@ -14,12 +13,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 
   public:
     using Base::items;
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return Base::scratch_bytes(job) + Arena::bytes<T>(4 * bundle_room(n) * n.groups) +
-               Arena::bytes<T>(pair_size(n)) + AnchorGradients<T>::bytes(job.call);
-    }
-    SampleGradients(const Job &job, Arena arena)
+    SampleGradients(const Job &job, Arena &arena)
         : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)),
           pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}),
           of_anchor(job, arena) {}
@@ -102,5 +96,4 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

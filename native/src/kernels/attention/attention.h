@@ -14,8 +14,7 @@
 #include "kernels/attention/value_by_heads.h"
 #include "kernels/attention/value_with_samples.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
@@ -49,7 +48,7 @@ template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
 
 // Worker over its items, once grad_value is zero.
 template <class T, class Worker> inline bool add_to_zero(const Job &job) {
-    if (job.plan.all_rows_are_packed) return parallel<Worker>(job.call.num_threads, Worker::items(job), job);
+    if (job.plan.all_rows_are_packed) return over_items<Worker>(job);
     return parallel_stages<Worker>(job.call.num_threads, 1, Worker::items(job), job,
                                    [&](int64_t, int64_t chunk) { set_to_zero<T>(job.call, chunk); });
 }
@@ -69,7 +68,7 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
     case ValueGradient::BY_PARTS:
         return add_to_zero<T, ValueByHeads<T, Rule>>(job);
     case ValueGradient::BY_BANDS:
-        return parallel<ValueByBands<T, Rule>>(job.call.num_threads, ValueByBands<T, Rule>::items(job), job);
+        return over_items<ValueByBands<T, Rule>>(job);
     }
     return false;
 }
@@ -79,14 +78,11 @@ template <template <class> class Rule> inline bool attention_backward(const Call
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan, nullptr, nullptr});
-        char *sums = static_cast<char *>(malloc(size_t(ReferenceSums<T>::bytes(call))));
-        const Job job{call, plan, nullptr, sums};
-        const bool done = sums && all_gradients<V, T, Rule>(job) && add_up_heads<T>(job);
-        free(sums);
-        return done;
+        const Memory sums(ReferenceSums<T>::bytes(call));
+        const Job job{call, plan, nullptr, sums.begin()};
+        return sums.begin() && all_gradients<V, T, Rule>(job) && over_items<ReferenceGradient<T>>(job);
     });
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
@@ -15,10 +14,7 @@ class Forward : QueryWorker<R, T, Rule> {
 
   public:
     typedef R Row;
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + Arena::bytes<V>(job.call.sizes.channels);
-    }
-    Forward(const Job &j, Arena arena)
+    Forward(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
           far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
           sum(arena.take<V>(this->n.channels)) {}
@@ -59,5 +55,4 @@ class Forward : QueryWorker<R, T, Rule> {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

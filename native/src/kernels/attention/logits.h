@@ -11,8 +11,7 @@
 #include "kernels/attention/query_rows.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Samples that are located together, as pairs (x, y) in one vector; the last of a query may be 4.
@@ -52,13 +51,6 @@ template <class T> class Logits {
     typedef PlainRows<T> Rows;
 
   public:
-    static int64_t bytes(const Call &call) {
-        if (!call.with_logits) return 0;
-        const Sizes &n = call.sizes;
-        return 2 * Arena::bytes<int64_t>(padded_samples(n)) + 2 * Arena::bytes<T>(2 * padded_samples(n)) +
-               Arena::bytes<T>(4 * longest(n)) + 2 * Rows::bytes(2 * TURNED, 2 * padded_samples(n)) +
-               2 * Rows::bytes(2 * TURNED, weight_room(n));
-    }
     Logits(const Call &c, Arena &arena) : call(c), n(c.sizes) {
         if (!call.with_logits) return;
         boxes = !c.has_window && n.coordinates == 4;
@@ -290,5 +282,4 @@ template <class T> class Logits {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,20 +4,28 @@
 #include "kernels/attention/queries.h"
 #include "kernels/shared/job.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
-// Where the rows of levels first..last-1 of one head lie: in a tensor from `head` on, `step` bytes apart, or in
-// `packed` memory, where a level is packed.
-inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, const char *head, int64_t step,
+// The rows of a head in a tensor: the first, and bytes from row to row.
+struct HeadRows {
+    char *first;
+    int64_t step;
+
+    HeadRows(const Tensor &t, int64_t b, int64_t h)
+        : first(at(t, offset_of(t, b, 0, h))), step(t.strides[KEY] * element_size(t.dtype)) {}
+};
+
+// Where the rows of n.levels levels of one head lie, from first_level on: in a tensor, or in `packed` memory, where a
+// level is packed.
+inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head,
                         const PackedLevels &levels, const char *packed, int64_t row_bytes, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
         const int64_t level = first_level + l, first = l * n.points, last = first + n.points;
         if (packed && levels.offset[level] >= 0)
             rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes);
         else
-            rows.set(first, last, head, step);
+            rows.set(first, last, head.first, head.step);
     }
     rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
 }
@@ -53,28 +61,14 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
-// The rows of a head in a tensor: the first, and bytes from row to row.
-struct HeadRows {
-    char *first;
-    int64_t step;
-
-    HeadRows(const Tensor &t, int64_t b, int64_t h)
-        : first(at(t, offset_of(t, b, 0, h))), step(t.strides[QUERY] * element_size(t.dtype)) {}
-};
-
 // Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them.
 inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, int64_t row_bytes, char *packed,
                  int64_t chunk = 0, int64_t chunks = 1) {
     packed_rows(call, levels, packed, row_bytes, chunk, chunks,
                 [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
 }
-inline void unpack(const Call &call, const PackedLevels &levels, const char *packed, int64_t row_bytes, HeadRows rows) {
-    packed_rows(call, levels, packed, row_bytes, 0, 1,
-                [&](int64_t row, const char *from) { copy_row(from, rows.first + row * rows.step, row_bytes); });
-}
 
-// The same with rows of value that are T in packed memory, in each_vector's order for V. Dtype and strides of the
-// gradient may be any; `row` is memory for one of its rows.
+// The same with rows that are T in packed memory, in each_vector's order for V.
 template <class V, class T>
 inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
                     int64_t chunks = 1) {
@@ -84,16 +78,18 @@ inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int
         widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
     });
 }
+// Packed rows of the gradient go to where they belong, whatever its dtype and strides are. `row` is memory for one.
 template <class V, class T>
 inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h, T *row) {
     const Tensor &t = call.grad_value;
     const HeadRows rows(t, b, h);
     const int64_t channels = call.sizes.channels, row_bytes = channels * int64_t(sizeof(T));
-    if (same_type<V, T> && t.dtype == OWN<T> && t.strides[CHANNEL] == 1)
-        return unpack(call, levels, packed, row_bytes, rows);
+    const bool as_it_is = same_type<V, T> && t.dtype == OWN<T> && t.strides[CHANNEL] == 1;
     packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
+        char *const to = rows.first + i * rows.step;
+        if (as_it_is) return copy_row(from, to, row_bytes);
         order_row<V, T>(reinterpret_cast<const T *>(from), row, channels);
-        write_elements(row, rows.first + i * rows.step, t.dtype, t.strides[CHANNEL], channels);
+        write_elements(row, to, t.dtype, t.strides[CHANNEL], channels);
     });
 }
 
@@ -120,5 +116,4 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

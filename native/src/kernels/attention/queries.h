@@ -5,8 +5,7 @@
 #include "kernels/attention/logits.h"
 #include "kernels/attention/window.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // A query's rows are found AHEAD queries before they are used, and prefetched while earlier rows are added up. With
@@ -52,9 +51,6 @@ struct QueryBlocks {
 // empty map has no rows.
 template <class T> class Query {
   public:
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<int64_t>(2 * padded_samples(n)) + Arena::bytes<T>(padded_samples(n));
-    }
     template <class Reader>
     Query(const Sizes &n, const Reader &reader, Arena &arena)
         : maps_(reader.maps()), window(reader.window()), xy_copy(arena.take<int64_t>(2 * padded_samples(n))),
@@ -94,13 +90,10 @@ template <class T> class QueryReader {
   public:
     int64_t padded = 0; // samples of a query
 
-    static int64_t bytes(const Call &call) {
-        return Maps<T>::bytes(padded_samples(call.sizes)) + Logits<T>::bytes(call) + Window<T>::bytes(call);
-    }
     QueryReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
           maps_(arena, padded_samples(n)), logits(c, arena), window_(c, arena) {
-        use_levels(0, n.levels);
+        if (!arena.counts) use_levels(0, n.levels);
     }
 
     void use_levels(int64_t first, int64_t last) {
@@ -152,7 +145,8 @@ template <class T> class QueryReader {
         }
         if (call.with_logits) return read_turned(q, location, query);
         if (whole)
-            query.xy = whole_numbers(location, q <= locations_until, static_cast<int64_t *>(query.xy_copy));
+            query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, int64_t(0),
+                              static_cast<int64_t *>(query.xy_copy));
         else
             query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
                               static_cast<T *>(query.xy_copy));
@@ -197,55 +191,39 @@ template <class T> class QueryReader {
         widen_or_copy(weights, weight_rows.at(q), q <= weights_until, weight_samples, weights_padded, T(0), of_logits);
     }
 
-    // Copies `count` elements, a multiple of LANES, as T. False: this dtype is read another way.
-    static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, T *to) {
+    // Copies `count` elements, a multiple of LANES, as E: T or int64_t. False: this dtype is read another way.
+    template <class E> static MXD_INLINE bool widened(const char *from, int64_t dtype, int64_t count, E *to) {
         const auto widen = [&](auto *elements) {
-            for (int64_t i = 0; i < count; i += LANES) store<T, LANES>(to + i, load<T, LANES>(elements + i));
+            for (int64_t i = 0; i < count; i += LANES) store<E, LANES>(to + i, load<E, LANES>(elements + i));
             return true;
         };
-        if (dtype == MXD_FLOAT16) return widen(reinterpret_cast<const Half *>(from));
-        if (dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(from));
+        if constexpr (same_type<E, int64_t>) {
+            if (dtype == MXD_INT32) return widen(reinterpret_cast<const int32_t *>(from));
+        } else {
+            if (dtype == MXD_FLOAT16) return widen(reinterpret_cast<const Half *>(from));
+            if (dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(from));
+        }
         return false;
     }
     // `count` elements of a query's locations or weights, padded to `room`: in place, or copied to `memory`.
-    template <class Input>
-    MXD_INLINE const T *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
-                               T pad, T *memory) const {
-        if (in_vectors && input.tensor.dtype == OWN<T>) return reinterpret_cast<const T *>(from);
+    template <class E, class Input>
+    MXD_INLINE const E *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
+                               E pad, E *memory) const {
+        if (in_vectors && input.tensor.dtype == OWN<E>) return reinterpret_cast<const E *>(from);
         widen_or_copy(input, from, in_vectors, count, room, pad, memory);
         return memory;
     }
-    template <class Input>
+    template <class E, class Input>
     MXD_INLINE void widen_or_copy(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
-                                  T pad, T *memory) const {
+                                  E pad, E *memory) const {
         if (!in_vectors || !widened(from, input.tensor.dtype, room, memory))
             copy(input, from, count, room, pad, memory);
     }
-    template <class Input>
-    __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t count, int64_t room, T pad,
-                                        T *memory) const {
+    template <class E, class Input>
+    __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t count, int64_t room, E pad,
+                                        E *memory) const {
         input.read_at(from, memory);
         for (int64_t i = count; i < room; ++i) memory[i] = pad;
-    }
-    // Locations as int64: in place, or copied to `memory`.
-    MXD_INLINE const int64_t *whole_numbers(const char *from, bool in_vectors, int64_t *memory) const {
-        const bool narrow = call.locations.dtype == MXD_INT32;
-        if (in_vectors && !narrow) return reinterpret_cast<const int64_t *>(from);
-        if (in_vectors)
-            for (int64_t i = 0; i < 2 * padded; i += LANES)
-                store<int64_t, LANES>(memory + i, load<int64_t, LANES>(reinterpret_cast<const int32_t *>(from) + i));
-        else
-            copy_whole_numbers(from, memory);
-        return memory;
-    }
-    __attribute__((noinline)) void copy_whole_numbers(const char *from, int64_t *memory) const {
-        locations.runs(0, [&](int64_t offset, int64_t stride, int64_t n, int64_t place) {
-            if (call.locations.dtype == MXD_INT32)
-                convert_run<int64_t>(reinterpret_cast<const int32_t *>(from) + offset, stride, memory + place, 1, n);
-            else
-                convert_run<int64_t>(reinterpret_cast<const int64_t *>(from) + offset, stride, memory + place, 1, n);
-        });
-        for (int64_t i = 2 * samples; i < 2 * padded; ++i) memory[i] = 0;
     }
 
     // The last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first on, `count`
@@ -288,5 +266,4 @@ template <class T> class OutputGradient {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // How many queries ahead inputs are prefetched. One head's inputs are a few cache lines of each query, a kilobyte
@@ -51,11 +50,9 @@ template <class T> class PlainRows {
     // count: a power of two. A copy stays until that of the query `count` later.
     static PlainRows ring(int64_t count, int64_t elements, Arena &arena) {
         const int64_t step = Arena::bytes<T>(elements);
-        char *memory = arena.take<char>(count * step);
-        memset(memory, 0, size_t(count * step)); // whole vectors are read, of which not all was written
-        return {memory, step, count - 1};
+        // zeros, because whole vectors are read, of which not all was written
+        return {arena.zeros<char>(count * step), step, count - 1};
     }
-    static int64_t bytes(int64_t count, int64_t elements) { return count * Arena::bytes<T>(elements); }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + (query & mask) * step); }
     MXD_INLINE T *operator[](int64_t query) const { return reinterpret_cast<T *>(at(query)); }
 
@@ -68,5 +65,4 @@ template <class T> class PlainRows {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -6,8 +6,7 @@
 #include "kernels/shared/job.h"
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class ReferenceSums {
@@ -33,8 +32,7 @@ template <class T> class ReferenceSums {
 // Items: blocks of queries, of all batches together.
 template <class T> class ReferenceGradient {
   public:
-    static int64_t scratch_bytes(const Job &job) { return Arena::bytes<T>(ReferenceSums<T>::numbers(job.call)); }
-    ReferenceGradient(const Job &job, Arena arena)
+    ReferenceGradient(const Job &job, Arena &arena)
         : grad(job.call.grad_reference), n(job.call.sizes), sums(job), numbers(ReferenceSums<T>::numbers(job.call)),
           row(arena.take<T>(numbers)) {}
 
@@ -64,10 +62,5 @@ template <class T> class ReferenceGradient {
     }
 };
 
-template <class T> inline bool add_up_heads(const Job &job) {
-    return parallel<ReferenceGradient<T>>(job.call.num_threads, ReferenceGradient<T>::items(job), job);
-}
-
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,15 +4,13 @@
 #include "kernels/attention/reference_gradient.h"
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Writes a gradient of OF_EACH numbers a sample, query by query. If dtype and strides allow it, whole vectors are
 // written in place as they are worked out. Everything else goes through scratch memory.
 template <class T, int AXES, int OF_EACH> class SampleOutput {
   public:
-    static int64_t bytes(const Sizes &n) { return Arena::bytes<T>(OF_EACH * padded_samples(n)); }
     SampleOutput(const SomeAxes<AXES> &of_sample, const Sizes &n, Arena &arena)
         : tensor(of_sample.tensor), axes(of_sample), samples(n.levels * n.points), in_vectors(samples / LANES * LANES),
           direct(tensor.data && axes.contiguous && tensor.dtype == OWN<T>),
@@ -51,16 +49,10 @@ template <class T, template <class> class Rule> class SampleOutputs {
   public:
     T *dot; // of each row
 
-    static int64_t bytes(const Sizes &n) {
-        return Arena::bytes<T>(4 * padded_samples(n)) + SampleOutput<T, 3, 2>::bytes(n) +
-               SampleOutput<T, 2, 1>::bytes(n);
-    }
     SampleOutputs(const Job &job, Arena &arena)
-        : dot(arena.take<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
+        : dot(arena.zeros<T>(4 * padded_samples(job.call.sizes))), call(job.call), n(call.sizes),
           xy({job.call.grad_locations, {LEVEL, POINT, XY}}, n, arena),
-          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {
-        memset(dot, 0, size_t(4 * padded_samples(n)) * sizeof(T));
-    }
+          weights({job.call.grad_weights, {LEVEL, POINT}}, n, arena), sums(job) {}
     void open(int64_t b, int64_t h) {
         xy.open(b, h);
         weights.open(b, h);
@@ -100,9 +92,10 @@ template <class T, template <class> class Rule> class SampleOutputs {
 
     MXD_INLINE void write_at_once(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         T *grad_offsets = xy.begin(q), *grad_weight = weights.memory();
-        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
-            Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
-        });
+        each_vector(query, reader.padded,
+                    [&](int64_t i, const Query<T> &own, const T *dots) __attribute__((always_inline)) {
+                        Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
+                    });
         reader.with_logits().logit_gradients(q, grad_weight, weights.whole_vectors(), weights.begin(q));
     }
     __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
@@ -128,10 +121,7 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 
   public:
     typedef V Row;
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(job.call.sizes);
-    }
-    SampleGradients(const Job &j, Arena arena)
+    SampleGradients(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr), samples(j, arena) {}
 
     void operator()(int64_t item) {
@@ -156,5 +146,4 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -5,24 +5,14 @@
 #include "kernels/attention/worker.h"
 #include "kernels/shared/bands.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head, band).
 template <class T, template <class> class Rule> class ValueByBands {
   public:
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * n.heads * job.plan.num_bands;
-    }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return QueryReader<T>::bytes(job.call) + Query<T>::bytes(n) + SLOTS * ScatterList<T>::bytes(padded_samples(n)) +
-               Arena::bytes<T>(n.channels) + Band<T>::bytes(job.plan, n.channels) +
-               BandReach<T>::bytes(padded_samples(n));
-    }
-    ValueByBands(const Job &job, Arena arena)
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * job.plan.num_bands; }
+    ValueByBands(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(job.call.sizes), reader(job.call, arena), query(n, reader, arena),
           lists{{arena, padded_samples(n)},
                 {arena, padded_samples(n)},
@@ -76,5 +66,4 @@ template <class T, template <class> class Rule> class ValueByBands {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

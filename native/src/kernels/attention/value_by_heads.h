@@ -4,8 +4,7 @@
 
 #include "kernels/attention/worker.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
@@ -15,14 +14,8 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
 
   public:
     static int64_t parts(const Plan &plan) { return plan.parts > 1 ? plan.parts : 1; }
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * n.heads * parts(job.plan);
-    }
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + Arena::bytes<char>(job.plan.packed_gradient.bytes);
-    }
-    ValueByHeads(const Job &j, Arena arena)
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * parts(job.plan); }
+    ValueByHeads(const Job &j, Arena &arena)
         : Base(j, arena), plan(j.plan), packed(arena.take<char>(plan.packed_gradient.bytes)) {}
 
     void operator()(int64_t item) {
@@ -37,29 +30,22 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
                 scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
                                grad_output.of(q));
             });
-        close(b, h);
+        unpack_as<T, T>(call, plan.packed_gradient, packed, b, h, this->row);
     }
 
   private:
     const Plan &plan;
     char *packed; // levels of plan.packed_gradient
 
-    int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
-
     void open(int64_t b, int64_t h, int64_t first_level, int64_t last_level) {
-        const Tensor &grad = this->call.grad_value;
         memset(packed, 0, size_t(plan.packed_gradient.bytes));
         this->use_levels(first_level, last_level);
         this->reader.open(b, h);
-        find_levels(this->call, this->n, first_level, at(grad, offset_of(grad, b, 0, h)),
-                    grad.strides[KEY] * int64_t(sizeof(T)), plan.packed_gradient,
-                    plan.packed_gradient.bytes > 0 ? packed : nullptr, row_bytes(), this->rows);
-    }
-    void close(int64_t b, int64_t h) {
-        unpack(this->call, plan.packed_gradient, packed, row_bytes(), {this->call.grad_value, b, h});
+        find_levels(this->call, this->n, first_level, {this->call.grad_value, b, h}, plan.packed_gradient,
+                    plan.packed_gradient.bytes > 0 ? packed : nullptr, this->n.channels * int64_t(sizeof(T)),
+                    this->rows);
     }
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

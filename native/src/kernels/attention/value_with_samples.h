@@ -4,8 +4,7 @@
 
 #include "kernels/attention/samples.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head). Value and its gradient are laid out alike: in their tensors, which are of T; or PACKED in
@@ -16,15 +15,8 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     typedef QueryWorker<T, T, Rule> Base;
 
   public:
-    static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * n.heads;
-    }
-    static int64_t scratch_bytes(const Job &job) {
-        return Base::scratch_bytes(job) + SampleOutputs<T, Rule>::bytes(job.call.sizes) +
-               2 * Arena::bytes<char>(job.plan.packed_gradient.bytes);
-    }
-    AllGradients(const Job &j, Arena arena)
+    static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads; }
+    AllGradients(const Job &j, Arena &arena)
         : Base(j, arena), job(j), levels(j.plan.packed_gradient), samples(j, arena),
           packed_value(arena.take<char>(levels.bytes)), packed_gradient(arena.take<char>(levels.bytes)) {}
 
@@ -52,8 +44,6 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
-    int64_t row_bytes() const { return this->n.channels * int64_t(sizeof(T)); }
-
     // From now on rows are those of this head. Returns the distance from a row of value to its gradient's.
     int64_t open_rows(int64_t b, int64_t h) {
         const Call &call = this->call;
@@ -62,12 +52,11 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
             pack_as<V, T>(call, levels, b, h, packed_value);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
-        find_levels(call, this->n, 0, value.first, value.step, levels, PACKED ? packed_value : nullptr, row_bytes(),
-                    this->rows);
+        find_levels(call, this->n, 0, value, levels, PACKED ? packed_value : nullptr,
+                    this->n.channels * int64_t(sizeof(T)), this->rows);
         return PACKED ? packed_gradient - packed_value : gradient.first - value.first;
     }
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

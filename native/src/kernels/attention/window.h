@@ -4,8 +4,7 @@
 
 #include "kernels/shared/sampling.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Each operation rounds by itself, as in torch, because another pixel is another row.
@@ -21,16 +20,11 @@ template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
 
 template <class T> class Window {
   public:
-    static int64_t bytes(const Call &call) {
-        return call.has_window ? 2 * Arena::bytes<T>(padded_samples(call.sizes)) : 0;
-    }
     Window() {}
     Window(const Call &call, Arena &arena) : points(call.sizes.points) {
         if (!call.has_window) return;
-        const Sizes &n = call.sizes;
-        x_of = arena.take<T>(padded_samples(n));
-        y_of = arena.take<T>(padded_samples(n));
-        for (int64_t i = 0; i < padded_samples(n); ++i) x_of[i] = y_of[i] = 0; // padding
+        x_of = arena.zeros<T>(padded_samples(call.sizes)); // with padding, which stays 0
+        y_of = arena.zeros<T>(padded_samples(call.sizes));
     }
     bool exists() const { return x_of != nullptr; }
 
@@ -58,5 +52,4 @@ template <class T> class Window {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

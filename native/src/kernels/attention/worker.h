@@ -4,8 +4,7 @@
 
 #include "kernels/attention/packing.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // A query between prepare and finish: its inputs, the addresses of its rows, and the share of each.
@@ -14,17 +13,10 @@ template <class T> struct alignas(64) Slot { // so that a shift finds it among o
     int64_t *address;
     T *share;
 
-    static int64_t bytes(const Sizes &n) {
-        return Query<T>::bytes(n) + Arena::bytes<int64_t>(4 * padded_samples(n)) +
-               Arena::bytes<T>(4 * padded_samples(n));
-    }
     template <class Reader>
     Slot(const Sizes &n, const Reader &reader, Arena &arena)
-        : query(n, reader, arena), address(arena.take<int64_t>(4 * padded_samples(n))),
-          share(arena.take<T>(4 * padded_samples(n))) {
-        memset(address, 0,
-               size_t(4 * padded_samples(n)) * sizeof(int64_t)); // prefetched before the first query is prepared
-    }
+        : query(n, reader, arena), // addresses are prefetched before the first query is prepared
+          address(arena.zeros<int64_t>(4 * padded_samples(n))), share(arena.take<T>(4 * padded_samples(n))) {}
 };
 
 // V: the type of the rows, of value or of its gradient.
@@ -39,18 +31,11 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     RowAddresses rows;
     int64_t num_rows; // of a query, padded
 
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return QueryReader<T>::bytes(job.call) + SLOTS * Slot<T>::bytes(n) + Arena::bytes<V>(n.channels) +
-               Arena::bytes<T>(n.channels) + RowAddresses::bytes(padded_samples(n));
-    }
     QueryWorker(const Job &job, Arena &arena)
         : call(job.call), n(job.call.sizes), reader(job.call, arena),
           slots{{n, reader, arena}, {n, reader, arena}, {n, reader, arena}, {n, reader, arena}},
-          nowhere(arena.take<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), nowhere),
-          num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {
-        memset(nowhere, 0, size_t(n.channels) * sizeof(V));
-    }
+          nowhere(arena.zeros<V>(n.channels)), row(arena.take<T>(n.channels)), rows(arena, padded_samples(n), nowhere),
+          num_rows(round_up(n.levels * n.points, ROWS) * CORNERS) {}
 
     // Restricts this worker to levels first..last-1.
     void use_levels(int64_t first, int64_t last) {
@@ -60,9 +45,8 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     }
 
     void find_value(const Job &job, int64_t b, int64_t h) {
-        const Tensor &from = call.value;
-        find_levels(call, n, 0, at(from, offset_of(from, b, 0, h)), from.strides[KEY] * int64_t(sizeof(V)),
-                    job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)), rows);
+        find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value,
+                    n.channels * int64_t(sizeof(V)), rows);
     }
 
     // For queries begin..end-1 of the open (batch, head): prepare(its shares, first of LANES samples, their rows) for
@@ -97,5 +81,4 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

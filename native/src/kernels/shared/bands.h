@@ -7,8 +7,7 @@
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/tensor.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> class Band {
@@ -16,9 +15,6 @@ template <class T> class Band {
     int64_t begin = 0, end = 0;    // rows of value
     int64_t address = 0, step = 0; // of row `begin`, and bytes from row to row
 
-    static int64_t bytes(const Plan &plan, int64_t channels) {
-        return plan.band_is_buffered ? Arena::bytes<T>(most_rows(plan) * channels) : 0;
-    }
     Band(const Call &c, const Plan &p, int64_t num_channels, Arena &arena)
         : call(c), plan(p), channels(num_channels),
           sums(p.band_is_buffered ? arena.take<T>(most_rows(p) * num_channels) : nullptr) {}
@@ -71,5 +67,4 @@ template <class T> class Band {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -9,8 +9,7 @@
 
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // How many rows ahead are prefetched. A row may be a kilobyte, so a few are enough.
@@ -146,7 +145,7 @@ inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64
 }
 
 // to = factor * from
-template <class T> inline void scaled(const T *from, T factor, int64_t n, T *to) {
+template <class T> MXD_INLINE void scaled(const T *from, T factor, int64_t n, T *to) {
     for_pieces<T>(n, [&](auto lanes, auto vectors, int64_t c) {
         constexpr int N = lanes.value;
         MXD_UNROLL
@@ -156,5 +155,4 @@ template <class T> inline void scaled(const T *from, T factor, int64_t n, T *to)
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -2,10 +2,10 @@
 #pragma once
 
 #include "call/plan.h"
+#include "kernels/shared/parallel.h"
 #include "kernels/shared/storage.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 struct Job {
@@ -19,22 +19,18 @@ struct Job {
     char *softmax_totals = nullptr, *projection_sums = nullptr;
 };
 
+// Runs a worker over its items.
+template <class Worker> inline bool over_items(const Job &job) {
+    return parallel<Worker>(job.call.num_threads, Worker::items(job), job);
+}
+
 // fn(V*, T*) for the storage type of value and the type computed in.
 template <class Fn> inline bool with_types(const Call &call, Fn &&fn) {
-    float *const single = nullptr;
-    double *const wide = nullptr;
-    switch (call.value.dtype) {
-    case MXD_FLOAT64:
-        return fn(wide, wide);
-    case MXD_FLOAT16:
-        return fn(static_cast<Half *>(nullptr), single);
-    case MXD_BFLOAT16:
-        return fn(static_cast<BFloat16 *>(nullptr), single);
-    default:
-        return fn(single, single);
-    }
+    return with_elements(nullptr, call.value.dtype, [&](auto *v) {
+        constexpr bool wide = same_type<__typeof__(*v), double>;
+        return fn(v, static_cast<typename RealOfSize<wide ? 8 : 4>::type *>(nullptr));
+    });
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/shared/vectors.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Lanes of `yes` where mask is all ones, of `no` where it is 0.
@@ -182,13 +181,14 @@ template <class T, int N, class Fold> MXD_INLINE T folded_lanes(Vec<T, N> x, Fol
     }
 }
 
-template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) {
-    if constexpr (N == 1)
-        return x;
-    else
-        return sum<T, N / 2>(fold<T, N>(x));
-}
+struct Total {
+    template <class V> MXD_INLINE V operator()(V a, V b) const { return a + b; }
+};
+struct Larger { // b, if one is NaN
+    template <class V> MXD_INLINE V operator()(V a, V b) const { return a > b ? a : b; }
+};
+
+template <class T, int N> MXD_INLINE T sum(Vec<T, N> x) { return folded_lanes<T, N>(x, Total()); }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -8,23 +8,33 @@
 #include <stdint.h>
 #include <stdlib.h>
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
-// Hands out scratch memory. Each array begins at a cache line.
+// Hands out scratch memory. Each array begins at a cache line. A worker is also made once on an arena that only counts,
+// for a constructor to say how much memory it takes; that one must not write.
 class Arena {
   public:
-    explicit Arena(char *memory) : next(memory) {}
+    Arena() : counts(true), begin(64), next(begin) {}
+    explicit Arena(char *memory) : counts(false), begin(reinterpret_cast<int64_t>(memory)), next(begin) {}
     template <class T> T *take(int64_t count) {
-        T *array = reinterpret_cast<T *>(next);
+        T *const array = reinterpret_cast<T *>(next);
         next += bytes<T>(count);
         return array;
     }
+    template <class T> T *zeros(int64_t count) {
+        T *const array = take<T>(count);
+        if (!counts) memset(static_cast<void *>(array), 0, size_t(count) * sizeof(T));
+        return array;
+    }
+    int64_t taken() const { return next - begin; }
     template <class T> static int64_t bytes(int64_t count) { return (count * int64_t(sizeof(T)) + 63) / 64 * 64; }
 
+    const bool counts;
+
   private:
-    char *next;
+    const int64_t begin;
+    int64_t next;
 };
 
 // Memory that begins at a cache line; none for 0 bytes, or where there is none.
@@ -69,7 +79,8 @@ template <class Worker, class Args, class Begin> struct Loop {
         int64_t unit = take();
         if (unit >= units) return;
         __atomic_fetch_add(&used, 1, __ATOMIC_RELAXED);
-        Worker worker(args, Arena(memory + index * scratch));
+        Arena arena(memory + index * scratch);
+        Worker worker(args, arena);
         for (; unit < units; unit = take()) {
             do_unit(worker, unit / (CHUNKS + per_stage), unit % (CHUNKS + per_stage));
             __atomic_fetch_add(&done, 1, __ATOMIC_RELEASE);
@@ -88,6 +99,13 @@ template <class Worker, class Args, class Begin> struct Loop {
     }
 };
 
+// Bytes that a worker takes.
+template <class Worker, class Args> int64_t scratch_of(const Args &args) {
+    Arena arena;
+    const Worker worker(args, arena);
+    return arena.taken();
+}
+
 // Worker(args, arena) once per thread, then worker(i) for items 0..items-1 in any order. False: no memory for scratch.
 //
 // The items come in equal stages, one after the other. Before the items of a stage the threads do begin(stage, chunk)
@@ -99,7 +117,7 @@ bool parallel_stages(int num_threads, int64_t stages, int64_t items, const Args 
     LentThreads *lent = lent_threads();
     int threads = lent ? lent->most : num_threads < 1 ? 1 : num_threads;
     if (per_stage < threads) threads = int(per_stage);
-    const int64_t scratch = (Worker::scratch_bytes(args) + 127) / 64 * 64;
+    const int64_t scratch = scratch_of<Worker>(args) + 64;
     int64_t bytes;
     if (__builtin_mul_overflow(scratch, threads, &bytes)) return false;
     const Memory memory(bytes);
@@ -119,5 +137,4 @@ template <class Worker, class Args> bool parallel(int num_threads, int64_t items
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -18,8 +18,7 @@
 #include "kernels/shared/lanes.h"
 #include "kernels/shared/storage.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Of a list of rows, those that are far enough for a prefetch to pay: from `begin` on, `count`.
@@ -185,7 +184,7 @@ inline void weighted_sum(const int64_t *address, const T *share, const int64_t *
 // itself. fold(a, b) is lane by lane.
 template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec<T, N> (&v)[4], Fold &&fold) {
     typedef Vec<int32_t, N> I;
-    if constexpr (!same_type<T, float>) {
+    if constexpr (!same_type<T, float> || N < 4) {
         const auto folded = [&](Vec<T, N> x) __attribute__((always_inline)) { return folded_lanes<T, N>(x, fold); };
         return Vec<T, 4>{folded(v[0]), folded(v[1]), folded(v[2]), folded(v[3])};
     } else if constexpr (N == 4) {
@@ -220,10 +219,7 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
     }
 }
 template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
-    if constexpr (same_type<T, float> && N >= 4)
-        return folded_four<T, N>(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
-    else
-        return Vec<T, 4>{sum<T, N>(v[0]), sum<T, N>(v[1]), sum<T, N>(v[2]), sum<T, N>(v[3])};
+    return folded_four<T, N>(v, Total());
 }
 
 // K vectors of g in each_vector's order.
@@ -374,5 +370,4 @@ template <class V> __attribute__((noinline)) void widen_run(const V *from, float
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -5,8 +5,7 @@
 #include "kernels/shared/tensor.h"
 #include "kernels/shared/whole_numbers.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class T> using Int = typename IntOfSize<sizeof(T)>::type;
@@ -30,7 +29,6 @@ template <class T> struct MapLanes {
 // For each sample of one query (level by level, point by point), the map it is taken from.
 template <class T> class Maps {
   public:
-    static int64_t bytes(int64_t samples) { return Arena::bytes<MapLanes<T>>(samples / LANES); }
     Maps(Arena &arena, int64_t samples) : lanes(arena.take<MapLanes<T>>(samples / LANES)) {}
 
     // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
@@ -67,7 +65,6 @@ template <class T> class Maps {
 // to spare at either end: a sample also reads the pixels below its y, and y may be rounded otherwise than its corners.
 template <class T> class BandReach {
   public:
-    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<T>(samples); }
     BandReach(Arena &arena, int64_t samples) : first_y(arena.take<T>(samples)), last_y(arena.take<T>(samples)) {}
 
     // For samples in the order of Maps::set_levels.
@@ -201,7 +198,6 @@ struct RowAddresses {
     int64_t *base, *stride, nowhere;
     bool far = false; // some stride is
 
-    static int64_t bytes(int64_t samples) { return 2 * Arena::bytes<int64_t>(samples); }
     RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
         : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
           nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
@@ -272,14 +268,10 @@ template <class T> struct ScatterList {
     T *share;
     int64_t count = 0;
 
-    // Room for LANES entries more: add() writes an entry before it knows whether it stays.
-    static int64_t bytes(int64_t samples) {
-        return Arena::bytes<int64_t>(4 * samples + LANES) + Arena::bytes<T>(4 * samples + LANES);
-    }
+    // Room for LANES entries more: add() writes an entry before it knows whether it stays. Addresses are prefetched
+    // before the first is written.
     ScatterList(Arena &arena, int64_t n)
-        : address(arena.take<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {
-        memset(address, 0, size_t(4 * n + LANES) * sizeof(int64_t)); // prefetched before the first is written
-    }
+        : address(arena.zeros<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
 
     // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
     // samples for all bands, so the order does not depend on where bands are cut.
@@ -313,5 +305,4 @@ template <class T> struct ScatterList {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

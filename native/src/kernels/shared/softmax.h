@@ -3,8 +3,7 @@
 
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // e^x = 2^n e^r with n the whole number nearest to x / ln 2. A polynomial for (e^r - 1 - r) / r^2 where |r| <= ln 2 /
@@ -79,10 +78,8 @@ template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_part
 
 // The softmax of each part of a vector.
 template <class T, int N, int PART> MXD_INLINE Vec<T, N> softmax_of_parts(Vec<T, N> logits) {
-    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
-    const auto total = [](auto a, auto b) __attribute__((always_inline)) { return a + b; };
-    const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, larger));
-    return e / folded_parts<T, N, PART>(e, total);
+    const Vec<T, N> e = exp_below_zero<T, N>(logits - folded_parts<T, N, PART>(logits, Larger()));
+    return e / folded_parts<T, N, PART>(e, Total());
 }
 template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t count) {
     return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
@@ -121,7 +118,7 @@ template <class T, int VECTORS>
 MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     constexpr int N = SOFTMAX_LANES<T>;
     typedef Vec<T, N> Lanes;
-    const auto larger = [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; };
+    const Larger larger;
     const int64_t last = VECTORS > 0 ? (VECTORS - 1) * N : (count - 1) / N * N;
     Lanes tail[4], top[4], sums[4];
     MXD_UNROLL
@@ -191,5 +188,4 @@ MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights,
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "kernels/shared/vectors.h"
+#include "mx_driving.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 struct Half {
@@ -13,6 +13,20 @@ struct Half {
 struct BFloat16 {
     uint16_t bits;
 };
+
+// fn(the elements at this address) of a floating dtype.
+template <class Fn> MXD_INLINE auto with_elements(char *at, int64_t dtype, Fn &&fn) {
+    switch (dtype) {
+    case MXD_FLOAT64:
+        return fn(reinterpret_cast<double *>(at));
+    case MXD_FLOAT16:
+        return fn(reinterpret_cast<Half *>(at));
+    case MXD_BFLOAT16:
+        return fn(reinterpret_cast<BFloat16 *>(at));
+    default:
+        return fn(reinterpret_cast<float *>(at));
+    }
+}
 
 // float from the bits of a half, by operations that every machine has. One multiplication rescales the exponent.
 template <int N> MXD_INLINE Vec<float, N> half_to_float(Vec<uint16_t, N> half) {
@@ -44,17 +58,8 @@ template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x
 }
 
 // N elements of storage type V as T.
-template <class T, int N> MXD_INLINE Vec<T, N> load(const float *from) {
-    return convert<T, N>(raw_load<float, N>(from));
-}
-template <class T, int N> MXD_INLINE Vec<T, N> load(const double *from) {
-    return convert<T, N>(raw_load<double, N>(from));
-}
-template <class T, int N> MXD_INLINE Vec<T, N> load(const int32_t *from) {
-    return convert<T, N>(raw_load<int32_t, N>(from));
-}
-template <class T, int N> MXD_INLINE Vec<T, N> load(const int64_t *from) {
-    return convert<T, N>(raw_load<int64_t, N>(from));
+template <class T, int N, class V> MXD_INLINE Vec<T, N> load(const V *from) {
+    return convert<T, N>(raw_load<V, N>(from));
 }
 template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
     typedef Vec<uint32_t, N> U;
@@ -76,43 +81,36 @@ template <class T, int N> MXD_INLINE Vec<T, N> load(const Half *from) {
     return convert<T, N>(half_to_float<N>(raw_load<uint16_t, N>(from)));
 }
 
-template <class T, int N> MXD_INLINE void store(float *to, Vec<T, N> x) {
-    const Vec<float, N> y = convert<float, N>(x);
-    memcpy(to, &y, sizeof y);
-}
-template <class T, int N> MXD_INLINE void store(double *to, Vec<T, N> x) {
-    const Vec<double, N> y = convert<double, N>(x);
-    memcpy(to, &y, sizeof y);
-}
-template <class T, int N> MXD_INLINE void store(int64_t *to, Vec<T, N> x) {
-    const Vec<int64_t, N> y = convert<int64_t, N>(x);
-    memcpy(to, &y, sizeof y);
-}
-template <class T, int N> MXD_INLINE void store(BFloat16 *to, Vec<T, N> x) {
-    const Vec<uint16_t, N> y = convert<uint16_t, N>(rounded_to_bfloat16<N>(convert<float, N>(x)) >> 16);
-    memcpy(to, &y, sizeof y);
-}
-template <class T, int N> MXD_INLINE void store(Half *to, Vec<T, N> x) {
-    const Vec<float, N> y = convert<float, N>(x);
+template <int N> MXD_INLINE void store_as_half(Half *to, Vec<float, N> x) {
 #if defined(__AVX512F__)
     if constexpr (N == 16) {
-        const __m256i half = _mm512_maskz_cvtps_ph(0xffff, (__m512)y, _MM_FROUND_TO_NEAREST_INT);
+        const __m256i half = _mm512_maskz_cvtps_ph(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
         memcpy(to, &half, sizeof half);
         return;
     }
 #endif
 #if defined(__F16C__)
     if constexpr (N == 8) {
-        const __m128i half = _mm256_cvtps_ph((__m256)y, _MM_FROUND_TO_NEAREST_INT);
+        const __m128i half = _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT);
         memcpy(to, &half, sizeof half);
         return;
     }
 #endif
     float lanes[N];
-    memcpy(lanes, &y, sizeof lanes);
+    memcpy(lanes, &x, sizeof lanes);
     for (int i = 0; i < N; ++i) to[i].bits = float_to_half(lanes[i]);
+}
+template <class T, int N, class V> MXD_INLINE void store(V *to, Vec<T, N> x) {
+    if constexpr (same_type<V, Half>) {
+        store_as_half<N>(to, convert<float, N>(x));
+    } else if constexpr (same_type<V, BFloat16>) {
+        const Vec<uint16_t, N> y = convert<uint16_t, N>(rounded_to_bfloat16<N>(convert<float, N>(x)) >> 16);
+        memcpy(to, &y, sizeof y);
+    } else {
+        const Vec<V, N> y = convert<V, N>(x);
+        memcpy(to, &y, sizeof y);
+    }
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "call/call.h"
 #include "kernels/shared/rows.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 inline int64_t element_size(int64_t dtype) {
@@ -23,6 +22,7 @@ inline int64_t element_size(int64_t dtype) {
 
 // The dtype of T itself.
 template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
+template <> constexpr int64_t OWN<int64_t> = MXD_INT64;
 
 inline char *at(const Tensor &t, int64_t offset) {
     return static_cast<char *>(t.data) + offset * element_size(t.dtype);
@@ -48,21 +48,6 @@ template <class T> inline void read_elements(const char *from, int64_t dtype, in
         return convert_run<T>(reinterpret_cast<const int32_t *>(from), stride, to, 1, n);
     case MXD_INT64:
         return convert_run<T>(reinterpret_cast<const int64_t *>(from), stride, to, 1, n);
-    }
-}
-
-// fn(the elements of a floating tensor from `offset` on)
-template <class Fn> inline void with_elements(const Tensor &t, int64_t offset, Fn &&fn) {
-    const char *from = at(t, offset);
-    switch (t.dtype) {
-    case MXD_FLOAT64:
-        return fn(reinterpret_cast<const double *>(from));
-    case MXD_FLOAT16:
-        return fn(reinterpret_cast<const Half *>(from));
-    case MXD_BFLOAT16:
-        return fn(reinterpret_cast<const BFloat16 *>(from));
-    default:
-        return fn(reinterpret_cast<const float *>(from));
     }
 }
 
@@ -166,5 +151,4 @@ template <class T> MXD_INLINE const T *row_as(const char *from, int64_t dtype, i
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

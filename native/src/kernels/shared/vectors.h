@@ -26,8 +26,7 @@
 #define MXD_SHUFFLE(a, b, Index, ...) __builtin_shuffle(a, b, Index{__VA_ARGS__})
 #endif
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 template <class A, class B> constexpr bool same_type = false;
@@ -38,6 +37,13 @@ template <int BYTES> struct IntOfSize {
 };
 template <> struct IntOfSize<8> {
     typedef int64_t type;
+};
+
+template <int BYTES> struct RealOfSize {
+    typedef float type;
+};
+template <> struct RealOfSize<8> {
+    typedef double type;
 };
 
 template <class T, int N> struct VecOf {
@@ -124,5 +130,4 @@ template <class V> MXD_INLINE void finish(V &x) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -3,8 +3,7 @@
 
 #include "kernels/shared/lanes.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Integers as int32. One that does not fit becomes the nearest that does.
@@ -107,5 +106,4 @@ template <class Int, int N> MXD_INLINE void whole_pairs(const int64_t *from, Vec
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

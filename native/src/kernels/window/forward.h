@@ -4,8 +4,7 @@
 #include "kernels/shared/job.h"
 #include "kernels/window/queries.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, block of queries). V: the type of value and output. Rows are read as T; if V is another type, all rows
@@ -13,19 +12,12 @@ namespace {
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return Arena::bytes<T>(n.channels) + Arena::bytes<V>(n.heads * n.channels) +
-               WindowQueries<T, true>::bytes(n, n.heads);
-    }
-    WindowForward(const Job &job, Arena arena)
-        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.take<T>(n.channels)),
+    WindowForward(const Job &job, Arena &arena)
+        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.zeros<T>(n.channels)),
           sums(arena.take<V>(n.heads * n.channels)),
           queries(
               call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(),
-              nowhere, arena) {
-        memset(nowhere, 0, size_t(n.channels) * sizeof(T));
-    }
+              nowhere, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / blocks(call), block = item % blocks(call);
@@ -91,8 +83,7 @@ template <class V, class T> class WindowForward {
 template <class V, class T> inline bool forward_of_heads_together(const Call &call, const Plan &plan) {
     typedef WindowForward<V, T> Worker;
     if constexpr (same_type<V, T>) {
-        const Job job{call, plan, nullptr, nullptr};
-        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+        return over_items<Worker>({call, plan, nullptr, nullptr});
     } else {
         const Sizes &n = call.sizes;
         const int64_t row_bytes = n.channels * int64_t(sizeof(T));
@@ -117,5 +108,4 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

@@ -4,8 +4,7 @@
 #include "kernels/attention/packing.h"
 #include "kernels/window/queries.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, heads that go together). Their value and its gradient lie in packed memory of the worker, a head after
@@ -13,17 +12,9 @@ namespace {
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        return n.batch * (n.heads / job.plan.heads_together);
+        return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together);
     }
-    static int64_t scratch_bytes(const Job &job) {
-        const Sizes &n = job.call.sizes;
-        const int64_t heads = job.plan.heads_together;
-        return WindowQueries<T, false>::bytes(n, heads) + 2 * Arena::bytes<char>(bytes(job)) +
-               Arena::bytes<T>(n.channels) + Arena::bytes<T>(heads * dots_of_head(n)) +
-               Arena::bytes<T>(heads * n.levels * n.points + LANES);
-    }
-    WindowGradients(const Job &j, Arena arena)
+    WindowGradients(const Job &j, Arena &arena)
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
           dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
@@ -32,7 +23,6 @@ template <class V, class T> class WindowGradients {
               call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
               packed_value + heads * levels().bytes, arena) {
         axes.shorten(heads);
-        memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
     }
 
     void operator()(int64_t item) {
@@ -69,6 +59,7 @@ template <class V, class T> class WindowGradients {
 
     void open(int64_t b, int64_t h) {
         for (int64_t i = 0; i < heads; ++i) pack_as<V, T>(call, levels(), b, h + i, packed_value + i * levels().bytes);
+        memset(packed_value + heads * levels().bytes, 0, size_t(row_bytes()));
         memset(packed_gradient, 0, size_t(bytes(job)));
         queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
     }
@@ -102,12 +93,9 @@ template <class V, class T> class WindowGradients {
 
 inline bool gradients_of_heads_together(const Call &call, const Plan &plan) {
     return with_types(call, [&](auto *v, auto *t) {
-        typedef WindowGradients<__typeof__(*v), __typeof__(*t)> Worker;
-        const Job job{call, plan, nullptr, nullptr};
-        return parallel<Worker>(call.num_threads, Worker::items(job), job);
+        return over_items<WindowGradients<__typeof__(*v), __typeof__(*t)>>({call, plan, nullptr, nullptr});
     });
 }
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

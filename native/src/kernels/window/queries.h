@@ -6,8 +6,7 @@
 #include "kernels/attention/window.h"
 #include "kernels/shared/softmax.h"
 
-namespace mxd {
-namespace MXD_ISA {
+namespace mxd::MXD_ISA {
 namespace {
 
 // Samples whose pixels are found together.
@@ -39,12 +38,6 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t address_step; // from head to head in a slot
     int64_t weight_step;
 
-    static int64_t bytes(const Sizes &n, int64_t heads) {
-        const int64_t slots = 2 * turned_together(heads);
-        return Arena::bytes<WindowLanes<T>>(vectors(n)) + Arena::bytes<int64_t>(heads * vectors(n) * N) +
-               slots * (Arena::bytes<int64_t>(heads * vectors(n) * N) + Arena::bytes<T>(num_weights(n, heads))) +
-               turned_together(heads) * Arena::bytes<T>(num_logits(n, heads)) + Arena::bytes<T>(2 * heads);
-    }
     // heads: that go together. first_row(level): bytes from a head's first row to the level's; step: from row to row.
     template <class FirstRow>
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
@@ -61,16 +54,11 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             query_of_row[i] = heads < SOFTMAX_ROWS && i / heads < together ? i / heads : 0;
             head_of_row[i] = i - query_of_row[i] * heads;
         }
-        for (int64_t i = 0; i < 2 * together; ++i) {
-            slots[i] = {arena.take<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
-            memset(slots[i].address, 0, size_t(heads * address_step) * sizeof(int64_t));
-        }
-        for (int64_t i = 0; i < together; ++i) {
-            logit_copies[i] =
-                arena.take<T>(num_logits(n, heads)); // whole vectors are read, of which not all is written
-            memset(logit_copies[i], 0, size_t(num_logits(n, heads)) * sizeof(T));
-        }
-        for (int64_t i = 0; i < address_step; ++i) set_lane(i, first_row, step);
+        for (int64_t i = 0; i < 2 * together; ++i)
+            slots[i] = {arena.zeros<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
+        for (int64_t i = 0; i < together; ++i) // zeros: whole vectors are read, of which not all is written
+            logit_copies[i] = arena.zeros<T>(num_logits(n, heads));
+        for (int64_t i = 0; i < (arena.counts ? 0 : address_step); ++i) set_lane(i, first_row, step);
         references_in_place = c.reference.dtype == OWN<T> && references.contiguous;
         last_in_place = c.weights.dtype == OWN<T> && logits.contiguous ? last_in_vectors() : -1;
     }
@@ -213,5 +201,4 @@ template <class T, bool ALL_HEADS> class WindowQueries {
 };
 
 } // namespace
-} // namespace MXD_ISA
-} // namespace mxd
+} // namespace mxd::MXD_ISA

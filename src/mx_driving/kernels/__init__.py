@@ -1,0 +1,125 @@
+"""The operator as a layer for Hugging Face's `kernels`, which puts layers from a mapping into models of transformers.
+
+    mx_driving.kernels.register()
+    kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
+
+Ten models of transformers 5 name their sampling layer "MultiScaleDeformableAttention": Deformable DETR, Grounding DINO,
+LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it knows the
+others, and whole attention modules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+
+__all__ = ["MultiScaleDeformableAttention", "mapping", "register", "write"]
+
+NAME = "MultiScaleDeformableAttention"  # in transformers
+DEVICES = ("cpu", "cuda")
+_HUB = pathlib.Path(__file__).parent / "_hub"  # the files of a repository
+_NEEDED = 'mx_driving.kernels.register needs the package kernels: pip install "kernels>=0.17"'
+
+
+class MultiScaleDeformableAttention(torch.nn.Module):
+    """The sampling layer of transformers, over the operator. It has no state: `kernels` takes forward alone."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        value: Tensor,
+        value_spatial_shapes: Tensor,
+        value_spatial_shapes_list: Sequence[Sequence[int]],
+        level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: int,
+    ) -> Tensor:
+        """`mx_driving.multi_scale_deformable_attn`. Transformers passes the shapes as a tensor for a GPU kernel, and as a list
+        for its plain torch, which is not used here; nor is im2col_step."""
+        levels = value_spatial_shapes, level_start_index
+        return multi_scale_deformable_attn(value, *levels, sampling_locations, attention_weights)
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """What a mapping of `kernels` holds: it can load a layer, and is known by its value."""
+
+    layer_name: str = NAME
+
+    def load(self) -> type[torch.nn.Module]:
+        return MultiScaleDeformableAttention
+
+    def __str__(self) -> str:
+        return f"mx_driving, layer {self.layer_name}"
+
+
+def mapping() -> dict[str, dict[Any, Any]]:
+    """For `kernels.use_kernel_mapping`: layer name -> device -> what loads the layer, for all modes."""
+    return {NAME: {device: _Repository() for device in DEVICES}}
+
+
+def register() -> None:
+    """Let `kernels.kernelize` use the layer from now on, on CPUs and CUDA GPUs.
+
+    After this, transformers' `use_kernels=True` takes it on a CPU, too. On a GPU transformers registers its own choice each
+    time: there call `kernels.kernelize` yourself, or give a folder of `write` to `transformers.KernelConfig`.
+
+    Raises:
+        RuntimeError: `kernels` is not installed.
+    """
+    try:
+        from kernels import register_kernel_mapping  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as missing:
+        if missing.name != "kernels":
+            raise
+        raise RuntimeError(_NEEDED) from None
+    register_kernel_mapping(mapping())
+
+
+def write(folder: str | os.PathLike[str]) -> pathlib.Path:
+    """Write the layer as a kernel repository, for `kernels.LocalLayerRepository`, transformers' `KernelConfig`, or the hub.
+
+    Its code imports this package, so both must be installed where it is loaded. `kernels` is not needed for writing.
+
+    Args:
+        folder: the repository. It is made if it does not exist; files of the same names are replaced.
+
+    Returns:
+        The folder's absolute path.
+
+    >>> import tempfile, mx_driving
+    >>> folder = mx_driving.kernels.write(tempfile.mkdtemp())
+    >>> sorted(path.name for path in (folder / "build").iterdir())
+    ['torch-cpu', 'torch-cuda']
+    """
+    root = pathlib.Path(folder).resolve()
+    for device in DEVICES:
+        variant = root / "build" / f"torch-{device}"
+        shutil.copytree(_HUB, variant, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
+        (variant / "metadata.json").write_text(json.dumps(_metadata(device), indent=2) + "\n", encoding="utf-8")
+    return root
+
+
+def _metadata(device: str) -> dict[str, Any]:
+    """As kernels 0.17 reads it. Packages like ours cannot be named in python-depends: it has names from a list of `kernels`."""
+    return {
+        "id": f"_mx_driving_{device}",
+        "name": "mx-driving",
+        "version": 1,
+        "license": "Apache-2.0",
+        "python-depends": [],
+        "backend": {"type": device},
+    }
