@@ -16,7 +16,7 @@
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
 # make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
-# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes hours
+# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes a quarter of an hour
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -243,10 +243,11 @@ $(MUTANTS)/installed: tests/mutants/requirements.txt $(STAMP)
 	$(BIN)/python -m pip --disable-pip-version-check install --target $(MUTANTS)/tools --requirement tests/mutants/requirements.txt
 	touch $@
 
-# ONLY=sampling.h, HALF=native or COUNT=40 try some alone
+# ONLY=sampling.h, HALF=native or COUNT=40 try some alone, SURVIVORS=1 those that survived; AGAIN=1 tries all anew
 .PHONY: mutants
 mutants: $(MUTANTS)/installed
-	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT))
+	$(BIN)/python tests/mutants/run.py $(if $(HALF),--half $(HALF)) $(if $(ONLY),--only $(ONLY)) $(if $(COUNT),--count $(COUNT)) \
+		$(if $(SURVIVORS),--survivors) $(if $(AGAIN),--again)
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version

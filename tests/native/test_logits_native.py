@@ -347,7 +347,7 @@ def test_softmax_as_torch_computes_it(dtype, samples):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")], ids=str)
-@pytest.mark.parametrize("name", ["encoder", "12 samples", "boxes", "pillars"])
+@pytest.mark.parametrize("name", ["encoder", "12 samples", "boxes", "boxes of 3 levels and 3 points", "pillars"])
 def test_samples_that_are_not_valid_contribute_nothing(name, bad):
     """Not even where offsets or references are no numbers and value and gradient are infinite elsewhere on the map."""
     case, tensors = CASES[name], drawn(name, torch.float32)
@@ -393,6 +393,7 @@ def test_no_samples():
     ("spoil", "status"),
     [
         (lambda case, t: (case, {3: t[3][:, :, :2]}), 1),
+        (lambda case, t: (case, {3: torch.cat([t[3], t[3]], 2)}), 1),
         (lambda case, t: (case, {3: t[3][..., :1]}), 1),
         (lambda case, t: (case, {3: t[3][:, 1:]}), 1),
         (lambda case, t: (case, {5: t[5][..., 1:]}), 1),

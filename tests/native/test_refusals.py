@@ -1,0 +1,197 @@
+"""The C functions look at each size and dtype themselves: the status of a call with one of them wrong.
+
+mxd_describe_plan checks what the function itself would, and touches no memory but the index tables.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import cases
+import logits_cases
+import pytest
+import torch
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from torch import Tensor
+
+from mx_driving import _kernels
+from mx_driving._operators import OPERATORS
+
+OK, BAD_SHAPE, BAD_DTYPE, BAD_LEVEL, OUT_OF_MEMORY = range(5)
+INT32 = 3
+SIZES = [(3, 5), (2, 3)]
+CAMERAS = [[(3, 4), (2, 2)]] * 3
+CALLS = {
+    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
+    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
+    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+    "references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7)),
+    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 7, box=True)),
+    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
+    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+}
+
+
+class Argument(NamedTuple):
+    """What a description of a tensor says."""
+
+    pointer: int
+    dtype: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def packed(self) -> bytes:
+        return _kernels.native._PACK[len(self.shape)](self.pointer, self.dtype, *self.shape, *self.strides)
+
+    def sized(self, axis: int, size: int) -> Argument:
+        return self._replace(shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
+
+
+class Call(NamedTuple):
+    """A function of C, its tensors by name, and these themselves, so that their memory stays."""
+
+    function: str
+    arguments: dict[str, Argument]
+    memory: list[Tensor]
+
+    def status(self, **other: Argument) -> int:
+        packed = [argument.packed() for argument in {**self.arguments, **other}.values()]
+        pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
+        return _kernels.native._library().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
+
+
+def described(t: Tensor) -> Argument:
+    return Argument(t.data_ptr(), _kernels.native._DTYPE[t.dtype], tuple(t.shape), t.stride())
+
+
+def call_of(name: str, backward: bool) -> Call:
+    operator, make = CALLS[name]
+    row = OPERATORS[operator]
+    inputs = [a for a in cases.cast(make(), torch.float32) if isinstance(a, Tensor)]
+    levels = inputs[2].shape[-1]
+    if inputs[row.weights].dim() == 4:
+        inputs[row.weights] = inputs[row.weights].unflatten(-1, (levels, -1))
+    value, queries = inputs[0], inputs[row.weights].shape[1]
+    output = torch.zeros(value.shape[0], queries, *value.shape[2:])
+    named = dict(zip(row.inputs, inputs, strict=True))
+    if not backward:
+        named["output"] = output
+    else:
+        gradients = {f"gradient of {row.inputs[i]}": torch.zeros(inputs[i].shape) for i in row.differentiable}
+        named = {"grad_output": output, **named, **gradients}
+    tensors = list(named.values())
+    return Call(operator + "_backward" * backward, {n: described(t) for n, t in named.items()}, tensors)
+
+
+EVERY = [(name, backward) for name in CALLS for backward in (False, True)]
+
+
+@pytest.mark.parametrize(("name", "backward"), EVERY)
+def test_each_size_is_held_to_the_others(name, backward):
+    call = call_of(name, backward)
+    assert call.status() == OK
+    value = OPERATORS[call.function.removesuffix("_backward")].inputs[0]
+    for argument, good in call.arguments.items():
+        for axis, size in enumerate(good.shape):
+            for other in (size - 1, size + 1, -size, -1):
+                expected = BAD_SHAPE
+                if argument == value and axis == 1 and not backward and other > 0:
+                    expected = OK if other > size else BAD_LEVEL  # rows
+                if argument == "reference_points" and axis == 2 and other == 1 and name != "window" and not backward:
+                    expected = OK  # one for all levels
+                assert call.status(**{argument: good.sized(axis, other)}) == expected, (argument, axis, other)
+
+
+@pytest.mark.parametrize(("name", "backward"), EVERY)
+def test_each_tensor_has_its_dtypes(name, backward):
+    call = call_of(name, backward)
+    floating, index = {0, 1, 11, 27}, {3, 9}
+    for (argument, good), t in zip(call.arguments.items(), call.memory, strict=True):
+        allowed = index if good.dtype in index else floating
+        if name == "nearest" and argument == "sampling_locations":
+            allowed = floating | index
+        if not backward and argument in ("output", OPERATORS[call.function].inputs[0]):
+            allowed = {good.dtype}  # the same
+        for dtype in (*floating, *index, -1, 2, 12):
+            expected = OK if dtype in allowed else BAD_DTYPE
+            narrow = t.int()
+            other = described(narrow) if dtype == INT32 else good._replace(dtype=dtype)
+            assert call.status(**{argument: other}) == expected, (argument, dtype)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_that_is_not_wanted_may_be_of_any_size_and_dtype(name):
+    call = call_of(name, True)
+    for argument, good in call.arguments.items():
+        if argument.startswith("gradient of "):
+            assert call.status(**{argument: good._replace(pointer=0, dtype=5, shape=(-3,) * len(good.shape))}) == OK
+
+
+@pytest.mark.parametrize("name", ["samples", "window"])
+@pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 3), (3, -1), (2, 12), (22, 1), (1, 22)])
+def test_levels_have_rows_and_lie_in_value(name, size):
+    """Of 21 rows."""
+    call = call_of(name, False)
+    shapes, starts = torch.tensor([size, (1, 1)]), torch.tensor([0, 0])
+    tables = OPERATORS[call.function].inputs[1:3]
+    given = dict(zip(tables, map(described, (shapes, starts)), strict=True))
+    assert call.status(**given) == BAD_LEVEL
+
+
+@pytest.mark.parametrize(("start", "status"), [(20, OK), (21, BAD_LEVEL), (22, BAD_LEVEL), (-1, BAD_LEVEL), (2**62, BAD_LEVEL)])
+def test_a_level_begins_in_value(start, status):
+    call = call_of("samples", False)
+    shapes, starts = torch.tensor([(1, 1), (1, 1)]), torch.tensor([0, start])
+    given = {"value_spatial_shapes": described(shapes), "value_level_start_index": described(starts)}
+    assert call.status(**given) == status
+
+
+def sized(call: Call, **sizes: tuple[int, ...]) -> dict[str, Argument]:
+    """Tensors of these sizes, all of whose elements lie at one place."""
+    return {name: call.arguments[name]._replace(shape=shape, strides=(0,) * len(shape)) for name, shape in sizes.items()}
+
+
+@pytest.mark.parametrize(("channels", "status"), [(2**8 - 1, OK), (2**8, BAD_SHAPE), (2**50, BAD_SHAPE)])
+def test_a_tensor_has_fewer_than_2_to_the_48_elements(channels, status):
+    call, batch, keys = call_of("samples", False), 2**20, 2**20
+    given = sized(
+        call,
+        value=(batch, keys, 1, channels),
+        sampling_locations=(batch, 0, 1, 2, 6, 2),
+        attention_weights=(batch, 0, 1, 2, 6),
+        output=(batch, 0, 1, channels),
+    )
+    assert call.status(**given) == status
+
+
+@pytest.mark.parametrize(("keys", "status"), [(2**31 - 2, OK), (2**31 - 1, BAD_SHAPE)])
+def test_rows_have_numbers_of_32_bits(keys, status):
+    call = call_of("samples", False)
+    assert call.status(**sized(call, value=(3, keys, 4, 7))) == status
+
+
+@pytest.mark.parametrize(("points", "status"), [(2**30, OK), (2**30 + 1, OUT_OF_MEMORY), (2**31 + 1, OUT_OF_MEMORY)])
+def test_a_query_has_at_most_2_to_the_32_numbers(points, status):
+    """Two for each of its samples."""
+    call = call_of("samples", False)
+    given = sized(call, sampling_locations=(3, 5, 4, 2, points, 2), attention_weights=(3, 5, 4, 2, points))
+    assert call.status(**given) == status
+
+
+@pytest.mark.parametrize(("points", "status"), [(2**31, OK), (2**31 + 1, OUT_OF_MEMORY), (2**62, OUT_OF_MEMORY)])
+def test_an_anchor_has_at_most_2_to_the_32_pairs(points, status):
+    """Where no tensor has them, because there is no scale."""
+    call, cams = call_of("projected", False), 2
+    given = sized(
+        call,
+        spatial_shape=(cams, 0, 2),
+        scale_start_index=(cams, 0),
+        key_points=(4, 0, points, 3),
+        projection=(4, cams, 4, 4),
+        logits=(4, 0, cams, 0, points, 5),
+        image_size=(4, cams, 2),
+        pair_scale=(4, 0, cams, points),
+        output=(4, 0, 5),
+    )
+    assert call.status(**given) == status

@@ -1,0 +1,220 @@
+"""The checks alone: a legal call asks no rule that makes sentences; a size, dtype or device off the rules is refused.
+
+test_errors.py has the sentences.
+"""
+
+from __future__ import annotations
+
+import cases
+import logits_cases
+import pytest
+import torch
+from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from torch import Tensor
+
+from mx_driving import _checks
+from mx_driving._operators import OPERATORS
+
+FLOATING = torch.float32, torch.float64, torch.float16, torch.bfloat16
+INDEX = torch.int32, torch.int64
+SIZES = [(3, 5), (2, 3)]
+CAMERAS = [[(3, 4), (2, 2)]] * 3
+# No two axes are alike. Made at run time: a check must not ask whether it is given the very string that it has.
+POINT = "".join(["po", "int"])
+CALLS = {
+    "samples": (MULTI_SCALE, lambda: cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
+    "nearest": (GEOMETRIC, lambda: cases.geometric(3, 5, 7, 4, SIZES, 6)),
+    "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+    "a reference for each level": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
+    "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 1)),
+    "a reference for each point": (
+        MULTI_SCALE_LOGITS,
+        lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 6, POINT),
+    ),
+    "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 3, POINT)),
+    "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, box=True)),
+    "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6))),
+    "window": (GEOMETRIC_LOGITS, lambda: logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3))),
+    "window, logits on two axes": (GEOMETRIC_LOGITS, lambda: with_two_axes(logits_cases.geometric(3, 5, 7, 4, SIZES, (2, 3)))),
+    "projected": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
+    "projected, without options": (AGGREGATION_LOGITS, lambda: logits_cases.aggregation(4, 7, 6, 5, 5, CAMERAS, False, False)),
+}
+
+
+def with_two_axes(args):
+    *others, logits, last = args if isinstance(args[-1], str) else (*args, None)
+    logits = logits.unflatten(-1, (2, 6))
+    return (*others, logits) if last is None else (*others, logits, last)
+
+
+def places(args):
+    """Of the tensors."""
+    return [place for place, a in enumerate(args) if isinstance(a, Tensor)]
+
+
+def replaced(args, place, by):
+    return (*args[:place], by, *args[place + 1 :])
+
+
+def grad_for(operator, args):
+    return cases.grad_for(operator, args), [True] * len(OPERATORS[operator].differentiable)
+
+
+@pytest.fixture
+def without_rules(monkeypatch):
+    """A rule that is asked fails the test."""
+    for module in (_checks.inputs, _checks.with_logits):
+        for name in ("tensors", "fail", "need_axes", "need_shape", "need_dtype", "need_dtypes", "need_one_device"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, lambda *given: pytest.fail("a rule was asked"))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_legal_call_asks_no_rule(without_rules, name):
+    """Every call is checked, and one through a door twice."""
+    operator, make = CALLS[name]
+    for dtype in FLOATING:
+        for index in INDEX:
+            args = cases.cast(make(), dtype)
+            args = (args[0], args[1].to(index), args[2].to(index), *args[3:])
+            grad, mask = grad_for(operator, args)
+            _checks.inputs.INPUTS[operator](*args)
+            _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
+
+
+@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("name", CALLS)
+def test_each_input_has_its_dtypes(name, place):
+    """Floating ones may differ from each other."""
+    operator, make = CALLS[name]
+    args = make()
+    if place not in places(args):
+        return
+    allowed = INDEX if not args[place].is_floating_point() else FLOATING
+    if operator == GEOMETRIC and place == 3:
+        allowed = (*FLOATING, *INDEX, torch.int8, torch.int16, torch.uint8)
+    for dtype in (*FLOATING, *INDEX, torch.bool, torch.int8, torch.uint8, torch.int16, torch.complex64):
+        other = replaced(args, place, args[place].to(dtype))
+        if dtype in allowed:
+            _checks.inputs.INPUTS[operator](*other)
+        else:
+            with pytest.raises(TypeError, match=f"^{OPERATORS[operator].inputs[place]} must have "):
+                _checks.inputs.INPUTS[operator](*other)
+
+
+def is_free(operator, place, axis, size, args):
+    """The rows of value, which are held to the levels later; its channels, unless groups divide them; some numbers of
+    reference points."""
+    if place == 0:
+        return axis == 1 or (axis == 3 and operator not in (AGGREGATION, AGGREGATION_LOGITS))
+    if operator == MULTI_SCALE_LOGITS and place == 3 and axis == 2:
+        return size in ((1, 2, 3, 6) if args[6] == "point" else (1, 2))
+    return False
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+@pytest.mark.parametrize("name", CALLS)
+def test_each_size_is_held_to_the_others(name, by):
+    operator, make = CALLS[name]
+    args = make()
+    for place in places(args):
+        t = args[place]
+        for axis in range(t.dim()):
+            other = t.narrow(axis, 0, t.shape[axis] - 1) if by < 0 else torch.cat([t, t.narrow(axis, 0, 1)], axis)
+            given = replaced(args, place, other)
+            if is_free(operator, place, axis, t.shape[axis] + by, args):
+                _checks.inputs.INPUTS[operator](*given)
+            else:
+                with pytest.raises(ValueError, match=" must have "):
+                    _checks.inputs.INPUTS[operator](*given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_input_has_its_axes_and_its_device(name):
+    operator, make = CALLS[name]
+    args = make()
+    for place in places(args):
+        t, given = args[place], OPERATORS[operator].inputs[place]
+        for other in (t[None], t[0]):
+            with pytest.raises(ValueError, match=f"^{given} must have shape "):
+                _checks.inputs.INPUTS[operator](*replaced(args, place, other))
+        with pytest.raises(TypeError, match=f"^{given} must be a torch.Tensor; got ndarray$"):
+            _checks.inputs.INPUTS[operator](*replaced(args, place, t.numpy()))
+        with pytest.raises(ValueError, match=f"^{given if place else OPERATORS[operator].inputs[1]} must be on "):
+            _checks.inputs.INPUTS[operator](*replaced(args, place, t.to("meta")))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_all_inputs_are_on_one_device(name):
+    """Also where the first ones are on one, and all others on another."""
+    operator, make = CALLS[name]
+    args = make()
+    for place in places(args)[1:]:
+        given = [a.to("meta") if at >= place and isinstance(a, Tensor) else a for at, a in enumerate(args)]
+        with pytest.raises(ValueError, match=f"^{OPERATORS[operator].inputs[place]} must be on "):
+            _checks.inputs.INPUTS[operator](*given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_gradient_of_the_output_is_held_to_it(name):
+    operator, make = CALLS[name]
+    args = make()
+    grad, mask = grad_for(operator, args)
+    for axis in range(3):
+        for other in (grad.narrow(axis, 0, grad.shape[axis] - 1), torch.cat([grad, grad.narrow(axis, 0, 1)], axis)):
+            with pytest.raises(ValueError, match=r"^grad_output must have shape "):
+                _checks.inputs.backward(operator, other, *args, mask)
+    for dtype in (torch.bool, torch.int64, torch.complex64):
+        with pytest.raises(TypeError, match=r"^grad_output must have dtype "):
+            _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
+    with pytest.raises(ValueError, match=r"^grad_output must be on "):
+        _checks.inputs.backward(operator, grad.to("meta"), *args, mask)
+
+
+@pytest.mark.parametrize(("size", "is_room"), [(1000, True), (1001, False), (999, True), (0, True)])
+def test_a_workspace_has_its_bytes(size, is_room):
+    """Of whole numbers that Python keeps twice."""
+    memory = torch.zeros(125, dtype=torch.float64)
+    if is_room:
+        _checks.inputs.workspace(memory, size)
+        return
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.workspace(memory, size)
+    assert str(refused.value) == "workspace must have workspace_size=1001 bytes in a row; got 1000 of strides (1,)"
+
+
+def test_a_workspace_lies_in_a_row():
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.workspace(torch.zeros(9, 9).T, 8)
+    assert str(refused.value) == "workspace must have workspace_size=8 bytes in a row; got 324 of strides (1, 9)"
+
+
+@pytest.mark.parametrize("rows", [999, 1000, 1001])
+def test_the_levels_of_a_module_take_all_keys(rows):
+    if rows == 1000:
+        _checks.inputs.rows_of_levels(rows, 10**3)
+        return
+    with pytest.raises(ValueError) as refused:
+        _checks.inputs.rows_of_levels(rows, 1000)
+    assert str(refused.value) == f"spatial_shapes must hold the num_keys=1000 rows of value; got {rows} in all levels"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_right"),
+    [
+        ((2, None), True),
+        ((None, 3), True),
+        ((2, 3), True),
+        ((2, 4), False),
+        ((1, None), False),
+        ((2,), False),
+        ((2, 3, 1), False),
+    ],
+)
+def test_some_sizes(sizes, is_right):
+    axes = ", ".join(("rows", "columns", "layers")[: len(sizes)])
+    if is_right:
+        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
+        return
+    with pytest.raises(ValueError, match=r"^table must have shape \(.*\); got \(2, 3\)$"):
+        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
