@@ -34,9 +34,10 @@ class Stacked(torch.nn.Module):
         self.__dict__.update({k: v for k, v in changes.items() if k not in self.options})
 
     def forward(self, value, locations, weights):
-        value, locations, weights = value * 1.5, locations + 0.1, weights.softmax(-1).unflatten(-1, (2, 3))
+        value, locations, weights = value * 1.5, locations + 0.1, weights.softmax(-1)
         bs, _, heads, channels = value.shape
         queries = locations.shape[1]
+        weights = weights.reshape(bs, queries, heads, 2, 3)
         grids, levels = self.factor * locations - self.shift, value.split(AREAS, 1)
         samples = []
         for level in self.order:

@@ -11,7 +11,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
-from ._search import Sampling, Unfit, candidates, dims, is_node, sums
+from ._graph import Unfit, dims, is_node, source
+from ._search import Sampling, candidates, sums
 from ._trial import padding, prove, tables
 
 
@@ -48,10 +49,10 @@ def _load(path: Path) -> ir.Model:
     return ShapeInferencePass()(model).model
 
 
-def _certain(model: ir.Model, node: ir.Node, levels: list[ir.Node], weights: ir.Value) -> Sampling:
+def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
     """The first candidate that passes its trial."""
     reason = Unfit("no tensors have the shapes of the operator's value, locations and weights")
-    for sampling in candidates(node, levels, weights):
+    for sampling in candidates(node, samples, weights):
         try:
             prove(model, sampling)
             return sampling
@@ -118,11 +119,11 @@ def _in_words(sampling: Sampling) -> str:
 
 def _fuse(model: ir.Model, path: Path) -> Fused:
     report, seen = Fused(path), set()
-    for node, (levels, weights) in sums(model.graph).items():
-        seen.update(levels)
+    for node, (samples, weights) in sums(model.graph).items():
+        seen.update(source(part).producer() for part in samples)
         name = str(node.outputs[0].name)
         try:
-            sampling = _certain(model, node, levels, weights)
+            sampling = _certain(model, node, samples, weights)
         except Unfit as unfit:
             report.left[name] = str(unfit)
         else:
