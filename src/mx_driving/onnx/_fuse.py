@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
+from ._file import load, save
 from ._graph import Unfit, dims, is_node, source
 from ._search import Sampling, candidates, sums
 from ._trial import padding, prove, tables
@@ -34,19 +34,6 @@ class Fused:
         lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
         lines += [f"  replaced {name}: {what}" for name, what in self.replaced.items()]
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
-
-
-def _load(path: Path) -> ir.Model:
-    try:
-        model = ir.load(path)
-    except OSError as error:
-        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf's and onnx_ir's own
-        fact = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {fact}") from None
-    if not model.graph.opset_imports:
-        raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
-    return ShapeInferencePass()(model).model
 
 
 def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
@@ -135,22 +122,14 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
     return report
 
 
-def _save(model: ir.Model, path: Path) -> None:
-    """Weights stay where they are: in the file, or in a file beside it."""
-    model.graph.opset_imports["mx_driving"] = 1
-    RemoveUnusedNodesPass()(model)
-    outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
-    ir.save(model, path, external_data=f"{path.name}.data" if outside else None)
-
-
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
-    model = _load(source)
+    model = load(source)
     report = _fuse(model, target)
     if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "no GridSample"
-        raise ValueError(f"path_in must hold deformable attention made of GridSample; got {source} ({why})")
-    _save(model, target)
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "it has no weighted samples"
+        raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
+    save(model, target)
     return report

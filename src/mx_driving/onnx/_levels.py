@@ -118,7 +118,7 @@ def _is_floored(index: ir.Value) -> bool:
 
 
 def _of_gathers(part: ir.Value, nodes: list[ir.Node]) -> Level:
-    images = common(sources(node.inputs[0], "Pad") for node in nodes if node.inputs[0] is not None)
+    images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
     places = common(_back(index) for node in nodes if (index := _index(node)) is not None)
     sizes: Any = [axes for v in images if len(dims(v)) == 4 for axes in (dims(v)[2:], dims(v)[1:3])]
     sizes = [axes for axes in sizes if all(isinstance(s, int) for s in axes)]

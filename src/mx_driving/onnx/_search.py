@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import MOVES, Unfit, common, dims, is_node, sources
+from ._graph import MOVES, common, dims, is_node, sources
 from ._levels import parts, read
 
 

@@ -26,7 +26,7 @@ _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size
 # Steps that are not linear in every input: the inputs that value and weights may reach, because the others decide.
 _BRANCHES = {
     **dict.fromkeys(("Expand", "Pad", "Div", "GatherElements", "GatherND"), (0,)),
-    **dict.fromkeys(("And", "Clip", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), ()),
+    **dict.fromkeys(("Abs", "And", "Clip", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), ()),
     **dict.fromkeys(("Max", "Min", "Not", "Or"), ()),
     "Where": (1, 2),
 }
@@ -47,8 +47,8 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def _part(sampling: Sampling, names: dict[str, int]) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes between the operator's inputs and its output, and sizes that they ask for and the file says."""
+def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
+    """Hold the nodes between the operator's inputs and output to the rules. Returns sizes that they ask for and the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -66,7 +66,7 @@ def _part(sampling: Sampling, names: dict[str, int]) -> tuple[list[ir.Node], lis
         nodes[node] = None
         todo.extend(v for v in node.inputs if v is not None)
     _hold_to_rules(sampling, nodes)
-    return list(nodes), list(sizes)
+    return list(sizes)
 
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
@@ -114,12 +114,12 @@ def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | N
 
 def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
     """Locations around the outermost pixels of the maps in one axis or both."""
-    sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(torch.tensor(sampling.points), 0)
-    last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
-    end = torch.randint(2, (*sizes, 2), generator=random) * 2 - 1
-    pixel = last + torch.where(last > 0, end, -end.abs()) * 0.5 + torch.rand(*sizes, 2, generator=random) * 1.5 - 0.75
+    points = torch.tensor(sampling.points)
+    sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
+    first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
+    across = first_or_last + torch.rand(*sizes, 2, generator=random) * 3 - 1.5
     inside = torch.rand(*sizes, 2, generator=random) * sides
-    return (torch.where(torch.rand(*sizes, 2, generator=random) < 0.7, pixel, inside) + 0.5) / sides
+    return (torch.where(torch.rand(*sizes, 2, generator=random) < 0.7, across, inside) + 0.5) / sides
 
 
 def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
@@ -181,7 +181,8 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
     )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    part = ir.serde.serialize_model(ir.Model(graph, ir_version=model.ir_version)).SerializeToString()
+    whole = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+    part = ir.serde.serialize_model(whole).SerializeToString()
     with _onnxruntime():
         return onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
 
@@ -195,7 +196,7 @@ def _precision(dtype: ir.DataType | None) -> tuple[Any, float]:
 def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """The output of the part of the graph, and the inputs that gave it."""
     bs, queries, names = _numbers(sampling)
-    _, sizes = _part(sampling, names)
+    sizes = _part(sampling, names)
     dtype, _ = _precision(sampling.value.dtype)
     fixed = {str(s.name): _size(s, names) for s in sizes}
     ends = sampling.value, sampling.locations, sampling.weights
