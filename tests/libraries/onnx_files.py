@@ -99,8 +99,10 @@ def of_libreyolo(name: str, size: str) -> Export:
 
 
 def of_dfine_seg(folder: Path, side: int) -> Path:
-    """By D-FINE-seg's `export_to_onnx`, whose module imports a tracker of training runs."""
-    with mock.patch.dict(sys.modules, {"wandb": types.ModuleType("wandb")}):
+    """By D-FINE-seg's `export_to_onnx`, without the file of its helpers for training that its module imports a name from."""
+    training: Any = types.ModuleType("dfine_seg.dl.utils")
+    training.get_latest_experiment_name = None
+    with mock.patch.dict(sys.modules, {training.__name__: training}):
         exporter = importlib.import_module("dfine_seg.dl.export")
     build = importlib.import_module("dfine_seg.model.dfine").build_model
     model = build("s", 80, False, "cpu", img_size=[side, side]).eval()

@@ -86,5 +86,5 @@ def compare(before: Path, after: Path, seconds: float, given: Arrays | None = No
     fed = inputs(running["before"], given or {})
     difference, off = _difference(*(one.run(None, fed) for one in running.values()))
     found = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
-    medians = (1e3 * statistics.median(times) for times in found.values())
-    return Compared(difference, off, *medians, min(map(len, found.values())))
+    earlier, later = (1e3 * statistics.median(times) for times in found.values())
+    return Compared(difference, off, earlier, later, min(map(len, found.values())))

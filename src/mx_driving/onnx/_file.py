@@ -21,13 +21,14 @@ def load(path: Path) -> ir.Model:
     if not model.graph.opset_imports:
         raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
     model = ShapeInferencePass()(model).model
-    if any(not isinstance(size, int) for value in model.graph.inputs for size in dims(value)):
+    outputs = [output for node in model.graph for output in node.outputs]
+    if any(value.shape is None or not all(isinstance(size, int) for size in dims(value)) for value in outputs):
         _follow_names(model, path)
     return model
 
 
 def _follow_names(model: ir.Model, path: Path) -> None:
-    """Add what follows from named sizes, such as a batch. In old opsets onnx itself loses them where a shape is computed."""
+    """Add sizes that onnx's own inference loses where a file computes a shape, from a named batch or from numbers alone."""
     import onnx
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
@@ -35,6 +36,7 @@ def _follow_names(model: ir.Model, path: Path) -> None:
         found = SymbolicShapeInference.infer_shapes(onnx.load(path), auto_merge=True)
     except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
         return
+    assert found is not None
     known = {info.name: info.type.tensor_type.shape.dim for info in found.graph.value_info}
     for value in (output for node in model.graph for output in node.outputs):
         sizes = [size.dim_value or size.dim_param or None for size in known.get(str(value.name), ())]

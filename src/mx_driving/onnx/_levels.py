@@ -117,11 +117,27 @@ def _is_floored(index: ir.Value) -> bool:
     return any(is_node(v.producer(), "Floor") for v in _back(index))
 
 
+def _maps(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
+    """What height and width may be: two axes, or one axis of rows, whose width a row's number is multiplied by."""
+    axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
+    areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
+    widths = {int(n) for index in indices for v in _back(index) for n in _factors(v) if n > 0}
+    axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
+    return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
+
+
+def _factors(value: ir.Value) -> list[float]:
+    """The numbers that an integer is multiplied by."""
+    node = value.producer()
+    if node is None or not is_node(node, "Mul") or value.dtype not in INTEGER:
+        return []
+    return [n for v in node.inputs if (n := number(v)) is not None]
+
+
 def _of_gathers(part: ir.Value, nodes: list[ir.Node]) -> Level:
     images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
     places = common(_back(index) for node in nodes if (index := _index(node)) is not None)
-    sizes: Any = [axes for v in images if len(dims(v)) == 4 for axes in (dims(v)[2:], dims(v)[1:3])]
-    sizes = [axes for axes in sizes if all(isinstance(s, int) for s in axes)]
+    sizes = _maps(images, [index for node in nodes if (index := _index(node)) is not None])
     points = dims(part)[-1] if dims(part) else None
     if not sizes or not isinstance(points, int):
         raise Unfit("the file does not fix the size of a level or its points")

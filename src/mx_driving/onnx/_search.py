@@ -17,6 +17,8 @@ import onnx_ir as ir
 from ._graph import MOVES, common, dims, is_node, sources
 from ._levels import parts, read
 
+_MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -103,7 +105,7 @@ def candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Ite
     levels = [read(part) for part in samples]
     points = tuple(level.points for level in levels)
     values, locations = common(level.images for level in levels), common(level.places for level in levels)
-    for maps in dict.fromkeys(zip(*(level.sizes for level in levels), strict=False)):
+    for maps in itertools.islice(itertools.product(*(level.sizes for level in levels)), _MAPS):
         for heads in _heads(locations, points):
             yield from _with_heads(node, (values, locations, list(sources(weights))), heads, maps, points)
 

@@ -48,7 +48,7 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
 
 
 def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
-    """Hold the nodes between the operator's inputs and output to the rules. Returns sizes that they ask for and the file says."""
+    """Hold the nodes between the operator's inputs and output to the rules. Returns sizes that the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
