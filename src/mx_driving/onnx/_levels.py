@@ -138,7 +138,8 @@ def _of_gathers(part: ir.Value, nodes: list[ir.Node]) -> Level:
     images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
     places = common(_back(index) for node in nodes if (index := _index(node)) is not None)
     sizes = _maps(images, [index for node in nodes if (index := _index(node)) is not None])
-    points = dims(part)[-1] if dims(part) else None
+    grids = [dims(v)[-2] for v in places if len(dims(v)) >= 4 and dims(v)[-1] == 2]
+    points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
     if not sizes or not isinstance(points, int):
         raise Unfit("the file does not fix the size of a level or its points")
     return Level(images, places, sizes, points)
