@@ -288,7 +288,7 @@ NEAR_MISSES = {
     "order": (Stacked(order=(1, 0)), "it computes something else"),
     "gathers, factor": (Stacked(masked, factor=3), "it computes something else"),
     "gathers, padding": (Stacked(at_the_border), "it computes something else"),
-    "gathers, values": (Stacked(of_capped_values), "Greater"),
+    "gathers, values": (Stacked(of_capped_values), "Where (node_where_"),
 }
 
 
