@@ -67,9 +67,15 @@ def _made(wanted: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
     return np.ones(sizes, whole[wanted.type])
 
 
+def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The largest number of a dtype marks anchors that are none, and counts as infinite."""
+    tensor = torch.from_numpy(out)
+    return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
+
+
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     theirs, ours = (
-        {str(place): torch.from_numpy(out) for place, out in enumerate(outputs) if out.dtype.kind == "f" and out.size}
+        {str(place): _marked(out) for place, out in enumerate(outputs) if out.dtype.kind == "f" and out.size}
         for outputs in (before, after)
     )
     if not theirs:
