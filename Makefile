@@ -5,7 +5,7 @@
 #              as many of fuzzing our nodes through onnxruntime
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
-# make test-libraries  `patch` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
+# make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
 # make test-transformers   its own tests of models with deformable attention, plain and patched: docs/support/transformers.csv
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
@@ -120,7 +120,7 @@ $(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.
 	$(LIBRARIES_PIP) --no-build-isolation --no-deps --requirement tests/libraries/requirements.txt
 	touch $@
 
-.PHONY: test-libraries time-libraries
+.PHONY: test-libraries time-libraries time-onnx-files
 test-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
 
@@ -140,6 +140,10 @@ test-transformers: $(OWN_TESTS)/installed
 time-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/torchvision_names.py models --library groundingdino --library rfdetr \
 		--library ultralytics --seconds 60 --onnx --csv benchmarks/results/libraries.csv
+
+# For a quiet machine: the files that libraries export themselves, before and after `fuse`, about half an hour.
+time-onnx-files: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/onnx_files.py --csv benchmarks/results/onnx-files.csv
 
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)

@@ -289,6 +289,16 @@ def mutants() -> str:
     return "\n".join([table, *reasons]) + "\n"
 
 
+def onnx_files() -> str:
+    """Files that libraries export of their models, before and after `fuse`."""
+    if not (RESULTS / "onnx-files.csv").exists():
+        return NOT_YET
+    columns = {"library": "library", "model": "model", "writing": "made of", "replaced": "replaced", "left": "left"}
+    columns |= {"difference": "differs by", "off": "queries off", "before ms": "before, ms", "after ms": "after, ms"}
+    rows = read("onnx-files.csv")
+    return f"{renamed(rows, columns | {'speed-up': 'speed-up'})}\n{made(rows)}\n"
+
+
 def _sentence(row: Row) -> str:
     """The first of a message."""
     return row["message"].split(". ")[0]
@@ -330,6 +340,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "attention_modules": attention_modules,
     "libraries": libraries,
     "onnxruntime": onnxruntime,
+    "onnx_files": onnx_files,
     "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),

@@ -24,7 +24,8 @@ def pytest_addoption(parser):
 def pytest_runtest_makereport(item, call):
     report = yield
     given = item.callspec.params
-    report.tried = given["library"], given.get("model", "patch by name")
+    own_file = f"ONNX file of {given['file']}" if "file" in given else "patch by name"
+    report.tried = given["library"], given.get("model", own_file)
     report.sentence = str(call.excinfo.value).strip().split("\n")[0] if call.excinfo else ""
     return report
 

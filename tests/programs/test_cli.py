@@ -71,7 +71,7 @@ COMMANDS = {
         *("--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"),
         *("--library", "--onnx", "--no-onnx", "--csv"),
     },
-    "fuse": {"path_in", "path_out"},
+    "fuse": {"path_in", "path_out", "--time", "--inputs", "--seconds", "--threads"},
 }
 
 

@@ -3,29 +3,61 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .._programs.problems import Problem, need
+from .options import Seconds, Threads, use_threads
 
 
 def fuse(
     path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
     path_out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+    time: Annotated[bool, typer.Option("--time", help="Run both files, compare and time them.")] = False,
+    inputs: Annotated[Path | None, typer.Option(help="With --time: an .npz file of inputs by name; else random.")] = None,
+    seconds: Seconds = 20.0,
+    threads: Threads = 0,
 ) -> None:
-    """Put our node in place of deformable attention made of GridSample, in an ONNX file that somebody else exported.
+    """Put our node in place of deformable attention made of GridSample or gathers, in an ONNX file that somebody else exported.
 
     Each place is tried in onnxruntime before it is replaced. Prints what was replaced, and what was left and why.
 
-    Example: `mx-driving fuse detector.onnx fused.onnx`
+    Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """
     need("mx-driving fuse", "mx-driving-portable[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
     from .. import onnx
 
+    use_threads(threads)
+    given = _read(inputs) if inputs else {}
     try:
         print(onnx.fuse(path_in, path_out))
     except ValueError as error:
         raise Problem(str(error)) from None
     except OSError as error:
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
+    if time:
+        _time(path_in, path_out, seconds, given)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import numpy
+
+    try:
+        found: Any = numpy.load(path)
+    except (EOFError, OSError, ValueError) as error:
+        raise Problem(f"--inputs must be an .npz file; got {path}: {error}") from None
+    if not isinstance(found, numpy.lib.npyio.NpzFile):
+        raise Problem(f"--inputs must be an .npz file, of arrays by name; got {path}, an array")
+    return dict(found)
+
+
+def _time(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> None:
+    from ..measure import onnx_files
+
+    try:
+        print(onnx_files.compare(path_in, path_out, seconds, given))
+    except Problem:
+        raise
+    except Exception as error:  # onnxruntime has a dozen kinds of its own
+        raise Problem(f"path_in must run in onnxruntime; got {path_in}: {str(error).splitlines()[0]}") from None

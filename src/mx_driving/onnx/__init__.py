@@ -84,12 +84,13 @@ def library() -> str:
 
 
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
-    """Write an ONNX file that somebody else exported again, with our node in place of deformable attention made of GridSample.
+    """Write an ONNX file that somebody else exported again, with our node in place of its deformable attention.
 
         print(mx_driving.onnx.fuse("detector.onnx", "fused.onnx"))
 
-    Each place is tried before it is replaced: its nodes run in onnxruntime on random inputs, and must give what the operator
-    gives, but for rounding. Anything else stays as it is, and the report says why. Nodes that nothing reads are left out.
+    The attention may be made of GridSample, or of gathers that interpolate. Each place is tried before it is replaced: its
+    nodes run in onnxruntime on random inputs, and must give what the operator gives, but for rounding. Anything else stays as
+    it is, and the report says why. Nodes that nothing reads are left out.
     onnxruntime runs the new file with the library that `library` names.
 
     Args:

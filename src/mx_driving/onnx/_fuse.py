@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
 
-from ._search import Sampling, Unfit, candidates, dims, is_node, sums
+from ._file import load, save
+from ._graph import Unfit, dims, is_node, source
+from ._search import Sampling, candidates, sums
 from ._trial import padding, prove, tables
 
 
@@ -35,23 +36,10 @@ class Fused:
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
 
 
-def _load(path: Path) -> ir.Model:
-    try:
-        model = ir.load(path)
-    except OSError as error:
-        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf's and onnx_ir's own
-        fact = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {fact}") from None
-    if not model.graph.opset_imports:
-        raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
-    return ShapeInferencePass()(model).model
-
-
-def _certain(model: ir.Model, node: ir.Node, levels: list[ir.Node], weights: ir.Value) -> Sampling:
+def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
     """The first candidate that passes its trial."""
     reason = Unfit("no tensors have the shapes of the operator's value, locations and weights")
-    for sampling in candidates(node, levels, weights):
+    for sampling in candidates(node, samples, weights):
         try:
             prove(model, sampling)
             return sampling
@@ -118,11 +106,11 @@ def _in_words(sampling: Sampling) -> str:
 
 def _fuse(model: ir.Model, path: Path) -> Fused:
     report, seen = Fused(path), set()
-    for node, (levels, weights) in sums(model.graph).items():
-        seen.update(levels)
+    for node, (samples, weights) in sums(model.graph).items():
+        seen.update(source(part).producer() for part in samples)
         name = str(node.outputs[0].name)
         try:
-            sampling = _certain(model, node, levels, weights)
+            sampling = _certain(model, node, samples, weights)
         except Unfit as unfit:
             report.left[name] = str(unfit)
         else:
@@ -134,22 +122,14 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
     return report
 
 
-def _save(model: ir.Model, path: Path) -> None:
-    """Weights stay where they are: in the file, or in a file beside it."""
-    model.graph.opset_imports["mx_driving"] = 1
-    RemoveUnusedNodesPass()(model)
-    outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
-    ir.save(model, path, external_data=f"{path.name}.data" if outside else None)
-
-
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
-    model = _load(source)
+    model = load(source)
     report = _fuse(model, target)
     if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "no GridSample"
-        raise ValueError(f"path_in must hold deformable attention made of GridSample; got {source} ({why})")
-    _save(model, target)
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "it has no weighted samples"
+        raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
+    save(model, target)
     return report

@@ -1,12 +1,15 @@
 """Whether a part of an ONNX graph computes multi_scale_deformable_attn: it is run beside the operator on random inputs.
 
-Only nodes that move values about, multiply, add and sample may take part. Such a graph has no case that random inputs, on
-and beyond the maps, would miss.
+Value and weights may only be moved, multiplied, added and gathered. Steps that branch, such as floors and clips, may take part
+where locations alone decide them, and locations lie on the maps, across every border, and far away. So there is no case that
+the inputs would miss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -15,35 +18,38 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ._search import MOVES, Sampling, Unfit, dims, is_node
+from ._graph import INTEGER, MOVES, Unfit, dims, is_node
+from ._search import Sampling
 
-_COMPUTE = {"GridSample", "Mul", "Add", "Sub", "ReduceSum", "Concat", "Constant"}
-_SIZES = {"Shape", "Cast", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Where", "Equal", "Range", "Expand", "Size"}
+_COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant"}
+_SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
+# Steps that are not linear in every input: the inputs that value and weights may reach, because the others decide.
+_BRANCHES = {
+    **dict.fromkeys(("Expand", "Pad", "Div", "GatherElements", "GatherND"), (0,)),
+    **dict.fromkeys(("Abs", "And", "Clip", "Equal", "Floor", "Greater", "GreaterOrEqual", "Less", "LessOrEqual"), ()),
+    **dict.fromkeys(("Max", "Min", "Not", "Or"), ()),
+    "Where": (1, 2),
+}
 _FREE = 2, 7  # batch and queries where the file leaves them free
-_INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
+_SAMPLES = 500  # of a level, at least, in each kind of place
 
 
-def _allowed(node: ir.Node) -> bool:
-    if is_node(node, *MOVES, *_COMPUTE):
+def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
+    """Whether the node may take part; `linear` is what value or weights reach."""
+    if is_node(node, *MOVES):
+        return not any(v in linear for v in node.inputs[1:])
+    if is_node(node, *_COMPUTE):
         return True
-    return is_node(node, *_SIZES) and node.outputs[0].dtype in _INTEGER
+    if is_node(node, "Cast", "CastLike"):
+        return node.outputs[0].dtype not in INTEGER or node.inputs[0] not in linear
+    if is_node(node, *_BRANCHES):
+        return not any(v in linear for place, v in enumerate(node.inputs) if place not in _BRANCHES[node.op_type])
+    return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def _follows(ends: set[ir.Value]) -> set[ir.Value]:
-    """What is computed from these, near or far."""
-    found, todo = set(ends), list(ends)
-    while todo:
-        for use in todo.pop().uses():
-            new = [v for v in use.node.outputs if v not in found]
-            found.update(new)
-            todo.extend(new)
-    return found
-
-
-def _part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes between the operator's inputs and its output, and the sizes of other tensors that they ask for."""
+def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
+    """Hold the nodes between the operator's inputs and output to the rules. Returns sizes that the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
-    inside = _follows(ends)
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
     todo = [sampling.output]
@@ -54,14 +60,31 @@ def _part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
             continue
         if node is None:
             raise Unfit(f"it also reads {value.name}")
-        if is_node(node, "Shape") and node.inputs[0] not in inside:
+        if is_node(node, "Shape") and _size(value, names) is not None:
             sizes[value] = None
             continue
-        if not _allowed(node):
-            raise Unfit(f"{node.op_type} ({node.name}) takes part")
         nodes[node] = None
         todo.extend(v for v in node.inputs if v is not None)
-    return list(nodes), list(sizes)
+    _hold_to_rules(sampling, nodes)
+    return list(sizes)
+
+
+def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
+    linear = _reached({sampling.value, sampling.weights}, set(nodes))
+    for node in nodes:
+        if not _allowed(node, linear):
+            raise Unfit(f"{node.op_type} ({node.name}) takes part")
+
+
+def _reached(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
+    """What the nodes compute from the ends, other than from their shapes."""
+    found, todo = set(ends), list(ends)
+    while todo:
+        inside = (use.node for use in todo.pop().uses() if use.node in nodes and not is_node(use.node, "Shape", "Size"))
+        new = [v for node in inside for v in node.outputs if v not in found]
+        found.update(new)
+        todo.extend(new)
+    return found
 
 
 def _numbers(sampling: Sampling) -> tuple[int, int, dict[str, int]]:
@@ -79,26 +102,44 @@ def _numbers(sampling: Sampling) -> tuple[int, int, dict[str, int]]:
     return chosen[0], chosen[1], names
 
 
-def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any]:
+def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
+    """The output of a Shape node, where the file says it."""
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
     start, end = (node.attributes[key].value if key in node.attributes else None for key in ("start", "end"))
-    sizes = dims(node.inputs[0])[start:end]
-    known = [names.get(d) if isinstance(d, str) else d for d in sizes]
-    if None in known or not known:
-        raise Unfit(f"the file does not say the sizes of {node.inputs[0].name}")
-    return np.array(known, np.int64)
+    known = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[start:end]]
+    return np.array(known, np.int64) if known and None not in known else None
 
 
-def _inputs(sampling: Sampling, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random value, locations on and beyond the maps, and weights, as the file's axes have them."""
-    random = torch.Generator().manual_seed(0)
+def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
+    """Locations around the outermost pixels of the maps in one axis or both."""
+    points = torch.tensor(sampling.points)
+    sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
+    first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
+    across = first_or_last + torch.rand(*sizes, 2, generator=random) * 3 - 1.5
+    inside = torch.rand(*sizes, 2, generator=random) * sides
+    return (torch.where(torch.rand(*sizes, 2, generator=random) < 0.7, across, inside) + 0.5) / sides
+
+
+def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
+    """Of three kinds in turn: on and around the maps, across their borders, and far away."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = bs, queries, sampling.num_heads, sum(sampling.points)
+    if seed % 3 == 1:
+        return _across_borders(sampling, random, *sizes)
+    uniform = torch.rand(*sizes, 2, generator=random)
+    return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
+
+
+def _inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Random value, locations and weights, as the file's axes have them."""
+    random = torch.Generator().manual_seed(seed)
     blocks = (
         (sampling.num_heads, sampling.channels) if len(dims(sampling.value)) == 4 else (sampling.num_heads * sampling.channels,)
     )
     value = torch.rand(bs, sampling.num_keys, *blocks, generator=random) * 2 - 1
-    locations = torch.rand(bs, queries, *sampling.sizes(sampling.locations), generator=random) * 1.6 - 0.3
+    locations = _locations(sampling, seed, bs, queries).reshape(bs, queries, *sampling.sizes(sampling.locations))
     weights = torch.randn(bs, queries, *sampling.sizes(sampling.weights), generator=random)
     return value, locations, weights
 
@@ -118,7 +159,7 @@ def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     return [place for place, _ in places], [mask for _, mask in places]
 
 
-def _ours(sampling: Sampling, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, float]:
+def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
     """The operator in float64, and the largest sum of absolute terms, to which rounding is proportional."""
     value, locations, weights = (t.double() for t in inputs)
     bs, queries = locations.shape[:2]
@@ -132,7 +173,7 @@ def _ours(sampling: Sampling, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Te
     return output, float(weights.abs().sum(-1).max())
 
 
-def _theirs(model: ir.Model, sampling: Sampling, sizes: list[ir.Value], feeds: dict[str, Any]) -> np.ndarray[Any, Any]:
+def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
     import onnxruntime
 
     graph = ir.convenience.extract(
@@ -140,13 +181,10 @@ def _theirs(model: ir.Model, sampling: Sampling, sizes: list[ir.Value], feeds: d
     )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    part = ir.serde.serialize_model(ir.Model(graph, ir_version=model.ir_version)).SerializeToString()
-    try:
-        session = onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
-        names = {i.name for i in session.get_inputs()}
-        return np.asarray(session.run(None, {name: array for name, array in feeds.items() if name in names})[0])
-    except Exception as error:  # onnxruntime has a dozen kinds of its own
-        raise Unfit(f"a trial in onnxruntime failed: {str(error).splitlines()[0]}") from None
+    whole = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+    part = ir.serde.serialize_model(whole).SerializeToString()
+    with _onnxruntime():
+        return onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
 
 
 def _precision(dtype: ir.DataType | None) -> tuple[Any, float]:
@@ -155,17 +193,41 @@ def _precision(dtype: ir.DataType | None) -> tuple[Any, float]:
     return dtype.numpy(), float(np.finfo(dtype.numpy()).eps)
 
 
+def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
+    """The output of the part of the graph, and the inputs that gave it."""
+    bs, queries, names = _numbers(sampling)
+    sizes = _part(sampling, names)
+    dtype, _ = _precision(sampling.value.dtype)
+    fixed = {str(s.name): _size(s, names) for s in sizes}
+    ends = sampling.value, sampling.locations, sampling.weights
+    session = _session(model, sampling, sizes)
+    taken = {i.name for i in session.get_inputs()}
+    samples = bs * queries * sampling.num_heads * min(sampling.points)
+    for seed in range(3 * -(-_SAMPLES // samples)):
+        arrays = [t.numpy().astype(dtype) for t in _inputs(sampling, seed, bs, queries)]
+        feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
+        with _onnxruntime():
+            (output,) = session.run(None, {name: array for name, array in feeds.items() if name in taken})
+        yield torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
+
+
 def prove(model: ir.Model, sampling: Sampling) -> None:
     """Raise Unfit unless the part of the graph gives what the operator gives, but for rounding."""
-    _, sizes = _part(sampling)
-    bs, queries, names = _numbers(sampling)
-    dtype, eps = _precision(sampling.value.dtype)
-    ends = sampling.value, sampling.locations, sampling.weights
-    arrays = [t.numpy().astype(dtype) for t in _inputs(sampling, bs, queries)]
-    feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)}
-    feeds.update({str(s.name): _size(s, names) for s in sizes})
-    result = torch.from_numpy(_theirs(model, sampling, sizes, feeds)).double()
-    expected, scale = _ours(sampling, tuple(torch.from_numpy(a) for a in arrays))  # type: ignore[arg-type]
+    for result, inputs in _trials(model, sampling):
+        _compare(sampling, result, inputs)
+
+
+@contextlib.contextmanager
+def _onnxruntime() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # it has a dozen kinds of its own
+        raise Unfit(f"a trial in onnxruntime failed: {str(error).splitlines()[0]}") from None
+
+
+def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    _, eps = _precision(sampling.value.dtype)
+    expected, scale = _ours(sampling, inputs)
     if result.shape != expected.shape:
         raise Unfit(f"it gives {tuple(result.shape)}; the operator gives {tuple(expected.shape)}")
     allowed = eps * (16 + 2 * (4 * sum(sampling.points)) ** 0.5 + 2 * max(map(max, sampling.maps))) * scale

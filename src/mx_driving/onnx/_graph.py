@@ -1,0 +1,71 @@
+"""Values and nodes of an ONNX graph, and the ways back from a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+MOVES = {"Reshape", "Transpose", "Slice", "Split", "Gather", "Squeeze", "Unsqueeze", "Identity", "Flatten"}
+INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
+
+
+class Unfit(Exception):
+    """Why samples stay as they are: a clause that a report shows."""
+
+
+def dims(value: ir.Value) -> tuple[int | str | None, ...]:
+    """Sizes: numbers, names, or None where the file says nothing."""
+    if value.shape is None:
+        return ()
+    return tuple(d if isinstance(d, int) else d.value for d in value.shape)
+
+
+def is_node(node: ir.Node | None, *kinds: str) -> bool:
+    return node is not None and node.domain in ("", "ai.onnx") and node.op_type in kinds
+
+
+def constant(value: ir.Value | None) -> Any:
+    """The array of a constant, or None."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    return None if tensor is None else np.asarray(tensor.numpy())
+
+
+def number(value: ir.Value | None) -> float | None:
+    array = constant(value)
+    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
+
+
+def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
+    """The value, and what it is a part or another view of, up to the first node that computes; `more` kinds are passed, too."""
+    yield value
+    while is_node(node := value.producer(), *MOVES, *more):
+        assert node is not None
+        if node.inputs[0] is None:
+            return
+        value = node.inputs[0]
+        yield value
+
+
+def source(value: ir.Value) -> ir.Value:
+    *_, last = sources(value)
+    return last
+
+
+def common(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
+    """What is in all of them, in the order of the first."""
+    first, *others = map(dict.fromkeys, chains)
+    return [v for v in first if all(v in chain for chain in others)]
+
+
+def before(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
+    """The value and what it is computed from, the nearest first; other nodes than those are not passed."""
+    seen, todo = {value}, [value]
+    while todo:
+        yield (value := todo.pop(0))
+        node = value.producer()
+        new = [v for v in node.inputs if v is not None and v not in seen] if node is not None and through(node) else []
+        seen.update(new)
+        todo.extend(new)

@@ -1,0 +1,189 @@
+"""ONNX files that libraries export of their models themselves, before and after `mx_driving.onnx.fuse`.
+
+    python tests/libraries/onnx_files.py --only '*rt_detr*' --seconds 30 --csv benchmarks/results/onnx-files.csv
+
+Models have random weights; nothing is downloaded. `make time-onnx-files` runs all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import io
+import logging
+import os
+import sys
+import tempfile
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from unittest import mock
+
+import torch
+import torchvision_names
+import typer
+
+import mx_driving.onnx
+from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving.measure import models, onnx_files, report
+
+Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """What pip calls the library, its model, the writing in its file, how many places there are, and its own export."""
+
+    distribution: str
+    model: str
+    writing: str
+    places: int
+    export: Export
+
+
+def of_transformers(name: str, free: bool = False) -> Export:
+    """By transformers' OnnxExporter."""
+
+    def export(folder: Path, side: int) -> Path:
+        exporter = importlib.import_module("transformers.exporters.exporter_onnx")
+        subject = models.build(name, side, side)
+        found = exporter.OnnxExporter().export(subject.model, dict(subject.inputs), config=exporter.OnnxConfig(dynamic=free))
+        exporter.OnnxExporter.save_program(found.program, folder / "model.onnx")
+        return folder / "model.onnx"
+
+    return export
+
+
+def of_ultralytics(folder: Path, side: int) -> Path:
+    """By `RTDETR.export`, which writes beside the working folder."""
+    model = importlib.import_module("ultralytics").RTDETR("rtdetr-l.yaml")
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return folder / model.export(format="onnx", imgsz=side, simplify=False)
+    finally:
+        os.chdir(before)
+
+
+def of_rfdetr(name: str) -> Export:
+    """By `RFDETR.export`, at the resolution that its positions are made for."""
+
+    def export(folder: Path, side: int) -> Path:
+        model = getattr(importlib.import_module("rfdetr"), name)(pretrain_weights=None, device="cpu")
+        model.export(output_dir=str(folder))
+        return next(folder.glob("*.onnx"))
+
+    return export
+
+
+def of_libreyolo(name: str, size: str) -> Export:
+    """By LibreYOLO's `export`, which leaves the batch free; a backbone's own weights are not fetched."""
+
+    def export(folder: Path, side: int) -> Path:
+        load = torch.nn.Module.load_state_dict
+        fetched: dict[str, Any] = {}
+        with (
+            mock.patch("torch.hub.load_state_dict_from_url", return_value=fetched),
+            mock.patch.object(
+                torch.nn.Module, "load_state_dict", lambda self, state, *a, **k: state is fetched or load(self, state, *a, **k)
+            ),
+        ):
+            model = getattr(importlib.import_module("libreyolo"), name)(None, size=size)
+        return Path(model.export(format="onnx", imgsz=side, output_path=str(folder / "model.onnx"), simplify=False))
+
+    return export
+
+
+def of_dfine_seg(folder: Path, side: int) -> Path:
+    """By D-FINE-seg's `export_to_onnx`, without the file of its helpers for training that its module imports a name from."""
+    training: Any = types.ModuleType("dfine_seg.dl.utils")
+    training.get_latest_experiment_name = None
+    with mock.patch.dict(sys.modules, {training.__name__: training}):
+        exporter = importlib.import_module("dfine_seg.dl.export")
+    build = importlib.import_module("dfine_seg.model.dfine").build_model
+    model = build("s", 80, False, "cpu", img_size=[side, side]).eval()
+    whole = exporter.ExportWrapper(model, exporter.DFINEPostProcessor(80, 300)).eval()
+    picture, outputs = torch.rand(1, 3, side, side), ["labels", "boxes", "scores"]
+    return exporter.export_to_onnx(whole, folder / "model.onnx", picture, 1, False, False, "input", outputs)
+
+
+EXPORTERS = (
+    Exporter("ultralytics", "rtdetr-l", "GridSample", 6, of_ultralytics),
+    Exporter("rfdetr", "RFDETRNano", "GridSample", 2, of_rfdetr("RFDETRNano")),
+    Exporter("libreyolo", "LibreRTDETR r18", "GridSample", 3, of_libreyolo("LibreRTDETR", "r18")),
+    Exporter("libreyolo", "LibreDFINE s", "gathers", 3, of_libreyolo("LibreDFINE", "s")),
+    Exporter("libreyolo", "LibreEC s", "gathers", 4, of_libreyolo("LibreEC", "s")),
+    Exporter("dfine-seg", "D-FINE s", "GridSample", 3, of_dfine_seg),
+    Exporter("transformers", "rt_detr", "GridSample", 6, of_transformers("rt_detr")),
+    Exporter("transformers", "rt_detr_v2", "GridSample", 6, of_transformers("rt_detr_v2")),
+    Exporter("transformers", "d_fine", "GridSample", 6, of_transformers("d_fine")),
+    Exporter("transformers", "deformable_detr", "GridSample", 12, of_transformers("deformable_detr")),
+)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Exporters print whole graphs."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving.onnx.Fused]:
+    """The library's file, and what `fuse` found in it."""
+    torch.manual_seed(0)
+    with silent():
+        before = exporter.export(folder, side)
+    return before, mx_driving.onnx.fuse(before, folder / "fused.onnx")
+
+
+def row(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        before, found = fused(exporter, Path(folder), side)
+        compared = onnx_files.compare(before, found.path, seconds)
+    return {
+        "library": f"{exporter.distribution} {importlib.metadata.version(exporter.distribution)}",
+        "model": exporter.model,
+        "writing": exporter.writing,
+        "replaced": len(found.replaced),
+        "left": len(found.left),
+        "difference": f"{compared.difference:.0e}",
+        "off": compared.off,
+        "before ms": round(compared.before, 1),
+        "after ms": round(compared.after, 1),
+        "speed-up": round(compared.before / compared.after, 3),
+        "rounds": compared.rounds,
+    }
+
+
+def main(
+    only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
+    side: Annotated[int, typer.Option(help="Height and width of the picture.")] = 640,
+    seconds: Annotated[float, typer.Option(help="Time each pair of files about this long.")] = 30.0,
+    threads: Annotated[int, typer.Option(help="Threads of onnxruntime.")] = 1,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
+) -> None:
+    torch.set_num_threads(threads)
+    torchvision_names.declare()
+    names = matching("--only", only, [exporter.model for exporter in EXPORTERS])
+    rows = []
+    for exporter in EXPORTERS:
+        if exporter.model in names:
+            rows.append(row(exporter, side, seconds))
+            print(*(f"{name} {cell}" for name, cell in rows[-1].items()), sep=", ", flush=True)
+            if csv:
+                report.write(rows, csv)
+
+
+if __name__ == "__main__":
+    with in_a_sentence("onnx_files.py"):
+        typer.run(main)
