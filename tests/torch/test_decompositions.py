@@ -16,7 +16,7 @@ def decomposed(operator, args):
     return torch._decomp.decomposition_table[getattr(torch.ops.mx_driving, operator).default](*args)
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", SMALL, ids=cases.case_id)
 def test_values(case):
     args = cases.cast(case.make(), torch.float64)
     true = cases.truth_of(case.operator, args, cases.grad_for(case.operator, args))
