@@ -210,8 +210,14 @@ def test_the_node_gives_the_same(writing, exporter, tmp_path):
     judge(WRITINGS[writing], before, after, inputs() if exporter == "fixed sizes" else inputs(3, 11))
 
 
-@pytest.mark.parametrize("exporter", ["fixed sizes", 11, 13, 15])
-@pytest.mark.parametrize("sample", GATHERS, ids=lambda sample: sample.__name__)
+@pytest.mark.parametrize(
+    ("sample", "exporter"),
+    [
+        *((sample, "fixed sizes") for sample in GATHERS),
+        *((decomposed, opset) for opset in (11, 13, 15)),
+        *zip((on_a_padded_map, masked, by_three_indices), (11, 13, 15), strict=True),
+    ],
+)
 def test_gathers_become_the_node(sample, exporter, tmp_path):
     """Opsets 11 to 15 have no GridSample; batch and queries are free in these files."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
