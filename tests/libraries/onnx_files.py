@@ -64,7 +64,7 @@ def of_ultralytics(folder: Path, side: int) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        return folder / model.export(format="onnx", imgsz=side, simplify=False)
+        return folder / model.export(format="onnx", imgsz=side)
     finally:
         os.chdir(before)
 
