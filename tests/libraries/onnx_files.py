@@ -7,17 +7,13 @@ Models have random weights; nothing is downloaded. `make time-onnx-files` runs a
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.metadata
-import io
-import logging
 import os
 import sys
 import tempfile
 import types
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +26,7 @@ import typer
 import mx_driving.onnx
 from mx_driving._programs.problems import in_a_sentence, matching
 from mx_driving.measure import models, onnx_files, report
+from mx_driving.measure.libraries import silent
 
 Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file
 
@@ -123,19 +120,6 @@ EXPORTERS = (
     Exporter("transformers", "d_fine", "GridSample", 6, of_transformers("d_fine")),
     Exporter("transformers", "deformable_detr", "GridSample", 12, of_transformers("deformable_detr")),
 )
-
-
-@contextlib.contextmanager
-def silent() -> Iterator[None]:
-    """Exporters print whole graphs."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def fused(exporter: Exporter, folder: Path, side: int) -> tuple[Path, mx_driving.onnx.Fused]:

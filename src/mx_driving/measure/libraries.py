@@ -214,7 +214,7 @@ class _Tensors(torch.nn.Module):
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Exporters print whole graphs when they fail."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -233,7 +233,7 @@ def exports(subject: Subject) -> str:
     picture = subject.inputs[whole.picture]
     with mx_driving.patched(subject.model):
         try:
-            with _silent():
+            with silent():
                 ours = _in_onnxruntime(whole, picture)
         except Exception as error:  # an exporter may raise anything, and that is the result
             return f"no: {_in_one_line(error)}"
