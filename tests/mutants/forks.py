@@ -11,6 +11,7 @@ import pathlib
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 
 import pytest
@@ -41,7 +42,11 @@ def in_fork(work: Callable[[], int], log: pathlib.Path | None, seconds: float = 
             if seconds:
                 resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), int(seconds) + 5))
             status = work()
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
     return os.waitpid(child, 0)[1] == 0
 
