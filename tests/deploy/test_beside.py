@@ -12,10 +12,9 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
+from programs import python
 
 import mx_driving
 import mx_driving_portable
@@ -158,9 +157,7 @@ sys.meta_path = [Alone, *(f for f in sys.meta_path if not type(f).__module__.sta
 
 
 def run(folder, code, *args):
-    command = [sys.executable, "-W", "ignore", "-c", ALONE + code, str(folder), *args]
-    environment = {**os.environ, "COLUMNS": "400"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    return python("-W", "ignore", "-c", ALONE + code, folder, *args, env={**os.environ, "COLUMNS": "400"}, check=False)
 
 
 COMMAND = "import mx_driving_portable\nmx_driving_portable.main()\n"

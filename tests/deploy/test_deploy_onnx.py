@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import pathlib
 import re
-import subprocess
-import sys
 
 import onnx
 import onnx_nodes
 import onnxruntime.quantization
 import pytest
 import torch
+from programs import Done, python
 
 import mx_driving.onnx
 
@@ -21,9 +20,8 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("detector")]  # so that 
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(FILE), "--seconds", "1", *options]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+def run(*options: str) -> Done:
+    return python(FILE, "--seconds", "1", *options, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
 
 
 @pytest.fixture(scope="module")

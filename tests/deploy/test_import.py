@@ -15,6 +15,7 @@ import types
 import cases
 import pytest
 import torch
+from programs import python
 
 import mx_driving
 from mx_driving import _kernels
@@ -75,7 +76,7 @@ def test_without_the_library_the_reference_serves_and_says_why():
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: libmx_driving.so is not in the package: it was not built or not installed"
     assert lines[1] == "1.0"
@@ -129,7 +130,7 @@ def test_environment_switches_the_gpu_kernels_off():
     code = "import mx_driving; print(*set(mx_driving.backends()['cuda'].values()), sep='\\n')"
     for word, begin in (("0", "reference: MX_DRIVING_TRITON=0 is set; unset it"), ("", "")):
         env = {**os.environ, "MX_DRIVING_TRITON": word}
-        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+        said = python("-c", code, env=env).stdout
         assert said.startswith(begin)
         assert ("MX_DRIVING_TRITON" in said) == bool(begin)
         assert len(said.splitlines()) == 1 or not begin
@@ -151,9 +152,7 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 def served_beside(*libraries):
     """What backends() says beside each library, in a process that calls an operator too."""
-    done = subprocess.run([sys.executable, "-c", SAYS, *map(str, libraries)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return python("-c", SAYS, *libraries).stdout.splitlines()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
 import sys
 import textwrap
 
 import cases
 import pytest
 import torch
+from programs import python
 
 import mx_driving
 from mx_driving import compat
@@ -229,7 +229,7 @@ def test_install_twice_and_undo():
     except RuntimeError as error:
         print(error)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    done = python("-c", textwrap.dedent(code))
     assert done.stdout.splitlines() == [
         "gone",
         "mx_driving.compat.install must come before the first import of GeometricKernelAttention",
@@ -346,8 +346,7 @@ def test_mmcv(name):
     replaced."""
     pytest.importorskip("mmcv")
     code = MMCV.replace("NAME", repr(name))
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "ignore", "-c", code)
     assert done.stdout.splitlines() == [
         "mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttnFunction",
         "mmcv.ops.multi_scale_deform_attn.multi_scale_deformable_attn_pytorch",

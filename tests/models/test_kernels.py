@@ -8,12 +8,12 @@ import inspect
 import json
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
+from programs import python
 
 import mx_driving
 
@@ -146,7 +146,7 @@ def imported(name: str, folder: pathlib.Path) -> types.ModuleType:
 def test_a_repository_without_the_package(tmp_path):
     folder = mx_driving.kernels.write(tmp_path) / "build" / "torch-cpu"
     program = "import sys; sys.modules['mx_driving'] = None; import layers"
-    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
+    done = python("-c", program, cwd=folder, check=False)
     assert (
         done.stderr.splitlines()[-1]
         == "ImportError: This kernel runs on mx_driving's operators: pip install mx-driving-portable"

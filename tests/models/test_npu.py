@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+from programs import python
 
 from mx_driving._npu import _testing
 
@@ -19,11 +18,7 @@ REFUSED = "runs on an Ascend device; mx_driving.compat's stand-in for torch_npu 
 
 def run(*programs: str) -> list[str]:
     """What programs of helpers/npu_programs.py print, one after the other in one process."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", HELPERS / "npu_programs.py", *programs], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return python("-W", "ignore", HELPERS / "npu_programs.py", *programs).stdout.splitlines()
 
 
 def test_the_vendors_tests_run_and_see_faults():
@@ -65,10 +60,7 @@ def test_all_is_given_back(tmp_path):
     """Also where it is installed twice. A real torch_npu is left alone, imported or not."""
     (tmp_path / "torch_npu.py").write_text("")
     refused = f"torch_npu must not be installed where mx_driving.compat stands in for it; got {tmp_path / 'torch_npu.py'}"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", HELPERS / "npu_given_back.py", tmp_path], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "ignore", HELPERS / "npu_given_back.py", tmp_path)
     assert done.stdout.splitlines() == [refused, refused]
 
 

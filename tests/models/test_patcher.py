@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
+from programs import python
 from test_patching import GOOD, calls, module_of
 
 from mx_driving import patcher
@@ -150,8 +150,7 @@ mx_driving.compat.install("torch_npu")
 with PatcherBuilder().build():
     assert torch.cuda.is_available() and torch.zeros(1, device="cuda").is_cuda
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_mmcv_by_the_default_patcher():
@@ -172,8 +171,7 @@ assert count() == 0
 with default_patcher_builder.build():
     assert count() == 1
 """
-    done = subprocess.run([sys.executable, "-W", "error:mx_driving", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", "import warnings\nwarnings.filterwarnings('error', 'mx_driving')\n" + code)
 
 
 def test_torch_is_left_as_it_is():

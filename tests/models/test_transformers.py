@@ -9,16 +9,16 @@ import math
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
+from programs import python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
+
 
 import mx_driving  # noqa: E402
 from mx_driving.measure import models, plain  # noqa: E402
@@ -451,11 +451,8 @@ def test_queries_off():
 
 @pytest.mark.long
 def test_command_line(tmp_path):
-    command = [sys.executable, "-m", "mx_driving", "models", "--only", "rt_detr", "--height", "128", "--width", "160"]
-    done = subprocess.run(
-        [*command, "--seconds", "0.1", "--threads", "1"], capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"}
-    )
-    assert done.returncode == 0, done.stderr
+    options = ["--only", "rt_detr", "--height", "128", "--width", "160", "--seconds", "0.1", "--threads", "1"]
+    done = python("-m", "mx_driving", "models", *options, env={**os.environ, "COLUMNS": "120"})
     whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)
     assert re.search(r"rt_detr +\de-\d\d +\d+( +[\d.]+){5}", whole), whole
     assert re.search(r"rt_detr( +[\d.]+){8}", modules), modules

@@ -20,7 +20,7 @@ PACKAGES = ["bochs", "bochsbios", "busybox-static", "cpio", "isolinux", "syslinu
 KERNELS = ("linux-image-cloud-amd64", "linux-image-virtual")  # Debian's and Ubuntu's packages that name the newest
 PROGRAMS = ("libmx_driving.so", "tests/native/native_tests", "tests/native/compare")
 LOADER = ("/usr/lib/ISOLINUX/isolinux.bin", "/usr/lib/syslinux/modules/bios/ldlinux.c32")
-MOST_SECONDS = 1800
+MOST_SECONDS = 7200
 
 INIT = """#!/bin/sh
 mount -t proc proc /proc

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
-import sys
 import warnings
 
 import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
+from programs import python
 from small_cases import INTERPRETED
 
 import mx_driving
@@ -308,7 +307,7 @@ def test_environment_variable():
     )
     for word, told in (("true", True), ("off", False)):
         env = {**os.environ, "MX_DRIVING_CHECK": word}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        done = python("-c", code, env=env)
         assert ("<string>:2: DataWarning: multi_scale_deformable_attn: sampling_locations should" in done.stderr) == told
 
 

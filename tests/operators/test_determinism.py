@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, LARGE, MULTI_SCALE, Case
+from programs import python
 
 from mx_driving import _kernels
 
@@ -105,7 +105,7 @@ print(len(os.listdir("/proc/self/task")) - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 def test_a_small_call_wakes_no_thread():
     def woken(work: int) -> int:
-        done = subprocess.run([sys.executable, "-c", THREADS, str(work)], capture_output=True, text=True, check=True)
+        done = python("-c", THREADS, work)
         return int(done.stdout)
 
     assert woken(_kernels.native.WORK_OF_A_THREAD) == 0

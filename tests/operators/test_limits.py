@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import cases
 import logits_cases
 import pytest
 import torch
+from programs import python
 
 import mx_driving
 from mx_driving._checks.flags import flag
@@ -154,8 +153,7 @@ CALL = (
 
 
 def with_flag(word):
-    env = {**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}
-    return subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, check=False)
+    return python("-c", CALL, env={**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}, check=False)
 
 
 @pytest.mark.parametrize(("word", "enforced"), [("1", True), ("0", False)])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from programs import python
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
@@ -147,7 +148,7 @@ def test_check_takes_the_rows_asked_for(mx, monkeypatch):
 
 
 def test_python_m():
-    done = subprocess.run([sys.executable, "-m", "mx_driving", "check", "--help"], capture_output=True, text=True, check=True)
+    done = python("-m", "mx_driving", "check", "--help")
     assert "Usage: mx-driving check" in done.stdout
 
 

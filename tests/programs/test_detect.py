@@ -6,13 +6,13 @@ import importlib.util
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import types
 
 import pytest
 import torch
 from pages import written
+from programs import python
 
 transformers = pytest.importorskip("transformers")
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
@@ -55,10 +55,7 @@ def photo(tmp_path):
 
 
 def run(*options: str) -> str:
-    command = [sys.executable, str(FILE), "--rounds", "1", *options]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(FILE, "--rounds", "1", *options, env={**os.environ, "HF_HUB_OFFLINE": "1"}).stdout
 
 
 @pytest.mark.long

@@ -15,6 +15,7 @@ import tokenize
 import pytest
 import torch
 import torch.distributed
+from programs import python
 
 import mx_driving
 from mx_driving import _checks
@@ -122,8 +123,7 @@ def test_snippets_run(page, snippet):
     if "from_pretrained" in snippet:
         PREPARED[page]()
     if "compat.install" in snippet:  # must come before imports that other tests may have made
-        done = subprocess.run([sys.executable, "-W", "ignore", "-c", snippet], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        python("-W", "ignore", "-c", snippet)
         return
     exec(compile(snippet, page, "exec"), {"__name__": "__main__"})  # older torch.compile imports it
     assert not _patch._changes, "a snippet must give back what it patches"

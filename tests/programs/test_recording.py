@@ -17,6 +17,7 @@ import cases
 import pytest
 import torch
 from device_machine import FILE, KINDS, device_machine, recorded, run
+from programs import python
 
 import mx_driving
 from mx_driving_portable import record
@@ -57,8 +58,7 @@ def test_a_program_is_recorded_and_computes_the_same(kind, tmp_path):
 def test_python_m_runs_scripts_and_modules(tmp_path):
     (tmp_path / "module.py").write_text("import sys\nprint(sys.argv[0][-9:], sys.argv[1:], __name__)\nsys.exit(3)\n")
     for what in (["module.py"], ["-m", "module"]):
-        command = [sys.executable, "-m", "mx_driving_portable.record", *what, "--every", "7"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = python("-m", "mx_driving_portable.record", *what, "--every", "7", cwd=tmp_path, check=False)
         assert done.returncode == 3
         assert done.stdout == "module.py ['--every', '7'] __main__\n"
         assert done.stderr == "record: 0 of 0 calls recorded, 0 MB in calls; under torch.compile none is seen\n"
@@ -416,7 +416,7 @@ def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options,
 
 
 def test_a_wrong_command_line_is_refused_in_a_sentence(tmp_path):
-    done = subprocess.run([sys.executable, FILE, "none.py"], capture_output=True, text=True, cwd=tmp_path)
+    done = python(FILE, "none.py", cwd=tmp_path, check=False)
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "record: error: program must be a file; got none.py")
     assert not (tmp_path / "calls").exists()
 
@@ -449,7 +449,7 @@ def test_a_forked_child_records_nothing(tmp_path):
             os.wait()
         """
     )
-    done = subprocess.run([sys.executable, "-c", code, FILE.parent], cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = python("-c", code, FILE.parent, cwd=tmp_path)
     assert done.stdout == "1\n"  # the child's call is not counted: nobody would write what it copies
     assert done.stderr.startswith("record: 1 of 1 calls recorded")
     assert len(recorded(tmp_path / "calls")) == 1
@@ -465,10 +465,10 @@ def test_a_loader_is_left_as_it_was(tmp_path, monkeypatch):
         import GeometricKernelAttention  # pyright: ignore
 
         GeometricKernelAttention.geometric_kernel_attn_cuda_forward(*inputs(()))
-    monkeypatch.delitem(sys.modules, "GeometricKernelAttention")
+    del sys.modules["GeometricKernelAttention"]
     import GeometricKernelAttention as again  # pyright: ignore
 
-    monkeypatch.delitem(sys.modules, "GeometricKernelAttention")
+    del sys.modules["GeometricKernelAttention"]
     assert not hasattr(again.geometric_kernel_attn_cuda_forward, "__wrapped__")
     assert type(again.__loader__).__name__ == "SourceFileLoader"
     assert len(recorded(tmp_path / "calls")) == 1
@@ -504,6 +504,6 @@ def test_an_editable_install_is_recorded(tmp_path, monkeypatch):
         import MultiScaleDeformableAttention as extension  # pyright: ignore
 
         extension.ms_deform_attn_forward(*inputs(()))
-    monkeypatch.delitem(sys.modules, "MultiScaleDeformableAttention")
+    del sys.modules["MultiScaleDeformableAttention"]
     assert type(extension.__loader__) is type(extension.__spec__.loader) is EditableLoader
     assert len(recorded(tmp_path / "calls")) == 1
