@@ -45,8 +45,7 @@ int main(int argc, char **argv) {
     Function *function = (Function *)dlsym(library, argv[2]);
     if (!function) return fprintf(stderr, "no %s\n", argv[2]), 2;
     for (int i = 0; i < atoi(argv[5]); ++i) {
-        const int status =
-            function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]);
+        const int status = function(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13]);
         if (status) return fprintf(stderr, "status %d\n", status), 1;
     }
     return 0;

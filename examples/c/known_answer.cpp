@@ -24,8 +24,8 @@ template <class T> class DeviceTensor {
         size_ = host.size() * sizeof(T);
         if (aclrtMalloc(&data_, size_, ACL_MEM_MALLOC_HUGE_FIRST) != ACL_SUCCESS) return;
         aclrtMemcpy(data_, size_, host.data(), size_, ACL_MEMCPY_HOST_TO_DEVICE);
-        tensor_ = aclCreateTensor(shape.data(), shape.size(), DTYPE<T>, nullptr, 0, ACL_FORMAT_ND, shape.data(),
-                                  shape.size(), data_);
+        tensor_ =
+            aclCreateTensor(shape.data(), shape.size(), DTYPE<T>, nullptr, 0, ACL_FORMAT_ND, shape.data(), shape.size(), data_);
     }
     ~DeviceTensor() {
         aclDestroyTensor(tensor_);

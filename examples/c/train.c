@@ -13,14 +13,14 @@
 
 enum { KEYS = 8 * 8 + 4 * 4, QUERIES = 12, HEADS = 2, CHANNELS = 8, LEVELS = 2, POINTS = 4, STEPS = 100 };
 
-#define MUST(call)                                                                                                     \
-    do {                                                                                                               \
-        const int status = (call);                                                                                     \
-        if (status != ACL_SUCCESS) {                                                                                   \
-            const char *sentence = aclGetRecentErrMsg();                                                               \
-            fprintf(stderr, "%s: %d (%s)\n", #call, status, sentence ? sentence : "no message");                       \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
+#define MUST(call)                                                                                                             \
+    do {                                                                                                                       \
+        const int status = (call);                                                                                             \
+        if (status != ACL_SUCCESS) {                                                                                           \
+            const char *sentence = aclGetRecentErrMsg();                                                                       \
+            fprintf(stderr, "%s: %d (%s)\n", #call, status, sentence ? sentence : "no message");                               \
+            exit(1);                                                                                                           \
+        }                                                                                                                      \
     } while (0)
 
 /* A packed tensor and its memory. */
@@ -126,8 +126,8 @@ static void forward(const Model *m) {
     uint64_t size = 0;
     aclOpExecutor *executor = NULL;
     MUST(aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(m->value.tensor, m->shapes.tensor, m->starts.tensor,
-                                                               m->location.tensor, m->weight.tensor, m->output.tensor,
-                                                               &size, &executor));
+                                                               m->location.tensor, m->weight.tensor, m->output.tensor, &size,
+                                                               &executor));
     run(aclnnMultiScaleDeformableAttnFunction, size, executor, m->stream);
 }
 
@@ -135,8 +135,8 @@ static void backward(const Model *m) {
     uint64_t size = 0;
     aclOpExecutor *executor = NULL;
     MUST(aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-        m->value.tensor, m->shapes.tensor, m->starts.tensor, m->location.tensor, m->weight.tensor,
-        m->grad_output.tensor, m->grad_value.tensor, m->grad_location.tensor, m->grad_weight.tensor, &size, &executor));
+        m->value.tensor, m->shapes.tensor, m->starts.tensor, m->location.tensor, m->weight.tensor, m->grad_output.tensor,
+        m->grad_value.tensor, m->grad_location.tensor, m->grad_weight.tensor, &size, &executor));
     run(aclnnMultiScaleDeformableAttentionGrad, size, executor, m->stream);
 }
 

@@ -23,8 +23,8 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
           sums(arena.take<T>(channels)) {}
 
     void operator()(int64_t item) {
-        const int64_t count = slices(floor), slice = item % count, heads = floor.value.shape[2],
-                      head = item / count % heads, batch = item / count / heads, queries = floor.rows.shape[2];
+        const int64_t count = slices(floor), slice = item % count, heads = floor.value.shape[2], head = item / count % heads,
+                      batch = item / count / heads, queries = floor.rows.shape[2];
         if constexpr (BACKWARD) {
             width = channels / count;
             first = slice * width;
@@ -124,16 +124,11 @@ template <class V, class T, bool BACKWARD> int run(const Floor &floor) {
 int gather_floor(const Floor &floor) {
     const bool backward = floor.grad_value.data;
     switch (floor.value.dtype) {
-    case MXD_FLOAT32:
-        return backward ? run<float, float, true>(floor) : run<float, float, false>(floor);
-    case MXD_FLOAT64:
-        return backward ? run<double, double, true>(floor) : run<double, double, false>(floor);
-    case MXD_FLOAT16:
-        return backward ? MXD_BAD_DTYPE : run<Half, float, false>(floor);
-    case MXD_BFLOAT16:
-        return backward ? MXD_BAD_DTYPE : run<BFloat16, float, false>(floor);
-    default:
-        return MXD_BAD_DTYPE;
+    case MXD_FLOAT32: return backward ? run<float, float, true>(floor) : run<float, float, false>(floor);
+    case MXD_FLOAT64: return backward ? run<double, double, true>(floor) : run<double, double, false>(floor);
+    case MXD_FLOAT16: return backward ? MXD_BAD_DTYPE : run<Half, float, false>(floor);
+    case MXD_BFLOAT16: return backward ? MXD_BAD_DTYPE : run<BFloat16, float, false>(floor);
+    default: return MXD_BAD_DTYPE;
     }
 }
 

@@ -5,9 +5,9 @@
 
 namespace mxd {
 
-#define MXD_DECLARE(isa)                                                                                               \
-    namespace isa {                                                                                                    \
-    int gather_floor(const Floor &);                                                                                   \
+#define MXD_DECLARE(isa)                                                                                                       \
+    namespace isa {                                                                                                            \
+    int gather_floor(const Floor &);                                                                                           \
     }
 
 MXD_DECLARE(baseline)

@@ -45,14 +45,11 @@ typedef struct mxd_tensor {
  * embed_dims]. Gradients have the shape of their inputs and are overwritten; a null pointer means: not wanted. */
 MXD_API int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                             const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
-                                            const mxd_tensor *attention_weights, const mxd_tensor *output,
-                                            int num_threads);
+                                            const mxd_tensor *attention_weights, const mxd_tensor *output, int num_threads);
 MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                                     const mxd_tensor *spatial_shapes,
-                                                     const mxd_tensor *level_start_index,
-                                                     const mxd_tensor *sampling_locations,
-                                                     const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
-                                                     const mxd_tensor *grad_sampling_locations,
+                                                     const mxd_tensor *spatial_shapes, const mxd_tensor *level_start_index,
+                                                     const mxd_tensor *sampling_locations, const mxd_tensor *attention_weights,
+                                                     const mxd_tensor *grad_value, const mxd_tensor *grad_sampling_locations,
                                                      const mxd_tensor *grad_attention_weights, int num_threads);
 
 /* The same from where a model's linear layers end. sampling_offsets and attention_logits have the shapes of
@@ -62,17 +59,14 @@ MXD_API int mxd_multi_scale_deformable_attn_backward(const mxd_tensor *grad_outp
  * (level, point) belongs to reference point `level`, R = num_levels, or R = 1; 1: to `point % R`, where R divides
  * num_points. A gradient of reference points takes memory of num_heads times its own size. */
 MXD_API int mxd_multi_scale_deformable_attn_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
-                                                        const mxd_tensor *level_start_index,
-                                                        const mxd_tensor *reference_points,
-                                                        const mxd_tensor *sampling_offsets,
-                                                        const mxd_tensor *attention_logits, const mxd_tensor *output,
-                                                        int reference_axis, int num_threads);
+                                                        const mxd_tensor *level_start_index, const mxd_tensor *reference_points,
+                                                        const mxd_tensor *sampling_offsets, const mxd_tensor *attention_logits,
+                                                        const mxd_tensor *output, int reference_axis, int num_threads);
 MXD_API int mxd_multi_scale_deformable_attn_with_logits_backward(
     const mxd_tensor *grad_output, const mxd_tensor *value, const mxd_tensor *spatial_shapes,
     const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *sampling_offsets,
     const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_reference_points,
-    const mxd_tensor *grad_sampling_offsets, const mxd_tensor *grad_attention_logits, int reference_axis,
-    int num_threads);
+    const mxd_tensor *grad_sampling_offsets, const mxd_tensor *grad_attention_logits, int reference_axis, int num_threads);
 
 /* feature_maps [bs, num_feat, c]; spatial_shape [cam, scale, 2] (H, W); scale_start_index [cam, scale];
  * sample_locations [bs, anchor, pts, cam, 2] (x, y); weight [bs, anchor, pts, cam, scale, group]; output [bs, anchor,
@@ -83,9 +77,8 @@ MXD_API int mxd_deformable_aggregation(const mxd_tensor *feature_maps, const mxd
 MXD_API int mxd_deformable_aggregation_backward(const mxd_tensor *grad_output, const mxd_tensor *feature_maps,
                                                 const mxd_tensor *spatial_shape, const mxd_tensor *scale_start_index,
                                                 const mxd_tensor *sample_locations, const mxd_tensor *weight,
-                                                const mxd_tensor *grad_feature_maps,
-                                                const mxd_tensor *grad_sample_locations, const mxd_tensor *grad_weight,
-                                                int num_threads);
+                                                const mxd_tensor *grad_feature_maps, const mxd_tensor *grad_sample_locations,
+                                                const mxd_tensor *grad_weight, int num_threads);
 
 /* The same from where a model's linear layers end: key_points [bs, anchor, pts, 3]; projection [bs, cam, 4, 4], of
  * which the last row is not read; logits [bs, anchor, cam, scale, pts, group]; image_size [bs, cam, 2] (width, height),
@@ -99,42 +92,36 @@ MXD_API int mxd_deformable_aggregation_with_logits(const mxd_tensor *feature_map
                                                    const mxd_tensor *output, int num_threads);
 MXD_API int mxd_deformable_aggregation_with_logits_backward(
     const mxd_tensor *grad_output, const mxd_tensor *feature_maps, const mxd_tensor *spatial_shape,
-    const mxd_tensor *scale_start_index, const mxd_tensor *key_points, const mxd_tensor *projection,
-    const mxd_tensor *logits, const mxd_tensor *image_size, const mxd_tensor *pair_scale,
-    const mxd_tensor *grad_feature_maps, const mxd_tensor *grad_key_points, const mxd_tensor *grad_projection,
-    const mxd_tensor *grad_logits, int num_threads);
+    const mxd_tensor *scale_start_index, const mxd_tensor *key_points, const mxd_tensor *projection, const mxd_tensor *logits,
+    const mxd_tensor *image_size, const mxd_tensor *pair_scale, const mxd_tensor *grad_feature_maps,
+    const mxd_tensor *grad_key_points, const mxd_tensor *grad_projection, const mxd_tensor *grad_logits, int num_threads);
 
 /* Shapes as in mxd_multi_scale_deformable_attn; sampling_locations are pixels, floating or integer. */
 MXD_API int mxd_geometric_kernel_attention(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                            const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
-                                           const mxd_tensor *attention_weights, const mxd_tensor *output,
-                                           int num_threads);
+                                           const mxd_tensor *attention_weights, const mxd_tensor *output, int num_threads);
 MXD_API int mxd_geometric_kernel_attention_backward(const mxd_tensor *grad_output, const mxd_tensor *value,
-                                                    const mxd_tensor *spatial_shapes,
-                                                    const mxd_tensor *level_start_index,
-                                                    const mxd_tensor *sampling_locations,
-                                                    const mxd_tensor *attention_weights, const mxd_tensor *grad_value,
-                                                    const mxd_tensor *grad_attention_weights, int num_threads);
+                                                    const mxd_tensor *spatial_shapes, const mxd_tensor *level_start_index,
+                                                    const mxd_tensor *sampling_locations, const mxd_tensor *attention_weights,
+                                                    const mxd_tensor *grad_value, const mxd_tensor *grad_attention_weights,
+                                                    int num_threads);
 
 /* The same from where a model's linear layers end: reference_points [bs, num_queries, num_heads, 2] normalised; window
  * [num_points, 2] whole pixels (x, y), integer; attention_logits have the shape of attention_weights, which are their
  * softmax for each head. Pixel = reference * (W, H) + window, rounded, half to even. */
 MXD_API int mxd_geometric_kernel_attention_with_logits(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
-                                                       const mxd_tensor *level_start_index,
-                                                       const mxd_tensor *reference_points, const mxd_tensor *window,
-                                                       const mxd_tensor *attention_logits, const mxd_tensor *output,
-                                                       int num_threads);
+                                                       const mxd_tensor *level_start_index, const mxd_tensor *reference_points,
+                                                       const mxd_tensor *window, const mxd_tensor *attention_logits,
+                                                       const mxd_tensor *output, int num_threads);
 MXD_API int mxd_geometric_kernel_attention_with_logits_backward(
     const mxd_tensor *grad_output, const mxd_tensor *value, const mxd_tensor *spatial_shapes,
     const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *window,
-    const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits,
-    int num_threads);
+    const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits, int num_threads);
 
 /* Writes to `text` how a function would do its work: a line "name: what" for each decision, at most size - 1
  * characters. Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_";
  * arguments: its tensors, in order. Returns the status of the function's own checks, or MXD_BAD_NAME. */
-MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text,
-                              int64_t size);
+MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
 /* The version of the package that the library was built for, "0.2.0". */
 MXD_API const char *mxd_version(void);

@@ -55,8 +55,8 @@ std::atomic<const Isa *> &chosen_isa() {
 // Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can
 // have more queries than anyone can wait for.
 bool nothing_to_do(const Call &call) {
-    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights,
-                                 &call.grad_reference, &call.grad_projection})
+    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
+                                 &call.grad_projection})
         if (result->data && !is_empty(*result)) return false;
     return true;
 }
@@ -117,78 +117,74 @@ typedef const mxd_tensor *Argument;
 extern "C" {
 
 // A function's tensors are an array in the order of make_call.cpp, which knows the function by its name.
-int mxd_multi_scale_deformable_attn(Argument value, Argument shapes, Argument starts, Argument locations,
-                                    Argument weights, Argument output, int num_threads) {
+int mxd_multi_scale_deformable_attn(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
+                                    Argument output, int num_threads) {
     return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_multi_scale_deformable_attn_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                             Argument locations, Argument weights, Argument grad_value,
-                                             Argument grad_locations, Argument grad_weights, int num_threads) {
-    return run_function(
-        __func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights},
-        num_threads);
+                                             Argument locations, Argument weights, Argument grad_value, Argument grad_locations,
+                                             Argument grad_weights, int num_threads) {
+    return run_function(__func__,
+                        {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights},
+                        num_threads);
 }
 
 int mxd_multi_scale_deformable_attn_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
                                                 Argument offsets, Argument logits, Argument output, int reference_axis,
                                                 int num_threads) {
-    return run_function(__func__, {value, shapes, starts, reference, offsets, logits, output}, num_threads,
-                        reference_axis);
+    return run_function(__func__, {value, shapes, starts, reference, offsets, logits, output}, num_threads, reference_axis);
 }
 
-int mxd_multi_scale_deformable_attn_with_logits_backward(Argument grad_output, Argument value, Argument shapes,
-                                                         Argument starts, Argument reference, Argument offsets,
-                                                         Argument logits, Argument grad_value, Argument grad_reference,
-                                                         Argument grad_offsets, Argument grad_logits,
-                                                         int reference_axis, int num_threads) {
-    return run_function(__func__,
-                        {grad_output, value, shapes, starts, reference, offsets, logits, grad_value, grad_reference,
-                         grad_offsets, grad_logits},
-                        num_threads, reference_axis);
+int mxd_multi_scale_deformable_attn_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
+                                                         Argument reference, Argument offsets, Argument logits,
+                                                         Argument grad_value, Argument grad_reference, Argument grad_offsets,
+                                                         Argument grad_logits, int reference_axis, int num_threads) {
+    return run_function(
+        __func__,
+        {grad_output, value, shapes, starts, reference, offsets, logits, grad_value, grad_reference, grad_offsets, grad_logits},
+        num_threads, reference_axis);
 }
 
-int mxd_deformable_aggregation(Argument features, Argument shapes, Argument starts, Argument locations,
-                               Argument weights, Argument output, int num_threads) {
+int mxd_deformable_aggregation(Argument features, Argument shapes, Argument starts, Argument locations, Argument weights,
+                               Argument output, int num_threads) {
     return run_function(__func__, {features, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_deformable_aggregation_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
-                                        Argument locations, Argument weights, Argument grad_features,
-                                        Argument grad_locations, Argument grad_weights, int num_threads) {
+                                        Argument locations, Argument weights, Argument grad_features, Argument grad_locations,
+                                        Argument grad_weights, int num_threads) {
     return run_function(
-        __func__,
-        {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
+        __func__, {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
         num_threads);
 }
 
 int mxd_deformable_aggregation_with_logits(Argument features, Argument shapes, Argument starts, Argument key_points,
-                                           Argument projection, Argument logits, Argument image_size,
-                                           Argument pair_scale, Argument output, int num_threads) {
-    return run_function(__func__,
-                        {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
+                                           Argument projection, Argument logits, Argument image_size, Argument pair_scale,
+                                           Argument output, int num_threads) {
+    return run_function(__func__, {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
                         num_threads);
 }
 
-int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argument features, Argument shapes,
-                                                    Argument starts, Argument key_points, Argument projection,
-                                                    Argument logits, Argument image_size, Argument pair_scale,
-                                                    Argument grad_features, Argument grad_key_points,
-                                                    Argument grad_projection, Argument grad_logits, int num_threads) {
+int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
+                                                    Argument key_points, Argument projection, Argument logits,
+                                                    Argument image_size, Argument pair_scale, Argument grad_features,
+                                                    Argument grad_key_points, Argument grad_projection, Argument grad_logits,
+                                                    int num_threads) {
     return run_function(__func__,
                         {grad_output, features, shapes, starts, key_points, projection, logits, image_size, pair_scale,
                          grad_features, grad_key_points, grad_projection, grad_logits},
                         num_threads);
 }
 
-int mxd_geometric_kernel_attention(Argument value, Argument shapes, Argument starts, Argument locations,
-                                   Argument weights, Argument output, int num_threads) {
+int mxd_geometric_kernel_attention(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
+                                   Argument output, int num_threads) {
     return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_geometric_kernel_attention_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                            Argument locations, Argument weights, Argument grad_value,
-                                            Argument grad_weights, int num_threads) {
+                                            Argument locations, Argument weights, Argument grad_value, Argument grad_weights,
+                                            int num_threads) {
     return run_function(__func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights},
                         num_threads);
 }
@@ -198,12 +194,10 @@ int mxd_geometric_kernel_attention_with_logits(Argument value, Argument shapes, 
     return run_function(__func__, {value, shapes, starts, reference, window, logits, output}, num_threads);
 }
 
-int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Argument value, Argument shapes,
-                                                        Argument starts, Argument reference, Argument window,
-                                                        Argument logits, Argument grad_value, Argument grad_logits,
-                                                        int num_threads) {
-    return run_function(__func__,
-                        {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
+int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
+                                                        Argument reference, Argument window, Argument logits,
+                                                        Argument grad_value, Argument grad_logits, int num_threads) {
+    return run_function(__func__, {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
                         num_threads);
 }
 

@@ -6,14 +6,14 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            const char *sentence = aclGetRecentErrMsg();                                                               \
-            std::fprintf(stderr, "%s:%d: %s does not hold (%s)\n", __FILE__, __LINE__, #condition,                     \
-                         sentence ? sentence : "no message");                                                          \
-            std::exit(1);                                                                                              \
-        }                                                                                                              \
+#define CHECK(condition)                                                                                                       \
+    do {                                                                                                                       \
+        if (!(condition)) {                                                                                                    \
+            const char *sentence = aclGetRecentErrMsg();                                                                       \
+            std::fprintf(stderr, "%s:%d: %s does not hold (%s)\n", __FILE__, __LINE__, #condition,                             \
+                         sentence ? sentence : "no message");                                                                  \
+            std::exit(1);                                                                                                      \
+        }                                                                                                                      \
     } while (0)
 
 // In test_*.cpp.

@@ -44,10 +44,8 @@ class Bytes {
                                         std::numeric_limits<int64_t>::min(),
                                         std::numeric_limits<int64_t>::min() + 1};
         switch (below(3)) {
-        case 0:
-            return int8_t(byte());
-        case 1:
-            return EDGES[below(sizeof(EDGES) / sizeof(EDGES[0]))];
+        case 0: return int8_t(byte());
+        case 1: return EDGES[below(sizeof(EDGES) / sizeof(EDGES[0]))];
         default: {
             uint64_t bits = 0;
             for (int i = 0; i < 8; ++i) bits = bits << 8 | byte();
@@ -88,39 +86,25 @@ struct Description {
     aclTensor *create() {
         if (null) return nullptr;
         char *data = no_memory ? nullptr : memory.data() + misaligned;
-        return aclCreateTensor(shape, axes, aclDataType(dtype), no_strides ? nullptr : strides, offset,
-                               aclFormat(format), storage, storage_axes, data);
+        return aclCreateTensor(shape, axes, aclDataType(dtype), no_strides ? nullptr : strides, offset, aclFormat(format),
+                               storage, storage_axes, data);
     }
     void change(Bytes &bytes) {
         switch (bytes.below(12)) {
         case 0:
-        case 1:
-            shape[bytes.below(MOST_AXES)] = bytes.number();
-            break;
+        case 1: shape[bytes.below(MOST_AXES)] = bytes.number(); break;
         case 2:
         case 3:
-        case 4:
-            strides[bytes.below(MOST_AXES)] = bytes.number();
-            break;
-        case 5:
-            offset = bytes.number();
-            break;
-        case 6:
-            dtype = int(bytes.below(2) ? bytes.below(42) - 1 : bytes.number());
-            break;
-        case 7:
-            format = int(bytes.below(2) ? bytes.below(49) - 1 : bytes.number());
-            break;
-        case 8:
-            axes = bytes.below(2) ? uint64_t(bytes.below(MOST_AXES + 1)) : uint64_t(bytes.number()) | 16;
-            break;
+        case 4: strides[bytes.below(MOST_AXES)] = bytes.number(); break;
+        case 5: offset = bytes.number(); break;
+        case 6: dtype = int(bytes.below(2) ? bytes.below(42) - 1 : bytes.number()); break;
+        case 7: format = int(bytes.below(2) ? bytes.below(49) - 1 : bytes.number()); break;
+        case 8: axes = bytes.below(2) ? uint64_t(bytes.below(MOST_AXES + 1)) : uint64_t(bytes.number()) | 16; break;
         case 9:
             storage[0] = bytes.number();
             storage_axes = uint64_t(bytes.below(2));
             break;
-        case 10:
-            std::swap(strides[bytes.below(MOST_AXES)], strides[bytes.below(MOST_AXES)]);
-            break;
+        case 10: std::swap(strides[bytes.below(MOST_AXES)], strides[bytes.below(MOST_AXES)]); break;
         default: {
             bool *flags[] = {&null, &no_memory, &no_strides, &misaligned};
             *flags[bytes.below(4)] = true;
@@ -155,8 +139,8 @@ std::vector<Description> sound_call(Bytes &bytes, bool backward) {
 void put(Description &index, int64_t place, int64_t number) {
     const int32_t narrow = int32_t(number);
     const bool wide = index.dtype == ACL_INT64;
-    std::memcpy(index.memory.data() + size_t(place) * index.element(),
-                wide ? static_cast<const void *>(&number) : &narrow, index.element());
+    std::memcpy(index.memory.data() + size_t(place) * index.element(), wide ? static_cast<const void *>(&number) : &narrow,
+                index.element());
 }
 
 // Levels of one pixel, which fit in any num_keys.
@@ -169,10 +153,9 @@ void put_small_levels(Description &shapes, Description &starts) {
 }
 
 aclnnStatus phase_one(bool backward, aclTensor **t, uint64_t *size, aclOpExecutor **executor) {
-    return backward ? aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], t[6],
-                                                                             t[7], t[8], size, executor)
-                    : aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], size,
-                                                                            executor);
+    return backward ? aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], t[6], t[7],
+                                                                             t[8], size, executor)
+                    : aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(t[0], t[1], t[2], t[3], t[4], t[5], size, executor);
 }
 
 void run_phase_two(bool backward, uint64_t size, aclOpExecutor *executor) {
@@ -197,8 +180,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t length) {
     for (Description &each : d) each.allocate();
     const bool any_levels = bytes.below(4) == 0;
     if (!any_levels) put_small_levels(d[1], d[2]);
-    for (int64_t changes = bytes.below(4); changes > 0; --changes)
-        d[size_t(bytes.below(backward ? TENSORS : 6))].change(bytes);
+    for (int64_t changes = bytes.below(4); changes > 0; --changes) d[size_t(bytes.below(backward ? TENSORS : 6))].change(bytes);
     aclTensor *tensors[TENSORS];
     bool honest = true;
     for (int i = 0; i < TENSORS; ++i) {

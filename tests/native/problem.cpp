@@ -30,8 +30,8 @@ View::View(std::vector<int64_t> dims, aclDataType type, std::mt19937 *layout)
     for (size_t a = 0; a < shape.size(); ++a) elements += (shape[a] - 1) * strides[a];
     memory.reset(new char[size_t(elements * size())]);
     std::fill_n(memory.get(), elements * size(), CANARY);
-    handle = aclCreateTensor(shape.data(), shape.size(), dtype, strides.data(), offset, ACL_FORMAT_ND, &elements, 1,
-                             memory.get());
+    handle =
+        aclCreateTensor(shape.data(), shape.size(), dtype, strides.data(), offset, ACL_FORMAT_ND, &elements, 1, memory.get());
     CHECK(handle);
 }
 
@@ -50,28 +50,20 @@ char *View::at(int64_t flat) const {
 double View::get(int64_t flat) const {
     const char *from = at(flat);
     switch (dtype) {
-    case ACL_BF16:
-        return from_bfloat16(load<uint16_t>(from));
-    case ACL_INT32:
-        return load<int32_t>(from);
-    case ACL_INT64:
-        return double(load<int64_t>(from));
-    default:
-        return load<float>(from);
+    case ACL_BF16: return from_bfloat16(load<uint16_t>(from));
+    case ACL_INT32: return load<int32_t>(from);
+    case ACL_INT64: return double(load<int64_t>(from));
+    default: return load<float>(from);
     }
 }
 
 void View::set(int64_t flat, double number) {
     char *to = at(flat);
     switch (dtype) {
-    case ACL_BF16:
-        return store(to, to_bfloat16(float(number)));
-    case ACL_INT32:
-        return store(to, int32_t(number));
-    case ACL_INT64:
-        return store(to, int64_t(number));
-    default:
-        return store(to, float(number));
+    case ACL_BF16: return store(to, to_bfloat16(float(number)));
+    case ACL_INT32: return store(to, int32_t(number));
+    case ACL_INT64: return store(to, int64_t(number));
+    default: return store(to, float(number));
     }
 }
 
@@ -107,8 +99,7 @@ Workspace::Workspace(uint64_t announced) : memory(announced + 2 * ROOM, CANARY) 
 
 bool Workspace::canary_intact() const {
     const auto whole = [](char c) { return c == CANARY; };
-    return std::all_of(memory.begin(), memory.begin() + ROOM, whole) &&
-           std::all_of(memory.end() - ROOM, memory.end(), whole);
+    return std::all_of(memory.begin(), memory.begin() + ROOM, whole) && std::all_of(memory.end() - ROOM, memory.end(), whole);
 }
 
 int64_t Problem::keys(const Sizes &n) {
@@ -143,14 +134,14 @@ Problem::Problem(const Sizes &s, unsigned seed, bool strided, std::vector<aclDat
 }
 
 aclnnStatus Problem::plan(uint64_t *bytes, aclOpExecutor **executor) {
-    return aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-        value.handle, shapes.handle, starts.handle, location.handle, weight.handle, grad_output.handle,
-        grad_value.handle, grad_location.handle, grad_weight.handle, bytes, executor);
+    return aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(value.handle, shapes.handle, starts.handle, location.handle,
+                                                                  weight.handle, grad_output.handle, grad_value.handle,
+                                                                  grad_location.handle, grad_weight.handle, bytes, executor);
 }
 
 aclnnStatus Problem::plan_forward(uint64_t *bytes, aclOpExecutor **executor) {
-    return aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(
-        value.handle, shapes.handle, starts.handle, location.handle, weight.handle, output.handle, bytes, executor);
+    return aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(value.handle, shapes.handle, starts.handle, location.handle,
+                                                                 weight.handle, output.handle, bytes, executor);
 }
 
 void Problem::run(aclrtStream stream) {
@@ -176,8 +167,7 @@ void Problem::expect_refusal_by_kernel(const char *sentence) {
         aclOpExecutor *executor;
         CHECK((backward ? plan(&bytes, &executor) : plan_forward(&bytes, &executor)) == ACLNN_SUCCESS);
         Workspace workspace(bytes);
-        const auto phase_two =
-            backward ? aclnnMultiScaleDeformableAttentionGrad : aclnnMultiScaleDeformableAttnFunction;
+        const auto phase_two = backward ? aclnnMultiScaleDeformableAttentionGrad : aclnnMultiScaleDeformableAttnFunction;
         CHECK(phase_two(workspace.data(), bytes, executor, nullptr) == ACLNN_SUCCESS);
         CHECK(aclrtSynchronizeStream(nullptr) == ACL_ERROR_RT_AICORE_EXCEPTION);
         const char *message = aclGetRecentErrMsg();
@@ -245,8 +235,8 @@ void Problem::verify(double share) const {
         const int64_t query = sample / n.points / levels / n.heads; // batch * queries + query
         const auto [height, width] = n.levels[size_t(level)];
         Corner corner[4];
-        if (!corners(location.get(2 * sample) * double(width) - 0.5,
-                     location.get(2 * sample + 1) * double(height) - 0.5, height, width, corner))
+        if (!corners(location.get(2 * sample) * double(width) - 0.5, location.get(2 * sample + 1) * double(height) - 0.5,
+                     height, width, corner))
             continue;
         for (const Corner &c : corner) {
             if (c.row < 0) continue;

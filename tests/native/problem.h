@@ -54,8 +54,7 @@ std::vector<double> numbers(const View &view);
 void compare_by_greatest(const View &got, const std::vector<double> &want, double tolerance);
 
 // Function `call` of the tensors of `views`; a null pointer for one that is null.
-template <class Call, size_t... I>
-int with_tensors(Call call, View *const *views, std::index_sequence<I...>, int num_threads) {
+template <class Call, size_t... I> int with_tensors(Call call, View *const *views, std::index_sequence<I...>, int num_threads) {
     const mxd_tensor tensors[] = {(views[I] ? views[I]->described() : mxd_tensor{})...};
     return call((views[I] ? &tensors[I] : nullptr)..., num_threads);
 }

@@ -24,8 +24,7 @@ int64_t rows_of(const Rig &n) {
 struct Aggregation {
     Aggregation(const Rig &rig, unsigned seed, bool strided, aclDataType wide, aclDataType narrow)
         : n(rig), random(seed), given(seed % 2), features({n.bs, rows_of(n), n.channels}, narrow, layout(strided)),
-          shapes({n.cams, n.scales, 2}, ACL_INT32, layout(strided)),
-          starts({n.cams, n.scales}, ACL_INT64, layout(strided)),
+          shapes({n.cams, n.scales, 2}, ACL_INT32, layout(strided)), starts({n.cams, n.scales}, ACL_INT64, layout(strided)),
           key_points({n.bs, n.anchors, n.points, 3}, wide, layout(strided)),
           projection({n.bs, n.cams, 4, 4}, wide, layout(strided)),
           logits({n.bs, n.anchors, n.cams, n.scales, n.points, n.groups}, narrow, layout(strided)),
@@ -33,8 +32,7 @@ struct Aggregation {
           pair_scale({n.bs, n.anchors, n.cams, n.points}, narrow, layout(strided)),
           grad_output({n.bs, n.anchors, n.channels}, wide, layout(strided)),
           output({n.bs, n.anchors, n.channels}, narrow, layout(strided)),
-          grad_features(features.shape, narrow, layout(strided)),
-          grad_key_points(key_points.shape, wide, layout(strided)),
+          grad_features(features.shape, narrow, layout(strided)), grad_key_points(key_points.shape, wide, layout(strided)),
           grad_projection(projection.shape, wide, layout(strided)), grad_logits(logits.shape, narrow, layout(strided)),
           locations({n.bs, n.anchors, n.points, n.cams, 2}, ACL_FLOAT, nullptr),
           weights({n.bs, n.anchors, n.points, n.cams, n.scales, n.groups}, ACL_FLOAT, nullptr),
@@ -51,8 +49,7 @@ struct Aggregation {
             for (int64_t i = 0; i < view->count(); ++i) view->set(i, between(-1, 1, random));
         for (int64_t i = 0; i < projection.count(); ++i) {
             const double size = given && i % 16 < 8 ? 32 : 1;
-            projection.set(
-                i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? between(0.1, 0.9, random) : between(-1, 1, random) / 3));
+            projection.set(i, i % 16 == 11 ? 1 : size * (i % 4 == 3 ? between(0.1, 0.9, random) : between(-1, 1, random) / 3));
         }
         for (int64_t i = 0; i < image_size.count(); ++i) image_size.set(i, 32);
     }
@@ -146,8 +143,7 @@ struct Aggregation {
             mean[size_t(group)] += softmax[size_t(i)] * of_weights.get(weight) * scale_of(scale);
         });
         each_logit([&](int64_t i, int64_t weight, int64_t scale, int64_t group) {
-            of_logits[size_t(i)] =
-                softmax[size_t(i)] * (of_weights.get(weight) * scale_of(scale) - mean[size_t(group)]);
+            of_logits[size_t(i)] = softmax[size_t(i)] * (of_weights.get(weight) * scale_of(scale) - mean[size_t(group)]);
         });
         each_pair([&](int64_t point, int64_t matrix, int64_t, int64_t place) {
             const double d = turned(point, matrix, 2), depth = std::max(1e-5, d);

@@ -61,8 +61,7 @@ struct Attention {
     void softmax() {
         Numbers sums(size_t(logits.count() / samples));
         for (int64_t i = 0; i < logits.count(); ++i) sums[size_t(i / samples)] += std::exp(logits.get(i));
-        for (int64_t i = 0; i < logits.count(); ++i)
-            weights.set(i, std::exp(logits.get(i)) / sums[size_t(i / samples)]);
+        for (int64_t i = 0; i < logits.count(); ++i) weights.set(i, std::exp(logits.get(i)) / sums[size_t(i / samples)]);
     }
     Numbers of_logits() const {
         Numbers mean(size_t(logits.count() / samples)), all;
@@ -86,8 +85,8 @@ struct MultiScale : Attention {
         : Attention(sizes, seed, strided),
           reference({n.bs, n.queries, int64_t(n.levels.size()), 2}, ACL_FLOAT, layout(strided)),
           offsets(with_xy(logits.shape), ACL_FLOAT, layout(strided)), locations(offsets.shape, ACL_FLOAT, nullptr),
-          grad_reference(reference.shape, ACL_FLOAT, layout(strided)),
-          grad_offsets(offsets.shape, ACL_FLOAT, layout(strided)), of_locations(offsets.shape, ACL_FLOAT, nullptr) {
+          grad_reference(reference.shape, ACL_FLOAT, layout(strided)), grad_offsets(offsets.shape, ACL_FLOAT, layout(strided)),
+          of_locations(offsets.shape, ACL_FLOAT, nullptr) {
         fill(reference, 0, 1);
         fill(offsets, -2, 2);
     }
@@ -102,8 +101,7 @@ struct MultiScale : Attention {
         CHECK(with_tensors(by_level(mxd_multi_scale_deformable_attn_with_logits), forward, threads) == MXD_OK);
         View *const backward[] = {&grad_output, &value,      &shapes,         &starts,       &reference,  &offsets,
                                   &logits,      &grad_value, &grad_reference, &grad_offsets, &grad_logits};
-        CHECK(with_tensors(by_level(mxd_multi_scale_deformable_attn_with_logits_backward), backward, threads) ==
-              MXD_OK);
+        CHECK(with_tensors(by_level(mxd_multi_scale_deformable_attn_with_logits_backward), backward, threads) == MXD_OK);
         bare(threads);
         Numbers of_reference(size_t(reference.count())), of_offsets;
         for (int64_t i = 0; i < offsets.count(); ++i) {
@@ -121,8 +119,7 @@ struct MultiScale : Attention {
     template <class Call, class... Rest> static int call_with_axis(Call call, Rest... rest) {
         return with_axis(call, std::make_tuple(rest...), std::make_index_sequence<sizeof...(Rest) - 1>());
     }
-    template <class Call, class Tuple, size_t... I>
-    static int with_axis(Call call, Tuple all, std::index_sequence<I...>) {
+    template <class Call, class Tuple, size_t... I> static int with_axis(Call call, Tuple all, std::index_sequence<I...>) {
         return call(std::get<I>(all)..., 0, std::get<sizeof...(I)>(all));
     }
 
@@ -142,8 +139,7 @@ struct Geometric : Attention {
 
     Geometric(const Sizes &sizes, unsigned seed, bool strided)
         : Attention(sizes, seed, strided), reference({n.bs, n.queries, n.heads, 2}, ACL_FLOAT, layout(strided)),
-          window({n.points, 2}, ACL_INT32, layout(strided)),
-          locations(with_xy(logits.shape), ACL_INT32, layout(strided)) {
+          window({n.points, 2}, ACL_INT32, layout(strided)), locations(with_xy(logits.shape), ACL_INT32, layout(strided)) {
         fill(reference, 0, 1);
         fill(window, -3, 3); // cut off to whole pixels
         for (int64_t i = 0; i < locations.count(); ++i) {
@@ -155,8 +151,7 @@ struct Geometric : Attention {
     void check(int threads) {
         View *const bare[] = {&value, &shapes, &starts, &locations, &weights, &bare_output};
         CHECK(with_tensors(mxd_geometric_kernel_attention, bare, threads) == MXD_OK);
-        View *const bare_backward[] = {&grad_output, &value,   &shapes,   &starts,
-                                       &locations,   &weights, &of_value, &of_weights};
+        View *const bare_backward[] = {&grad_output, &value, &shapes, &starts, &locations, &weights, &of_value, &of_weights};
         CHECK(with_tensors(mxd_geometric_kernel_attention_backward, bare_backward, threads) == MXD_OK);
         by_the_equation();
         View *const forward[] = {&value, &shapes, &starts, &reference, &window, &logits, &output};

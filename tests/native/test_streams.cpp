@@ -30,8 +30,7 @@ void handles() {
     aclTensor *tensor = aclCreateTensor(&two, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, &two, 1, data);
     CHECK(tensor && aclDestroyTensor(tensor) == ACL_SUCCESS);
     CHECK(aclDestroyTensor(tensor) == ACLNN_ERR_PARAM_INVALID);
-    CHECK(last_message_is(
-        "tensor must come from aclCreateTensor and be destroyed once; got a pointer that is no tensor"));
+    CHECK(last_message_is("tensor must come from aclCreateTensor and be destroyed once; got a pointer that is no tensor"));
     CHECK(!aclGetRecentErrMsg());
     const int64_t many[9] = {1, 1, 1, 1, 1, 1, 1, 1, 1};
     CHECK(!aclCreateTensor(many, 9, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, many, 1, data));
@@ -45,9 +44,8 @@ void handles() {
     aclTensor *kept = gone.handle;
     CHECK(aclDestroyTensor(kept) == ACL_SUCCESS);
     CHECK(aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-              p.value.handle, p.shapes.handle, p.starts.handle, p.location.handle, p.weight.handle, kept,
-              p.grad_value.handle, p.grad_location.handle, p.grad_weight.handle, &bytes,
-              &executor) == ACLNN_ERR_PARAM_INVALID);
+              p.value.handle, p.shapes.handle, p.starts.handle, p.location.handle, p.weight.handle, kept, p.grad_value.handle,
+              p.grad_location.handle, p.grad_weight.handle, &bytes, &executor) == ACLNN_ERR_PARAM_INVALID);
     CHECK(bytes == 99 && !executor);
     gone.handle = aclCreateTensor(&two, 1, ACL_FLOAT, nullptr, 0, ACL_FORMAT_ND, &two, 1, data);
 
@@ -76,16 +74,15 @@ void any_number() {
         aclTensor *value = aclCreateTensor(shape, 4, aclDataType(dtype), nullptr, 0, aclFormat(format), shape, 4, data);
         uint64_t bytes = 0;
         aclOpExecutor *executor = nullptr;
-        CHECK(aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(value, p.shapes.handle, p.starts.handle,
-                                                                    p.location.handle, p.weight.handle, p.output.handle,
-                                                                    &bytes, &executor) == ACLNN_ERR_PARAM_INVALID);
+        CHECK(aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(value, p.shapes.handle, p.starts.handle, p.location.handle,
+                                                                    p.weight.handle, p.output.handle, &bytes,
+                                                                    &executor) == ACLNN_ERR_PARAM_INVALID);
         CHECK(last_message_is(sentence.c_str()));
         CHECK(aclDestroyTensor(value) == ACL_SUCCESS);
     };
     for (int number : {-2, 64, 12345, INT_MAX, INT_MIN}) {
         const std::string text = std::to_string(number);
-        refused(number, ACL_FORMAT_ND,
-                "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got aclDataType " + text);
+        refused(number, ACL_FORMAT_ND, "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got aclDataType " + text);
         refused(ACL_FLOAT, number, "value must have format ACL_FORMAT_ND (2); got " + text);
     }
     void *memory = nullptr;

@@ -20,10 +20,9 @@ std::vector<double> results(int num_threads) {
                      location = p.location.described(), weight = p.weight.described(), output = result.described(),
                      grad_output = p.grad_output.described();
     const mxd_tensor grads[] = {p.grad_value.described(), p.grad_location.described(), p.grad_weight.described()};
-    CHECK(mxd_multi_scale_deformable_attn(&value, &shapes, &starts, &location, &weight, &output, num_threads) ==
-          MXD_OK);
-    CHECK(mxd_multi_scale_deformable_attn_backward(&grad_output, &value, &shapes, &starts, &location, &weight,
-                                                   &grads[0], &grads[1], &grads[2], num_threads) == MXD_OK);
+    CHECK(mxd_multi_scale_deformable_attn(&value, &shapes, &starts, &location, &weight, &output, num_threads) == MXD_OK);
+    CHECK(mxd_multi_scale_deformable_attn_backward(&grad_output, &value, &shapes, &starts, &location, &weight, &grads[0],
+                                                   &grads[1], &grads[2], num_threads) == MXD_OK);
     std::vector<double> all;
     for (View *view : {&result, &p.grad_value, &p.grad_location, &p.grad_weight})
         for (int64_t i = 0; i < view->count(); ++i) all.push_back(view->get(i));

@@ -19,9 +19,8 @@ void known_answer() {
 constexpr double BFLOAT16 = 1.0 / 256; // half an ulp, at most
 
 static void layouts_with_this_isa() {
-    const Sizes shapes[] = {{2, 9, 3, 8, 3, {{5, 4}, {2, 3}}},
-                            {1, 7, 2, 40, 1, {{20, 20}}},
-                            {1, 3, 16, 16, 2, {{1, 1}, {1, 7}, {6, 1}, {3, 3}}}};
+    const Sizes shapes[] = {
+        {2, 9, 3, 8, 3, {{5, 4}, {2, 3}}}, {1, 7, 2, 40, 1, {{20, 20}}}, {1, 3, 16, 16, 2, {{1, 1}, {1, 7}, {6, 1}, {3, 3}}}};
     for (unsigned seed = 0; seed < 8; ++seed)
         for (const Sizes &n : shapes) {
             for (const bool flat : {false, true}) {
@@ -47,13 +46,12 @@ void levels() {
         double height, width, start;
         const char *sentence;
     };
-    const Case cases[] = {
-        {2, 3, 1, "levelStartIndex[1] must leave room for 2 x 3 rows among 26; got 21 (needs 27 rows)"},
-        {0, 3, 0, "spatialShape[1] must be positive (H, W); got (0, 3)"},
-        {2, -1, 0, "spatialShape[1] must be positive (H, W); got (2, -1)"},
-        {2, 3, -21, "levelStartIndex[1] must not be negative; got -1"},
-        {9e18, 9e18, -20, "levelStartIndex[1] must leave room for"},
-        {2, 3, -9e18, "levelStartIndex[1] must not be negative; got -"}};
+    const Case cases[] = {{2, 3, 1, "levelStartIndex[1] must leave room for 2 x 3 rows among 26; got 21 (needs 27 rows)"},
+                          {0, 3, 0, "spatialShape[1] must be positive (H, W); got (0, 3)"},
+                          {2, -1, 0, "spatialShape[1] must be positive (H, W); got (2, -1)"},
+                          {2, 3, -21, "levelStartIndex[1] must not be negative; got -1"},
+                          {9e18, 9e18, -20, "levelStartIndex[1] must leave room for"},
+                          {2, 3, -9e18, "levelStartIndex[1] must not be negative; got -"}};
     for (const Case &c : cases) {
         Problem p({1, 2, 1, 8, 1, {{5, 4}, {2, 3}}}, 4, true); // seed 4: 64-bit index tensors
         p.shapes.set(2, c.height);

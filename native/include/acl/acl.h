@@ -147,8 +147,7 @@ ACL_FUNC_VISIBILITY aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMal
 ACL_FUNC_VISIBILITY aclError aclrtFree(void *devPtr);
 /* Copies count bytes at once, whatever is queued on streams. ACL_ERROR_INVALID_PARAM when count > destMax or a pointer
  * is NULL; nothing is copied then. */
-ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count,
-                                         aclrtMemcpyKind kind);
+ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind);
 
 /* Describes a view of memory; copies no data and owns none.
  *

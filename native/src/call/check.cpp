@@ -45,24 +45,22 @@ bool cameras_agree(const Call &call) {
     const Sizes &n = call.sizes;
     const Tensor &size = call.image_size, &scale = call.pair_scale;
     return has_shape(call.locations, {n.batch, n.queries, n.points, 3}) &&
-           has_shape(call.projection, {n.batch, n.cameras, 4, 4}) &&
-           (!size.data || has_shape(size, {n.batch, n.cameras, 2})) &&
+           has_shape(call.projection, {n.batch, n.cameras, 4, 4}) && (!size.data || has_shape(size, {n.batch, n.cameras, 2})) &&
            (!scale.data || has_shape(scale, {n.batch, n.queries, n.points, n.cameras}));
 }
 
 bool aggregation_shapes_agree(const Call &call) {
     const Sizes &n = call.sizes;
     const bool groups_fit = n.groups > 0 ? n.channels % n.groups == 0 : n.groups == 0 && n.channels == 0;
-    const bool located = call.with_logits ? cameras_agree(call)
-                                          : has_shape(call.locations, {n.batch, n.queries, n.points, n.cameras, 2});
-    return groups_fit && located &&
-           has_shape(call.weights, {n.batch, n.queries, n.points, n.cameras, n.scales, n.groups});
+    const bool located =
+        call.with_logits ? cameras_agree(call) : has_shape(call.locations, {n.batch, n.queries, n.points, n.cameras, 2});
+    return groups_fit && located && has_shape(call.weights, {n.batch, n.queries, n.points, n.cameras, n.scales, n.groups});
 }
 
 bool shapes_agree(const Call &call) {
     const Sizes &n = call.sizes;
-    return has_shape(call.value, {n.batch, n.keys, n.heads, n.channels}) &&
-           has_shape(call.shapes, {n.cameras, n.scales, 2}) && has_shape(call.starts, {n.cameras, n.scales}) &&
+    return has_shape(call.value, {n.batch, n.keys, n.heads, n.channels}) && has_shape(call.shapes, {n.cameras, n.scales, 2}) &&
+           has_shape(call.starts, {n.cameras, n.scales}) &&
            has_shape(call.backward ? call.grad_output : call.output, {n.batch, n.queries, n.heads, n.channels}) &&
            (call.op == AGGREGATION ? aggregation_shapes_agree(call) : attention_shapes_agree(call));
 }

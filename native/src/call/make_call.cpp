@@ -19,17 +19,15 @@ struct Arguments {
     Argument inputs[9], gradients[5]; // and one without a tensor at the end
 };
 
-constexpr Argument VALUE{&Call::value, 4}, SHAPES{&Call::shapes, 2}, STARTS{&Call::starts, 1},
-    LOCATIONS{&Call::locations, 6}, WEIGHTS{&Call::weights, 5}, REFERENCES{&Call::reference, 4},
-    FEATURES{&Call::value, 3}, MAPS{&Call::shapes, 3}, MAP_STARTS{&Call::starts, 2}, OF_GROUPS{&Call::weights, 6};
+constexpr Argument VALUE{&Call::value, 4}, SHAPES{&Call::shapes, 2}, STARTS{&Call::starts, 1}, LOCATIONS{&Call::locations, 6},
+    WEIGHTS{&Call::weights, 5}, REFERENCES{&Call::reference, 4}, FEATURES{&Call::value, 3}, MAPS{&Call::shapes, 3},
+    MAP_STARTS{&Call::starts, 2}, OF_GROUPS{&Call::weights, 6};
 constexpr Argument GRAD_VALUE{&Call::grad_value, 4}, GRAD_LOCATIONS{&Call::grad_locations, 6},
     GRAD_WEIGHTS{&Call::grad_weights, 5}, GRAD_FEATURES{&Call::grad_value, 3}, GRAD_OF_GROUPS{&Call::grad_weights, 6};
 
 const Arguments ARGUMENTS[] = {
     // by operator, and with logits
-    {"multi_scale_deformable_attn",
-     {VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS},
-     {GRAD_VALUE, GRAD_LOCATIONS, GRAD_WEIGHTS}},
+    {"multi_scale_deformable_attn", {VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS}, {GRAD_VALUE, GRAD_LOCATIONS, GRAD_WEIGHTS}},
     {"multi_scale_deformable_attn_with_logits",
      {VALUE, SHAPES, STARTS, REFERENCES, LOCATIONS, WEIGHTS},
      {GRAD_VALUE, {&Call::grad_reference, 4}, GRAD_LOCATIONS, GRAD_WEIGHTS}},

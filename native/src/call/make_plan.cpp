@@ -51,8 +51,7 @@ constexpr int64_t PACK_READS = 8;
 PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
     const Sizes &n = call.sizes;
     const int64_t reads = n.queries * n.points * (call.op == GEOMETRIC ? 1 : 4);
-    const double value_bytes =
-        double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
+    const double value_bytes = double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
     const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
     std::vector<int64_t> order;
     for (int64_t l = 0; l < call.sizes.levels; ++l) order.push_back(l);
@@ -77,8 +76,7 @@ PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, 
 constexpr int64_t QUERIES_OF_A_THREAD = 512;
 
 bool value_can_be_packed(const Call &call) {
-    return call.op != AGGREGATION &&
-           call.value.strides[KEY] > call.sizes.channels && // else rows lie side by side already
+    return call.op != AGGREGATION && call.value.strides[KEY] > call.sizes.channels && // else rows lie side by side already
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
@@ -122,9 +120,7 @@ struct Cut {
 // Items that the busiest thread does.
 int64_t rounds(int64_t items, int64_t threads) { return (items + threads - 1) / threads; }
 
-bool heads_keep_threads_busy(int64_t heads, int64_t threads) {
-    return 4 * heads >= 3 * threads * rounds(heads, threads);
-}
+bool heads_keep_threads_busy(int64_t heads, int64_t threads) { return 4 * heads >= 3 * threads * rounds(heads, threads); }
 
 // How long a cut takes until all threads are done, as a multiple of a whole head's time. The 0.15 is measured: a band
 // goes through all queries, whatever its size.

@@ -52,16 +52,13 @@ double half_as_double(uint16_t bits) {
 
 double as_double(const char *from, int64_t dtype) {
     switch (dtype) {
-    case MXD_FLOAT64:
-        return loaded<double>(from);
-    case MXD_FLOAT16:
-        return half_as_double(loaded<uint16_t>(from));
+    case MXD_FLOAT64: return loaded<double>(from);
+    case MXD_FLOAT16: return half_as_double(loaded<uint16_t>(from));
     case MXD_BFLOAT16: {
         const uint32_t bits = uint32_t(loaded<uint16_t>(from)) << 16;
         return loaded<float>(reinterpret_cast<const char *>(&bits));
     }
-    default:
-        return loaded<float>(from);
+    default: return loaded<float>(from);
     }
 }
 
@@ -122,16 +119,15 @@ int prepare_levels(Call &call, Prepared &prepared) {
 Tensor readable_value(const Call &call) {
     const Tensor &value = call.value;
     bool wide = false;
-    for (const Tensor *t : {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size,
-                            &call.pair_scale})
+    for (const Tensor *t :
+         {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size, &call.pair_scale})
         wide = wide || t->dtype == MXD_FLOAT64;
     const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
     return channels_lie_apart(value) || dtype != value.dtype ? contiguous(value, dtype) : value;
 }
 
 int prepare_memory(Call &call, Prepared &prepared) {
-    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights})
-        prefer_huge_pages(*t);
+    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
     Tensor readable = readable_value(call);
     const bool widened = readable.dtype != call.value.dtype;
     if (!widened && !channels_lie_apart(call.value)) return MXD_OK;

@@ -29,8 +29,8 @@ std::string fault_of_level(const Level &level, int64_t keys, const std::string &
     if (level.start < 0) return sentence(starts, "not be negative", std::to_string(level.start));
     if (level_fits(level, keys)) return "";
     return sentence(starts,
-                    "leave room for " + std::to_string(level.height) + " x " + std::to_string(level.width) +
-                        " rows among " + std::to_string(keys),
+                    "leave room for " + std::to_string(level.height) + " x " + std::to_string(level.width) + " rows among " +
+                        std::to_string(keys),
                     std::to_string(level.start) + " (needs " + rows_needed(level) + " rows)");
 }
 

@@ -108,8 +108,7 @@ aclOpExecutor executor_of(Arguments &a) {
     if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
     task.call = call_of(a);
     task.workspace_bytes = uint64_t(bytes_of_levels(task.call));
-    if (mxd::channels_lie_apart(task.call.value))
-        task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value));
+    if (mxd::channels_lie_apart(task.call.value)) task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value));
     return task;
 }
 
@@ -135,14 +134,13 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
     const aclnnStatus status = guarded([&] {
         const aclOpExecutor task = take(executor);
         if (task.backward != backward)
-            throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from this operator's phase one",
-                          "another operator's");
+            throw Refusal(ACLNN_ERR_PARAM_INVALID, "executor", "come from this operator's phase one", "another operator's");
         const std::shared_ptr<Stream> queue = stream_of(stream);
         if (task.nothing_to_do) return;
         if (!workspace) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspace", "be memory", "NULL");
         if (size < task.workspace_bytes)
-            throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspaceSize",
-                          "be at least " + std::to_string(task.workspace_bytes), std::to_string(size));
+            throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspaceSize", "be at least " + std::to_string(task.workspace_bytes),
+                          std::to_string(size));
         if (reinterpret_cast<uintptr_t>(workspace) % WORKSPACE_ALIGNMENT)
             throw Refusal(ACLNN_ERR_PARAM_INVALID, "workspace", "be aligned to 8 bytes", "an address that is not");
         queue->push([task, workspace] { run(task, workspace); });
@@ -156,10 +154,12 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
 
 extern "C" {
 
-aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-    const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
-    const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
-    aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor) {
+aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(const aclTensor *value, const aclTensor *spatialShape,
+                                                                   const aclTensor *levelStartIndex, const aclTensor *location,
+                                                                   const aclTensor *attnWeight, const aclTensor *gradOutput,
+                                                                   aclTensor *gradValue, aclTensor *gradLocation,
+                                                                   aclTensor *gradAttnWeight, uint64_t *workspaceSize,
+                                                                   aclOpExecutor **executor) {
     acl::Arguments arguments(true, {value, spatialShape, levelStartIndex, location, attnWeight, gradOutput, gradValue,
                                     gradLocation, gradAttnWeight});
     return acl::phase_one(arguments, workspaceSize, executor);
@@ -171,8 +171,7 @@ aclnnStatus aclnnMultiScaleDeformableAttentionGrad(void *workspace, uint64_t wor
 }
 
 aclnnStatus aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(const aclTensor *value, const aclTensor *spatialShape,
-                                                                  const aclTensor *levelStartIndex,
-                                                                  const aclTensor *location,
+                                                                  const aclTensor *levelStartIndex, const aclTensor *location,
                                                                   const aclTensor *attnWeight, aclTensor *output,
                                                                   uint64_t *workspaceSize, aclOpExecutor **executor) {
     acl::Arguments arguments(false, {value, spatialShape, levelStartIndex, location, attnWeight, output});

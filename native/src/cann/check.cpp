@@ -100,10 +100,8 @@ void check_output(const Arguments &a, mxd::AxisSizes &known) {
 }
 
 void check_gradients(const Arguments &a, mxd::AxisSizes &known) {
-    for (const Argument *each : {&a.grad_output, &a.grad_value, &a.grad_location, &a.grad_attn_weight})
-        check_floating(*each);
-    check_shape(a.grad_output, a.grad_output.tensor.axes == 3 ? OF_OUTPUT : "bs, num_queries, num_heads, channels",
-                known);
+    for (const Argument *each : {&a.grad_output, &a.grad_value, &a.grad_location, &a.grad_attn_weight}) check_floating(*each);
+    check_shape(a.grad_output, a.grad_output.tensor.axes == 3 ? OF_OUTPUT : "bs, num_queries, num_heads, channels", known);
     check_shape(a.grad_value, OF_VALUE, known);
     check_shape(a.grad_location, OF_LOCATION, known);
     check_shape(a.grad_attn_weight, OF_WEIGHT, known);

@@ -21,8 +21,7 @@ Handles<aclTensor> &tensors() {
 
 void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t *to) {
     if (count > ACL_MOST_AXES)
-        throw Refusal(ACL_ERROR_INVALID_PARAM, name, "be at most " + std::to_string(ACL_MOST_AXES),
-                      std::to_string(count));
+        throw Refusal(ACL_ERROR_INVALID_PARAM, name, "be at most " + std::to_string(ACL_MOST_AXES), std::to_string(count));
     if (count && !numbers) throw Refusal(ACL_ERROR_INVALID_PARAM, name, "be 0 without numbers", std::to_string(count));
     std::copy_n(numbers, count, to);
 }
@@ -53,11 +52,10 @@ struct Dtype {
 };
 
 const Dtype *known_dtype(aclDataType dtype) {
-    static const Dtype ALL[] = {{ACL_FLOAT, "ACL_FLOAT", 4}, {ACL_FLOAT16, "ACL_FLOAT16", 2},
-                                {ACL_BF16, "ACL_BF16", 2},   {ACL_INT32, "ACL_INT32", 4},
-                                {ACL_INT64, "ACL_INT64", 8}, {ACL_DOUBLE, "ACL_DOUBLE", 0},
-                                {ACL_INT8, "ACL_INT8", 0},   {ACL_INT16, "ACL_INT16", 0},
-                                {ACL_UINT8, "ACL_UINT8", 0}, {ACL_BOOL, "ACL_BOOL", 0}};
+    static const Dtype ALL[] = {{ACL_FLOAT, "ACL_FLOAT", 4}, {ACL_FLOAT16, "ACL_FLOAT16", 2}, {ACL_BF16, "ACL_BF16", 2},
+                                {ACL_INT32, "ACL_INT32", 4}, {ACL_INT64, "ACL_INT64", 8},     {ACL_DOUBLE, "ACL_DOUBLE", 0},
+                                {ACL_INT8, "ACL_INT8", 0},   {ACL_INT16, "ACL_INT16", 0},     {ACL_UINT8, "ACL_UINT8", 0},
+                                {ACL_BOOL, "ACL_BOOL", 0}};
     const Dtype *found = std::find_if(ALL, std::end(ALL), [&](const Dtype &each) { return each.number == dtype; });
     return found == std::end(ALL) ? nullptr : found;
 }

@@ -32,8 +32,8 @@ bool deformable_aggregation_backward(const Call &call, const Plan &plan) {
         const int64_t totals = SoftmaxTotals<T>::bytes(call), sums = ProjectionSums<T>::bytes(call);
         const Memory memory(totals + sums + 1); // never nothing
         char *const begin = memory.begin();
-        return begin && all_gradients<V, T>({call, plan, nullptr, nullptr, begin,
-                                             call.grad_projection.data ? begin + totals : nullptr});
+        return begin &&
+               all_gradients<V, T>({call, plan, nullptr, nullptr, begin, call.grad_projection.data ? begin + totals : nullptr});
     });
 }
 

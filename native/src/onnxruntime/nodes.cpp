@@ -45,16 +45,15 @@ const std::vector<Node> &nodes() {
           defining("weight", "bs, anchor, pts, cam, scale, group")}},
         {"geometric_kernel_attention",
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
-          defining("sampling_locations", OF_SAMPLES, Elements::LOCATIONS),
-          following("attention_weights", ON_TWO_AXES)}},
+          defining("sampling_locations", OF_SAMPLES, Elements::LOCATIONS), following("attention_weights", ON_TWO_AXES)}},
         {"multi_scale_deformable_attn_with_logits",
          {VALUE, shapes_of_levels("value_spatial_shapes"), starts_of_levels("value_level_start_index"),
           following("reference_points", REFERENCES), defining("sampling_offsets", OF_SAMPLES),
           following("attention_logits", ON_ONE_AXIS)}},
         {"deformable_aggregation_with_logits",
-         {FEATURES, MAPS, MAP_STARTS, defining("key_points", "bs, anchor, pts, 3"),
-          following("projection", "bs, cam, 4, 4"), defining("logits", "bs, anchor, cam, scale, pts, group"),
-          optional("image_size", "bs, cam, 2"), optional("pair_scale", "bs, anchor, cam, pts")}},
+         {FEATURES, MAPS, MAP_STARTS, defining("key_points", "bs, anchor, pts, 3"), following("projection", "bs, cam, 4, 4"),
+          defining("logits", "bs, anchor, cam, scale, pts, group"), optional("image_size", "bs, cam, 2"),
+          optional("pair_scale", "bs, anchor, cam, pts")}},
         {"geometric_kernel_attention_with_logits",
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
           defining("reference_points", "bs, num_queries, num_heads, 2"), defining("window", "num_points, 2", INDEX),
@@ -165,8 +164,8 @@ class Checker {
             return;
         const std::string count = reference_by_point ? "a divisor of num_points=" + std::to_string(points)
                                                      : "num_levels=" + std::to_string(levels) + " or 1";
-        refuse_shape(3, "have shape (bs=" + std::to_string(bs) + ", num_queries=" + std::to_string(queries) + ", " +
-                            count + ", 2 or 4)");
+        refuse_shape(3, "have shape (bs=" + std::to_string(bs) + ", num_queries=" + std::to_string(queries) + ", " + count +
+                            ", 2 or 4)");
     }
 
     void need_type(size_t input) {

@@ -237,10 +237,8 @@ void compute(Instance &instance, OrtKernelContext *context) {
     const mxd_tensor output = make_output(api, context, inputs);
     Call call = call_of_node(instance, tensors_of(instance.node, inputs), inputs, output);
     switch (run_on_lent_threads(instance, context, call)) {
-    case MXD_OK:
-        return;
-    case MXD_BAD_LEVEL:
-        refuse(api, fault_of_levels(call, instance.node.inputs[1].name, instance.node.inputs[2].name));
+    case MXD_OK: return;
+    case MXD_BAD_LEVEL: refuse(api, fault_of_levels(call, instance.node.inputs[1].name, instance.node.inputs[2].name));
     case MXD_BAD_SHAPE:
         refuse(api, std::string("the native kernel of ") + instance.node.name +
                         " was given 2**31 - 1 rows, 2**48 elements, or more");
@@ -337,6 +335,6 @@ extern "C" MXD_API mxd::OrtStatus *RegisterCustomOps(mxd::OrtSessionOptions *opt
         return mxd::ort::create_status(base->api(1), mxd::ORT_FAIL, sentence.c_str());
     }
     const mxd::OrtApi *api = base->api(version);
-    return mxd::status_of(
-        api, [&] { mxd::need(mxd::ort::add_domain(api, options, mxd::runtime_of(api, version > 16).domain)); });
+    return mxd::status_of(api,
+                          [&] { mxd::need(mxd::ort::add_domain(api, options, mxd::runtime_of(api, version > 16).domain)); });
 }

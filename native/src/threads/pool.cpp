@@ -64,9 +64,7 @@ void Pool::grow(int wanted) {
         while (int(workers.size()) < wanted) {
             workers.reserve(workers.size() + 1);
             std::unique_ptr<Worker> made(new Worker);
-            std::thread([this, worker = made.get(), index = int(workers.size()) + 1] {
-                work(*worker, index);
-            }).detach();
+            std::thread([this, worker = made.get(), index = int(workers.size()) + 1] { work(*worker, index); }).detach();
             workers.push_back(std::move(made));
         }
     } catch (const std::exception &) { // the system has no more threads, and those that there are will do

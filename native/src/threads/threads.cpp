@@ -62,8 +62,7 @@ int usable_threads() {
 const char *threads_in_use() {
     const OpenMp *found = runtime();
     if (!found) return "threads of its own";
-    static const std::string sentence =
-        std::string("threads of ") + found->name; // there is one runtime, once it is found
+    static const std::string sentence = std::string("threads of ") + found->name; // there is one runtime, once it is found
     return sentence.c_str();
 }
 

@@ -57,20 +57,15 @@ int Call::run() {
 
 int Call::forward(const mxd_tensor *const *in, const mxd_tensor *out) const {
     switch (c.op) {
-    case MULTI_SCALE:
-        return mxd_multi_scale_deformable_attn(in[0], in[1], in[2], in[3], in[4], out, c.threads);
+    case MULTI_SCALE: return mxd_multi_scale_deformable_attn(in[0], in[1], in[2], in[3], in[4], out, c.threads);
     case MULTI_SCALE_LOGITS:
-        return mxd_multi_scale_deformable_attn_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out,
-                                                           inputs.reference_axis, c.threads);
-    case AGGREGATION:
-        return mxd_deformable_aggregation(in[0], in[1], in[2], in[3], in[4], out, c.threads);
+        return mxd_multi_scale_deformable_attn_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out, inputs.reference_axis,
+                                                           c.threads);
+    case AGGREGATION: return mxd_deformable_aggregation(in[0], in[1], in[2], in[3], in[4], out, c.threads);
     case AGGREGATION_LOGITS:
-        return mxd_deformable_aggregation_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], out,
-                                                      c.threads);
-    case GEOMETRIC:
-        return mxd_geometric_kernel_attention(in[0], in[1], in[2], in[3], in[4], out, c.threads);
-    default:
-        return mxd_geometric_kernel_attention_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out, c.threads);
+        return mxd_deformable_aggregation_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], out, c.threads);
+    case GEOMETRIC: return mxd_geometric_kernel_attention(in[0], in[1], in[2], in[3], in[4], out, c.threads);
+    default: return mxd_geometric_kernel_attention_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out, c.threads);
     }
 }
 
@@ -80,21 +75,18 @@ int Call::backward(const mxd_tensor *grad, const mxd_tensor *const *in, const mx
         return mxd_multi_scale_deformable_attn_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], out[2],
                                                         c.threads);
     case MULTI_SCALE_LOGITS:
-        return mxd_multi_scale_deformable_attn_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5],
-                                                                    out[0], out[1], out[2], out[3],
-                                                                    inputs.reference_axis, c.threads);
+        return mxd_multi_scale_deformable_attn_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], out[0],
+                                                                    out[1], out[2], out[3], inputs.reference_axis, c.threads);
     case AGGREGATION:
-        return mxd_deformable_aggregation_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], out[2],
-                                                   c.threads);
+        return mxd_deformable_aggregation_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], out[2], c.threads);
     case AGGREGATION_LOGITS:
-        return mxd_deformable_aggregation_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], in[6],
-                                                               in[7], out[0], out[1], out[2], out[3], c.threads);
+        return mxd_deformable_aggregation_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7],
+                                                               out[0], out[1], out[2], out[3], c.threads);
     case GEOMETRIC:
-        return mxd_geometric_kernel_attention_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1],
-                                                       c.threads);
+        return mxd_geometric_kernel_attention_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], c.threads);
     default:
-        return mxd_geometric_kernel_attention_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5],
-                                                                   out[0], out[1], c.threads);
+        return mxd_geometric_kernel_attention_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], out[0],
+                                                                   out[1], c.threads);
     }
 }
 

@@ -14,9 +14,7 @@ int64_t draw_channels(Random &random) {
                                  32, 32, 33, 40, 48, 56, 63, 64, 64, 65, 96, 99, 100, 128, 160, 200, 256, 300});
 }
 
-int64_t work(const Case &c) {
-    return c.bs * c.queries * c.heads * c.cameras * c.num_levels * c.points * (c.channels + 12);
-}
+int64_t work(const Case &c) { return c.bs * c.queries * c.heads * c.cameras * c.num_levels * c.points * (c.channels + 12); }
 
 // Halves the largest of the sizes until the work is less than `most`.
 void shrink(Case &c, std::initializer_list<int64_t *> sizes, int64_t most) {
@@ -143,11 +141,10 @@ std::string text_of(const Case &c) {
     const auto size = [](const char *name, int64_t n) { return std::string(", ") + name + " " + std::to_string(n); };
     const auto flag = [](bool set, const char *name) { return set ? std::string(" ") + name : std::string(); };
     return std::string(name_of(c.op)) + " " + name_of(c.dtype) + flag(c.mixed, "mixed") + flag(c.strided, "strided") +
-           flag(c.snapped, "snapped") + flag(c.special_places, "special_places") +
-           flag(c.special_values, "special_values") + size("bs", c.bs) + size("queries", c.queries) +
-           size("heads", c.heads) + size("levels", c.num_levels) + size("points", c.points) +
-           size("channels", c.channels) + size("keys", c.keys) + size("cameras", c.cameras) + size("groups", c.groups) +
-           size("threads", c.threads);
+           flag(c.snapped, "snapped") + flag(c.special_places, "special_places") + flag(c.special_values, "special_values") +
+           size("bs", c.bs) + size("queries", c.queries) + size("heads", c.heads) + size("levels", c.num_levels) +
+           size("points", c.points) + size("channels", c.channels) + size("keys", c.keys) + size("cameras", c.cameras) +
+           size("groups", c.groups) + size("threads", c.threads);
 }
 
 } // namespace compare

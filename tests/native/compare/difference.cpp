@@ -14,14 +14,10 @@ bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)
 // Half an ulp at 1.
 double rounding_of(Dtype dtype) {
     switch (dtype) {
-    case MXD_FLOAT64:
-        return 0x1p-53;
-    case MXD_FLOAT32:
-        return 0x1p-24;
-    case MXD_FLOAT16:
-        return 0x1p-11;
-    default:
-        return 0x1p-8;
+    case MXD_FLOAT64: return 0x1p-53;
+    case MXD_FLOAT32: return 0x1p-24;
+    case MXD_FLOAT16: return 0x1p-11;
+    default: return 0x1p-8;
     }
 }
 
@@ -78,8 +74,8 @@ void Comparison::compare(const std::string &who, const Case &c, const Argument &
     if (most > so_far.ulps) so_far.ulps = most, so_far.number = c.number;
     if (most <= MOST_ULPS) return;
     char text[200];
-    std::snprintf(text, sizeof text, " must be %.9g at %zu of %zu; got %.9g, %.3g ulps away", want[place], place,
-                  want.size(), got[place], most);
+    std::snprintf(text, sizeof text, " must be %.9g at %zu of %zu; got %.9g, %.3g ulps away", want[place], place, want.size(),
+                  got[place], most);
     report(who, c, result.name + text);
 }
 

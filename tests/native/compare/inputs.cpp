@@ -37,23 +37,12 @@ class Builder {
         add_value();
         add_levels();
         switch (c.op) {
-        case MULTI_SCALE:
-            add_sampling_locations();
-            break;
-        case MULTI_SCALE_LOGITS:
-            add_offsets_from_references();
-            break;
-        case AGGREGATION:
-            add_sample_locations();
-            break;
-        case AGGREGATION_LOGITS:
-            add_projected_points();
-            break;
-        case GEOMETRIC:
-            add_pixels();
-            break;
-        case GEOMETRIC_LOGITS:
-            add_window_around_references();
+        case MULTI_SCALE: add_sampling_locations(); break;
+        case MULTI_SCALE_LOGITS: add_offsets_from_references(); break;
+        case AGGREGATION: add_sample_locations(); break;
+        case AGGREGATION_LOGITS: add_projected_points(); break;
+        case GEOMETRIC: add_pixels(); break;
+        case GEOMETRIC_LOGITS: add_window_around_references();
         }
         add_weights();
         if (c.op == AGGREGATION_LOGITS) add_image_size(), add_pair_scale();
@@ -97,16 +86,13 @@ class Builder {
         const Shape shape = flat ? Shape{c.bs, c.keys, c.channels} : Shape{c.bs, c.keys, c.heads, c.channels};
         Tensor &value = add_floating(flat ? "feature_maps" : "value", shape, true);
         value.fill(-1, 1, random);
-        for (int i = 0; c.special_values && i < 3; ++i)
-            set_somewhere(value, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE}));
+        for (int i = 0; c.special_values && i < 3; ++i) set_somewhere(value, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE}));
     }
 
     void add_levels() {
         const bool by_camera = c.aggregates();
-        Tensor &shapes =
-            add_integer("spatial_shapes", by_camera ? Shape{c.cameras, c.num_levels, 2} : Shape{c.num_levels, 2});
-        Tensor &starts =
-            add_integer("level_start_index", by_camera ? Shape{c.cameras, c.num_levels} : Shape{c.num_levels});
+        Tensor &shapes = add_integer("spatial_shapes", by_camera ? Shape{c.cameras, c.num_levels, 2} : Shape{c.num_levels, 2});
+        Tensor &starts = add_integer("level_start_index", by_camera ? Shape{c.cameras, c.num_levels} : Shape{c.num_levels});
         for (size_t i = 0; i < c.levels.size(); ++i) {
             shapes.set(int64_t(2 * i), double(c.levels[i].height));
             shapes.set(int64_t(2 * i + 1), double(c.levels[i].width));
@@ -126,9 +112,7 @@ class Builder {
     // Of element `flat` of the last axis (x, y): the size of a level along it.
     static double size_of(const Level &level, int64_t flat) { return double(flat % 2 ? level.height : level.width); }
     const Level &level_at(int64_t flat) const { return c.levels[size_t(flat / 2 / c.points % c.num_levels)]; }
-    const Level &level_at(int64_t camera, int64_t level) const {
-        return c.levels[size_t(camera * c.num_levels + level)];
-    }
+    const Level &level_at(int64_t camera, int64_t level) const { return c.levels[size_t(camera * c.num_levels + level)]; }
     template <class Pixel> bool at_border_of_any_level(int64_t camera, const Pixel &pixel) const {
         for (int64_t level = 0; level < c.num_levels; ++level)
             if (at_border(pixel(level_at(camera, level)))) return true;
@@ -150,9 +134,8 @@ class Builder {
             const double size = size_of(level_at(i), i);
             return c.snapped ? (draw_pixel(size) + 0.5) / size : draw_normalised();
         };
-        fill_places(locations, draw, [&](int64_t i) {
-            return !c.snapped && at_border(locations.get(i) * size_of(level_at(i), i) - 0.5);
-        });
+        fill_places(locations, draw,
+                    [&](int64_t i) { return !c.snapped && at_border(locations.get(i) * size_of(level_at(i), i) - 0.5); });
     }
 
     void add_pixels() {
@@ -176,9 +159,7 @@ class Builder {
         const Tensor &references = add_references();
         const bool boxes = references.shape[3] == 4;
         Tensor &offsets = add_floating("sampling_offsets", by_query_2(), true, false);
-        const auto draw = [&](int64_t) {
-            return c.snapped ? floor_to(0.25, random.between(-3, 3)) : random.between(-3, 3);
-        };
+        const auto draw = [&](int64_t) { return c.snapped ? floor_to(0.25, random.between(-3, 3)) : random.between(-3, 3); };
         fill_places(offsets, draw, [&](int64_t i) {
             const double size = size_of(level_at(i), i);
             const int64_t reference = reference_of(i, references);
@@ -191,8 +172,8 @@ class Builder {
     const Tensor &add_references() {
         const int64_t coordinates = random.pick<int64_t>({2, 4});
         made.reference_axis = int(random.below(2));
-        const int64_t count = made.reference_axis ? random.divisor_of(std::max<int64_t>(1, c.points))
-                                                  : random.pick<int64_t>({1, c.num_levels});
+        const int64_t count =
+            made.reference_axis ? random.divisor_of(std::max<int64_t>(1, c.points)) : random.pick<int64_t>({1, c.num_levels});
         Tensor &references = add_floating("reference_points", {c.bs, c.queries, count, coordinates}, true);
         for (int64_t i = 0; i < references.count(); ++i) {
             const double number = random.between(i % coordinates < 2 ? -0.2 : 0.1, 1.2);
@@ -227,12 +208,9 @@ class Builder {
     void add_projected_points() {
         Tensor &points = add_floating("key_points", {c.bs, c.queries, c.points, 3}, true, false);
         const Tensor &projection = add_projection();
-        const auto draw = [&](int64_t) {
-            return c.snapped ? floor_to(0.125, random.between(-1, 1)) : random.between(-1, 1);
-        };
-        fill_places(points, draw, [&](int64_t i) {
-            return !c.snapped && i % 3 == 2 && projected_to_border(points, i - 2, projection);
-        });
+        const auto draw = [&](int64_t) { return c.snapped ? floor_to(0.125, random.between(-1, 1)) : random.between(-1, 1); };
+        fill_places(points, draw,
+                    [&](int64_t i) { return !c.snapped && i % 3 == 2 && projected_to_border(points, i - 2, projection); });
     }
     bool projected_to_border(Tensor &points, int64_t from, const Tensor &projection) {
         for (int64_t camera = 0; camera < c.cameras; ++camera) {

@@ -23,9 +23,7 @@ void must(bool holds) {
 enum Access { NONE, READ };
 
 #ifdef _WIN32
-char *map(size_t bytes) {
-    return static_cast<char *>(VirtualAlloc(nullptr, bytes, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE));
-}
+char *map(size_t bytes) { return static_cast<char *>(VirtualAlloc(nullptr, bytes, MEM_COMMIT | MEM_RESERVE, PAGE_READWRITE)); }
 void unmap(char *from, size_t) { VirtualFree(from, 0, MEM_RELEASE); }
 bool protect(char *from, size_t bytes, Access access) {
     DWORD before;

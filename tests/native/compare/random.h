@@ -13,9 +13,7 @@ class Random {
     int64_t below(int64_t end) { return int64_t(next() % uint64_t(end)); }
     bool one_in(int n) { return below(n) == 0; }
     double between(double from, double to) { return from + (to - from) * (double(next() >> 11) * 0x1p-53); }
-    template <class T> T pick(std::initializer_list<T> choices) {
-        return choices.begin()[below(int64_t(choices.size()))];
-    }
+    template <class T> T pick(std::initializer_list<T> choices) { return choices.begin()[below(int64_t(choices.size()))]; }
 
     int64_t divisor_of(int64_t number) {
         int64_t divisor;

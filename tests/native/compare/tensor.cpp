@@ -53,18 +53,12 @@ size_t elements_of(const std::vector<int64_t> &shape, const std::vector<int64_t>
 
 const char *name_of(Dtype dtype) {
     switch (dtype) {
-    case MXD_FLOAT32:
-        return "float32";
-    case MXD_FLOAT64:
-        return "float64";
-    case MXD_FLOAT16:
-        return "float16";
-    case MXD_BFLOAT16:
-        return "bfloat16";
-    case MXD_INT32:
-        return "int32";
-    default:
-        return "int64";
+    case MXD_FLOAT32: return "float32";
+    case MXD_FLOAT64: return "float64";
+    case MXD_FLOAT16: return "float16";
+    case MXD_BFLOAT16: return "bfloat16";
+    case MXD_INT32: return "int32";
+    default: return "int64";
     }
 }
 
@@ -85,36 +79,24 @@ char *Tensor::at(int64_t flat) const {
 double Tensor::get(int64_t flat) const {
     const char *from = at(flat);
     switch (dtype) {
-    case MXD_FLOAT32:
-        return load<float>(from);
-    case MXD_FLOAT64:
-        return load<double>(from);
-    case MXD_FLOAT16:
-        return from_float16(load<uint16_t>(from));
-    case MXD_BFLOAT16:
-        return from_bfloat16(load<uint16_t>(from));
-    case MXD_INT32:
-        return load<int32_t>(from);
-    default:
-        return double(load<int64_t>(from));
+    case MXD_FLOAT32: return load<float>(from);
+    case MXD_FLOAT64: return load<double>(from);
+    case MXD_FLOAT16: return from_float16(load<uint16_t>(from));
+    case MXD_BFLOAT16: return from_bfloat16(load<uint16_t>(from));
+    case MXD_INT32: return load<int32_t>(from);
+    default: return double(load<int64_t>(from));
     }
 }
 
 void Tensor::set(int64_t flat, double number) {
     char *to = at(flat);
     switch (dtype) {
-    case MXD_FLOAT32:
-        return store(to, float(number));
-    case MXD_FLOAT64:
-        return store(to, number);
-    case MXD_FLOAT16:
-        return store(to, to_float16(number));
-    case MXD_BFLOAT16:
-        return store(to, to_bfloat16(float(number)));
-    case MXD_INT32:
-        return store(to, to_integer<int32_t>(number));
-    default:
-        return store(to, to_integer<int64_t>(number));
+    case MXD_FLOAT32: return store(to, float(number));
+    case MXD_FLOAT64: return store(to, number);
+    case MXD_FLOAT16: return store(to, to_float16(number));
+    case MXD_BFLOAT16: return store(to, to_bfloat16(float(number)));
+    case MXD_INT32: return store(to, to_integer<int32_t>(number));
+    default: return store(to, to_integer<int64_t>(number));
     }
 }
 

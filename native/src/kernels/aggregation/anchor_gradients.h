@@ -38,8 +38,7 @@ template <class T> class AnchorGradients {
         if (call.grad_locations.data || of_matrices)
             reader.all_cameras().add_gradients(reader.points_of(bundle.anchor), pair, location,
                                                of_points + pair / n.cameras * 3, of_matrices);
-        for (int64_t s = 0; s < n.scales; ++s)
-            add_products(of_pair + s * n.groups, bundle.samples.weight(i * n.scales + s));
+        for (int64_t s = 0; s < n.scales; ++s) add_products(of_pair + s * n.groups, bundle.samples.weight(i * n.scales + s));
     }
     void write(int64_t b, int64_t anchor, const AnchorReader<T> &reader, AnchorWeights<T> &weights) {
         if (call.grad_locations.data) points.write(offset_of(call.grad_locations, b, anchor), of_points);

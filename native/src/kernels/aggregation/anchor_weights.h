@@ -12,8 +12,8 @@ namespace {
 class WeightPlaces {
   public:
     explicit WeightPlaces(const Call &c)
-        : call(c), cameras(c.sizes.cameras), of_point(c.weights.strides[KEY_POINT]),
-          of_camera(c.weights.strides[CAMERA]), of_scale(c.weights.strides[SCALE]) {}
+        : call(c), cameras(c.sizes.cameras), of_point(c.weights.strides[KEY_POINT]), of_camera(c.weights.strides[CAMERA]),
+          of_scale(c.weights.strides[SCALE]) {}
     // Of a pair, on the first scale.
     int64_t first(int64_t b, int64_t anchor, int64_t pair) const {
         return offset_of(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
@@ -102,8 +102,7 @@ template <class T> class AnchorWeights {
         if (!call.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
-        for (int64_t s = 0; s < n.scales; ++s)
-            multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
+        for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
     // Prefetches them. With logits they were made just before.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
@@ -159,8 +158,7 @@ template <class T> class AnchorWeights {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
             const Vec<T, N> of_softmax = load<T, N>(of_weights + g) * scale;
-            store<T, N>(of_weights + g,
-                        load<T, N>(exps + g) * load<T, N>(inverse + g) * (of_softmax - load<T, N>(mean + g)));
+            store<T, N>(of_weights + g, load<T, N>(exps + g) * load<T, N>(inverse + g) * (of_softmax - load<T, N>(mean + g)));
         });
     }
 };
@@ -168,14 +166,12 @@ template <class T> class AnchorWeights {
 // The weights of single samples, from SoftmaxTotals where logits are given.
 template <class T> class SampleWeights {
   public:
-    explicit SampleWeights(const Job &job)
-        : call(job.call), n(call.sizes), places(call), pair_scale(call), totals(job) {}
+    explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), places(call), pair_scale(call), totals(job) {}
 
     void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
         read_elements(at(call.weights, places.first(b, anchor, pair) + places.scale(scale)), call.weights.dtype,
                       call.weights.strides[GROUP], n.groups, to);
-        if (call.with_logits)
-            turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+        if (call.with_logits) turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
     }
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
         prefetch(call.weights, places.first(b, anchor, pair) + places.scale(scale), n.groups);

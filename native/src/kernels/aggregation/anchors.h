@@ -106,8 +106,8 @@ template <class T> class Samples {
     int64_t count = 0;
 
     Samples(const Call &c, Arena &arena)
-        : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))),
-          y(arena.take<T>(bundle_room(n))), weights(arena.take<T>(bundle_room(n) * n.groups)) {}
+        : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))), y(arena.take<T>(bundle_room(n))),
+          weights(arena.take<T>(bundle_room(n) * n.groups)) {}
 
     // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. Returns where their weights
     // belong, [scales, groups].
@@ -165,9 +165,9 @@ template <class T> struct Bundle {
 
     Bundle(const Call &call, const Sizes &n, Arena &arena)
         : samples(call, arena), pairs(arena.take<int64_t>(bundle_room(n))),
-          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
-          corner_share(arena.take<T>(4 * bundle_room(n))), inside(arena.take<Int<T>>(4 * bundle_room(n))),
-          right(arena.take<T>(bundle_room(n))), below(arena.take<T>(bundle_room(n))) {}
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)), corner_share(arena.take<T>(4 * bundle_room(n))),
+          inside(arena.take<Int<T>>(4 * bundle_room(n))), right(arena.take<T>(bundle_room(n))),
+          below(arena.take<T>(bundle_room(n))) {}
 
     int64_t num_rows() const { return 4 * round_up(samples.count, ROWS); }
 
@@ -202,8 +202,8 @@ template <class V, class T> struct AnchorWorker {
     static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
     AnchorWorker(const Job &job, Arena &arena)
         : call(job.call), n(call.sizes), blocks(call), locations(call, arena), weights(job, arena),
-          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.zeros<V>(n.channels)),
-          row(arena.take<T>(n.channels)), rows(arena, bundle_room(n), zeros) {}
+          bundles{{call, n, arena}, {call, n, arena}}, zeros(arena.zeros<V>(n.channels)), row(arena.take<T>(n.channels)),
+          rows(arena, bundle_room(n), zeros) {}
 
     template <class Skip, class Serve> void each(int64_t b, int64_t begin, int64_t end, Skip &&skip, Serve &&serve) {
         rows.set(0, bundle_room(n), at(call.value, b * call.value.strides[BATCH]),
@@ -257,8 +257,7 @@ template <class V, class T> struct AnchorWorker {
         filling->find_rows(rows);
         if (ready) {
             const int64_t end = ready->num_rows(), coming = filling->num_rows();
-            for (int64_t i = 0; i < ROWS_AHEAD; ++i)
-                ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
+            for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
             serve(*ready);
         }
         ready = filling;

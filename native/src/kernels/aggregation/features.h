@@ -14,9 +14,8 @@ template <class T> class FeatureGradient {
     FeatureGradient(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job), samples(call, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
-          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
-          shares(arena.take<T>(4 * bundle_room(n) * n.groups)), band(call, plan, n.channels, arena),
-          reach(arena, call.sizes.levels) {}
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)), shares(arena.take<T>(4 * bundle_room(n) * n.groups)),
+          band(call, plan, n.channels, arena), reach(arena, call.sizes.levels) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / plan.num_bands;

@@ -36,8 +36,7 @@ template <class V, class T> class Forward : AnchorWorker<V, T> {
         grouped_sum<V, T>(bundle.address, shares, bundle.num_rows(), n.groups, n.group_channels, this->row);
         const Tensor &out = this->call.output;
         if (bundle.last)
-            write_elements(this->row, at(out, offset_of(out, b, bundle.anchor)), out.dtype, out.strides[CHANNEL],
-                           n.channels);
+            write_elements(this->row, at(out, offset_of(out, b, bundle.anchor)), out.dtype, out.strides[CHANNEL], n.channels);
     }
 };
 

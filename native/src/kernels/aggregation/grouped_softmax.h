@@ -19,8 +19,8 @@ template <class T> class GroupedSoftmax {
     static int64_t room(int64_t count) { return round_up(count, STEP); }
     GroupedSoftmax(int64_t rows, int64_t of_row, Arena &arena)
         : groups(of_row), count(rows * of_row), whole(count / STEP * STEP), padded(room(count)),
-          cycle(of_row > 0 ? STEP / common_divisor(of_row, STEP) * of_row : STEP),
-          used(cycle < padded ? cycle : padded), lanes(arena.take<T>(padded + of_row)) {}
+          cycle(of_row > 0 ? STEP / common_divisor(of_row, STEP) * of_row : STEP), used(cycle < padded ? cycle : padded),
+          lanes(arena.take<T>(padded + of_row)) {}
 
     // exps = e^(logit - most[group]) and inverse[group] = 1 / their sum, as torch computes softmax: a group is NaN
     // whose largest logit is infinite, or that has a NaN. next: logits to prefetch; any address is harmless.

@@ -69,8 +69,7 @@ template <class T> class Cameras {
 
     // From the gradient of a location to those of its key point, and of its camera's matrix if it is not null. Both are
     // added to. A depth that overflows has no gradient, but an infinite row.
-    void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *of_location, T *of_point,
-                       T *of_matrices) const {
+    void add_gradients(const SeenPoints<T> &seen, int64_t pair, const T *of_location, T *of_point, T *of_matrices) const {
         const int64_t cam = pair % n.cameras, p = pair / n.cameras;
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam, *location = seen.xy + 2 * pair;
         const bool in_front = seen.depth[pair] >= NEAREST<T>;

@@ -15,8 +15,7 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     using Base::items;
     SampleGradients(const Job &job, Arena &arena)
         : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)),
-          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}),
-          of_anchor(job, arena) {}
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}), of_anchor(job, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
@@ -42,8 +41,8 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
         const Tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
         const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
         if (l.data)
-            write_elements(location, at(l, offset_of(l, b, a) + p * l.strides[KEY_POINT] + cam * l.strides[CAMERA]),
-                           l.dtype, l.strides[PAIR_XY], 2);
+            write_elements(location, at(l, offset_of(l, b, a) + p * l.strides[KEY_POINT] + cam * l.strides[CAMERA]), l.dtype,
+                           l.strides[PAIR_XY], 2);
         if (w.data) weights_out.write(offset_of(w, b, a) + p * w.strides[KEY_POINT] + cam * w.strides[CAMERA], weight);
     }
 
@@ -65,8 +64,8 @@ template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
     void find_dots(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
         const Tensor &grad = this->call.grad_output;
-        const T *g = row_as(at(grad, offset_of(grad, b, bundle.anchor)), grad.dtype, grad.strides[CHANNEL], n.channels,
-                            this->row);
+        const T *g =
+            row_as(at(grad, offset_of(grad, b, bundle.anchor)), grad.dtype, grad.strides[CHANNEL], n.channels, this->row);
         grouped_dots<V, T>(bundle.address, bundle.num_rows(), n.groups, n.group_channels, g, dot);
     }
 

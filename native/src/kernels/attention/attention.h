@@ -41,8 +41,7 @@ template <class T> inline void set_to_zero(const Call &call, int64_t chunk) {
             continue;
         }
         for (int64_t i = begin; i < end; ++i)
-            for (int64_t h = 0; h < n.heads; ++h)
-                memset(at(grad, offset_of(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
+            for (int64_t h = 0; h < n.heads; ++h) memset(at(grad, offset_of(grad, b, i, h)), 0, size_t(n.channels) * sizeof(T));
     }
 }
 
@@ -56,8 +55,7 @@ template <class T, class Worker> inline bool add_to_zero(const Job &job) {
 template <class V, class T, template <class> class Rule> inline bool all_gradients(const Job &job) {
     if (job.plan.sample_gradients && !over_queries<V, SampleGradients<V, T, Rule>>(job)) return false;
     switch (job.plan.value_gradient) {
-    case ValueGradient::NOT_WANTED:
-        return true;
+    case ValueGradient::NOT_WANTED: return true;
     case ValueGradient::WITH_SAMPLES:
         if constexpr (Rule<T>::CORNERS == 1) {
             if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<V, T, Rule, true>>(job);
@@ -65,10 +63,8 @@ template <class V, class T, template <class> class Rule> inline bool all_gradien
         if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<V, T, Rule, false>>(job);
         return false;
     case ValueGradient::BY_HEADS:
-    case ValueGradient::BY_PARTS:
-        return add_to_zero<T, ValueByHeads<T, Rule>>(job);
-    case ValueGradient::BY_BANDS:
-        return over_items<ValueByBands<T, Rule>>(job);
+    case ValueGradient::BY_PARTS: return add_to_zero<T, ValueByHeads<T, Rule>>(job);
+    case ValueGradient::BY_BANDS: return over_items<ValueByBands<T, Rule>>(job);
     }
     return false;
 }

@@ -8,8 +8,7 @@ namespace {
 
 // Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
 // all near, so without SOME_FAR.
-template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V>
-class Forward : QueryWorker<R, T, Rule> {
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V> class Forward : QueryWorker<R, T, Rule> {
     typedef QueryWorker<R, T, Rule> Base;
 
   public:
@@ -32,8 +31,8 @@ class Forward : QueryWorker<R, T, Rule> {
             [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
-                weighted_sum<V, T, SOME_FAR, R>(slot.address, slot.share, next.address, far, this->num_rows,
-                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
+                weighted_sum<V, T, SOME_FAR, R>(slot.address, slot.share, next.address, far, this->num_rows, this->n.channels,
+                                                in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) write_sum(out);
             });
     }

@@ -28,8 +28,8 @@ template <bool SHARED, class T> MXD_INLINE Vec<T, 8> four_pairs(const T *from, c
     } else {
         const T *b = from + place[1], *c = from + place[2], *d = from + place[3];
         if constexpr (sizeof(T) == 4)
-            return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{raw_load<int64_t, 1>(a), raw_load<int64_t, 1>(b),
-                                                      raw_load<int64_t, 1>(c), raw_load<int64_t, 1>(d)});
+            return bits_as<Vec<T, 8>>(Vec<int64_t, 4>{raw_load<int64_t, 1>(a), raw_load<int64_t, 1>(b), raw_load<int64_t, 1>(c),
+                                                      raw_load<int64_t, 1>(d)});
         else
             return Vec<T, 8>{a[0], a[1], b[0], b[1], c[0], c[1], d[0], d[1]};
     }
@@ -39,8 +39,8 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
     if constexpr (N == 4)
         return four;
     else
-        return bits_as<Vec<T, 2 * N>>(eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four),
-                                                        bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
+        return bits_as<Vec<T, 2 * N>>(
+            eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four), bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
 // Queries that are turned together: two softmaxes of four, of which one does not wait for the other. A query stays
@@ -220,8 +220,7 @@ template <class T> class Logits {
             locate<false, true, 0>(q, last, offsets);
     }
     // COUNT: samples, if they are known here.
-    template <bool BOXES, bool SHARED, int COUNT>
-    MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
+    template <bool BOXES, bool SHARED, int COUNT> MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
         // Copies: in registers they stay as they are while locations are written.
         const Places of{place, divisor};
         const int64_t count = COUNT > 0 ? COUNT : samples, step = reference_step, offset_step = offsets.step,
@@ -242,8 +241,7 @@ template <class T> class Logits {
     }
     // Samples i..i+N-1.
     template <bool BOXES, bool SHARED, int N>
-    static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets,
-                                       T *locations) {
+    static MXD_INLINE void locate_some(int64_t i, const Places &of, const T *reference, const T *offsets, T *locations) {
         Vec<T, 2 * N> offset = raw_load<T, 2 * N>(offsets + 2 * i);
         if (BOXES) offset *= pairs_at<SHARED, N>(reference + 2, of.place + i);
         store<T, 2 * N>(locations + 2 * i,

@@ -18,8 +18,8 @@ struct HeadRows {
 
 // Where the rows of n.levels levels of one head lie, from first_level on: in a tensor, or in `packed` memory, where a
 // level is packed.
-inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head,
-                        const PackedLevels &levels, const char *packed, int64_t row_bytes, RowAddresses &rows) {
+inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head, const PackedLevels &levels,
+                        const char *packed, int64_t row_bytes, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
         const int64_t level = first_level + l, first = l * n.points, last = first + n.points;
         if (packed && levels.offset[level] >= 0)

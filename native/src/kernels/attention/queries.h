@@ -14,8 +14,7 @@ constexpr int AHEAD = 3;
 constexpr int SLOTS = 4; // queries that are prepared at once: a power of two above AHEAD
 
 // prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
-template <class Prepare, class Finish>
-MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
     for (int64_t q = begin; q < end + AHEAD; ++q) {
         const int64_t slot = (q - begin) & (SLOTS - 1);
         if (q < end) prepare(q, slot);
@@ -117,17 +116,15 @@ template <class T> class QueryReader {
         const int64_t location_skip = first_level * call.locations.strides[LEVEL];
         const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
         // with the padding, which is read, too
-        location_rows = call.has_window ? QueryRows(call.reference, b, h, 2)
-                                        : QueryRows(call.locations, b, h, 2 * padded, location_skip);
+        location_rows =
+            call.has_window ? QueryRows(call.reference, b, h, 2) : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
-        locations_until = locations.contiguous
-                              ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6)
-                              : -1;
+        locations_until =
+            locations.contiguous ? last_in_vectors(call.locations, b, h, location_skip, 2 * samples, 2 * padded, 6) : -1;
         if (call.has_window) locations_until = INT64_MAX;
         references_in_place = call.reference.dtype == OWN<T> && call.reference.strides[COORDINATE] == 1;
-        weights_until = weights.contiguous
-                            ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5)
-                            : -1;
+        weights_until =
+            weights.contiguous ? last_in_vectors(call.weights, b, h, weight_skip, weight_samples, weights_padded, 5) : -1;
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
         const bool own_locations = call.has_window || call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>);
         const bool own = own_locations && call.weights.dtype == OWN<T>;
@@ -176,8 +173,8 @@ template <class T> class QueryReader {
             logits.turn(q, [&](int64_t i, T *offsets, T *of_logits) { copy_to_turn(i, offsets, of_logits); });
         if (call.has_window) {
             query.reference = references_in_place ? reinterpret_cast<const T *>(location)
-                                                  : row_as(location, call.reference.dtype,
-                                                           call.reference.strides[COORDINATE], 2, query.reference_copy);
+                                                  : row_as(location, call.reference.dtype, call.reference.strides[COORDINATE],
+                                                           2, query.reference_copy);
         } else {
             query.xy = logits.locations(q);
         }
@@ -186,8 +183,8 @@ template <class T> class QueryReader {
     // A query's offsets and logits, as T, in whole vectors.
     __attribute__((noinline)) void copy_to_turn(int64_t q, T *offsets, T *of_logits) {
         if (!call.has_window)
-            widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded,
-                          T(__builtin_nan("")), offsets);
+            widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
+                          offsets);
         widen_or_copy(weights, weight_rows.at(q), q <= weights_until, weight_samples, weights_padded, T(0), of_logits);
     }
 
@@ -207,17 +204,16 @@ template <class T> class QueryReader {
     }
     // `count` elements of a query's locations or weights, padded to `room`: in place, or copied to `memory`.
     template <class E, class Input>
-    MXD_INLINE const E *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
-                               E pad, E *memory) const {
+    MXD_INLINE const E *values(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room, E pad,
+                               E *memory) const {
         if (in_vectors && input.tensor.dtype == OWN<E>) return reinterpret_cast<const E *>(from);
         widen_or_copy(input, from, in_vectors, count, room, pad, memory);
         return memory;
     }
     template <class E, class Input>
-    MXD_INLINE void widen_or_copy(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room,
-                                  E pad, E *memory) const {
-        if (!in_vectors || !widened(from, input.tensor.dtype, room, memory))
-            copy(input, from, count, room, pad, memory);
+    MXD_INLINE void widen_or_copy(const Input &input, const char *from, bool in_vectors, int64_t count, int64_t room, E pad,
+                                  E *memory) const {
+        if (!in_vectors || !widened(from, input.tensor.dtype, room, memory)) copy(input, from, count, room, pad, memory);
     }
     template <class E, class Input>
     __attribute__((noinline)) void copy(const Input &input, const char *from, int64_t count, int64_t room, E pad,
@@ -229,8 +225,8 @@ template <class T> class QueryReader {
     // The last query of a (batch, head) that can be read in whole vectors: `padded` elements from its first on, `count`
     // of its own and what follows in memory, all belong to the tensor. With a copy of each query instead, RT-DETR's
     // decoder (12 samples a query) takes 0.252 ms instead of 0.225 (2026-11-22, Zen 5).
-    static int64_t last_in_vectors(const Tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count,
-                                   int64_t padded, int axes) {
+    static int64_t last_in_vectors(const Tensor &t, int64_t b, int64_t h, int64_t skipped, int64_t count, int64_t padded,
+                                   int axes) {
         if (count == padded) return INT64_MAX;
         int64_t last = 0, elements = 1;
         bool forwards = t.strides[QUERY] > 0;

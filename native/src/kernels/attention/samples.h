@@ -92,10 +92,9 @@ template <class T, template <class> class Rule> class SampleOutputs {
 
     MXD_INLINE void write_at_once(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         T *grad_offsets = xy.begin(q), *grad_weight = weights.memory();
-        each_vector(query, reader.padded,
-                    [&](int64_t i, const Query<T> &own, const T *dots) __attribute__((always_inline)) {
-                        Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
-                    });
+        each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) __attribute__((always_inline)) {
+            Rule<T>::template gradients<true>(own, dots, i, grad_offsets, grad_weight);
+        });
         reader.with_logits().logit_gradients(q, grad_weight, weights.whole_vectors(), weights.begin(q));
     }
     __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {

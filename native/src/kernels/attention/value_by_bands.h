@@ -14,10 +14,7 @@ template <class T, template <class> class Rule> class ValueByBands {
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * job.plan.num_bands; }
     ValueByBands(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(job.call.sizes), reader(job.call, arena), query(n, reader, arena),
-          lists{{arena, padded_samples(n)},
-                {arena, padded_samples(n)},
-                {arena, padded_samples(n)},
-                {arena, padded_samples(n)}},
+          lists{{arena, padded_samples(n)}, {arena, padded_samples(n)}, {arena, padded_samples(n)}, {arena, padded_samples(n)}},
           row(arena.take<T>(n.channels)), band(call, plan, n.channels, arena), reach(arena, padded_samples(n)) {}
 
     void operator()(int64_t item) {
@@ -59,8 +56,7 @@ template <class T, template <class> class Rule> class ValueByBands {
             [&](int64_t q, int64_t slot, int64_t next) {
                 const ScatterList<T> &list = lists[slot];
                 if (list.count > 0)
-                    scatter_add<T>(list.address, list.share, lists[next].address, list.count, n.channels,
-                                   grad_output.of(q));
+                    scatter_add<T>(list.address, list.share, lists[next].address, list.count, n.channels, grad_output.of(q));
             });
     }
 };

@@ -20,15 +20,13 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
 
     void operator()(int64_t item) {
         const Call &call = this->call;
-        const int64_t part = item % parts(plan), h = item / parts(plan) % this->n.heads,
-                      b = item / parts(plan) / this->n.heads;
+        const int64_t part = item % parts(plan), h = item / parts(plan) % this->n.heads, b = item / parts(plan) / this->n.heads;
         const OutputGradient<T> grad_output(call, b, h, this->row);
         open(b, h, call.sizes.levels * part / parts(plan), call.sizes.levels * (part + 1) / parts(plan));
         this->queries(
             0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
             [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-                scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels,
-                               grad_output.of(q));
+                scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, grad_output.of(q));
             });
         unpack_as<T, T>(call, plan.packed_gradient, packed, b, h, this->row);
     }
@@ -42,8 +40,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         this->use_levels(first_level, last_level);
         this->reader.open(b, h);
         find_levels(this->call, this->n, first_level, {this->call.grad_value, b, h}, plan.packed_gradient,
-                    plan.packed_gradient.bytes > 0 ? packed : nullptr, this->n.channels * int64_t(sizeof(T)),
-                    this->rows);
+                    plan.packed_gradient.bytes > 0 ? packed : nullptr, this->n.channels * int64_t(sizeof(T)), this->rows);
     }
 };
 

@@ -32,16 +32,14 @@ template <class T> class Window {
     void set(const Tensor &window, int64_t samples) {
         for (int64_t i = 0; i < samples; ++i) {
             T place[2] = {0, 0};
-            read_elements(at(window, i % points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2,
-                          place);
+            read_elements(at(window, i % points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2, place);
             x_of[i] = place[0];
             y_of[i] = place[1];
         }
     }
 
     // Of samples i..i+LANES-1, before they are rounded.
-    MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x,
-                          RealLanes<T> &y) const {
+    MXD_INLINE void pixel(const T *reference, const MapLanes<T> &maps, int64_t i, RealLanes<T> &x, RealLanes<T> &y) const {
         x = around_reference<LANES>(reference[0], maps.width, x_of + i);
         y = around_reference<LANES>(reference[1], maps.height, y_of + i);
     }

@@ -33,12 +33,10 @@ template <class T> class Band {
         const Tensor &grad = call.grad_value;
         if (!sums) return;
         for (int64_t r = 0; r < end - begin; ++r)
-            write_elements(sums + r * channels, at(grad, first + r * grad.strides[KEY]), grad.dtype,
-                           grad.strides[CHANNEL], channels);
+            write_elements(sums + r * channels, at(grad, first + r * grad.strides[KEY]), grad.dtype, grad.strides[CHANNEL],
+                           channels);
     }
-    bool touches(const Level &level) const {
-        return level.start < end && level.start + level.height * level.width > begin;
-    }
+    bool touches(const Level &level) const { return level.start < end && level.start + level.height * level.width > begin; }
     // The smallest range of levels from..to-1 that holds every level which reaches into the band; empty if none does.
     void levels_touched(int64_t &from, int64_t &to) const {
         from = call.sizes.levels, to = 0;

@@ -39,8 +39,7 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>
-inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel,
-                              T *out) {
+inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel, T *out) {
     for (int64_t first = 0; first < n; first += SUM_ROWS) {
         const int64_t end = first + SUM_ROWS < n ? first + SUM_ROWS : n;
         Vec<T, N> sums[G][K] = {};
@@ -48,8 +47,7 @@ inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t gr
             const V *row = row_at<const V>(address[i], channel);
             ask_for<G * PIECE_BYTES<V, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
-            for (int g = 0; g < G; ++g)
-                add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
+            for (int g = 0; g < G; ++g) add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
         }
         MXD_UNROLL
         for (int g = 0; g < G; ++g) {
@@ -67,8 +65,7 @@ template <class V, class T>
 inline void grouped_sum(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels, T *out) {
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t g, int64_t c) {
         const int64_t first = g * channels + c;
-        grouped_sum_piece<V, T, lanes.value, vectors.value, together.value>(address, share + g, groups, n, first,
-                                                                            out + first);
+        grouped_sum_piece<V, T, lanes.value, vectors.value, together.value>(address, share + g, groups, n, first, out + first);
     });
 }
 
@@ -108,14 +105,13 @@ inline void grouped_dots(const int64_t *address, int64_t n, int64_t groups, int6
     if (channels == 0) memset(dot, 0, size_t(n * groups) * sizeof(T));
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
         const int64_t first = group * channels + c;
-        grouped_dots_piece<V, T, lanes.value, vectors.value, together.value>(address, groups, n, first, g + first,
-                                                                             dot + group, c > 0);
+        grouped_dots_piece<V, T, lanes.value, vectors.value, together.value>(address, groups, n, first, g + first, dot + group,
+                                                                             c > 0);
     });
 }
 
 template <class T, int N, int K, int G>
-inline void grouped_add_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel,
-                              const T *g) {
+inline void grouped_add_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel, const T *g) {
     Vec<T, N> factor[G][K];
     MXD_UNROLL
     for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
@@ -135,12 +131,10 @@ inline void grouped_add_piece(const int64_t *address, const T *share, int64_t gr
 }
 
 template <class T>
-inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels,
-                        const T *g) {
+inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels, const T *g) {
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
         const int64_t first = group * channels + c;
-        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, share + group, groups, n, first,
-                                                                         g + first);
+        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, share + group, groups, n, first, g + first);
     });
 }
 

@@ -96,8 +96,7 @@ template <class V, class T, int N, int K, class Op> MXD_INLINE void each_vector(
     }
 }
 // sums += factor * row
-template <class V, class T, int N, int K>
-MXD_INLINE void add_row(const V *row, Vec<T, N> factor, Vec<T, N> (&sums)[K]) {
+template <class V, class T, int N, int K> MXD_INLINE void add_row(const V *row, Vec<T, N> factor, Vec<T, N> (&sums)[K]) {
     each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) { sums[k] += factor * v; });
 }
 template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N> (&sums)[K]) {
@@ -173,8 +172,8 @@ inline void weighted_sum_piece(const int64_t *address, const T *share, const int
 
 // Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
 template <class V, class T, bool SOME_FAR, class Row = V>
-inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n,
-                         int64_t channels, V *out) {
+inline void weighted_sum(const int64_t *address, const T *share, const int64_t *next, FarRows far, int64_t n, int64_t channels,
+                         V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, share, next, far, n, c, out + c);
     });
@@ -193,8 +192,7 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
         return fold(MXD_SHUFFLE(a, b, I, 0, 1, 4, 5), MXD_SHUFFLE(a, b, I, 2, 3, 6, 7));
     } else if constexpr (N == 8) {
         const auto halves = [&](Vec<float, 8> a, Vec<float, 8> b) __attribute__((always_inline)) { // of a, then of b
-            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11),
-                        MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15));
+            return fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11), MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15));
         };
         const Vec<float, 8> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
         const Vec<float, 8> pairs = // of 0, 2, 1, 3
@@ -207,9 +205,8 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
                         MXD_SHUFFLE(a, b, I, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
         };
         const Vec<float, 16> a = halves(v[0], v[1]), b = halves(v[2], v[3]);
-        const Vec<float, 16> quarters =
-            fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
-                 MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+        const Vec<float, 16> quarters = fold(MXD_SHUFFLE(a, b, I, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                                             MXD_SHUFFLE(a, b, I, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
         const Vec<float, 16> pairs =
             fold(quarters, MXD_SHUFFLE(quarters, quarters, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
         const Vec<float, 16> all =
@@ -218,9 +215,7 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
         return raw_load<float, 4>(&four);
     }
 }
-template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) {
-    return folded_four<T, N>(v, Total());
-}
+template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) { return folded_four<T, N>(v, Total()); }
 
 // K vectors of g in each_vector's order.
 template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
@@ -232,8 +227,7 @@ template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *
     }
 }
 // A vector whose sum is that of factor * row.
-template <class V, class T, int N, int K>
-MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
+template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
     Vec<T, N> products;
     each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) {
         products = k == 0 ? factor[0] * v : products + factor[k] * v;
@@ -287,8 +281,7 @@ inline void scatter_add_piece(const int64_t *address, const T *share, const int6
 
 // row[i] += share[i] * g
 template <class T>
-inline void scatter_add(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels,
-                        const T *g) {
+inline void scatter_add(const int64_t *address, const T *share, const int64_t *next, int64_t n, int64_t channels, const T *g) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         scatter_add_piece<T, lanes.value, vectors.value>(address, share, next, n, c, g + c);
     });
@@ -328,19 +321,18 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *shar
             finish(products[r]);
         }
         MXD_UNROLL
-        for (int r = 0; r < ROWS; ++r)
-            add_to_row<T, N, K>(row_at<T>(others.of(address[i + r]), channel), share[i + r], factor);
+        for (int r = 0; r < ROWS; ++r) add_to_row<T, N, K>(row_at<T>(others.of(address[i + r]), channel), share[i + r], factor);
         const Vec<T, ROWS> sums = sums_of_four<T, N>(products);
         store<T, ROWS>(dot + i, accumulate ? load<T, ROWS>(dot + i) + sums : sums);
     }
 }
 
 template <class V, class T, bool PREFETCH, class Others>
-MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, Others others,
-                                     int64_t n, int64_t channels, const T *g, T *dot) {
+MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *share, const int64_t *next, Others others, int64_t n,
+                                     int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
-        dots_and_scatter_add_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c,
-                                                                               g + c, dot, c > 0);
+        dots_and_scatter_add_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, share, next, others, n, c, g + c, dot,
+                                                                               c > 0);
     });
 }
 

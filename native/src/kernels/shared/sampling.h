@@ -257,8 +257,7 @@ template <class T> MXD_INLINE CornerSlopes<RealLanes<T>> slopes_at(const Corners
 }
 
 // Which corners k of LANES samples are rows of a band.
-template <class T, class Sampled, class B>
-MXD_INLINE IntLanes<T> in_band(const Sampled &sampled, int k, const B &band) {
+template <class T, class Sampled, class B> MXD_INLINE IntLanes<T> in_band(const Sampled &sampled, int k, const B &band) {
     return sampled.inside[k] & (sampled.pixel[k] >= Int<T>(band.begin)) & (sampled.pixel[k] < Int<T>(band.end));
 }
 
@@ -270,8 +269,7 @@ template <class T> struct ScatterList {
 
     // Room for LANES entries more: add() writes an entry before it knows whether it stays. Addresses are prefetched
     // before the first is written.
-    ScatterList(Arena &arena, int64_t n)
-        : address(arena.zeros<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
+    ScatterList(Arena &arena, int64_t n) : address(arena.zeros<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
 
     // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
     // samples for all bands, so the order does not depend on where bands are cut.

@@ -15,7 +15,7 @@ template <> struct ExpOf<float> {
     static constexpr float LEAST = -104; // e^x is 0 from here on
     static constexpr float ROUND = 0x1.8p23f, LOG2_E = 0x1.715476p0f;
     static constexpr float LN2_HIGH = 0x1.62cp-1f, LN2_LOW = 0x1.217f7ep-12f; // n * LN2_HIGH is exact
-    static constexpr int UP = 64; // 2^(n + UP) is a normal number for every n
+    static constexpr int UP = 64;                                             // 2^(n + UP) is a normal number for every n
     static constexpr float DOWN = 0x1p-64f;
     static constexpr float TERMS[] = {0x1.6d117cp-10f, 0x1.120be2p-7f, 0x1.555518p-5f, 0x1.5554dcp-3f, 0.5f};
 };
@@ -27,10 +27,9 @@ template <> struct ExpOf<double> {
     static constexpr double LN2_HIGH = 0x1.62e42feep-1, LN2_LOW = 0x1.a39ef35793c76p-33;
     static constexpr int UP = 512;
     static constexpr double DOWN = 0x1p-512;
-    static constexpr double TERMS[] = {0x1.af390ba7e6f47p-26, 0x1.2891d4ffbb0f9p-22, 0x1.71de0d85293b8p-19,
-                                       0x1.a019b8ca26fcfp-16, 0x1.a01a01a7cebcdp-13, 0x1.6c16c1789d1d7p-10,
-                                       0x1.11111111109a6p-7,  0x1.5555555553d37p-5,  0x1.5555555555556p-3,
-                                       0x1.0000000000001p-1};
+    static constexpr double TERMS[] = {
+        0x1.af390ba7e6f47p-26, 0x1.2891d4ffbb0f9p-22, 0x1.71de0d85293b8p-19, 0x1.a019b8ca26fcfp-16, 0x1.a01a01a7cebcdp-13,
+        0x1.6c16c1789d1d7p-10, 0x1.11111111109a6p-7,  0x1.5555555553d37p-5,  0x1.5555555555556p-3,  0x1.0000000000001p-1};
 };
 
 // e^x for x <= 0, to two units in the last place; 0 for -inf, NaN for NaN.
@@ -51,8 +50,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> exp_below_zero(Vec<T, N> x) {
 }
 
 // Numbers of one row that are worked on together.
-template <class T>
-constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
+template <class T> constexpr int SOFTMAX_LANES = VECTOR_BYTES / int(sizeof(T)) > LANES ? VECTOR_BYTES / int(sizeof(T)) : LANES;
 
 // Whether lanes i, i + 1, .. are among the first `count`.
 template <class T, int N> MXD_INLINE auto lanes_below(int64_t count) {
@@ -66,8 +64,7 @@ template <class T, int N, int PART, class Fold> MXD_INLINE Vec<T, N> folded_part
     typedef Vec<typename IntOfSize<sizeof(T)>::type, N> I;
     static_assert((PART == 4 || PART == 8) && (N == 8 || N == 16), "parts and vectors that models need");
     if constexpr (N == 16) {
-        if constexpr (PART == 8)
-            x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+        if constexpr (PART == 8) x = fold(x, MXD_SHUFFLE(x, x, I, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
         x = fold(x, MXD_SHUFFLE(x, x, I, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
         return fold(x, MXD_SHUFFLE(x, x, I, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
     } else {
@@ -93,8 +90,7 @@ template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], 
     };
     MXD_UNROLL
     for (int r = 0; r < 4; r += 2) {
-        const auto logits =
-            joined<T, LANES>(first_of<T, LANES>(rows[r], count), first_of<T, LANES>(rows[r + 1], count));
+        const auto logits = joined<T, LANES>(first_of<T, LANES>(rows[r], count), first_of<T, LANES>(rows[r + 1], count));
         const Two both = bits_as<Two>(softmax_of_parts<T, 2 * LANES, LANES>(logits));
         store<T, LANES>(weights[r], both.first);
         store<T, LANES>(weights[r + 1], both.second);
@@ -174,8 +170,7 @@ MXD_INLINE void softmax_gradient(const T *weights, int64_t count, T *of_weights,
     typedef Vec<T, LANES> Lanes;
     const int64_t last = count & -LANES;
     Lanes sums = {};
-    for (int64_t i = 0; i < last; i += LANES)
-        sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
+    for (int64_t i = 0; i < last; i += LANES) sums += raw_load<T, LANES>(of_weights + i) * raw_load<T, LANES>(weights + i);
     if (last < count) {
         const auto mine = lanes_below<T, LANES>(count - last);
         const Lanes products = raw_load<T, LANES>(of_weights + last) * raw_load<T, LANES>(weights + last);

@@ -17,14 +17,10 @@ struct BFloat16 {
 // fn(the elements at this address) of a floating dtype.
 template <class Fn> MXD_INLINE auto with_elements(char *at, int64_t dtype, Fn &&fn) {
     switch (dtype) {
-    case MXD_FLOAT64:
-        return fn(reinterpret_cast<double *>(at));
-    case MXD_FLOAT16:
-        return fn(reinterpret_cast<Half *>(at));
-    case MXD_BFLOAT16:
-        return fn(reinterpret_cast<BFloat16 *>(at));
-    default:
-        return fn(reinterpret_cast<float *>(at));
+    case MXD_FLOAT64: return fn(reinterpret_cast<double *>(at));
+    case MXD_FLOAT16: return fn(reinterpret_cast<Half *>(at));
+    case MXD_BFLOAT16: return fn(reinterpret_cast<BFloat16 *>(at));
+    default: return fn(reinterpret_cast<float *>(at));
     }
 }
 
@@ -58,9 +54,7 @@ template <int N> MXD_INLINE Vec<uint32_t, N> rounded_to_bfloat16(Vec<float, N> x
 }
 
 // N elements of storage type V as T.
-template <class T, int N, class V> MXD_INLINE Vec<T, N> load(const V *from) {
-    return convert<T, N>(raw_load<V, N>(from));
-}
+template <class T, int N, class V> MXD_INLINE Vec<T, N> load(const V *from) { return convert<T, N>(raw_load<V, N>(from)); }
 template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
     typedef Vec<uint32_t, N> U;
     const U bits = convert<uint32_t, N>(raw_load<uint16_t, N>(from)) << 16;
@@ -69,13 +63,12 @@ template <class T, int N> MXD_INLINE Vec<T, N> load(const BFloat16 *from) {
 template <class T, int N> MXD_INLINE Vec<T, N> load(const Half *from) {
 #if defined(__AVX512F__)
     if constexpr (N == 16)
-        return convert<T, N>((Vec<float, 16>)(_mm512_maskz_cvtph_ps(
-            0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)))));
+        return convert<T, N>(
+            (Vec<float, 16>)(_mm512_maskz_cvtph_ps(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i *>(from)))));
 #endif
 #if defined(__F16C__)
     if constexpr (N == 8)
-        return convert<T, N>(
-            (Vec<float, 8>)(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)))));
+        return convert<T, N>((Vec<float, 8>)(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from)))));
     if constexpr (N == 1) return T(_cvtsh_ss(from->bits));
 #endif
     return convert<T, N>(half_to_float<N>(raw_load<uint16_t, N>(from)));

@@ -10,13 +10,10 @@ namespace {
 inline int64_t element_size(int64_t dtype) {
     switch (dtype) {
     case MXD_FLOAT64:
-    case MXD_INT64:
-        return 8;
+    case MXD_INT64: return 8;
     case MXD_FLOAT16:
-    case MXD_BFLOAT16:
-        return 2;
-    default:
-        return 4;
+    case MXD_BFLOAT16: return 2;
+    default: return 4;
     }
 }
 
@@ -24,43 +21,29 @@ inline int64_t element_size(int64_t dtype) {
 template <class T> constexpr int64_t OWN = sizeof(T) == 8 ? MXD_FLOAT64 : MXD_FLOAT32;
 template <> constexpr int64_t OWN<int64_t> = MXD_INT64;
 
-inline char *at(const Tensor &t, int64_t offset) {
-    return static_cast<char *>(t.data) + offset * element_size(t.dtype);
-}
+inline char *at(const Tensor &t, int64_t offset) { return static_cast<char *>(t.data) + offset * element_size(t.dtype); }
 
 // Of a tensor whose first axes are BATCH and QUERY or KEY, and then HEAD.
 inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i) { return b * t.strides[BATCH] + i * t.strides[QUERY]; }
-inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i, int64_t h) {
-    return offset_of(t, b, i) + h * t.strides[HEAD];
-}
+inline int64_t offset_of(const Tensor &t, int64_t b, int64_t i, int64_t h) { return offset_of(t, b, i) + h * t.strides[HEAD]; }
 
 template <class T> inline void read_elements(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     switch (dtype) {
-    case MXD_FLOAT32:
-        return convert_run<T>(reinterpret_cast<const float *>(from), stride, to, 1, n);
-    case MXD_FLOAT64:
-        return convert_run<T>(reinterpret_cast<const double *>(from), stride, to, 1, n);
-    case MXD_FLOAT16:
-        return convert_run<T>(reinterpret_cast<const Half *>(from), stride, to, 1, n);
-    case MXD_BFLOAT16:
-        return convert_run<T>(reinterpret_cast<const BFloat16 *>(from), stride, to, 1, n);
-    case MXD_INT32:
-        return convert_run<T>(reinterpret_cast<const int32_t *>(from), stride, to, 1, n);
-    case MXD_INT64:
-        return convert_run<T>(reinterpret_cast<const int64_t *>(from), stride, to, 1, n);
+    case MXD_FLOAT32: return convert_run<T>(reinterpret_cast<const float *>(from), stride, to, 1, n);
+    case MXD_FLOAT64: return convert_run<T>(reinterpret_cast<const double *>(from), stride, to, 1, n);
+    case MXD_FLOAT16: return convert_run<T>(reinterpret_cast<const Half *>(from), stride, to, 1, n);
+    case MXD_BFLOAT16: return convert_run<T>(reinterpret_cast<const BFloat16 *>(from), stride, to, 1, n);
+    case MXD_INT32: return convert_run<T>(reinterpret_cast<const int32_t *>(from), stride, to, 1, n);
+    case MXD_INT64: return convert_run<T>(reinterpret_cast<const int64_t *>(from), stride, to, 1, n);
     }
 }
 
 template <class T> inline void write_elements(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
     switch (dtype) {
-    case MXD_FLOAT32:
-        return convert_run<T>(from, 1, reinterpret_cast<float *>(to), stride, n);
-    case MXD_FLOAT64:
-        return convert_run<T>(from, 1, reinterpret_cast<double *>(to), stride, n);
-    case MXD_FLOAT16:
-        return convert_run<T>(from, 1, reinterpret_cast<Half *>(to), stride, n);
-    case MXD_BFLOAT16:
-        return convert_run<T>(from, 1, reinterpret_cast<BFloat16 *>(to), stride, n);
+    case MXD_FLOAT32: return convert_run<T>(from, 1, reinterpret_cast<float *>(to), stride, n);
+    case MXD_FLOAT64: return convert_run<T>(from, 1, reinterpret_cast<double *>(to), stride, n);
+    case MXD_FLOAT16: return convert_run<T>(from, 1, reinterpret_cast<Half *>(to), stride, n);
+    case MXD_BFLOAT16: return convert_run<T>(from, 1, reinterpret_cast<BFloat16 *>(to), stride, n);
     }
 }
 
@@ -105,8 +88,7 @@ template <int AXES> struct SomeAxes {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)
                 return widen_run(reinterpret_cast<const BFloat16 *>(from), to, count());
-            if (contiguous && tensor.dtype == MXD_FLOAT16)
-                return widen_run(reinterpret_cast<const Half *>(from), to, count());
+            if (contiguous && tensor.dtype == MXD_FLOAT16) return widen_run(reinterpret_cast<const Half *>(from), to, count());
         }
         read_runs(from, to);
     }

@@ -16,8 +16,8 @@ template <class V, class T> class WindowForward {
         : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.zeros<T>(n.channels)),
           sums(arena.take<V>(n.heads * n.channels)),
           queries(
-              call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(),
-              nowhere, arena) {}
+              call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(), nowhere,
+              arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / blocks(call), block = item % blocks(call);
@@ -59,9 +59,9 @@ template <class V, class T> class WindowForward {
                       address_step = queries.address_step, weight_step = queries.weight_step;
         for_pieces<T>(n.channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
             for (int64_t h = 0; h < heads; ++h)
-                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(
-                    slot.address + h * address_step, slot.weights + h * weight_step, nullptr, FarRows{}, num_rows, c,
-                    out + h * step + c);
+                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(slot.address + h * address_step,
+                                                                               slot.weights + h * weight_step, nullptr,
+                                                                               FarRows{}, num_rows, c, out + h * step + c);
         });
         if (!in_place) write_sums(to);
     }
@@ -73,8 +73,7 @@ template <class V, class T> class WindowForward {
             if constexpr (same_type<V, T>)
                 write_elements(from, to, output.dtype, output.strides[CHANNEL], n.channels);
             else // the dtype is the same, only the stride differs
-                for (int64_t c = 0; c < n.channels; ++c)
-                    memcpy(to + c * output.strides[CHANNEL] * size, from + c, sizeof(V));
+                for (int64_t c = 0; c < n.channels; ++c) memcpy(to + c * output.strides[CHANNEL] * size, from + c, sizeof(V));
         }
     }
 };
@@ -90,21 +89,19 @@ template <class V, class T> inline bool forward_of_heads_together(const Call &ca
         const Memory widened(n.keys * n.heads * row_bytes);
         if (!widened.begin()) return false;
         const Job job{call, plan, widened.begin(), nullptr};
-        return parallel_stages<Worker>(
-            call.num_threads, n.batch, Worker::items(job), job, [&](int64_t b, int64_t chunk) {
-                const int64_t end = n.keys * (chunk + 1) / STAGE_CHUNKS;
-                for (int64_t i = n.keys * chunk / STAGE_CHUNKS; i < end; ++i)
-                    for (int64_t h = 0; h < n.heads; ++h)
-                        widen_row<V, T>(reinterpret_cast<const V *>(at(call.value, offset_of(call.value, b, i, h))),
-                                        reinterpret_cast<T *>(widened.begin() + (i * n.heads + h) * row_bytes),
-                                        n.channels);
-            });
+        return parallel_stages<Worker>(call.num_threads, n.batch, Worker::items(job), job, [&](int64_t b, int64_t chunk) {
+            const int64_t end = n.keys * (chunk + 1) / STAGE_CHUNKS;
+            for (int64_t i = n.keys * chunk / STAGE_CHUNKS; i < end; ++i)
+                for (int64_t h = 0; h < n.heads; ++h)
+                    widen_row<V, T>(reinterpret_cast<const V *>(at(call.value, offset_of(call.value, b, i, h))),
+                                    reinterpret_cast<T *>(widened.begin() + (i * n.heads + h) * row_bytes), n.channels);
+        });
     }
 }
 
 inline bool all_heads_together(const Call &call, const Plan &plan) {
-    return with_types(
-        call, [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
+    return with_types(call,
+                      [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
 } // namespace

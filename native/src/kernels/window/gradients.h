@@ -11,17 +11,14 @@ namespace {
 // the other, each with a row of zeros at its end for samples that there are not.
 template <class V, class T> class WindowGradients {
   public:
-    static int64_t items(const Job &job) {
-        return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together);
-    }
+    static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }
     WindowGradients(const Job &j, Arena &arena)
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
           dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
-          axes(call.grad_weights, {HEAD, LEVEL, POINT}),
-          queries(
-              call, n, heads, [&](int64_t l) { return levels().offset[l]; }, row_bytes(),
-              packed_value + heads * levels().bytes, arena) {
+          axes(call.grad_weights, {HEAD, LEVEL, POINT}), queries(
+                                                             call, n, heads, [&](int64_t l) { return levels().offset[l]; },
+                                                             row_bytes(), packed_value + heads * levels().bytes, arena) {
         axes.shorten(heads);
     }
 
@@ -77,16 +74,16 @@ template <class V, class T> class WindowGradients {
         for (int64_t h = 0; h < heads; ++h) {
             const T *g = row_as(grad_output + h * step, t.dtype, t.strides[CHANNEL], n.channels, row);
             const int64_t *address = slot.address + h * address_step;
-            dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient,
-                                              queries.num_rows, n.channels, g, dots + h * dot_step);
+            dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient, queries.num_rows,
+                                              n.channels, g, dots + h * dot_step);
         }
     }
     MXD_INLINE void write_logits(const WindowSlot<T> &slot, char *to) {
         const bool in_place = axes.contiguous && call.grad_weights.dtype == OWN<T> && samples() % LANES == 0;
         T *const out = in_place ? reinterpret_cast<T *>(to) : of_logits;
         for (int64_t h = 0; h < heads; ++h)
-            softmax_gradient<T>(slot.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n),
-                                samples(), out + h * samples());
+            softmax_gradient<T>(slot.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n), samples(),
+                                out + h * samples());
         if (!in_place) axes.write_at(to, of_logits);
     }
 };

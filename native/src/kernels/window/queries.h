@@ -118,8 +118,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         for (int64_t first = 0; first < heads; first += SOFTMAX_ROWS) {
             const T *row[SOFTMAX_ROWS];
             T *to[SOFTMAX_ROWS];
-            for (int64_t i = 0; i < SOFTMAX_ROWS;
-                 ++i) { // what has no head is the last head's, and goes to room of its own
+            for (int64_t i = 0; i < SOFTMAX_ROWS; ++i) { // what has no head is the last head's, and goes to room of its own
                 const int64_t query = ALL_HEADS ? 0 : query_of_row[i], h = first + (ALL_HEADS ? i : head_of_row[i]);
                 row[i] = from[query] + (h < heads ? h : heads - 1) * samples;
                 to[i] = slot(q + query).weights + h * weight_step;
@@ -139,8 +138,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
         if (sample < samples) {
             const Tensor &window = call.window;
             level = call.levels[sample / n.points];
-            read_elements(at(window, sample % n.points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY],
-                          2, place);
+            read_elements(at(window, sample % n.points * window.strides[PLACE]), window.dtype, window.strides[PLACE_XY], 2,
+                          place);
             step = row_step;
             first = first_row(sample / n.points);
         }
