@@ -37,15 +37,15 @@ class Fused:
 
 
 def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
-    """The first candidate that passes its trial."""
-    reason = Unfit("no tensors have the shapes of the operator's value, locations and weights")
+    """The first candidate that passes its trial. If none does, what is wrong with the likeliest."""
+    reasons = []
     for sampling in candidates(node, samples, weights):
         try:
             prove(model, sampling)
             return sampling
         except Unfit as unfit:
-            reason = unfit
-    raise reason
+            reasons.append(unfit)
+    raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
 
 
 class _Writer:

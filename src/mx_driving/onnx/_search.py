@@ -100,8 +100,20 @@ def _outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
         value = users[0].node.outputs[0]
 
 
-def candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Iterator[Sampling]:
-    """What the sum may be, going by shapes. More than one, where two sizes are equal; none is certain before a trial."""
+def candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> list[Sampling]:
+    """What the sum may be, going by shapes, the likeliest first. None is certain before a trial."""
+    return sorted(_candidates(node, samples, weights), key=_doubt)
+
+
+def _doubt(sampling: Sampling) -> int:
+    """How many sizes of batch and queries are not those of locations. They may be, because a file may give one size two names."""
+    bs, queries = dims(sampling.locations)[:2]
+    found = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
+    return sum(size != expected for size, expected in zip(found, (bs, queries, bs, queries, bs), strict=True))
+
+
+def _candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Iterator[Sampling]:
+    """More than one, where two sizes are equal."""
     levels = [read(part) for part in samples]
     points = tuple(level.points for level in levels)
     values, locations = common(level.images for level in levels), common(level.places for level in levels)
