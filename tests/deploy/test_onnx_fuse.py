@@ -166,8 +166,8 @@ def export(module, path, exporter, opset=17):
     dynamo = {"dynamo": True, "opset_version": 20, "verbose": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        if exporter == "older":
-            old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free}
+        if "older" in exporter:
+            old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if exporter == "older" else None}
             return torch.onnx.export(module, inputs(), path, input_names=names, **old)
         shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
         more = {"dynamic_shapes": shapes} if exporter == "free sizes" else {}
@@ -243,7 +243,9 @@ def test_gathers_of_levels_that_differ_in_points(tmp_path):
 def test_float64(writing, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     arguments = tuple(t.double() for t in inputs())
-    torch.onnx.export(writing, arguments, before, dynamo=True, opset_version=20, input_names=["v", "l", "w"], verbose=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(writing, arguments, before, dynamo=False, opset_version=20, input_names=["v", "l", "w"])
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-13)
 
@@ -276,7 +278,7 @@ def test_weights_outside_the_file(tmp_path):
     before.parent.mkdir()
     after.parent.mkdir()
     module = Projected().eval()
-    export(module, before, "fixed sizes")
+    export(module, before, "older")
     onnx.save(onnx.load(before), before, save_as_external_data=True, location="weights", size_threshold=0)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     assert [path.name for path in sorted(after.parent.iterdir())] == ["after.onnx", "after.onnx.data"]
@@ -294,14 +296,14 @@ NEAR_MISSES = {
     "order": (Stacked(order=(1, 0)), "it computes something else"),
     "gathers, factor": (Stacked(masked, factor=3), "it computes something else"),
     "gathers, padding": (Stacked(at_the_border), "it computes something else"),
-    "gathers, values": (Stacked(of_capped_values), "Where (node_where_"),
+    "gathers, values": (Stacked(of_capped_values), "Where ("),
 }
 
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_a_near_miss_stays(name, tmp_path):
     module, why = NEAR_MISSES[name]
-    export(module, tmp_path / "before.onnx", "fixed sizes")
+    export(module, tmp_path / "before.onnx", "older, fixed sizes")
     with pytest.raises(ValueError, match="path_in must hold deformable attention made of GridSample or gathers") as error:
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert why in str(error.value)
@@ -315,7 +317,7 @@ class Both(torch.nn.Module):
 
 def test_the_rest_is_untouched_and_reported(tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(Both(), before, "fixed sizes")
+    export(Both(), before, "older")
     report = mx_driving.onnx.fuse(before, after)
     assert len(report.replaced) == len(report.left) == 1
     assert "padding_mode is border" in str(report)
