@@ -260,6 +260,22 @@ def test_both_names_of_the_mode(opset, mode, tmp_path):
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
 
 
+class Padded(torch.nn.Module):
+    """The older exporter computes the numbers of Pad in the file; onnx's inference knows no size behind it."""
+
+    def forward(self, value, locations, weights):
+        return Stacked()(torch.nn.functional.pad(value[:, :-2], (0, 0, 0, 0, 0, 2)), locations, weights)
+
+
+@pytest.mark.parametrize("exporter", ["older", "older, fixed sizes"])
+def test_sizes_that_the_file_computes(exporter, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Padded(), before, exporter)
+    assert {"Pad", "ConstantOfShape"} <= set(kinds(before))
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    judge(Padded(), before, after, inputs())
+
+
 class Projected(torch.nn.Module):
     """Weights of a size that a file may keep outside."""
 

@@ -49,7 +49,7 @@ def of_transformers(name: str, free: bool = False) -> Export:
         exporter = importlib.import_module("transformers.exporters.exporter_onnx")
         subject = models.build(name, side, side)
         found = exporter.OnnxExporter().export(subject.model, dict(subject.inputs), config=exporter.OnnxConfig(dynamic=free))
-        exporter.OnnxExporter.save_program(found.program, folder / "model.onnx")
+        getattr(found, "program", found).save(folder / "model.onnx")  # a part of the result from 5.23 on
         return folder / "model.onnx"
 
     return export

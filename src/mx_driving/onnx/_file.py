@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import onnx_ir as ir
-from onnx_ir.passes.common import RemoveUnusedNodesPass, ShapeInferencePass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
 
-from ._graph import dims
+from ._graph import dims, is_node
+
+_Sizes = dict[str, list[int | str | None]]
 
 
 def load(path: Path) -> ir.Model:
@@ -21,28 +23,56 @@ def load(path: Path) -> ir.Model:
     if not model.graph.opset_imports:
         raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
     model = ShapeInferencePass()(model).model
-    outputs = [output for node in model.graph for output in node.outputs]
-    if any(value.shape is None or not all(isinstance(size, int) for size in dims(value)) for value in outputs):
-        _follow_names(model, path)
+    if not _all_sizes_are(int, model):
+        _follow_sizes(model, path)
     return model
 
 
-def _follow_names(model: ir.Model, path: Path) -> None:
-    """Add sizes that onnx's own inference loses where a file computes a shape, from a named batch or from numbers alone."""
-    import onnx
+def _all_sizes_are(kind: type | tuple[type, ...], model: ir.Model) -> bool:
+    outputs = [output for node in model.graph for output in node.outputs]
+    return all(output.shape is not None and all(isinstance(size, kind) for size in dims(output)) for output in outputs)
+
+
+def _follow_sizes(model: ir.Model, path: Path) -> None:
+    """Add sizes that onnx's own inference loses where a file computes a shape: from numbers alone, or from a named batch."""
+    folded = _folded(ir.load(path))
+    _add(model, {str(output.name): list(dims(output)) for node in folded.graph for output in node.outputs})
+    if not _all_sizes_are(int, folded):
+        _add(model, _from_names(folded))
+
+
+def _folded(model: ir.Model) -> ir.Model:
+    """What numbers alone decide, worked out. That gives sizes, which decide more numbers."""
+    from onnxscript.optimizer import fold_constants
+
+    for _ in range(2):
+        fold_constants(model, should_fold=lambda node: True if is_node(node, "ConstantOfShape", "Range", "Expand") else None)
+        model = ShapeInferencePass()(model).model
+    return model
+
+
+def _from_names(model: ir.Model) -> _Sizes:
+    """By onnxruntime, which computes with the names of sizes. It reads constants from initializers."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
+    proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
+    del proto.graph.value_info[:]  # among them names that onnx's own inference made up
     try:
-        found = SymbolicShapeInference.infer_shapes(onnx.load(path), auto_merge=True)
+        found = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
     except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
-        return
+        return {}
     assert found is not None
-    known = {info.name: info.type.tensor_type.shape.dim for info in found.graph.value_info}
+    return {
+        info.name: [size.dim_value or size.dim_param.replace("None", "") or None for size in info.type.tensor_type.shape.dim]
+        for info in found.graph.value_info
+    }
+
+
+def _add(model: ir.Model, known: _Sizes) -> None:
     for value in (output for node in model.graph for output in node.outputs):
-        sizes = [size.dim_value or size.dim_param or None for size in known.get(str(value.name), ())]
-        if sizes and len(dims(value)) in (0, len(sizes)):
-            before = dims(value) or sizes
-            value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before, sizes, strict=True)])
+        before, sizes = dims(value), known.get(str(value.name))
+        if sizes and len(before) in (0, len(sizes)):
+            value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])
 
 
 def save(model: ir.Model, path: Path) -> None:
