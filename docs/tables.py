@@ -273,7 +273,7 @@ def libraries() -> str:
     columns = {"library": "library", "model": "model", "replaced": "replaced", "difference": "differs by"}
     columns |= {"before ms": "before, ms", "after ms": "after, ms", "speed-up": "speed-up"}
     body = [[*(row[name] for name in columns), row["onnx"].partition(":")[0]] for row in rows]
-    refused = [f"{row['model']} does not export: {row['onnx'][4:]}." for row in rows if row["onnx"].startswith("no: ")]
+    refused = [f"{row['model']} in ONNX: {row['onnx'][4:]}." for row in rows if row["onnx"].startswith("no: ")]
     return "\n\n".join([markdown([*columns.values(), "ONNX"], body).rstrip(), *refused, made(rows)]) + "\n"
 
 

@@ -221,7 +221,7 @@ def test_models_of_libraries_on_the_page(tables, tmp_path, monkeypatch):
     first, second, _, refused, _, made = tables.libraries().splitlines()[2:]
     assert first == "| a 1 | b | Core | 1e-16 | 12.5 | 10.0 | 1.25 | yes |"
     assert second == "| a 1 | c | Core | 1e-15 | 9.9 | 9.0 | 1.1 | no |"
-    assert refused == "c does not export: it has a loop."
+    assert refused == "c in ONNX: it has a loop."
     assert made == "*m*"
 
 

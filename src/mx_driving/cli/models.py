@@ -107,7 +107,7 @@ def _show_libraries(console: Any, rows: list[dict[str, Any]]) -> None:
     show(console, table)
     for found in rows:
         if found["onnx"].startswith("no:"):
-            say(console, f"{found['model']} does not export: {found['onnx'][4:]}")
+            say(console, f"{found['model']} in ONNX: {found['onnx'][4:]}")
 
 
 _WHOLE = ("differs\nby", "off", "whole\nbefore", "\ncores", "\nmodules", "\nspeed-up", "\ngain")

@@ -220,7 +220,7 @@ def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         scale = float(out[out.isfinite()].abs().max())
-        off |= ((ours[name] - out)[0].flatten(1) / scale).nan_to_num().abs().amax(1) > 1e-3
+        off |= ((ours[name] - out)[0].reshape(len(off), -1) / scale).nan_to_num().abs().amax(1) > 1e-3
     return off
 
 

@@ -80,8 +80,8 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     )
     if not theirs:
         return 0.0, 0
-    if len({out.shape[:2] for out in theirs.values()}) > 1 or any(out.dim() < 3 for out in theirs.values()):
-        return models.largest(ours, theirs), 0
+    if len({out.shape[:2] for out in theirs.values()}) > 1 or max(out.dim() for out in theirs.values()) < 3:
+        return models.largest(ours, theirs), 0  # [batch, queries] is not what the outputs begin with
     off = models.queries_off(ours, theirs)
     kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
     return (models.largest(*kept) if not off.all() else float("inf")), int(off.sum())
