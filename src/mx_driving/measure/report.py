@@ -102,7 +102,8 @@ def write(rows: list[Row], path: Path) -> None:
     with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "machine"])
         writer.writeheader()
-        writer.writerows({**row, "machine": machine()} for row in rows)
+        here = machine()
+        writer.writerows({**row, "machine": here} for row in rows)
 
 
 def plot(rows: list[Row], path: Path) -> None:
