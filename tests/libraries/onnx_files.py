@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
+import onnx_ir
 import torch
 import torchvision_names
 import typer
@@ -49,7 +50,8 @@ def of_transformers(name: str, free: bool = False) -> Export:
         exporter = importlib.import_module("transformers.exporters.exporter_onnx")
         subject = models.build(name, side, side)
         found = exporter.OnnxExporter().export(subject.model, dict(subject.inputs), config=exporter.OnnxConfig(dynamic=free))
-        exporter.OnnxExporter.save_program(found.program, folder / "model.onnx")
+        program = found.model if isinstance(found, torch.onnx.ONNXProgram) else found.program  # before 5.23 it gave torch's own
+        onnx_ir.save(program, folder / "model.onnx")
         return folder / "model.onnx"
 
     return export
