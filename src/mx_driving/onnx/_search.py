@@ -106,7 +106,7 @@ def candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> lis
 
 
 def _doubt(sampling: Sampling) -> int:
-    """How many sizes of batch and queries are not those of locations. They may be, because a file may give one size two names."""
+    """How many sizes of batch and queries are not those of locations. A file may give one size two names."""
     bs, queries = dims(sampling.locations)[:2]
     found = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
     return sum(size != expected for size, expected in zip(found, (bs, queries, bs, queries, bs), strict=True))
