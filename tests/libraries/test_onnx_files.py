@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
-from onnx_files import EXPORTERS, fused
-
-from mx_driving.measure import onnx_files
+from onnx_files import EXPORTERS, compare, fused
 
 BY_MODEL = {(exporter.distribution, exporter.model): exporter for exporter in EXPORTERS}
 
@@ -22,6 +20,6 @@ def test_a_library_s_own_file(library, file, tmp_path):
     before, found = fused(exporter, tmp_path, 320)
     assert len(found.replaced) == exporter.places
     assert not found.left
-    compared = onnx_files.compare(before, found.path, 0)
+    compared = compare(before, found.path, 0)
     assert compared.off <= 6, f"queries of {file} must stay in their places; {compared.off} do not"
     assert compared.difference < 1e-3, f"outputs of {file} must be its own; they differ by {compared.difference:.1e}"
