@@ -18,6 +18,7 @@ from . import models
 from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
+_FEW = 8  # columns
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,23 @@ def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
     return torch.where(tensor.abs() == torch.finfo(tensor.dtype).max, tensor * torch.inf, tensor)
 
 
+def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
+    """Outputs that are floats. Boxes, scores and classes beside one another have magnitudes of their own: a column each."""
+    found = {}
+    for place, out in enumerate(outputs):
+        if out.dtype.kind == "f" and out.size:
+            columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
+            found |= {f"{place}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
+    return found
+
+
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
-    theirs, ours = (
-        {str(place): _marked(out) for place, out in enumerate(outputs) if out.dtype.kind == "f" and out.size}
-        for outputs in (before, after)
-    )
+    theirs, ours = map(_floats, (before, after))
     if not theirs:
         return 0.0, 0
-    if len({out.shape[:2] for out in theirs.values()}) > 1 or max(out.dim() for out in theirs.values()) < 3:
-        return models.largest(ours, theirs), 0  # [batch, queries] is not what the outputs begin with
+    if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
+        return models.largest(ours, theirs), 0
+    theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
     off = models.queries_off(ours, theirs)
     kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
     return (models.largest(*kept) if not off.all() else float("inf")), int(off.sum())

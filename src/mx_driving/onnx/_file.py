@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
 
-from ._graph import dims, is_node
+from ._graph import constant, dims, is_node
 
+_FEW = 8192  # numbers of a table, as in onnxscript
 _Sizes = dict[str, list[int | str | None]]
 
 
 def load(path: Path) -> ir.Model:
+    """The model, with all sizes that can be found. `save` leaves out those that the file does not say."""
+    model = _read(path)
+    said = {value.name: value.shape for value in _outputs(model)}
+    model = ShapeInferencePass()(model).model
+    model.meta["said"] = said
+    if not _all_sizes_are_known(model):
+        _follow_sizes(model, path)
+    return model
+
+
+def _outputs(model: ir.Model) -> Iterator[ir.Value]:
+    return (output for node in model.graph for output in node.outputs)
+
+
+def _read(path: Path) -> ir.Model:
     try:
         model = ir.load(path)
     except OSError as error:
@@ -22,22 +40,21 @@ def load(path: Path) -> ir.Model:
         raise ValueError(f"path_in must be an ONNX file; got {path}: {fact}") from None
     if not model.graph.opset_imports:
         raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
-    model = ShapeInferencePass()(model).model
-    if not _all_sizes_are(int, model):
-        _follow_sizes(model, path)
     return model
 
 
-def _all_sizes_are(kind: type | tuple[type, ...], model: ir.Model) -> bool:
-    outputs = [output for node in model.graph for output in node.outputs]
-    return all(output.shape is not None and all(isinstance(size, kind) for size in dims(output)) for output in outputs)
+def _all_sizes_are_known(model: ir.Model) -> bool:
+    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in _outputs(model))
 
 
 def _follow_sizes(model: ir.Model, path: Path) -> None:
     """Add sizes that onnx's own inference loses where a file computes a shape: from numbers alone, or from a named batch."""
-    folded = _folded(ir.load(path))
-    _add(model, {str(output.name): list(dims(output)) for node in folded.graph for output in node.outputs})
-    if not _all_sizes_are(int, folded):
+    try:
+        folded = _folded(_read(path))
+    except Exception:  # of any node that it computes, and then sizes stay unknown: what needs them is reported as left
+        return
+    _add(model, {str(value.name): list(dims(value)) for value in _outputs(folded)})
+    if not _all_sizes_are_known(folded):
         _add(model, _from_names(folded))
 
 
@@ -46,9 +63,15 @@ def _folded(model: ir.Model) -> ir.Model:
     from onnxscript.optimizer import fold_constants
 
     for _ in range(2):
-        fold_constants(model, should_fold=lambda node: True if is_node(node, "ConstantOfShape", "Range", "Expand") else None)
+        fold_constants(model, should_fold=_is_small_table)
         model = ShapeInferencePass()(model).model
     return model
+
+
+def _is_small_table(node: ir.Node) -> bool | None:
+    """True for a table that onnxscript would not compute; paddings are made of them. None leaves it to onnxscript."""
+    shape = constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
+    return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
 def _from_names(model: ir.Model) -> _Sizes:
@@ -69,14 +92,21 @@ def _from_names(model: ir.Model) -> _Sizes:
 
 
 def _add(model: ir.Model, known: _Sizes) -> None:
-    for value in (output for node in model.graph for output in node.outputs):
+    for value in _outputs(model):
         before, sizes = dims(value), known.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):
             value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])
 
 
 def save(model: ir.Model, path: Path) -> None:
-    """Weights stay where they are: in the file, or in a file beside it."""
+    """Weights stay where they are: in the file, or in a file beside it. Sizes are those that the file said, and of our nodes
+    the fixed ones."""
+    said = model.meta.pop("said")
+    for value in _outputs(model):
+        before, node = said.get(value.name), value.producer()
+        if before is None and node is not None and node.domain == "mx_driving":
+            before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
+        value.shape = before
     model.graph.opset_imports["mx_driving"] = 1
     RemoveUnusedNodesPass()(model)
     outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())

@@ -52,19 +52,22 @@ def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
-    todo = [sampling.output]
+    todo = [(sampling.output, "it also reads {}")]
     while todo:
-        value = todo.pop()
+        value, reason = todo.pop()
         node = value.producer()
         if value in ends or value.is_initializer() or node in nodes:
             continue
         if node is None:
-            raise Unfit(f"it also reads {value.name}")
-        if is_node(node, "Shape") and _size(value, names) is not None:
-            sizes[value] = None
-            continue
+            raise Unfit(reason.format(value.name))
+        if is_node(node, "Shape"):
+            if _size(value, names) is not None:
+                sizes[value] = None
+                continue
+            (measured,) = (v.name for v in node.inputs if v is not None)
+            reason = f"the file does not fix the size of {measured}, which it reads"
         nodes[node] = None
-        todo.extend(v for v in node.inputs if v is not None)
+        todo.extend((v, reason) for v in node.inputs if v is not None)
     _hold_to_rules(sampling, nodes)
     return list(sizes)
 
