@@ -59,7 +59,7 @@ demo: $(VENV)/demo
 	$(BIN)/mx-driving demo --out demo.png
 
 test: $(STAMP) lint
-	@echo "Running the tests: 8 to 15 minutes on 2 cores"
+	@echo "Running the tests: 6 to 12 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
