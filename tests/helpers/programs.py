@@ -19,8 +19,11 @@ import types
 import warnings
 
 _TESTS = pathlib.Path(__file__).parents[1]  # pytest finds helpers there, and programs do not
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(["torch"])
+if "forkserver" in multiprocessing.get_all_start_methods():
+    _FORKS = multiprocessing.get_context("forkserver")
+    _FORKS.set_forkserver_preload(["torch"])
+else:  # Windows
+    _FORKS = multiprocessing.get_context("spawn")
 
 
 Done = subprocess.CompletedProcess[str]
