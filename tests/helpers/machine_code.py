@@ -132,7 +132,8 @@ def read_code(kernel: Any) -> Code:
 
 def read_cubin(path: str, warps: int, function: str = "") -> Code:
     """The kernel of a file, or its only one whose name has `function` in it."""
-    usage, listing = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", path)
+    # without the analysis of data flow, which takes a third of the time and changes no line
+    usage, listing = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", "-ndf", path)
     registers, stack, shared = map(
         int, re.search(rf"Function \S*{function}\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups()
     )  # pyright: ignore

@@ -6,21 +6,23 @@ import ast
 import copy
 import functools
 import math
-import os
 import pathlib
 import re
 import warnings
 
 import pytest
 import torch
-from programs import python
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("typer")
 
+
+from typer.testing import CliRunner  # noqa: E402
 
 import mx_driving  # noqa: E402
+from mx_driving.cli.app import app  # noqa: E402
 from mx_driving.measure import models, plain  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
@@ -79,8 +81,12 @@ def _shrunk(name: str) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=1)
 def _in_double(name: str) -> models.Subject:
-    """A model is built once for its tests, which one process runs in turn: building takes longer than a backward."""
-    return models.build(name, 96, 128, torch.float64, **_shrunk(name))
+    """A model is built once for its tests, which one process runs in turn: building takes longer than a backward. Backbones
+    do not learn: their gradients would follow from those of the layers behind them, which are compared."""
+    subject = models.build(name, 96, 128, torch.float64, **_shrunk(name))
+    for part, parameter in subject.model.named_parameters():
+        parameter.requires_grad_(not re.search(r"backbone|conv_encoder|pixel_level_module\.encoder", part))
+    return subject
 
 
 def _in_single(name: str) -> models.Subject:
@@ -449,10 +455,13 @@ def test_queries_off():
     assert models.queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
 
 
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.long
-def test_command_line(tmp_path):
+def test_command_line(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     options = ["--only", "rt_detr", "--height", "128", "--width", "160", "--seconds", "0.1", "--threads", "1"]
-    done = python("-m", "mx_driving", "models", *options, env={**os.environ, "COLUMNS": "120"})
+    done = CliRunner().invoke(app, ["models", *options])
+    assert done.exit_code == 0, done.output
     whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)
     assert re.search(r"rt_detr +\de-\d\d +\d+( +[\d.]+){5}", whole), whole
     assert re.search(r"rt_detr( +[\d.]+){8}", modules), modules

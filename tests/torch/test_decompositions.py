@@ -9,7 +9,8 @@ import torch
 
 import mx_driving  # noqa: F401
 
-SMALL = [case for case in cases.CASES if case.make()[4].numel() < 20000]
+LARGE = {"BEVFormer spatial", "Sparse4D", "vendor 15 points"}
+SMALL = [case for case in cases.CASES if case.name not in LARGE]
 
 
 def decomposed(operator, args):
