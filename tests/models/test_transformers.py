@@ -81,12 +81,8 @@ def _shrunk(name: str) -> dict[str, object]:
 
 @functools.lru_cache(maxsize=1)
 def _in_double(name: str) -> models.Subject:
-    """A model is built once for its tests, which one process runs in turn: building takes longer than a backward. Backbones
-    do not learn: their gradients would follow from those of the layers behind them, which are compared."""
-    subject = models.build(name, 96, 128, torch.float64, **_shrunk(name))
-    for part, parameter in subject.model.named_parameters():
-        parameter.requires_grad_(not re.search(r"backbone|conv_encoder|pixel_level_module\.encoder", part))
-    return subject
+    """A model is built once for its tests, which one process runs in turn: building takes longer than a backward."""
+    return models.build(name, 96, 128, torch.float64, **_shrunk(name))
 
 
 def _in_single(name: str) -> models.Subject:
