@@ -86,7 +86,7 @@ def _from_names(model: ir.Model) -> _Sizes:
         return {}
     assert found is not None
     return {
-        info.name: [size.dim_value or size.dim_param.replace("None", "") or None for size in info.type.tensor_type.shape.dim]
+        info.name: [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
         for info in found.graph.value_info
     }
 
