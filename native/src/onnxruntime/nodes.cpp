@@ -137,11 +137,11 @@ class Checker {
         const size_t compared = node.function.with_logits ? 3 : weights.size();
         const bool agree = weights.size() >= compared && samples.size() >= compared + !node.function.with_logits &&
                            std::equal(weights.begin(), weights.begin() + int64_t(compared), samples.begin());
-        if (!agree || compared < 3 || (value[0] == samples[0] && value[2] == samples[2])) return;
-        const bool swapped = value[1] == samples[2];
+        if (!agree || compared < 3 || (value[BATCH] == samples[BATCH] && value[HEAD] == samples[HEAD])) return;
+        const bool swapped = value[KEY] == samples[HEAD];
         AxisSizes of_samples;
-        of_samples.tell("bs", samples[0]);
-        of_samples.tell("num_heads", samples[2]);
+        of_samples.tell("bs", samples[BATCH]);
+        of_samples.tell("num_heads", samples[HEAD]);
         refuse_shape(0, of_samples.rule(VALUE.axes), swapped ? ", whose axes 1 and 2 look swapped" : "");
     }
 

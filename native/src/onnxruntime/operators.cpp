@@ -157,7 +157,7 @@ std::vector<mxd_tensor> tensors_of(const Node &node, std::vector<Given> inputs) 
     if (node.function.with_logits && weights.size() == 4) {
         const int64_t levels = inputs[2].shape.front();
         const int64_t points = node.function.op == GEOMETRIC ? inputs[4].shape[PLACE] : inputs[4].shape[POINT];
-        weights[3] = levels;
+        weights[LEVEL] = levels;
         weights.push_back(points);
     }
     std::vector<mxd_tensor> tensors;
