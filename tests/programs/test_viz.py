@@ -9,6 +9,8 @@ import cases
 import logits_cases
 import pytest
 import torch
+from programs import python
+from small_cases import GROWING
 
 import mx_driving
 from mx_driving import viz
@@ -33,6 +35,40 @@ def test_recording_sees_every_operator_and_no_backward():
     ]
     assert torch.equal(looks[0].weights, weights)
     assert not looks[0].table.requires_grad
+
+
+def test_what_is_compiled_stays_so():
+    """It runs as written while it is recorded, and in its one graph again afterwards."""
+    torch._dynamo.reset()
+    ran = []
+
+    def backend(graph, _):
+        return lambda *inputs: ran.append(graph) or graph.forward(*inputs)
+
+    args = GROWING[cases.MULTI_SCALE](2, 5)
+    compiled = torch.compile(lambda *a: mx_driving.multi_scale_deformable_attn(*a) * 2, backend=backend)
+    compiled(*args)
+    with viz.recording() as looks:
+        compiled(*args)
+    assert (len(looks), len(ran)) == (1, 1)
+    compiled(*args)
+    assert len(ran) == 2
+    assert ran[0] is ran[1]
+
+
+def test_a_compiled_function_may_record():
+    """In a process of its own: torch.compile leaves out what it met under a mode from then on."""
+    program = """
+import torch, mx_driving
+value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 8, 4, 4)])
+def function(value, locations, weights):
+    with mx_driving.viz.recording() as looks:
+        mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+    return len(looks)
+compiled = torch.compile(function, backend="eager")
+print(compiled(value.view(1, 16, 2, 4), torch.rand(1, 3, 2, 1, 2, 2), torch.rand(1, 3, 2, 1, 2)))
+"""
+    assert python("-W", "ignore", "-c", program).stdout == "1\n"
 
 
 @pytest.mark.parametrize("operator", cases.WITH_LOGITS)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,6 +60,8 @@ class _Recorder(TorchDispatchMode):
 def recording() -> Iterator[list[Look]]:
     """Record every operator call inside the `with` block, in order, whoever makes it: modules, patched models, other code.
 
+    What torch.compile has compiled runs as it is written inside the block, and is compiled as before after it.
+
     >>> import torch, mx_driving
     >>> attention = mx_driving.nn.MultiScaleDeformableAttention(16, num_levels=1)
     >>> levels = mx_driving.nn.flatten_levels([torch.rand(1, 16, 4, 4)])
@@ -67,5 +70,15 @@ def recording() -> Iterator[list[Look]]:
     >>> [(look.operator, tuple(look.locations.shape)) for look in looks]
     [('multi_scale_deformable_attn', (1, 3, 8, 1, 4, 2))]
     """
-    with _Recorder() as recorder:
+    with _as_written(), _Recorder() as recorder:
         yield recorder.looks
+
+
+def _as_written() -> contextlib.AbstractContextManager[Any]:
+    """torch.compile is not asked: under a mode it leaves functions out, or cuts them up, and does so from then on."""
+    if torch.compiler.is_dynamo_compiling():
+        return contextlib.nullcontext()
+    try:
+        return torch.compiler.set_stance("force_eager")
+    except RuntimeError:  # the block is a part of what was compiled
+        return contextlib.nullcontext()
