@@ -58,16 +58,23 @@ def image(name: str, picture: Any) -> Any:
     from PIL import Image
 
     if isinstance(picture, Image.Image):
+        _need_pixels(name, picture.height, picture.width)
         found = picture.convert("RGB")
     elif isinstance(picture, Tensor):
         pixels = _pixels(name, picture)
-        found = Image.frombytes("RGB", (pixels.shape[1], pixels.shape[0]), pixels.numpy().tobytes())
+        height, width, _ = pixels.shape
+        _need_pixels(name, height, width)
+        found = Image.frombytes("RGB", (width, height), pixels.numpy().tobytes())
     else:
         _checks.rules.fail(TypeError, name, _RULE, type(picture).__name__)
-    if not min(found.size):
-        _checks.rules.fail(ValueError, name, "have pixels", f"{found.height} x {found.width}")
     found.thumbnail((LONGEST, LONGEST))
     return found
+
+
+def _need_pixels(name: str, height: int, width: int) -> None:
+    """Before Pillow sees them: an older one stops at an empty image."""
+    if not (height and width):
+        _checks.rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
 
 
 def _pixels(name: str, picture: Tensor) -> Tensor:
