@@ -54,7 +54,6 @@ def _run(words: list[str], cwd: str, environment: dict[str, str], printed: pathl
     sys.path[:] = [folder for folder in sys.path if not pathlib.Path(folder).is_relative_to(_TESTS)]
     os.environ.clear()
     os.environ.update(environment)
-    warnings.resetwarnings()
     if words[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
         del words[:2]
