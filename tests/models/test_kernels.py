@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -40,33 +41,52 @@ def inputs() -> tuple[list[torch.Tensor], tuple[torch.Tensor, list[tuple[int, in
     return leaves, (torch.tensor(SIZES), SIZES, torch.tensor([0, 20, 26]))
 
 
+@functools.cache
+def grid_sample_has_second_derivatives() -> bool:
+    """By it their layers sample; torch 2.6 has only its first ones."""
+    image, grid = torch.rand(1, 1, 2, 2, requires_grad=True), torch.rand(1, 2, 2, 2)
+    sampled = torch.nn.functional.grid_sample(image, grid, align_corners=False)
+    (first,) = torch.autograd.grad(sampled.pow(2).sum(), image, create_graph=True)
+    try:
+        torch.autograd.grad(first.sum(), image)
+    except RuntimeError as error:
+        assert "derivative for aten::grid_sampler_2d_backward is not implemented" in str(error)  # noqa: PT017
+        return False
+    return True
+
+
 def test_models_that_mark_their_layer():
-    """The docstring of mx_driving.kernels names them."""
-    assert len(MODELS) == 10
-    assert {"deformable_detr", "grounding_dino", "rt_detr", "rf_detr", "lw_detr", "omdet_turbo"} <= set(MODELS)
+    """The docstring of mx_driving.kernels names them; the oldest transformers has fewer."""
+    known = {"deformable_detr", "grounding_dino", "lw_detr", "mm_grounding_dino", "omdet_turbo", "pp_doclayout_v3", "rt_detr"}
+    if transformers.__version__ != "5.1.0":
+        known |= {"pp_doclayout_v2", "pp_doclayout_v4", "rf_detr"}
+    assert set(MODELS) == known
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_layer_is_theirs(name):
-    """Outputs, gradients and second gradients in float64, and all that `kernels` asks of a layer."""
+    """Outputs, gradients and, if theirs has them, second gradients in float64; and all that `kernels` asks of a layer."""
     layer, original = mx_driving.kernels.MultiScaleDeformableAttention, theirs(name)
     assert parameters_of(layer) == parameters_of(original)
     members = {name for name, _ in inspect.getmembers(layer)} - {name for name, _ in inspect.getmembers(torch.nn.Module)}
     assert members == {"has_backward", "can_torch_compile"}
     assert layer.__init__ is torch.nn.Module.__init__
-    torch.testing.assert_close(derivatives(layer()), derivatives(original()), rtol=1e-12, atol=1e-12)
+    second = grid_sample_has_second_derivatives()
+    found, expected = derivatives(layer(), second), derivatives(original(), second)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def parameters_of(kind):
     return [(p.name, p.kind) for p in inspect.signature(kind.forward).parameters.values()]
 
 
-def derivatives(layer) -> list[torch.Tensor]:
+def derivatives(layer, second: bool) -> list[torch.Tensor]:
     (value, locations, weights), levels = inputs()
     out = layer(value, *levels, locations, weights, 64)
-    first = torch.autograd.grad(out.pow(3).sum(), (value, locations, weights), create_graph=True)
-    second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), (value, locations, weights))
-    return [out, *first, *second]
+    first = torch.autograd.grad(out.pow(3).sum(), (value, locations, weights), create_graph=second)
+    if not second:
+        return [out, *first]
+    return [out, *first, *torch.autograd.grad(sum(g.pow(2).sum() for g in first), (value, locations, weights))]
 
 
 def test_compiled_in_one_graph():
