@@ -237,4 +237,6 @@ def run(rank: int, world: int, folder: str) -> None:
                 found[kind] = trained(kind, mesh, rank, world)
     if rank == 0:
         torch.save(found, pathlib.Path(folder, "found.pt"))
+    # Gloo's threads let go of tensors meanwhile. torch 2.6 waits for them in the next line and keeps the lock they need.
+    dist.barrier()
     dist.destroy_process_group()
