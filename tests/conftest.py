@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import gc
 import os
 import pathlib
 import shutil
@@ -35,6 +36,9 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
 # The tests compile a few small loops: torch's headers are not worth compiling first, nor processes that import torch to help.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# torch's tracing makes many objects, and Python looks for circles after each 700 of them: 8 % of the time of tests/torch.
+gc.set_threshold(50_000, 20, 50)
 
 # Test processes and the programs that they start share the cores: a thread that waits must not spin there.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
