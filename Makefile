@@ -138,12 +138,12 @@ test-transformers: $(OWN_TESTS)/installed
 
 # For a quiet machine: every model before and after `patch`, about an hour.
 time-libraries: $(LIBRARIES)/installed
-	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/torchvision_names.py models --library groundingdino --library rfdetr \
-		--library ultralytics --seconds 60 --onnx --csv benchmarks/results/libraries.csv
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/libraries.py groundingdino rfdetr ultralytics --seconds 60 --onnx \
+		--csv benchmarks/results/libraries.csv
 
 # For a quiet machine: the files that libraries export themselves, before and after `fuse`, about half an hour.
 time-onnx-files: $(LIBRARIES)/installed
-	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python tests/libraries/onnx_files.py --csv benchmarks/results/onnx-files.csv
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --csv benchmarks/results/onnx-files.csv
 
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)

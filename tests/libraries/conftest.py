@@ -6,10 +6,13 @@ import csv
 import importlib.metadata
 import pathlib
 import platform
+import sys
 from datetime import date
 
 import pytest
 import torch
+
+sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import torchvision_names
 
 torchvision_names.declare()

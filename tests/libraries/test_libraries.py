@@ -8,11 +8,12 @@ from __future__ import annotations
 import importlib.metadata
 import warnings
 
+import libraries
 import pytest
 import torch
 
 import mx_driving
-from mx_driving.measure import libraries, models
+from mx_driving.measure import models
 
 # distribution -> what `patch` of the library by its name must replace, of cores and of attention modules
 EXPECTED = {

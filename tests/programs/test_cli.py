@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import re
 import subprocess
@@ -24,7 +23,6 @@ from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
 from mx_driving.cli import models as models_module
 from mx_driving.cli.app import app, main
-from mx_driving.measure import libraries
 from mx_driving.measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 
 
@@ -68,10 +66,7 @@ COMMANDS = {
         *("--tolerance", "--traits", "--list", "--explain"),
     },
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
-    "models": {
-        *("--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"),
-        *("--library", "--onnx", "--no-onnx", "--csv"),
-    },
+    "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
     "fuse": {"path_in", "path_out", "--time", "--inputs", "--seconds", "--threads"},
 }
 
@@ -398,44 +393,6 @@ def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
 
     monkeypatch.setattr(mx_driving, "patched", patched)
     assert is_a_sentence(*mx("models"), "the installed transformers must have models that sample deformably")
-
-
-LIBRARY_ROW = {
-    **{"library": "ultralytics 8.4.190", "model": "rtdetr-l", "replaced": "MSDeformAttn", "difference": "1e-16", "off": 0},
-    **{"before ms": 123.4, "after ms": 111.1, "speed-up": 1.111, "rounds": 7, "onnx": "no: it has a loop"},
-}
-
-
-def test_models_of_a_library(mx, monkeypatch, tmp_path):
-    asked = []
-
-    def row(library, model, subject, *how):
-        asked.append((library.package, model, subject, *how))
-        return {**LIBRARY_ROW, "model": model}
-
-    monkeypatch.setattr(models_module, "need_library", models_module.LIBRARIES.get)
-    monkeypatch.setattr(models_module, "row", row)
-    monkeypatch.setattr(libraries, "_ultralytics", lambda name: lambda height, width: (name, height, width))
-    given = ["--only", "*-L", "--height", "64", "--width", "96", "--seconds", "2", "--onnx", "--csv", str(tmp_path / "a.csv")]
-    code, out, err = mx("models", "--library", "ultralytics", *given)
-    assert (code or 0, err) == (0, "")
-    assert asked == [("ultralytics", "rtdetr-l", ("rtdetr-l.yaml", 64, 96), 2.0, False, True)]
-    assert {"ultralytics", "rtdetr-l", "MSDeformAttn", "1e-16", "123.4", "111.1", "1.111"} <= set(out.split())
-    assert "rtdetr-l in ONNX: it has a loop" in out
-    (line,) = csv.DictReader((tmp_path / "a.csv").open(newline=""))
-    assert (line["model"], line["speed-up"], line["rounds"]) == ("rtdetr-l", "1.111", "7")
-
-
-def test_options_of_libraries_want_a_library(mx, no_work):
-    assert is_a_sentence(*mx("models", "--onnx"), "--onnx and --csv must come with --library; got none")
-    assert is_a_sentence(*mx("models", "--library", "detectron2"), "--library must match one of 'groundingdino', ")
-
-
-def test_a_library_that_is_not_installed(mx, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rfdetr", None)
-    assert is_a_sentence(
-        *mx("models", "--library", "rfdetr"), 'mx-driving models must have rfdetr installed (pip install "rfdetr"); got'
-    )
 
 
 def long_rows(workload, dtype, *rest):

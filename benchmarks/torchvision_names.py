@@ -1,7 +1,5 @@
 """Lets torchvision be imported beside a torch that its compiled part was not built for: declares the operators it looks for.
 
-    python tests/libraries/torchvision_names.py models --library ultralytics      # mx-driving models, with torchvision
-
 The operators have no kernel, and a call of one fails. No model here calls one before its boxes are found.
 """
 
@@ -28,8 +26,3 @@ def declare() -> None:
             library.define(f"{name}(Tensor x) -> Tensor")
         _declared.append(library)
         importlib.import_module("torchvision")
-
-
-if __name__ == "__main__":
-    declare()
-    importlib.import_module("mx_driving.cli.app").main()

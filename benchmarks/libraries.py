@@ -1,6 +1,11 @@
-"""Models of libraries before and after `mx_driving.patch`: how to build each with random weights, and what is measured.
+"""Models of libraries before and after `mx_driving.patch`, with random weights, each on a photograph.
 
+    python benchmarks/libraries.py rfdetr ultralytics --only '*-l' --onnx --csv benchmarks/results/libraries.csv
+
+A line for each model: what is replaced, the largest difference of the outputs in float64 as a fraction of the largest
+magnitude, the queries that near ties of the ranking put elsewhere, and medians of the whole model's time before and after.
 Nothing is downloaded. Where a library's own builder would fetch a part, the part is made here, with random weights.
+`make time-libraries` measures all but transformers' models, which `mx-driving models` takes.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ import contextlib
 import copy
 import importlib
 import importlib.metadata
+import importlib.util
 import io
 import logging
 import statistics
@@ -18,18 +24,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
+import torchvision_names
+import typer
 from torch import Tensor
 
 import mx_driving
-
-from .._programs.problems import need
-from . import models
-from .models import Subject, make_sensitive, photograph
-from .timing import interleaved
+from mx_driving._programs.problems import in_a_sentence, matching, need
+from mx_driving.measure import models, report
+from mx_driving.measure.models import Subject, make_sensitive, photograph
+from mx_driving.measure.timing import interleaved
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 
@@ -50,10 +57,6 @@ class Library:
 
 def _side(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def _transformers(name: str) -> Build:
-    return lambda height, width: models.build(name, height, width)
 
 
 def _ultralytics(configuration: str) -> Build:
@@ -154,7 +157,6 @@ LIBRARIES = {
         "groundingdino-py", "groundingdino", lambda: {name: _grounding_dino(name) for name in GROUNDING_DINO}, ("transformers",)
     ),
     "rfdetr": Library("rfdetr", "rfdetr", lambda: {name: _rfdetr(name) for name in RF_DETR}),
-    "transformers": Library("transformers", "transformers", lambda: {name: _transformers(name) for name in models.carriers()}),
     "ultralytics": Library("ultralytics", "ultralytics", lambda: {name: _ultralytics(f"{name}.yaml") for name in RT_DETR}),
 }
 
@@ -162,8 +164,8 @@ LIBRARIES = {
 def need_library(name: str) -> Library:
     """The library, if it and scikit-learn's photograph are installed."""
     library = LIBRARIES[name]
-    need("mx-driving models", library.distribution, library.package, *library.needs)
-    need("mx-driving models", "mx-driving-portable[examples]", "sklearn")
+    need("libraries.py", library.distribution, library.package, *library.needs)
+    need("libraries.py", "mx-driving-portable[examples]", "sklearn")
     return library
 
 
@@ -292,3 +294,32 @@ def row(library: Library, name: str, subject: Subject, seconds: float, gradients
         "rounds": rounds,
         "onnx": exports(subject) if onnx else "",
     }
+
+
+def main(
+    library: Annotated[list[str], typer.Argument(help=f"Libraries: {', '.join(LIBRARIES)}.")],
+    only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
+    height: Annotated[int, typer.Option(min=1, help="Height of the photograph in pixels.")] = 480,
+    width: Annotated[int, typer.Option(min=1, help="Width of the photograph in pixels.")] = 640,
+    seconds: Annotated[float, typer.Option(min=0, help="Time each model about this long.")] = 4.0,
+    gradients: Annotated[bool, typer.Option(help="Compare gradients too, which takes longer than the times.")] = False,
+    onnx: Annotated[bool, typer.Option(help="Export each patched model and run it in onnxruntime.")] = False,
+    csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
+) -> None:
+    if importlib.util.find_spec("torchvision"):
+        torchvision_names.declare()
+    names = matching("library", library, LIBRARIES)
+    builders = [(name, model, build) for name in names for model, build in need_library(name).models().items()]
+    chosen = matching("--only", only, [model for _, model, _ in builders])
+    rows = []
+    for name, model, build in builders:
+        if model in chosen:
+            rows.append(row(LIBRARIES[name], model, build(height, width), seconds, gradients, onnx))
+            print(*(f"{column} {cell}" for column, cell in rows[-1].items()), sep=", ", flush=True)
+            if csv:
+                report.write(rows, csv)
+
+
+if __name__ == "__main__":
+    with in_a_sentence("libraries.py"):
+        typer.run(main)

@@ -1,6 +1,6 @@
 """ONNX files that libraries export of their models themselves, before and after `mx_driving.onnx.fuse`.
 
-    python tests/libraries/onnx_files.py --only '*rt_detr*' --seconds 30 --csv benchmarks/results/onnx-files.csv
+    python benchmarks/onnx_files.py --only '*rt_detr*' --seconds 30 --csv benchmarks/results/onnx-files.csv
 
 Models have random weights; nothing is downloaded. `make time-onnx-files` runs all.
 """
@@ -23,11 +23,11 @@ import onnx_ir
 import torch
 import torchvision_names
 import typer
+from libraries import silent
 
 import mx_driving.onnx
 from mx_driving._programs.problems import in_a_sentence, matching
 from mx_driving.measure import models, onnx_files, report
-from mx_driving.measure.libraries import silent
 
 Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file
 
