@@ -36,7 +36,7 @@ class Fused:
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
 
 
-def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
+def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
     """The first candidate that passes its trial. If none does, what is wrong with the likeliest."""
     reasons = []
     for sampling in candidates(node, samples, weights):
@@ -110,7 +110,7 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
         seen.update(source(part).producer() for part in samples)
         name = str(node.outputs[0].name)
         try:
-            sampling = _certain(model, node, samples, weights)
+            sampling = certain(model, node, samples, weights)
         except Unfit as unfit:
             report.left[name] = str(unfit)
         else:

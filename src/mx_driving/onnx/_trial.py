@@ -135,7 +135,7 @@ def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
     return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
 
 
-def _inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random value, locations and weights, as the file's axes have them."""
     random = torch.Generator().manual_seed(seed)
     blocks = (
@@ -162,30 +162,38 @@ def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     return [place for place, _ in places], [mask for _, mask in places]
 
 
-def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-    """The operator in float64, and the largest sum of absolute terms, to which rounding is proportional."""
-    value, locations, weights = (t.double() for t in inputs)
+def call(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The five inputs of the operator: value, locations and weights of the graph, with its axes of levels and points."""
+    value, locations, weights = inputs
     bs, queries = locations.shape[:2]
     places, mask = padding(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
     locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, places].unflatten(3, (levels, most))
-    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., places] * torch.tensor(mask, dtype=torch.float64)
+    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., places] * torch.tensor(mask, dtype=weights.dtype)
     shapes, starts = (torch.tensor(table) for table in tables(sampling))
-    output = ops.multi_scale_deformable_attn(value, shapes, starts, locations, weights.unflatten(3, (levels, most)))
-    return output, float(weights.abs().sum(-1).max())
+    return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
+
+
+def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """The operator in float64, and the largest sum of absolute terms, to which rounding is proportional."""
+    called = call(sampling, tuple(t.double() for t in inputs))
+    return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
+
+
+def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
+    """The part of the graph between the operator's inputs and its output, whole by itself; sizes are inputs, too."""
+    ends = [sampling.value, sampling.locations, sampling.weights, *sizes]
+    graph = ir.convenience.extract(model.graph, ends, [sampling.output])
+    return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 
 def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
     import onnxruntime
 
-    graph = ir.convenience.extract(
-        model.graph, [sampling.value, sampling.locations, sampling.weights, *sizes], [sampling.output]
-    )
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    whole = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
-    part = ir.serde.serialize_model(whole).SerializeToString()
+    part = ir.serde.serialize_model(cut(model, sampling, sizes)).SerializeToString()
     with _onnxruntime():
         return onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
 
@@ -207,7 +215,7 @@ def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple
     taken = {i.name for i in session.get_inputs()}
     samples = bs * queries * sampling.num_heads * min(sampling.points)
     for seed in range(3 * -(-_SAMPLES // samples)):
-        arrays = [t.numpy().astype(dtype) for t in _inputs(sampling, seed, bs, queries)]
+        arrays = [t.numpy().astype(dtype) for t in inputs(sampling, seed, bs, queries)]
         feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
         with _onnxruntime():
             (output,) = session.run(None, {name: array for name, array in feeds.items() if name in taken})
