@@ -12,7 +12,8 @@ or, around a part of a program that runs already:
 
 Every `every`-th call of each known function is copied to the host: inputs and output, and when autograd comes by, the
 gradients. A thread writes them. The calls compute what they would have computed without it: nothing is put into the autograd
-graph, and errors of the recording end the recording alone. Code under torch.compile is not recorded; it runs as compiled.
+graph. A call that cannot be recorded is counted and named, and a disk that takes no more ends the recording alone. Code under
+torch.compile is not recorded; it runs as compiled.
 
 Written for Python 3.8 and later. torch is imported when the first function is wrapped, because an import has effects: a
 program may set OMP_NUM_THREADS before its own.
@@ -29,12 +30,14 @@ import importlib.abc
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import pathlib
 import platform
 import queue
 import runpy
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -107,6 +110,10 @@ def _say(sentence: str) -> None:
             print(f"record: {sentence}", file=sys.stderr, flush=True)
 
 
+def _fact(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
 def _known(module: str) -> dict[str, str]:
     """Functions of a module, and their operators."""
     if module == "mmcv._ext":
@@ -124,11 +131,11 @@ class _Function:
         self.operator = operator[: -len("_backward")] if self.backward else operator
         self.number = itertools.count()  # its next() is atomic
         self.calls = self.recorded = self.skipped = 0
-        self.unread = ""  # why the last call that could not be recorded was not
+        self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and why the last could not
 
-
-class _Unread(TypeError):
-    """A call that cannot be recorded. The recording goes on."""
+    def lose(self, error: Exception) -> None:
+        """Count a call that cannot be recorded. The recording goes on."""
+        self.not_kept, self.unread = self.not_kept + 1, _fact(error)
 
 
 class _Buffers:
@@ -229,9 +236,9 @@ def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tens
     found = {place: a for place, a in found.items() if a is not None and not isinstance(a, int)}  # im2col_step
     for place in ("value", "shapes", "locations", "weights"):
         if not isinstance(found.get(place), torch.Tensor):
-            raise _Unread(f"{place} must be a tensor; got {type(found.get(place)).__name__}")
+            raise TypeError(f"{place} must be a tensor; got {type(found.get(place)).__name__}")
     if not all(map(_plain, found.values())):
-        raise _Unread("inputs must be ordinary tensors with data; got a subclass, a wrapper or meta tensors")
+        raise TypeError("inputs must be ordinary tensors with data; got a subclass, a wrapper or meta tensors")
     return found, [a for a in given[6:] if isinstance(a, torch.Tensor)]
 
 
@@ -239,7 +246,7 @@ def _caller() -> str:
     """The file and line that made the call, in the first code that is not a library's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_globals.get("__name__", "").partition(".")[0]
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
         if name not in _LIBRARIES and frame.f_code.co_filename != __file__:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
@@ -273,13 +280,13 @@ class _Call:
     def size(self) -> int:
         """Bytes of all that may be recorded of it."""
         value, locations = self.inputs["value"], self.inputs["locations"]
-        output = locations.shape[0] * locations.shape[1] * value[0, :1].numel() * max(4, value.element_size())
+        output = math.prod((*locations.shape[:2], *value.shape[2:])) * max(4, value.element_size())
         found = sum(t.numel() * t.element_size() for t in self.inputs.values()) + output
         return found * (2 if self.edges or self.function.backward else 1)
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
-            raise _Unread("inputs must be as they were when the call began; got changed ones, so that a NaN is not recorded")
+            raise TypeError("inputs must be as they were when the call began; got changed ones, so that a NaN is not recorded")
         self.copies.update({place: _Host(t) for place, t in self.inputs.items()})
         strides = {place: c.strides for place, c in self.copies.items() if c.strides}
         self.about.update(reason=reason, strides=strides, packed="starts" not in self.copies)
@@ -300,7 +307,7 @@ class _Call:
             tensors = self.written or list(found if isinstance(found, (list, tuple)) else ())
             results = {"grad_" + places[i]: t for i, t in enumerate(tensors) if i < len(places)}
         if not results or not all(isinstance(t, torch.Tensor) and _plain(t) for t in results.values()):
-            raise _Unread(f"the function must give tensors or write to some; got {type(found).__name__}")
+            raise TypeError(f"the function must give tensors or write to some; got {type(found).__name__}")
         return results
 
 
@@ -340,7 +347,7 @@ class _Gradients:
 
 
 class _Writer(threading.Thread):
-    """Writes files one after another, and the manifest after them. What it cannot write ends the recording."""
+    """Writes files one after another, and the manifest after them. A disk that takes no more ends the recording."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(name="record", daemon=True)
@@ -358,13 +365,27 @@ class _Writer(threading.Thread):
         while True:
             work = self.queue.get()
             try:
-                if not self.recorder.failed:
-                    self._manifest() if work is None else self._write(*work)
-            except Exception as error:  # the disk is full, a device was lost: whatever it is, the program goes on
-                self.recorder.fail(error)
+                if work is None:
+                    self._manifest()
+                elif not self.recorder.failed:
+                    self._write(*work)
+            except Exception as error:
+                self._failed(work, error)
             if work is None:
                 return
             self.waiting -= work[-1]
+
+    def _failed(self, work: Any, error: Exception) -> None:
+        """A disk that takes no more ends the recording. Anything else, such as a device that was lost, loses the call."""
+        try:
+            if work is None or isinstance(error, OSError):
+                raise error
+            with tempfile.TemporaryFile(dir=self.recorder.folder) as file:  # safetensors and torch raise errors of their own
+                file.write(bytes(work[-1]))
+        except Exception as full:
+            self.recorder.fail(full)
+        else:
+            self.recorder.functions[work[1]["function"]].lose(error)
 
     def _write(self, stem: str, about: dict[str, Any], copies: dict[str, _Host], size: int) -> None:
         tensors = {name: c.ready() for name, c in copies.items()}
@@ -375,6 +396,7 @@ class _Writer(threading.Thread):
         path = self.recorder.folder / (stem + (".pt" if save is _as_pt else ".safetensors"))
         self._whole(path, lambda part: save(tensors, part, {"format": str(FORMAT), "call": json.dumps(about)}))
         self.written += size
+        self.recorder.functions[about["function"]].recorded += "of" not in about
         self.calls[path.name] = {**about, "tensors": {name: list(t.shape) for name, t in tensors.items()}}
         for copied in copies.values():
             copied.buffers.give(copied.tensor)
@@ -479,8 +501,9 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.every, self.nan, self.budget, self.taken = int(every), nan, megabytes * 1e6, 0
         self.spent = self.ended = self.closed = self.failed = False  # the budget, sampling, gradients, for a reason
+        self.gone = False  # calls are not even counted
         self.functions: dict[str, _Function] = {}
-        self.started, self.process, self.why = datetime.datetime.now(), os.getpid(), ""
+        self.started, self.finished, self.process, self.why = _now(), "", os.getpid(), ""
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # of originals and of wrappers, so that none is wrapped twice
         self._undo: list[tuple[Any, str, Any]] = []
@@ -503,7 +526,8 @@ class Recorder:
         atexit.unregister(self.stop)
         if self._finder not in sys.meta_path or os.getpid() != self.process:
             return
-        self.ended = self.closed = True
+        self.ended = self.closed = self.gone = True
+        self.finished = _now()
         sys.meta_path.remove(self._finder)
         for owner, name, before in reversed(self._undo):
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
@@ -513,15 +537,15 @@ class Recorder:
         self._summary()
 
     def _forked(self) -> None:
-        self.ended = self.closed = True  # the thread that writes is the parent's
+        self.ended = self.closed = self.gone = True  # the thread that writes is the parent's
 
     def _summary(self) -> None:
         for name in self.named:
             if name not in self.functions:
                 _say(f"{name} was never imported, or is no function")
         for f in self.functions.values():
-            if f.unread:
-                _say(f"calls of {f.name} could not all be recorded: {f.unread}")
+            if f.not_kept:
+                _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
         calls, recorded = (sum(getattr(f, what) for f in self.functions.values()) for what in ("calls", "recorded"))
         none = "" if calls else "; under torch.compile none is seen"
         _say(f"{recorded} of {calls} calls recorded, {self.writer.written / 1e6:.0f} MB in {self.folder}{none}")
@@ -530,11 +554,11 @@ class Recorder:
         """What the manifest says beside the calls."""
         import torch
 
-        shown = ("operator", "backward", "calls", "recorded", "skipped", "unread")
+        shown = ("operator", "backward", "calls", "recorded", "skipped", "not_kept", "unread")
         functions = {n: {k: getattr(f, k) for k in shown} for n, f in self.functions.items() if f.calls}
         options = {"every": self.every, "nan": self.nan, "megabytes": self.budget / 1e6}
         here = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
-        facts = {"format": FORMAT, "started": self.started.isoformat(timespec="seconds"), "ended": self.why}
+        facts = {"format": FORMAT, "started": self.started, "finished": self.finished, "ended_early": self.why}
         return {**facts, "options": options, "packages": {**here, **_versions()}, "functions": functions}
 
     def watches(self, module: str) -> bool:
@@ -613,12 +637,12 @@ class Recorder:
 
     def call(self, function: _Function, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the original gives or raises."""
-        if self.ended or getattr(self._local, "inside", False):
+        if self.gone or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
         function.calls = index + 1
         chosen = index % self.every == 0 and not self.spent
-        call = self._begin(function, index, chosen, args, kwargs) if chosen or self.nan else None
+        call = self._begin(function, index, chosen, args, kwargs) if (chosen or self.nan) and not self.ended else None
         self._local.inside = True
         try:
             found = original(*args, **kwargs)
@@ -633,18 +657,16 @@ class Recorder:
         """Our own errors never reach the program."""
         try:
             yield
-        except _Unread as reason:
-            function.unread = str(reason)
         except Exception as error:
-            self.fail(error)
+            function.lose(error)
 
     def fail(self, error: Exception) -> None:
         with self._lock:
             if self.failed:
                 return
             self.failed = self.closed = self.ended = True
-        fact = str(error).strip().split("\n")[0] or type(error).__name__
-        self.why = f"recording into {self.folder} has ended after {len(self.writer.calls)} files: {fact}; the program goes on"
+        files = len(self.writer.calls)
+        self.why = f"recording into {self.folder} has ended after {files} files: {_fact(error)}; the program goes on"
         _say(self.why)
 
     def _begin(self, function: _Function, index: int, chosen: bool, args: Any, kwargs: Any) -> _Call | None:
@@ -704,7 +726,6 @@ class Recorder:
 
     def _put(self, call: _Call) -> None:
         call.stem = f"call-{next(self._numbers):06d}"
-        call.function.recorded += 1
         self.writer.put(call.stem, call.about, call.copies)
         call.copies = {}
 
@@ -713,6 +734,10 @@ def _compiling() -> Callable[[], bool]:
     import torch
 
     return getattr(getattr(torch, "compiler", None), "is_compiling", lambda: False)
+
+
+def _now() -> str:
+    return datetime.datetime.now().isoformat(timespec="seconds")
 
 
 def _versions() -> dict[str, str]:

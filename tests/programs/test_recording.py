@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import errno
 import importlib.util
 import json
@@ -321,14 +322,118 @@ def test_what_cannot_be_recorded_is_said_and_the_call_goes_on(attention, tmp_pat
     attention.attend = lambda *args, **kwargs: 5
     with record.recording(tmp_path / "calls", every=1, functions=NAMED):
         assert attention.attend("value") == 5
-    assert "calls of stand_in.attend could not all be recorded: value must be a tensor; got" in capsys.readouterr().err
+    words = "not recorded of stand_in.attend: 1, calls and gradients; the last: value must be a tensor; got NoneType"
+    assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("way", ["whole", "tmpfs"])
+EMPTY = {"bs": (0, 5, 8, 3, [(4, 6)], 2), "queries": (2, 0, 8, 3, [(4, 6)], 2), "points": (2, 5, 8, 3, [(4, 6)], 0)}
+
+
+@pytest.mark.parametrize("axis", EMPTY)
+@pytest.mark.parametrize("ending", ["safetensors", "pt"])
+def test_empty_calls_are_recorded(attention, tmp_path, capsys, monkeypatch, axis, ending):
+    if ending == "pt":
+        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    given = [t.requires_grad_(i in (0, 3, 4)) for i, t in enumerate(cases.multi_scale(*EMPTY[axis]))]
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        attention.attend(*given).sum().backward()
+        attention.attend(*inputs())
+    assert "record: 2 of 2 calls recorded, 0 MB" in capsys.readouterr().err
+    assert len(list((tmp_path / "calls").glob(f"call-*.{ending}"))) == 3
+
+
+@dataclasses.dataclass
+class Odd:
+    """What a program may give, and where the recorder fails on it: it has no such tensors, or cannot write their dtype."""
+
+    name: str
+    inputs: tuple
+
+    def __str__(self):
+        return self.name
+
+
+def odd_inputs():
+    value, shapes, starts, locations, weights = inputs(())
+    scalar = torch.tensor(1.0)
+    return [
+        Odd("numbers", (scalar, scalar, scalar, scalar, scalar)),
+        Odd("ragged lists", (value, [[4, 6], [2]], starts, locations, weights)),
+        Odd("words", (value, [["4", "6"]], starts, locations, weights)),
+        Odd("complex", (value * 1j, shapes, starts, locations, weights)),
+        Odd("sparse", (value.to_sparse(), shapes, starts, locations, weights)),
+        Odd("ranks", (value[0, 0, 0], shapes[0], starts[0], locations[0, 0], weights[0])),
+    ]
+
+
+@pytest.mark.parametrize("odd", odd_inputs(), ids=str)
+def test_no_call_of_the_program_ends_the_recording(attention, tmp_path, capsys, odd):
+    attention.attend = lambda value, *rest: value
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
+        assert attention.attend(*odd.inputs) is odd.inputs[0]
+        attention.attend(*inputs(()))
+    assert not recording.failed
+    function = recording.functions["stand_in.attend"]
+    assert (function.calls, function.recorded + function.not_kept) == (2, 2)
+    assert f"record: {function.recorded} of 2 calls recorded" in capsys.readouterr().err
+    assert len(recorded(tmp_path / "calls")) == function.recorded >= 1
+
+
+def test_what_cannot_be_written_is_counted_and_the_next_call_is_recorded(attention, tmp_path, capsys, monkeypatch):
+    whole = record._saver()
+
+    def no_such_dtype(tensors, path, metadata):
+        if tensors["value"].dtype == torch.float16:
+            raise KeyError(torch.float16)
+        whole(tensors, path, metadata)
+
+    monkeypatch.setattr(record, "_saver", lambda: no_such_dtype)
+    given = inputs(())
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        attention.attend(given[0].half(), *given[1:])
+        attention.attend(*given)
+    said = capsys.readouterr().err
+    assert "not recorded of stand_in.attend: 1, calls and gradients; the last: torch.float16" in said
+    assert "record: 1 of 2 calls recorded" in said
+
+
+def test_the_manifest_has_times_of_begin_and_end_and_the_reason_of_an_early_one(attention, tmp_path):
+    with record.recording(tmp_path / "calls", every=1, megabytes=0.05, functions=NAMED) as recording:
+        attention.attend(*inputs())
+        recording.writer._manifest()
+        while_it_runs = json.loads((tmp_path / "calls/manifest.json").read_text())
+        for _ in range(10):
+            attention.attend(*inputs())
+    manifest = json.loads((tmp_path / "calls/manifest.json").read_text())
+    assert (while_it_runs["finished"], while_it_runs["ended_early"]) == ("", "")
+    assert manifest["started"] <= manifest["finished"]
+    assert manifest["ended_early"] == "the budget of 0.05 MB is used up; the program goes on"
+    assert manifest["functions"]["stand_in.attend"]["calls"] == 11
+
+
+def test_a_killed_recorder_leaves_nothing_that_replay_does_not_mention(tmp_path):
+    code = textwrap.dedent(
+        """
+        import os, sys, torch, types
+        from mx_driving_portable import record
+        module = sys.modules["stand_in"] = types.ModuleType("stand_in")
+        module.attend = lambda *args: args[0]
+        inputs = torch.rand(1, 4, 1, 2), torch.tensor([[2, 2]]), torch.tensor([0])
+        inputs += torch.rand(1, 1, 1, 1, 1, 2), torch.rand(1, 1, 1, 1, 1)
+        os.replace = lambda *paths: os._exit(9)
+        with record.recording("calls", every=1, functions={"stand_in.attend": "multi_scale_deformable_attn"}):
+            module.attend(*inputs)
+        """
+    )
+    assert python("-c", code, cwd=tmp_path, check=False).returncode == 9
+    assert [file.name for file in (tmp_path / "calls").iterdir()] == ["call-000000.safetensors.part"]
+
+
+@pytest.mark.parametrize("way", ["whole", "tmpfs", "tmpfs, pt"])
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, tmp_path, capsys, monkeypatch, way):
     folder = tmp_path / "disk"
     folder.mkdir()
-    if way == "tmpfs":
+    if "tmpfs" in way:
         mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
         if mounted.returncode:
             pytest.skip("mounting a small disk needs root on Linux")
@@ -341,6 +446,8 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, 
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
             monkeypatch.setattr(record, "_saver", lambda: full)
+        if way == "tmpfs, pt":
+            monkeypatch.setitem(sys.modules, "safetensors.torch", None)
         with record.recording(folder / "calls", every=1, functions=NAMED) as recording:
             results = [attention.attend(*inputs()) for _ in range(20)]
             recording.writer.queue.put(None)
@@ -351,9 +458,11 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, 
         assert said.count("No space left on device") == said.count("; the program goes on") == 1
         names = [file.name for file in (folder / "calls").iterdir()]
         assert not [name for name in names if name.endswith(".part")]
+        kept = len(list((folder / "calls").glob("call-*")))
         assert all("output" in tensors for _, tensors in recorded(folder / "calls").values())  # what is there is whole
+        assert f"record: {kept} of 20 calls recorded, 0 MB" in said.splitlines()[-1]
     finally:
-        if way == "tmpfs":
+        if "tmpfs" in way:
             subprocess.run(["umount", str(folder)], check=True)
 
 
