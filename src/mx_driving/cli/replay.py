@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from .._programs.files import writable, writable_picture
-from .._programs.problems import Problem, matching
+from .._programs.problems import Problem, matching, ruled
 from .._programs.show import open_console, say, show
 from .options import Threads, use_threads
 
@@ -43,7 +43,7 @@ def replay(
 
     from ..replay import calls as recorded
     from ..replay import show as shown
-    from ..replay.judge import WRONG, judge
+    from ..replay.judge import WRONG, Verdict, judge
 
     found = recorded.stems(calls)
     names = {str(stem.relative_to(calls)) if calls.is_dir() else stem.name: stem for stem in found}
@@ -54,28 +54,36 @@ def replay(
         writable_picture("--plot", picture, "mx-driving replay --plot")
     use_threads(threads)
     console = open_console(f"mx-driving replay: {calls}")
-    verdicts, problems = [], recorded.unfinished(calls)
+    problems: list[Any] = recorded.unfinished(calls)
+    verdicts: list[Verdict] = []
     reading = recorded.read(calls, chosen)
     for one in track(reading, description="judging", total=len(chosen), console=console, transient=True):
-        if isinstance(one, Problem):
-            problems.append(str(one))
-        else:
+        try:
+            if isinstance(one, Problem):
+                raise one
             problems += one.problems
-            verdicts.append(judge(one))
+            with ruled(f"{one.name} must be a call that can be judged"):
+                verdicts.append(judge(one))
+        except Problem as problem:
+            problems.append(problem)
     if verdicts:
         show(console, shown.table(verdicts))
     for verdict in verdicts:
         for sentence in shown.sentences(verdict):
             say(console, sentence)
+    for history in recorded.histories(calls):
+        if isinstance(history, Problem):
+            problems.append(history)
+        else:
+            say(console, escape(history))
     for problem in problems:
-        say(console, f"[bold red]not read:[/] {escape(problem)}")
+        say(console, f"[bold red]not read:[/] {escape(str(problem))}")
     if out:
         shown.write(verdicts, out)
-    if picture:
+    if picture and verdicts:
         shown.plot(verdicts, picture)
     wrong = sum(verdict.word == WRONG for verdict in verdicts)
-    if wrong or problems or not verdicts:
-        of = f"{wrong} of {len(verdicts)} calls wrong" + (f", {len(problems)} things not read" if problems else "")
-        say(console, f"[bold red]{of}[/]")
+    if wrong or problems:
+        say(console, f"[bold red]{shown.outcome(wrong, len(verdicts), len(problems))}[/]")
         raise typer.Exit(1)
     say(console, f"[bold green]all is well[/]: {len(verdicts)} calls are right")

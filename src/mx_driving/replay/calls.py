@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mx_driving_portable.record import FORMAT
-
 from .._checks import inputs as checks
-from .._checks.rules import INDEX
+from .._checks.rules import FLOATING, INDEX
 from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
 from .._programs.problems import Problem, need, ruled
+from . import schema
 
 ENDINGS = (".safetensors", ".pt")
+_SENTENCE = 1000  # characters
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
 PLACES = Inputs._fields
 
@@ -56,42 +56,57 @@ def stems(path: Path) -> list[Path]:
     files = [path] if path.is_file() else [f for f in sorted(path.rglob("*")) if f.is_file()]
     found = [f.with_name(f.stem.removesuffix(GRADIENTS)) for f in files if f.suffix in ENDINGS]
     if not found:
-        raise Problem(f"calls must hold files call-*.safetensors or call-*.pt; got none in {path}")
+        raise Problem(f"calls must hold files call-*.safetensors or call-*.pt; got none in {path}{_because(unfinished(path))}")
     return list(dict.fromkeys(found))
 
 
 def unfinished(path: Path) -> list[str]:
-    """A sentence for each file that the recording did not finish."""
-    parts = sorted(path.rglob("*.part")) if path.is_dir() else []
-    return [f"{part.name} must be whole; got one that the recording did not finish" for part in parts]
+    """A sentence for each file that the recording did not finish. The temporary ones are of safetensors."""
+    parts = sorted([*path.rglob("*.part"), *path.rglob(".tmp*")]) if path.is_dir() else []
+    return [f"{schema.shown(part.name)} must be whole; got one that the recording did not finish" for part in parts]
+
+
+def histories(path: Path) -> Iterator[str | Problem]:
+    """Why a recording ended early, of each that did, from its manifest."""
+    for file in sorted(path.rglob("manifest.json")) if path.is_dir() else []:
+        try:
+            with ruled(f"{file.relative_to(path)} must be a manifest that record.py wrote"):
+                if early := schema.ended_early(json.loads(file.read_bytes())):
+                    yield f"the recording ended early: {early}"
+        except Problem as problem:
+            yield Problem(schema.shown(problem, _SENTENCE))
 
 
 def read(root: Path, paths: list[Path]) -> Iterator[Call | Problem]:
     """One call after another, or why there is none."""
     for stem in paths:
-        name = str(stem.relative_to(root)) if root.is_dir() else stem.name
+        name = schema.shown(stem.relative_to(root) if root.is_dir() else stem.name)
         try:
-            yield _read(name, stem)
+            with ruled(f"{name} must be a call that can be read"):
+                call = _read(name, stem)
         except Problem as problem:
-            yield problem
+            yield Problem(schema.shown(problem, _SENTENCE))
+        else:
+            yield call
 
 
 def _read(name: str, stem: Path) -> Call:
     own, other = (_file(stem.with_name(stem.name + part)) for part in ("", GRADIENTS))
     if own is None:
         raise Problem(f"{name}{GRADIENTS} must lie beside {name}, which has its inputs; got no such file")
-    about, tensors = _load(own)
+    about, tensors = _load(name, own)
     call = _call(name, about, tensors)
     if other:
         try:  # the call itself is judged whatever its gradients are
-            found = _load(other)[1]
+            found = _load(name + GRADIENTS, other)[1]
             call.grad_output = found.get("grad_output")
             call.results.update({n: found[n] for n in call.gradients if n in found})
         except Problem as problem:
             call.problems.append(str(problem))
     _hold_results(call)
     if not call.results:
-        raise Problem(f"{name} must hold an output or gradients; got {', '.join(tensors)}{_because(call.problems)}")
+        got = schema.shown(", ".join(tensors))
+        raise Problem(f"{name} must hold an output or gradients; got {got}{_because(call.problems)}")
     return call
 
 
@@ -103,9 +118,10 @@ def _file(path: Path) -> Path | None:
     return next((file for end in ENDINGS if (file := path.with_name(path.name + end)).is_file()), None)
 
 
-def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a file says about its call, and its tensors."""
-    rule = f"{path.name} must be a whole file that record.py wrote"
+    file = schema.shown(path.name)
+    rule = f"{file} must be a whole file that record.py wrote"
     if path.suffix == ".pt":
         with ruled(rule):
             whole = torch.load(path, weights_only=True, map_location="cpu")
@@ -114,28 +130,24 @@ def _load(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         need("mx-driving replay", "mx-driving-portable[replay]", "safetensors")
         from safetensors import safe_open
 
-        with ruled(rule), safe_open(path, "pt") as file:
-            metadata, tensors = file.metadata() or {}, {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    if metadata.get("format") != str(FORMAT):
-        theirs = metadata.get("format", "none")
-        raise Problem(f"{path.name} must have format {FORMAT}, the one that this version reads; got {theirs}")
+        with ruled(rule), safe_open(path, "pt") as whole:
+            metadata, tensors = whole.metadata() or {}, {key: whole.get_tensor(key) for key in whole.keys()}  # noqa: SIM118
     with ruled(rule):
-        return json.loads(metadata["call"]), tensors
+        return schema.about(name, json.loads(schema.metadata(file, metadata))), schema.tensors(file, tensors)
 
 
 def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
-    operator = about.get("operator")
-    if operator not in OPERATORS or OPERATORS[operator].bare:
-        raise Problem(f"the operator of {name} must be one of the three; got {operator}")
+    operator = about["operator"]
     if about.get("packed") and "shapes" in tensors:
         tensors["starts"] = _one_after_another(tensors["shapes"])
     missing = [place for place in PLACES if place not in tensors]
     if missing:
-        raise Problem(f"{name} must hold {missing[0]}; got {', '.join(sorted(tensors)) or 'nothing'}")
+        raise Problem(f"{name} must hold {missing[0]}; got {schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
     inputs = [tensors[place] for place in PLACES]
     inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
-    with ruled(f"{name} must be a legal call of {operator}", ValueError, TypeError):
+    with ruled(f"{name} must be a legal call of {operator}"):
         checks.INPUTS[operator](*inputs)
+        schema.hold_size(name, OPERATORS[operator].grouped, inputs)
         names = OPERATORS[operator].tables
         checks.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
     call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))
@@ -157,7 +169,7 @@ def _hold_results(call: Call) -> None:
     for name in [*call.results, *(["grad_output"] if call.grad_output is not None else [])]:
         found = call.grad_output if name == "grad_output" else call.results[name]
         shape = of_output if name in ("output", "grad_output") else tuple(call.like(name).shape)
-        if found is not None and (tuple(found.shape) != shape or not found.is_floating_point()):
+        if found is not None and (tuple(found.shape) != shape or found.dtype not in FLOATING):
             got = f"{tuple(found.shape)} {str(found.dtype).removeprefix('torch.')}"
             _drop(call, name, f"{name} of {call.name} must be floating, of shape {shape}; got {got}")
     if call.grad_output is None and any(n in call.results for n in call.gradients):

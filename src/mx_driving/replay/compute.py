@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -68,17 +67,20 @@ def computed(
     step = _at_a_time(call)
     begins = range(0, max(1, inputs[LOCATIONS].shape[1]), step)
     learned = () if grad is None else row.differentiable if learned is None else learned
-    parts = [_chunk(learned, form, inputs, grad, slice(begin, begin + step)) for begin in begins]
-    found = {name: torch.cat([part[name] for part in parts], 1) for name in parts[0] if name != "grad_value"}
-    if "grad_value" in parts[0]:
-        found["grad_value"] = functools.reduce(torch.add, (part["grad_value"] for part in parts))
-    return found
+    parts: list[Results] = []
+    total: Results = {}  # what is a sum over queries: it is as large as value
+    for begin in begins:
+        parts.append(_chunk(learned, form, inputs, grad, slice(begin, begin + step)))
+        if "grad_value" in parts[-1]:
+            total["grad_value"] = total.get("grad_value", 0) + parts[-1].pop("grad_value")
+    return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **total}
 
 
 def _at_a_time(call: Call) -> int:
     """How many queries are computed together."""
+    bs, _, *channels = call.inputs[VALUE].shape
     points = call.inputs[LOCATIONS].shape[2 if call.row.grouped else 4]
-    return max(1, NUMBERS // max(1, points * math.prod(call.inputs[VALUE].shape[2:])))
+    return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
 def _chunk(learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice) -> Results:

@@ -75,6 +75,12 @@ def sentences(verdict: Verdict) -> list[str]:
     return said + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
+def outcome(wrong: int, judged: int, problems: int) -> str:
+    """The last line where not all is well."""
+    calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
+    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "")
+
+
 def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Of the CSV file: a row for each result."""
     call = verdict.call
@@ -119,7 +125,7 @@ def plot(verdicts: list[Verdict], path: Path) -> None:
             panel.plot([i for i, _ in of_it], heights, marker, color=colour, label=label, markersize=6)
         panel.axhline(1, color="black", linewidth=0.8)
         panel.set(yscale="log", ylim=(bottom / 2, top * 2), ylabel=f"{name}\nerror in units")
-    panels[-1, 0].set_xticks(range(len(verdicts)), [v.call.name for v in verdicts], rotation=90, fontsize=7)
+    panels[-1, 0].set_xticks(range(len(verdicts)), [v.call.name for v in verdicts], rotation=90, fontsize=7, parse_math=False)
     panels[0, 0].legend(loc="upper right", fontsize=8)
     figure.set_layout_engine("constrained")
     with writing("--plot", path):

@@ -23,7 +23,7 @@ class Yardstick:
         self.truth = computed(call, torch.float64)
         self._scales = scales(call)
         row, value, weights = call.row, call.inputs[VALUE], call.inputs[WEIGHTS]
-        of_query = weights[0, :1].numel() * 4
+        of_query = math.prod(weights.shape[2:]) * 4
         samples = call.inputs[LOCATIONS].numel() // 2
         self._terms = {"output": of_query, "grad_value": max(of_query, samples)}
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
