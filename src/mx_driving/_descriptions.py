@@ -16,6 +16,7 @@ multi_scale_deformable_attn
     sampling_locations       floating  bs, num_queries, num_heads, num_levels, num_points, 2          gradient
     attention_weights        floating  bs, num_queries, num_heads, num_levels, num_points             gradient
     output                   value     bs, num_queries, num_heads * embed_dims
+    rows                     4
     sharded                  bs, num_queries, num_heads, num_levels, num_points
 
 deformable_aggregation
@@ -25,6 +26,7 @@ deformable_aggregation
     sample_locations         floating  bs, anchor, pts, cam, 2                                        gradient
     weight                   floating  bs, anchor, pts, cam, scale, group                             gradient
     output                   feature_maps  bs, anchor, c
+    rows                     4
     divides                  group, c
     sharded                  bs, anchor, group, cam, pts
 
@@ -35,6 +37,7 @@ geometric_kernel_attention
     sampling_locations       number    bs, num_queries, num_heads, num_levels, num_points, 2
     attention_weights        floating  bs, num_queries, num_heads, num_levels, num_points             gradient
     output                   value     bs, num_queries, num_heads * embed_dims
+    rows                     1
     sharded                  bs, num_queries, num_heads, num_levels, num_points
 
 multi_scale_deformable_attn_with_logits
@@ -45,6 +48,7 @@ multi_scale_deformable_attn_with_logits
     sampling_offsets         floating  bs, num_queries, num_heads, num_levels, num_points, 2          gradient
     attention_logits         floating  bs, num_queries, num_heads, num_levels * num_points            gradient
     output                   value     bs, num_queries, num_heads * embed_dims
+    rows                     4
     option                   reference_axis  level, point
     sharded                  bs, num_queries, num_heads
     built on                 multi_scale_deformable_attn
@@ -59,6 +63,7 @@ deformable_aggregation_with_logits
     image_size               floating  bs, cam, 2                                                     optional
     pair_scale               floating  bs, anchor, cam, pts                                           optional
     output                   feature_maps  bs, anchor, c
+    rows                     4
     divides                  group, c
     sharded                  bs, anchor, group
     built on                 deformable_aggregation
@@ -71,6 +76,7 @@ geometric_kernel_attention_with_logits
     window                   index     num_points, 2
     attention_logits         floating  bs, num_queries, num_heads, num_levels * num_points            gradient
     output                   value     bs, num_queries, num_heads * embed_dims
+    rows                     1
     sharded                  bs, num_queries, num_heads
     built on                 geometric_kernel_attention
 """

@@ -1,19 +1,20 @@
-"""Facts about the operators that several modules need: one row per operator.
+"""Facts about the operators, one row for each: what _descriptions.py says, and what follows from it.
 
-Every operator reads `value` at the samples that two index tables and the rest of its inputs say. A bare operator is given
-locations and weights. An operator with logits is given what linear layers make, and is built on a bare one. Modules that
-serve all operators call the inputs by their places: samples are read from `value`, whatever the operator itself calls it.
+A bare operator reads its first input, value, at the samples that two index tables, locations and weights describe. An operator
+with logits takes what linear layers give, and is built on a bare one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import _whose as _whose  # here, because nearly every module of the package imports this one first
+from ._descriptions import TEXT
 
 # The places of inputs: the first three of every operator, then those of a bare one.
 VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = range(5)
@@ -31,20 +32,45 @@ class Inputs(NamedTuple):
     weights: str
 
 
+class Input(NamedTuple):
+    name: str
+    elements: str  # floating, index or number
+    axes: tuple[str, ...]
+    optional: bool
+    gradient: bool
+
+
 class Operator(NamedTuple):
     name: str
-    inputs: tuple[str, ...]  # their names; of a bare operator an `Inputs`
-    differentiable: tuple[int, ...]  # which of them have a gradient, value first
+    tensors: tuple[Input, ...]
+    output: tuple[str, ...]  # axes
     rows: int  # rows of value that a sample reads
-    axes: Axes
-    queries: str  # the axis of what attends: axis 1 of the output and of the fourth input
+    sharded: tuple[str, ...]  # axes along which the work can be split
+    choices: dict[str, tuple[str, ...]]  # option -> what it may be
+    divides: tuple[str, ...]  # the first of these axes divides the second; or none
+    bare: str  # the operator that this one is built on, or ""
+    # What follows from these:
+    inputs: tuple[str, ...]  # names
+    differentiable: tuple[int, ...]  # which inputs have a gradient, value first
+    optional: tuple[int, ...]  # which inputs may be None
+    axes: Axes  # of `sharded`
+    queries: str  # the axis of what attends: axis 1 of the output
     blocks: str  # the axis that cuts channels into blocks: the output's last dimension is this axis times channels
-    grouped: bool = False  # the last axis of weights is `blocks`, so that a sample has several weights
-    integer_locations: bool = False  # locations may be integers
-    weights: int = WEIGHTS  # the place of weights or logits: one for each sample, and group
-    optional: tuple[int, ...] = ()  # which inputs may be None
-    options: tuple[str, ...] = ()  # what follows the tensors, as a schema declares it
-    bare: str = ""  # the operator that this one is built on
+    weights: int  # the place of weights or logits: one for each sample, and group
+
+    @property
+    def grouped(self) -> bool:
+        """Whether groups of channels have weights of their own, so that a sample has several."""
+        return bool(self.divides)
+
+    @property
+    def integer_locations(self) -> bool:
+        return any(t.elements == "number" for t in self.tensors)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What follows the tensors, as a schema declares it."""
+        return tuple(f"str {option}" for option in self.choices)
 
     @property
     def tables(self) -> tuple[str, str]:
@@ -57,98 +83,54 @@ class Operator(NamedTuple):
         return tuple(i for i, at in enumerate(self.axes["bs"][:-1]) if at is None)
 
 
-_ATTENTION: Axes = {
-    "bs": (0, None, None, 0, 0, 0),
-    "num_queries": (None, None, None, 1, 1, 1),
-    "num_heads": (2, None, None, 2, 2, 2),
-    "num_levels": (None, 0, 0, 3, 3, None),
-    "num_points": (None, None, None, 4, 4, None),
-}
-_AGGREGATION: Axes = {
-    "bs": (0, None, None, 0, 0, 0),
-    "anchor": (None, None, None, 1, 1, 1),
-    "group": (2, None, None, None, 5, 2),
-    "cam": (None, 0, 0, 3, 3, None),
-    "pts": (None, None, None, 2, 2, None),
-}
-_BARE = (
-    Operator(
-        "multi_scale_deformable_attn",
-        Inputs("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights"),
-        differentiable=(VALUE, LOCATIONS, WEIGHTS),
-        rows=4,
-        axes=_ATTENTION,
-        queries="num_queries",
-        blocks="num_heads",
-    ),
-    Operator(
-        "deformable_aggregation",
-        Inputs("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight"),
-        differentiable=(VALUE, LOCATIONS, WEIGHTS),
-        rows=4,
-        axes=_AGGREGATION,
-        queries="anchor",
-        blocks="group",
-        grouped=True,
-    ),
-    Operator(
-        "geometric_kernel_attention",
-        Inputs("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights"),
-        differentiable=(VALUE, WEIGHTS),
-        rows=1,
-        axes=_ATTENTION,
-        queries="num_queries",
-        blocks="num_heads",
-        integer_locations=True,
-    ),
-)
+def split(axes: str) -> tuple[str, ...]:
+    return tuple(axes.split(", "))
 
 
-def _with_logits(bare: Operator, inputs: tuple[str, ...], differentiable: tuple[int, ...], **facts: object) -> Operator:
-    """The operator `bare` from where linear layers end. `inputs` follow value and the index tables."""
-    name, names = f"{bare.name}_with_logits", (*bare.inputs[:LOCATIONS], *inputs)
-    return bare._replace(name=name, inputs=names, differentiable=differentiable, bare=bare.name, **facts)
+def _place(axis: str, axes: tuple[str, ...], divides: tuple[str, ...]) -> int | None:
+    """Where `axis` lies among `axes`: as an axis, or as what an axis of blocks counts first."""
+    if axis in axes:
+        return axes.index(axis)
+    whole = divides[1] if divides and divides[0] == axis else None
+    return next((i for i, each in enumerate(axes) if each == whole or each.split(" * ")[0] == axis), None)
 
 
-# No level, camera or point can be left out: softmax is over all of them.
-_WITH_LOGITS = (
-    _with_logits(
-        _BARE[0],
-        ("reference_points", "sampling_offsets", "attention_logits"),
-        differentiable=(VALUE, 3, 4, 5),
-        weights=5,
-        options=("str reference_axis",),
-        axes={
-            "bs": (0, None, None, 0, 0, 0, 0),
-            "num_queries": (None, None, None, 1, 1, 1, 1),
-            "num_heads": (2, None, None, None, 2, 2, 2),
-        },
-    ),
-    _with_logits(
-        _BARE[1],
-        ("key_points", "projection", "logits", "image_size", "pair_scale"),
-        differentiable=(VALUE, 3, 4, 5),
-        weights=5,
-        optional=(6, 7),
-        axes={
-            "bs": (0, None, None, 0, 0, 0, 0, 0, 0),
-            "anchor": (None, None, None, 1, None, 1, None, 1, 1),
-            "group": (2, None, None, None, None, 5, None, None, 2),
-        },
-    ),
-    _with_logits(
-        _BARE[2],
-        ("reference_points", "window", "attention_logits"),
-        differentiable=(VALUE, 5),
-        weights=5,
-        axes={
-            "bs": (0, None, None, 0, None, 0, 0),
-            "num_queries": (None, None, None, 1, None, 1, 1),
-            "num_heads": (2, None, None, 2, None, 2, 2),
-        },
-    ),
-)
-OPERATORS = {row.name: row for row in (*_BARE, *_WITH_LOGITS)}
+def _operator(name: str, lines: list[list[str]]) -> Operator:
+    keys = ("output", "rows", "option", "divides", "sharded", "built on")
+    facts = {line[0]: line[1:] for line in lines if line[0] in keys}
+    tensors = tuple(
+        Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest)
+        for tensor, elements, axes, *rest in (line for line in lines if line[0] not in keys)
+    )
+    output, sharded = split(facts["output"][1]), split(facts["sharded"][0])
+    divides = split(facts["divides"][0]) if "divides" in facts else ()
+    differentiable = tuple(i for i, t in enumerate(tensors) if t.gradient)
+    return Operator(
+        name,
+        tensors,
+        output,
+        rows=int(facts["rows"][0]),
+        sharded=sharded,
+        choices={facts["option"][0]: split(facts["option"][1])} if "option" in facts else {},
+        divides=divides,
+        bare=facts.get("built on", [""])[0],
+        inputs=tuple(t.name for t in tensors),
+        differentiable=differentiable,
+        optional=tuple(i for i, t in enumerate(tensors) if t.optional),
+        axes={axis: tuple(_place(axis, axes, divides) for axes in (*(t.axes for t in tensors), output)) for axis in sharded},
+        queries=output[1],
+        blocks=divides[0] if divides else output[-1].split(" * ")[0],
+        weights=differentiable[-1],
+    )
+
+
+def _read(text: str) -> Iterator[Operator]:
+    for paragraph in text.strip().split("\n\n"):
+        name, *lines = paragraph.splitlines()
+        yield _operator(name, [re.split(r"\s{2,}", line.strip()) for line in lines])
+
+
+OPERATORS = {operator.name: operator for operator in _read(TEXT)}
 
 
 def gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:

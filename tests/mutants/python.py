@@ -16,7 +16,6 @@ except ModuleNotFoundError:  # Python 3.10
 FILES = (
     "_checks/rules.py",
     "_checks/inputs.py",
-    "_checks/with_logits.py",
     "_checks/limits.py",
     "_checks/data.py",
     "_checks/flags.py",

@@ -30,24 +30,27 @@ ROWS = [
                 "value must have shape (bs=2, num_keys, num_heads=2, embed_dims); "
                 "got (2, 2, 16, 4), whose axes 1 and 2 look swapped",
             ),
-            (1, lambda a: a[:1], ValueError, "value_level_start_index must have shape (num_levels=1); got (2,)"),
+            (1, lambda a: a[:1], ValueError, "value_spatial_shapes must have shape (num_levels=2, 2); got (1, 2)"),
             (
                 3,
                 lambda a: a[:, :, :, :1],
                 ValueError,
-                "reference_points must have shape (bs=2, num_queries=3, num_levels=2 or 1, 2 or 4); got (2, 3, 2, 1)",
+                "reference_points must have shape (bs=2, num_queries=3, num_levels=2 or 1, 2 or 4); "
+                "got (2, 3, 2, 1), whose axes 2 and 3 look swapped",
             ),
             (
                 3,
                 lambda a: a.repeat(1, 1, 2, 1),
                 ValueError,
-                "reference_points must have shape (bs=2, num_queries=3, num_levels=2 or 1, 2 or 4); got (2, 3, 4, 2)",
+                "reference_points must have shape (bs=2, num_queries=3, num_levels=2 or 1, 2 or 4); "
+                "got (2, 3, 4, 2), whose axes 2 and 3 look swapped",
             ),
             (
                 4,
                 lambda a: a[..., 0],
                 ValueError,
-                "sampling_offsets must have shape (bs, num_queries, num_heads, num_levels, num_points, 2); got (2, 3, 2, 2, 2)",
+                "sampling_offsets must have shape (bs=2, num_queries=3, num_heads=2, num_levels=2, num_points, 2); "
+                "got (2, 3, 2, 2, 2)",
             ),
             (
                 5,
@@ -87,14 +90,15 @@ ROWS = [
                 TypeError,
                 "image_size must be a torch.Tensor, as torch.tensor(image_size) makes it; got list",
             ),
-            (0, lambda a: a[0], ValueError, "feature_maps must have shape (bs, num_feat, c); got (16, 4)"),
+            (0, lambda a: a[0], ValueError, "feature_maps must have shape (bs=2, num_feat, c); got (16, 4)"),
             (3, lambda a: a[..., :2], ValueError, "key_points must have shape (bs=2, anchor=3, pts=2, 3); got (2, 3, 2, 2)"),
             (4, lambda a: a[:, :, :3], ValueError, "projection must have shape (bs=2, cam=2, 4, 4); got (2, 2, 3, 4)"),
             (
                 5,
                 lambda a: a.transpose(3, 4),
                 ValueError,
-                "logits must have shape (bs=2, anchor=3, cam=2, scale=1, pts=2, group=2); got (2, 3, 2, 2, 1, 2)",
+                "logits must have shape (bs=2, anchor=3, cam=2, scale=1, pts=2, group); "
+                "got (2, 3, 2, 2, 1, 2), whose axes 3 and 4 look swapped",
             ),
             (0, lambda a: a[..., :3], ValueError, "logits must have a group count that divides c=3; got 2"),
             (6, lambda a: a[0], ValueError, "image_size must have shape (bs=2, cam=2, 2); got (2, 2)"),
@@ -129,7 +133,7 @@ ROWS = [
                 3,
                 lambda a: a[0],
                 ValueError,
-                "reference_points must have shape (bs, num_queries, num_heads, 2); got (3, 2, 2)",
+                "reference_points must have shape (bs=2, num_queries=3, num_heads=2, 2); got (3, 2, 2)",
             ),
             (
                 3,
@@ -138,7 +142,12 @@ ROWS = [
                 "reference_points must have shape (bs=2, num_queries=3, num_heads=2, 2); got (2, 3, 1, 2)",
             ),
             (4, lambda a: a[0], ValueError, "window must have shape (num_points, 2); got (2,)"),
-            (4, lambda a: a[:, :1], ValueError, "window must have shape (num_points=2, 2); got (2, 1)"),
+            (
+                4,
+                lambda a: a[:, :1],
+                ValueError,
+                "window must have shape (num_points, 2); got (2, 1), whose axes 0 and 1 look swapped",
+            ),
             (4, lambda a: a.bool(), TypeError, "window must have dtype int32 or int64; got bool"),
             (4, lambda a: a.float(), TypeError, "window must have dtype int32 or int64; got float32"),
             (3, lambda a: a.long(), TypeError, f"reference_points must {FLOATING}; got int64"),

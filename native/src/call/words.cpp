@@ -50,7 +50,10 @@ int64_t AxisSizes::of(std::string_view axis) const {
     if (is_number(axis)) return std::stoll(std::string(axis));
     for (const Axis &each : known)
         if (each.name == axis) return each.size;
-    return UNKNOWN;
+    const size_t times = axis.find(" * ");
+    if (times == axis.npos) return UNKNOWN;
+    const int64_t first = of(axis.substr(0, times)), second = of(axis.substr(times + 3));
+    return first == UNKNOWN || second == UNKNOWN ? UNKNOWN : first * second;
 }
 
 void AxisSizes::tell(std::string_view axis, int64_t size) {

@@ -88,7 +88,6 @@ mxd::AxisSizes check_inputs(const Arguments &a) {
     check_shape(a.location, OF_LOCATION, known);
     check_shape(a.attn_weight, OF_WEIGHT, known);
     check_limits(a, known);
-    known.tell("num_heads * channels", known.of("num_heads") * known.of("channels"));
     return known;
 }
 

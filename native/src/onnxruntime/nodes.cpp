@@ -9,24 +9,19 @@ namespace mxd {
 namespace {
 
 constexpr Elements FLOATING = Elements::FLOATING, INDEX = Elements::INDEX;
-constexpr char ON_TWO_AXES[] = "bs, num_queries, num_heads, num_levels, num_points";
-constexpr char ON_ONE_AXIS[] = "bs, num_queries, num_heads, num_levels * num_points";
-constexpr char PLACES[] = "num_levels * num_points";
+constexpr char OF_WEIGHTS[] = "bs, num_queries, num_heads, num_levels, num_points";
+constexpr char OF_LOGITS[] = "bs, num_queries, num_heads, num_levels * num_points";
 constexpr char OF_SAMPLES[] = "bs, num_queries, num_heads, num_levels, num_points, 2";
-constexpr char REFERENCES[] = "bs, num_queries, R, 2 or 4";
 
-constexpr NodeInput VALUE{"value", "bs, num_keys, num_heads, embed_dims", FLOATING, true, false};
-constexpr NodeInput FEATURES{"feature_maps", "bs, num_feat, c", FLOATING, true, false};
-constexpr NodeInput MAPS{"spatial_shape", "cam, scale, 2", INDEX, false, false};
-constexpr NodeInput MAP_STARTS{"scale_start_index", "cam, scale", INDEX, true, false};
+constexpr NodeInput VALUE{"value", "bs, num_keys, num_heads, embed_dims", FLOATING, false};
+constexpr NodeInput FEATURES{"feature_maps", "bs, num_feat, c", FLOATING, false};
+constexpr NodeInput MAPS{"spatial_shape", "cam, scale, 2", INDEX, false};
+constexpr NodeInput MAP_STARTS{"scale_start_index", "cam, scale", INDEX, false};
 
-constexpr NodeInput shapes_of_levels(const char *name) { return {name, "num_levels, 2", INDEX, true, false}; }
-constexpr NodeInput starts_of_levels(const char *name) { return {name, "num_levels", INDEX, false, false}; }
-constexpr NodeInput defining(const char *name, const char *axes, Elements elements = FLOATING) {
-    return {name, axes, elements, true, false};
-}
-constexpr NodeInput following(const char *name, const char *axes) { return {name, axes, FLOATING, false, false}; }
-constexpr NodeInput optional(const char *name, const char *axes) { return {name, axes, FLOATING, false, true}; }
+constexpr NodeInput shapes_of_levels(const char *name) { return {name, "num_levels, 2", INDEX, false}; }
+constexpr NodeInput starts_of_levels(const char *name) { return {name, "num_levels", INDEX, false}; }
+constexpr NodeInput floating(const char *name, const char *axes) { return {name, axes, FLOATING, false}; }
+constexpr NodeInput optional(const char *name, const char *axes) { return {name, axes, FLOATING, true}; }
 
 } // namespace
 
@@ -39,25 +34,25 @@ const std::vector<Node> &nodes() {
     static const std::vector<Node> all{
         {"multi_scale_deformable_attn",
          {VALUE, shapes_of_levels("value_spatial_shapes"), starts_of_levels("value_level_start_index"),
-          defining("sampling_locations", OF_SAMPLES), following("attention_weights", ON_TWO_AXES)}},
+          floating("sampling_locations", OF_SAMPLES), floating("attention_weights", OF_WEIGHTS)}},
         {"deformable_aggregation",
-         {FEATURES, MAPS, MAP_STARTS, defining("sample_locations", "bs, anchor, pts, cam, 2"),
-          defining("weight", "bs, anchor, pts, cam, scale, group")}},
+         {FEATURES, MAPS, MAP_STARTS, floating("sample_locations", "bs, anchor, pts, cam, 2"),
+          floating("weight", "bs, anchor, pts, cam, scale, group")}},
         {"geometric_kernel_attention",
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
-          defining("sampling_locations", OF_SAMPLES, Elements::LOCATIONS), following("attention_weights", ON_TWO_AXES)}},
+          NodeInput{"sampling_locations", OF_SAMPLES, Elements::LOCATIONS, false}, floating("attention_weights", OF_WEIGHTS)}},
         {"multi_scale_deformable_attn_with_logits",
          {VALUE, shapes_of_levels("value_spatial_shapes"), starts_of_levels("value_level_start_index"),
-          following("reference_points", REFERENCES), defining("sampling_offsets", OF_SAMPLES),
-          following("attention_logits", ON_ONE_AXIS)}},
+          floating("reference_points", "bs, num_queries, R, 2 or 4"), floating("sampling_offsets", OF_SAMPLES),
+          floating("attention_logits", OF_LOGITS)}},
         {"deformable_aggregation_with_logits",
-         {FEATURES, MAPS, MAP_STARTS, defining("key_points", "bs, anchor, pts, 3"), following("projection", "bs, cam, 4, 4"),
-          defining("logits", "bs, anchor, cam, scale, pts, group"), optional("image_size", "bs, cam, 2"),
+         {FEATURES, MAPS, MAP_STARTS, floating("key_points", "bs, anchor, pts, 3"), floating("projection", "bs, cam, 4, 4"),
+          floating("logits", "bs, anchor, cam, scale, pts, group"), optional("image_size", "bs, cam, 2"),
           optional("pair_scale", "bs, anchor, cam, pts")}},
         {"geometric_kernel_attention_with_logits",
          {VALUE, shapes_of_levels("spatial_shapes"), starts_of_levels("level_start_index"),
-          defining("reference_points", "bs, num_queries, num_heads, 2"), defining("window", "num_points, 2", INDEX),
-          following("attention_logits", ON_ONE_AXIS)}},
+          floating("reference_points", "bs, num_queries, num_heads, 2"), NodeInput{"window", "num_points, 2", INDEX, false},
+          floating("attention_logits", OF_LOGITS)}},
     };
     return all;
 }
@@ -74,75 +69,120 @@ std::string name_of_type(int type) {
     return known ? NAMES[type] : "type " + std::to_string(type) + " of ONNX";
 }
 
-// The inputs of one call, and what they say about the sizes of axes.
+bool is_name(std::string_view axis) { return axis.find_first_of(" 0123456789") == axis.npos; }
+
+// Axes one by one; those of `a * b` apart where a tensor has them apart.
+std::vector<std::string_view> axes_of(const char *text, size_t count) {
+    const auto parts = [](std::string_view rest, std::string_view ending) {
+        std::vector<std::string_view> found;
+        for (size_t end = 0; end != rest.npos; rest.remove_prefix(end == rest.npos ? 0 : end + ending.size())) {
+            end = rest.find(ending);
+            found.push_back(rest.substr(0, end));
+        }
+        return found;
+    };
+    std::vector<std::string_view> whole = parts(text, ", "), apart;
+    for (std::string_view axis : whole)
+        for (std::string_view factor : parts(axis, " * ")) apart.push_back(factor);
+    return apart.size() == count ? apart : whole;
+}
+
+// The inputs of one call. An axis has the size that most inputs give it, and the first input that has another is named.
 class Checker {
   public:
     Checker(const Node &n, const std::vector<Given> &given, bool by_point)
-        : node(n), inputs(given), reference_by_point(by_point) {}
+        : node(n), inputs(given), reference_by_point(by_point), known(sizes_without(given.size())) {}
 
     std::string fault() {
-        learn_sizes();
-        for (size_t i = 0; found.empty() && i < inputs.size(); ++i) {
-            if (i == FIRST_OF_SAMPLES) blame_value();
-            if (found.empty() && inputs[i].there) need_shape(i);
-            if (int(i) == node.weights) need_groups();
-        }
-        need_references();
+        for (size_t i = 0; found.empty() && i < inputs.size(); ++i)
+            if (inputs[i].there) need_shape(i);
+        need_groups();
         for (size_t i = 0; i < inputs.size(); ++i)
             if (inputs[i].there) need_type(i);
         return found;
     }
 
   private:
-    static constexpr size_t FIRST_OF_SAMPLES = 3;
+    using Axes = std::vector<std::string_view>;
     const Node &node;
     const std::vector<Given> &inputs;
     const bool reference_by_point;
-    AxisSizes known;
-    std::string found;
+    const AxisSizes known;
+    std::string found; // the first fault
 
-    // The first fault is told.
     void refuse(size_t input, const std::string &rule, const std::string &fact) {
         if (found.empty()) found = sentence(node.inputs[input].name, rule, fact);
     }
-    void refuse_shape(size_t input, const std::string &rule, const std::string &remark = "") {
-        refuse(input, rule, text_of(inputs[input].shape) + remark);
+
+    Axes axes(size_t input) const { return axes_of(node.inputs[input].axes, inputs[input].shape.size()); }
+
+    // The size of each axis, the one that most inputs have, or the first of as many; `input` has no vote.
+    AxisSizes sizes_without(size_t input) const {
+        struct Vote {
+            std::string_view axis;
+            int64_t size;
+            int count;
+        };
+        std::vector<Vote> votes;
+        for (size_t i = 0; i < inputs.size(); ++i) {
+            const Axes names = axes(i);
+            if (i == input || !inputs[i].there || names.size() != inputs[i].shape.size()) continue;
+            for (size_t a = 0; a < names.size(); ++a) {
+                const auto same = [&](const Vote &vote) { return vote.axis == names[a] && vote.size == inputs[i].shape[a]; };
+                const auto vote = std::find_if(votes.begin(), votes.end(), same);
+                if (vote != votes.end())
+                    ++vote->count;
+                else if (is_name(names[a]))
+                    votes.push_back({names[a], inputs[i].shape[a], 1});
+            }
+        }
+        std::stable_sort(votes.begin(), votes.end(), [](const Vote &a, const Vote &b) { return a.count > b.count; });
+        AxisSizes sizes;
+        for (const Vote &vote : votes) sizes.tell(vote.axis, vote.size);
+        return sizes;
     }
 
-    void learn_sizes() {
-        for (size_t i = 0; i < inputs.size(); ++i) {
-            if (!node.inputs[i].defines) continue;
-            const std::string axes = node.inputs[i].axes;
-            if (size_t(std::count(axes.begin(), axes.end(), ',')) + 1 != inputs[i].shape.size())
-                return refuse_shape(i, "have shape (" + axes + ")");
-            known.tell_all(node.inputs[i].axes, inputs[i].shape.data());
+    bool size_fits(std::string_view axis, int64_t size, const AxisSizes &sizes) const {
+        const int64_t levels = sizes.of("num_levels"), points = sizes.of("num_points");
+        if (axis == "2 or 4") return size == 2 || size == 4;
+        if (axis != "R") return sizes.of(axis) == AxisSizes::UNKNOWN || sizes.of(axis) == size;
+        if (levels == AxisSizes::UNKNOWN || points == AxisSizes::UNKNOWN) return true;
+        return reference_by_point ? size > 0 && points % size == 0 : size == levels || size == 1;
+    }
+
+    bool fits(const Axes &names, const std::vector<int64_t> &shape, const AxisSizes &sizes) const {
+        bool all = names.size() == shape.size();
+        for (size_t a = 0; all && a < names.size(); ++a) all = size_fits(names[a], shape[a], sizes);
+        return all;
+    }
+
+    std::string with_size(std::string_view axis, const AxisSizes &sizes) const {
+        if (axis == "R") {
+            const std::string_view of = reference_by_point ? "num_points" : "num_levels";
+            return (reference_by_point ? "a divisor of " : "") + with_size(of, sizes) + (reference_by_point ? "" : " or 1");
         }
-        known.tell(PLACES, known.of("num_levels") * known.of("num_points"));
+        const int64_t size = axis.find_first_not_of("0123456789") == axis.npos ? AxisSizes::UNKNOWN : sizes.of(axis);
+        return std::string(axis) + (size == AxisSizes::UNKNOWN ? "" : "=" + std::to_string(size));
+    }
+
+    // Two neighbouring axes whose exchange makes the shape right.
+    std::string remark(const Axes &names, std::vector<int64_t> shape, const AxisSizes &sizes) const {
+        for (size_t a = 0; a + 1 < shape.size(); ++a) {
+            std::swap(shape[a], shape[a + 1]);
+            if (fits(names, shape, sizes))
+                return ", whose axes " + std::to_string(a) + " and " + std::to_string(a + 1) + " look swapped";
+            std::swap(shape[a], shape[a + 1]);
+        }
+        return "";
     }
 
     void need_shape(size_t input) {
-        const std::vector<int64_t> &shape = inputs[input].shape;
-        const char *axes = node.inputs[input].axes;
-        if (axes == REFERENCES) return;
-        if (axes == ON_ONE_AXIS && shape.size() == 5) axes = ON_TWO_AXES;
-        if (!known.fit(axes, shape.data(), shape.size())) refuse_shape(input, known.rule(axes));
-    }
-
-    // Names value if the samples' tensors agree with each other but not with value.
-    void blame_value() {
-        if (node.function.op == AGGREGATION) return;
-        const size_t place = node.function.op == MULTI_SCALE && node.function.with_logits ? 4 : 3;
-        const std::vector<int64_t> &value = inputs[0].shape, &samples = inputs[place].shape,
-                                   &weights = inputs[size_t(node.weights)].shape;
-        const size_t compared = node.function.with_logits ? 3 : weights.size();
-        const bool agree = weights.size() >= compared && samples.size() >= compared + !node.function.with_logits &&
-                           std::equal(weights.begin(), weights.begin() + int64_t(compared), samples.begin());
-        if (!agree || compared < 3 || (value[BATCH] == samples[BATCH] && value[HEAD] == samples[HEAD])) return;
-        const bool swapped = value[KEY] == samples[HEAD];
-        AxisSizes of_samples;
-        of_samples.tell("bs", samples[BATCH]);
-        of_samples.tell("num_heads", samples[HEAD]);
-        refuse_shape(0, of_samples.rule(VALUE.axes), swapped ? ", whose axes 1 and 2 look swapped" : "");
+        const Axes names = axes(input);
+        if (fits(names, inputs[input].shape, known)) return;
+        const AxisSizes others = sizes_without(input);
+        std::string rule;
+        for (std::string_view axis : names) rule += (rule.empty() ? "" : ", ") + with_size(axis, others);
+        refuse(input, "have shape (" + rule + ")", text_of(inputs[input].shape) + remark(names, inputs[input].shape, others));
     }
 
     void need_groups() {
@@ -150,22 +190,6 @@ class Checker {
         if (node.function.op == AGGREGATION && found.empty() && (groups == 0 || channels % groups != 0))
             refuse(size_t(node.weights), "have a group count that divides c=" + std::to_string(channels),
                    std::to_string(groups));
-    }
-
-    void need_references() {
-        if (!found.empty() || node.function.op != MULTI_SCALE || !node.function.with_logits) return;
-        const std::vector<int64_t> &shape = inputs[3].shape;
-        const int64_t bs = known.of("bs"), queries = known.of("num_queries"), levels = known.of("num_levels"),
-                      points = known.of("num_points");
-        const bool axes = shape.size() == 4 && shape[BATCH] == bs && shape[QUERY] == queries;
-        if (axes && (shape[COORDINATE] == 2 || shape[COORDINATE] == 4) &&
-            (reference_by_point ? shape[REFERENCE] > 0 && points % shape[REFERENCE] == 0
-                                : shape[REFERENCE] == levels || shape[REFERENCE] == 1))
-            return;
-        const std::string count = reference_by_point ? "a divisor of num_points=" + std::to_string(points)
-                                                     : "num_levels=" + std::to_string(levels) + " or 1";
-        refuse_shape(3, "have shape (bs=" + std::to_string(bs) + ", num_queries=" + std::to_string(queries) + ", " + count +
-                            ", 2 or 4)");
     }
 
     void need_type(size_t input) {

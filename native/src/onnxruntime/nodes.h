@@ -15,7 +15,6 @@ enum class Elements { FLOATING, INDEX, LOCATIONS }; // LOCATIONS: floating or in
 struct NodeInput {
     const char *name, *axes; // "num_levels, 2"
     Elements elements;
-    bool defines; // it says how large its axes are, unless an input before it does
     bool optional;
 };
 

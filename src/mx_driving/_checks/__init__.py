@@ -1,5 +1,5 @@
 """What a call is held to: inputs, limits and data that are asked for, switches, and what this torch can do."""
 
-from . import data, flags, inputs, limits, needs, rules, with_logits
+from . import data, flags, inputs, limits, needs, rules
 
-__all__ = ["data", "flags", "inputs", "limits", "needs", "rules", "with_logits"]
+__all__ = ["data", "flags", "inputs", "limits", "needs", "rules"]

@@ -1,189 +1,242 @@
-"""Checks of the operators' inputs; nn/_check.py has the modules'. rules.py has what they are made of."""
+"""Checks of the operators' inputs, made from their descriptions; nn/_check.py has the modules'. rules.py has what they are
+made of.
+
+A check is compiled once for each operator, to comparisons in a row: it runs at every call. Only when one of them fails are the
+inputs gone through again for the sentence. An axis then has the size that most of the inputs give it, and the first input that
+has another is named.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from .._operators import LOCATIONS, OPERATORS, VALUE, Operator
-from .rules import (
-    FLOATING,
-    FLOATING_RULE,
-    INDEX,
-    INDEX_RULE,
-    fail,
-    fail_shape,
-    need_axes,
-    need_dtype,
-    need_dtypes,
-    need_one_device,
-    need_shape,
-    tensors,
-)
+from .._operators import OPERATORS, VALUE, Input, Operator
+from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 
-_INTEGER = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
-_LOCATION = FLOATING | _INTEGER
-_LOCATION_RULE = "have a floating or an integer dtype"
+_NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+_ELEMENTS = {
+    "floating": (FLOATING, FLOATING_RULE),
+    "index": (INDEX, INDEX_RULE),
+    "number": (_NUMBER, "have a floating or an integer dtype"),
+}
+Sizes = dict[str, int]
+Given = Sequence[tuple[Input, Any]]
 
 
-def attention(
-    names: tuple[str, ...],
-    value: Tensor,
-    shapes: Tensor,
-    starts: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    integer_locations: bool = False,
-) -> None:
-    """Check the inputs of an attention operator; both attention operators take the same shapes."""
-    if _attention_agrees(value, shapes, starts, locations, weights, _LOCATION if integer_locations else FLOATING):
-        return
-    named = list(zip(names, (value, shapes, starts, locations, weights), strict=True))
-    tensors(*named)
-    need_axes(names[0], value, "bs, num_keys, num_heads, embed_dims")
-    need_axes(names[1], shapes, "num_levels, 2")
-    need_axes(names[3], locations, "bs, num_queries, num_heads, num_levels, num_points, 2")
-    bs, _, heads, _ = value.shape
-    levels, queries, points = shapes.shape[0], locations.shape[1], locations.shape[4]
-    need_shape(names[1], shapes, "num_levels, 2", levels, 2)
-    need_shape(names[2], starts, "num_levels", levels)
-    if weights.shape == locations.shape[:-1]:
-        need_batch_and_heads(names[0], value, locations)
-    axes = "bs, num_queries, num_heads, num_levels, num_points"
-    need_shape(names[3], locations, axes + ", 2", bs, queries, heads, levels, points, 2)
-    need_shape(names[4], weights, axes, bs, queries, heads, levels, points)
-    need_dtype(names[0], value, FLOATING, FLOATING_RULE)
-    need_dtype(names[1], shapes, INDEX, INDEX_RULE)
-    need_dtype(names[2], starts, INDEX, INDEX_RULE)
-    if integer_locations:
-        need_dtype(names[3], locations, _LOCATION, _LOCATION_RULE)
-    else:
-        need_dtype(names[3], locations, FLOATING, FLOATING_RULE)
-    need_dtype(names[4], weights, FLOATING, FLOATING_RULE)
-    need_one_device(*named)
+def reference_count_fits(R: int, num_levels: int, num_points: int, reference_axis: str) -> bool:
+    """Whether a query of multi_scale_deformable_attn_with_logits can have R reference points."""
+    if reference_axis == "level":
+        return R in (num_levels, 1)
+    return R > 0 and num_points % R == 0
 
 
-def need_batch_and_heads(name: str, value: Tensor, locations: Tensor) -> None:
-    """Name value if the other tensors agree with each other but not with value."""
-    bs, _, heads = locations.shape[:3]
-    if (value.shape[0], value.shape[2]) != (bs, heads):
-        axes, sizes = "bs, num_keys, num_heads, embed_dims", (bs, None, heads, None)
-        swapped = ", whose axes 1 and 2 look swapped" if value.shape[1] == heads else ""
-        fail_shape(name, value, axes, sizes, swapped)
+def _reference_counts(sizes: Sizes, reference_axis: str) -> str:
+    if reference_axis == "level":
+        return f"{_with_size('num_levels', sizes, {})} or 1"
+    return f"a divisor of {_with_size('num_points', sizes, {})}"
 
 
-def _attention_agrees(
-    value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, of_locations: frozenset[torch.dtype]
-) -> bool:
-    """Whether all rules of `attention` hold. Every call runs this, and a call through a door runs it twice."""
-    if not (_are_tensors(value, shapes, starts, locations, weights) and value.dim() == 4 and weights.dim() == 5):
-        return False
-    bs, _, heads, _ = value.shape
-    _, queries, _, levels, points = sampled = weights.shape
-    return (
-        sampled == (bs, queries, heads, levels, points)
-        and locations.shape == (bs, queries, heads, levels, points, 2)
-        and shapes.shape == (levels, 2)
-        and starts.shape == (levels,)
-        and value.dtype in FLOATING
-        and shapes.dtype in INDEX
-        and starts.dtype in INDEX
-        and locations.dtype in of_locations
-        and weights.dtype in FLOATING
-        and value.device == shapes.device == starts.device == locations.device == weights.device
+def _compiled(operator: Operator) -> Callable[..., None]:
+    """The check of an operator's inputs and options: returns None, or raises."""
+    given = {
+        "Tensor": Tensor,
+        "reference_count_fits": reference_count_fits,
+        "refuse": functools.partial(_refuse, operator),
+        **{name: dtypes for name, (dtypes, _) in _ELEMENTS.items()},
+    }
+    exec(compile(_source(operator), f"<the check of {operator.name}>", "exec"), given)
+    return given["check"]
+
+
+def _source(operator: Operator) -> str:
+    """The check as Python. Some inputs define all sizes; then each shape is compared with what it has to be."""
+    required = [t for t in operator.tensors if not t.optional]
+    defining = _defining(required)
+    known: set[str] = set()
+    unpacked = []
+    for t in defining:
+        names = [_variable(t, place) if axis not in known and not axis.isdigit() else "_" for place, axis in enumerate(t.axes)]
+        unpacked.append(f"        {', '.join(names)} = {t.name}.shape")
+        known |= {axis for axis in t.axes if axis.isidentifier()}
+    agree = [_shape_agrees(t) for t in required]
+    agree += [f"{t.name}.dtype in {t.elements}" for t in required]
+    agree += [" == ".join(f"{t.name}.device" for t in required)]
+    agree += [_optional_agrees(t, required[0]) for t in operator.tensors if t.optional]
+    agree += ["{0} != 0 and {1} % {0} == 0".format(*operator.divides)] if operator.divides else []
+    agree += ["reference_count_fits(R, num_levels, num_points, reference_axis)"] if "R" in known else []
+    agree += [f"{option} in {choices}" for option, choices in operator.choices.items()]
+    parameters = [t.name + "=None" * t.optional for t in operator.tensors]
+    parameters += [f"{option}={choices[0]!r}" for option, choices in operator.choices.items()]
+    first = [f"isinstance({t.name}, Tensor)" for t in required] + [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
+    return "\n".join(
+        (
+            f"def check({', '.join(parameters)}):",
+            f"    if {' and '.join(first)}:",
+            *unpacked,
+            f"        if {' and '.join(agree)}:",
+            "            return",
+            f"    refuse({', '.join((*operator.inputs, *operator.choices))})",
+        )
     )
 
 
-def _are_tensors(a: Any, b: Any, c: Any, d: Any, e: Any) -> bool:
-    return (
-        isinstance(a, Tensor)
-        and isinstance(b, Tensor)
-        and isinstance(c, Tensor)
-        and isinstance(d, Tensor)
-        and isinstance(e, Tensor)
+def _defining(inputs: list[Input]) -> list[Input]:
+    """Inputs that have all axes between them, as few as possible."""
+    found: list[Input] = []
+    missing = {axis for t in inputs for axis in t.axes if axis.isidentifier()}
+    whole = [t for t in inputs if not any(" * " in axis for axis in t.axes)]
+    while missing:
+        found.append(max(whole, key=lambda t: len(missing & set(t.axes))))
+        missing -= set(found[-1].axes)
+    return found
+
+
+def _variable(t: Input, place: int) -> str:
+    """The name of an axis; of `2 or 4`, one that no axis has."""
+    axis = t.axes[place]
+    return axis if axis.isidentifier() else f"_{t.name}_{place}"
+
+
+def _tuple(axes: Iterable[str]) -> str:
+    return f"({', '.join(axes)},)"
+
+
+def _shape_agrees(t: Input) -> str:
+    either = [(place, axis.split(" or ")) for place, axis in enumerate(t.axes) if " or " in axis]
+    names = [_variable(t, place) if " or " in axis else axis for place, axis in enumerate(t.axes)]
+    forms = [names, names_apart] if (names_apart := _apart(names)) != names else [names]
+    shapes = " or ".join(f"{t.name}.shape == {_tuple(form)}" for form in forms)
+    return " and ".join([f"({shapes})", *(f"{_variable(t, place)} in {_tuple(sizes)}" for place, sizes in either)])
+
+
+def _optional_agrees(t: Input, first: Input) -> str:
+    rules = f"{_shape_agrees(t)} and {t.name}.dtype in {t.elements} and {t.name}.device == {first.name}.device"
+    return f"({t.name} is None or isinstance({t.name}, Tensor) and {rules})"
+
+
+def _apart(axes: Sequence[str]) -> list[str]:
+    """`a * b` as two axes."""
+    return [name for axis in axes for name in axis.split(" * ")]
+
+
+def _refuse(operator: Operator, *args: Any) -> NoReturn:
+    """The sentence about the first input that is wrong."""
+    options = dict(zip(operator.choices, args[len(operator.tensors) :], strict=True))
+    for option, choices in operator.choices.items():
+        if options[option] not in choices:
+            fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
+    given = [(t, a) for t, a in zip(operator.tensors, args, strict=False) if not (t.optional and a is None)]
+    tensors(*((t.name, a) for t, a in given))
+    sizes = _sizes(given)
+    for t, a in given:
+        _need_shape(t.name, a, _form(t, a), given, sizes, options)
+    if operator.divides:
+        _need_divisor(operator, *(sizes[axis] for axis in operator.divides))
+    for t, a in given:
+        need_dtype(t.name, a, *_ELEMENTS[t.elements])
+    need_one_device(*((t.name, a) for t, a in given))
+    raise AssertionError(f"the check of {operator.name} refuses what no rule does")
+
+
+def _form(t: Input, a: Tensor) -> Sequence[str]:
+    """The axes that an input has, which may be those of `a * b` apart."""
+    apart = _apart(t.axes)
+    return apart if a.dim() == len(apart) else t.axes
+
+
+def _sizes(given: Given) -> Sizes:
+    """The size of each axis: the one that most inputs have, or the first of as many."""
+    votes: dict[str, Counter[int]] = {}
+    for t, a in given:
+        axes = _form(t, a)
+        if len(axes) == a.dim():
+            for axis, size in zip(axes, a.shape, strict=True):
+                if axis.isidentifier():
+                    votes.setdefault(axis, Counter())[int(size)] += 1
+    return {axis: counted.most_common(1)[0][0] for axis, counted in votes.items()}
+
+
+def _need_shape(name: str, a: Tensor, axes: Sequence[str], given: Given, sizes: Sizes, options: dict[str, str]) -> None:
+    shape = tuple(a.shape)
+    if _fits(axes, shape, sizes, options):
+        return
+    others = _sizes([(t, each) for t, each in given if t.name != name])
+    swaps = ((*shape[:i], shape[i + 1], shape[i], *shape[i + 2 :]) for i in range(len(shape) - 1))
+    at = next((i for i, swapped in enumerate(swaps) if _fits(axes, swapped, others, options)), None)
+    remark = "" if at is None else f", whose axes {at} and {at + 1} look swapped"
+    rule = ", ".join(_with_size(axis, others, options) for axis in axes)
+    fail(ValueError, name, f"have shape ({rule})", f"{shape}{remark}")
+
+
+def _fits(axes: Sequence[str], shape: tuple[int, ...], sizes: Sizes, options: dict[str, str]) -> bool:
+    return len(axes) == len(shape) and all(
+        _size_fits(axis, size, sizes, options) for axis, size in zip(axes, shape, strict=True)
     )
 
 
-def aggregation(
-    names: tuple[str, ...], feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor
-) -> None:
-    """Check the inputs of an operator whose groups of channels have weights of their own."""
-    if _aggregation_agrees(feature_maps, shapes, starts, locations, weight):
-        return
-    named = list(zip(names, (feature_maps, shapes, starts, locations, weight), strict=True))
-    tensors(*named)
-    need_axes(names[0], feature_maps, "bs, num_feat, c")
-    need_axes(names[2], starts, "cam, scale")
-    need_axes(names[3], locations, "bs, anchor, pts, cam, 2")
-    need_axes(names[4], weight, "bs, anchor, pts, cam, scale, group")
-    bs, _, channels = feature_maps.shape
-    (cams, scales), anchors, points, groups = starts.shape, locations.shape[1], locations.shape[2], weight.shape[5]
-    need_shape(names[1], shapes, "cam, scale, 2", cams, scales, 2)
-    need_shape(names[3], locations, "bs, anchor, pts, cam, 2", bs, anchors, points, cams, 2)
-    need_shape(names[4], weight, "bs, anchor, pts, cam, scale, group", bs, anchors, points, cams, scales, groups)
-    need_groups(names[4], groups, channels)
-    need_dtypes(named)
-    need_one_device(*named)
+def _size_fits(axis: str, size: int, sizes: Sizes, options: dict[str, str]) -> bool:
+    if axis == "R":
+        known = "num_levels" in sizes and "num_points" in sizes
+        return not known or reference_count_fits(size, sizes["num_levels"], sizes["num_points"], **options)
+    if axis[0].isdigit():
+        return str(size) in axis.split(" or ")
+    expected = _product(axis, sizes)
+    return expected is None or size == expected
 
 
-def need_groups(name: str, groups: int, channels: int) -> None:
+def _product(axis: str, sizes: Sizes) -> int | None:
+    names = axis.split(" * ")
+    return math.prod(sizes[name] for name in names) if all(name in sizes for name in names) else None
+
+
+def _with_size(axis: str, sizes: Sizes, options: dict[str, str]) -> str:
+    if axis == "R":
+        return _reference_counts(sizes, **options)
+    size = None if axis[0].isdigit() else _product(axis, sizes)
+    return axis if size is None else f"{axis}={size}"
+
+
+def _need_divisor(operator: Operator, groups: int, channels: int) -> None:
+    axis, whole = operator.divides
     if groups == 0 or channels % groups != 0:
-        fail(ValueError, name, f"have a group count that divides c={channels}", groups)
+        name = next(t.name for t in operator.tensors if axis in t.axes)
+        fail(ValueError, name, f"have a {axis} count that divides {whole}={channels}", groups)
 
 
-def _aggregation_agrees(feature_maps: Any, shapes: Any, starts: Any, locations: Any, weight: Any) -> bool:
-    """Whether all rules of `aggregation` hold."""
-    if not (_are_tensors(feature_maps, shapes, starts, locations, weight) and feature_maps.dim() == 3 and weight.dim() == 6):
-        return False
-    bs, _, channels = feature_maps.shape
-    _, anchors, points, cams, scales, groups = sampled = weight.shape
-    return (
-        sampled == (bs, anchors, points, cams, scales, groups)
-        and groups != 0
-        and channels % groups == 0
-        and locations.shape == (bs, anchors, points, cams, 2)
-        and shapes.shape == (cams, scales, 2)
-        and starts.shape == (cams, scales)
-        and feature_maps.dtype in FLOATING
-        and shapes.dtype in INDEX
-        and starts.dtype in INDEX
-        and locations.dtype in FLOATING
-        and weight.dtype in FLOATING
-        and feature_maps.device == shapes.device == starts.device == locations.device == weight.device
-    )
+# Operator -> the check of its inputs. Kernels run it too, because torch.ops can be called without a public function.
+INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}
 
 
-def _inputs_of(operator: Operator) -> Callable[..., None]:
-    if operator.grouped:
-        return functools.partial(aggregation, operator.inputs)
-    return functools.partial(attention, operator.inputs, integer_locations=operator.integer_locations)
+def _shape_of_output(operator: Operator) -> Callable[..., tuple[int, ...]]:
+    places = {axis: f"{t.name}.shape[{i}]" for t in reversed(operator.tensors) for i, axis in enumerate(t.axes)}
+    sizes = (" * ".join(places[name] for name in axis.split(" * ")) for axis in operator.output)
+    return eval(f"lambda {', '.join((*operator.inputs, '*options'))}: {_tuple(sizes)}")
 
 
-# Operator -> the check of its inputs; with_logits.py adds its own. Kernels run it too, because torch.ops can be called
-# without a door.
-INPUTS = {operator.name: _inputs_of(operator) for operator in OPERATORS.values() if not operator.bare}
+# Operator -> the shape of its output, of its inputs
+OUTPUT_SHAPE = {operator.name: _shape_of_output(operator) for operator in OPERATORS.values()}
 
 
 def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
     INPUTS[operator](*inputs)
-    value, queries = inputs[VALUE], inputs[LOCATIONS].shape[1]
-    wanted = len(OPERATORS[operator].differentiable)
-    if len(mask) != wanted:
-        fail(ValueError, "output_mask", f"have {wanted} entries, one for each gradient", len(mask))
-    size = value.shape
-    sizes = (size[0], queries, size[2] if len(size) == 3 else size[2] * size[3])
-    if grad.shape == sizes and grad.dtype in FLOATING and grad.device == value.device:
+    row, value = OPERATORS[operator], inputs[VALUE]
+    if len(mask) != len(row.differentiable):
+        fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", len(mask))
+    if grad.shape == OUTPUT_SHAPE[operator](*inputs) and grad.dtype in FLOATING and grad.device == value.device:
         return
-    axes = "bs, anchor, c" if len(size) == 3 else "bs, num_queries, num_heads * embed_dims"
-    need_shape("grad_output", grad, axes, *sizes)
+    given = [(t, a) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
+    _need_shape("grad_output", grad, row.output, given, _sizes(given), {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
-    need_one_device((OPERATORS[operator].inputs[VALUE], value), ("grad_output", grad))
+    need_one_device((row.inputs[VALUE], value), ("grad_output", grad))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .. import _checks, _kernels, _with_logits, reference
-from .._operators import LOCATIONS, OPERATORS, VALUE, Operator, gradients
-from . import decompositions, flops, transforms
+from .._operators import OPERATORS, VALUE, Operator, gradients
+from . import decompositions, distributed, flops, transforms
 
 _library = torch.library.Library("mx_driving", "DEF")
 
@@ -34,7 +33,7 @@ def _define(operator: Operator) -> None:
 
 def _check_of(name: str, backward: bool) -> Callable[..., None]:
     """The check that every kernel and fake begins with, because torch.ops can be called without a door."""
-    return functools.partial(_checks.inputs.backward, name) if backward else _checks.with_logits.INPUTS[name]
+    return functools.partial(_checks.inputs.backward, name) if backward else _checks.inputs.INPUTS[name]
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
@@ -94,9 +93,8 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
 
 
 def _output_like(name: str, args: tuple[Any, ...]) -> Tensor:
-    _checks.with_logits.INPUTS[name](*args)
-    value, queries = args[VALUE], args[LOCATIONS].shape[1]
-    return value.new_empty(value.shape[0], queries, math.prod(value.shape[2:]))
+    _checks.inputs.INPUTS[name](*args)
+    return args[VALUE].new_empty(_checks.inputs.OUTPUT_SHAPE[name](*args))
 
 
 def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
@@ -193,6 +191,19 @@ def _register(operator: Operator) -> None:
 
 for _operator in OPERATORS.values():
     _register(_operator)
+
+
+def public(name: str) -> Callable[..., Tensor]:
+    """The operator as its public function calls it: of its inputs and options, which are checked first."""
+    check, op = _checks.inputs.INPUTS[name], _op(name)
+
+    def call(*inputs: Any) -> Tensor:
+        check(*inputs)
+        if _checks.limits.enforced():
+            _checks.limits.hold(name, *inputs)
+        return distributed.call(op, *inputs)
+
+    return call
 
 
 def backends() -> dict[str, dict[str, str]]:

@@ -25,7 +25,7 @@ def _types(row: Operator, place: int) -> list[str]:
     """The types that an input may have."""
     if place in (SHAPES, STARTS) or row.inputs[place] == "window":
         return _INTEGER
-    return _FLOATING + _INTEGER if row.integer_locations and not row.bare and place == LOCATIONS else _FLOATING
+    return _FLOATING + _INTEGER if row.integer_locations and place == LOCATIONS else _FLOATING
 
 
 def _schema(row: Operator) -> onnx.defs.OpSchema:
@@ -49,7 +49,7 @@ def _node(row: Operator) -> Callable[..., Any]:
 
     def write(*arguments: Any) -> Any:
         inputs, chosen = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]
-        if row.integer_locations and not row.bare:
+        if row.integer_locations:
             inputs[LOCATIONS] = _known(inputs[LOCATIONS])
         return node(*inputs, **dict(zip(options, chosen, strict=True)))
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
-from .._operators import OPERATORS
+from .. import _dispatch
 
 __all__ = ["deformable_aggregation_with_logits"]
 
-_NAMES = OPERATORS["deformable_aggregation_with_logits"].inputs
+_call = _dispatch.library.public("deformable_aggregation_with_logits")
 
 
 def deformable_aggregation_with_logits(
@@ -68,8 +66,4 @@ def deformable_aggregation_with_logits(
     >>> mx_driving.deformable_aggregation_with_logits(maps, shape, start, point, camera, logits)
     tensor([[[2.]]])
     """
-    inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
-    _checks.with_logits.deformable_aggregation(_NAMES, *inputs)
-    if _checks.limits.enforced():
-        _checks.limits.hold("deformable_aggregation_with_logits", *inputs)
-    return _dispatch.distributed.call(torch.ops.mx_driving.deformable_aggregation_with_logits.default, *inputs)
+    return _call(feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)

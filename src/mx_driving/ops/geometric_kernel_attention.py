@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
+from .. import _dispatch
 from .._operators import OPERATORS
 from ._elsewhere import as_elsewhere
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
-_NAMES = OPERATORS["geometric_kernel_attention"].inputs
+_call = _dispatch.library.public("geometric_kernel_attention")
 
 
 def geometric_kernel_attention(
@@ -60,21 +59,7 @@ def geometric_kernel_attention(
     >>> mx_driving.geometric_kernel_attention(value, shapes, start, far_right, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.]]])
     """
-    _checks.inputs.attention(
-        _NAMES,
-        value,
-        spatial_shapes,
-        level_start_index,
-        sampling_locations,
-        attention_weights,
-        integer_locations=True,
-    )
-    if _checks.limits.enforced():
-        _checks.limits.hold(
-            "geometric_kernel_attention", value, spatial_shapes, level_start_index, sampling_locations, attention_weights
-        )
-    op = torch.ops.mx_driving.geometric_kernel_attention.default
-    return _dispatch.distributed.call(op, value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    return _call(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
 
 
 class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):

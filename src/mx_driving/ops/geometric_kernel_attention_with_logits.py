@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
-from .._operators import OPERATORS
+from .. import _dispatch
 
 __all__ = ["geometric_kernel_attention_with_logits"]
 
-_NAMES = OPERATORS["geometric_kernel_attention_with_logits"].inputs
+_call = _dispatch.library.public("geometric_kernel_attention_with_logits")
 
 
 def geometric_kernel_attention_with_logits(
@@ -59,8 +57,4 @@ def geometric_kernel_attention_with_logits(
     >>> mx_driving.geometric_kernel_attention_with_logits(value, shapes, start, reference, window, logits)
     tensor([[[0.5000]]])
     """
-    inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
-    _checks.with_logits.geometric_kernel_attention(_NAMES, *inputs)
-    if _checks.limits.enforced():
-        _checks.limits.hold("geometric_kernel_attention_with_logits", *inputs)
-    return _dispatch.distributed.call(torch.ops.mx_driving.geometric_kernel_attention_with_logits.default, *inputs)
+    return _call(value, spatial_shapes, level_start_index, reference_points, window, attention_logits)

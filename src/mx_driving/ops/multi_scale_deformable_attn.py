@@ -5,16 +5,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
+from .. import _dispatch
 from .._operators import OPERATORS
 from ._elsewhere import as_elsewhere
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
-_NAMES = OPERATORS["multi_scale_deformable_attn"].inputs
+_call = _dispatch.library.public("multi_scale_deformable_attn")
 
 
 def multi_scale_deformable_attn(
@@ -64,11 +63,7 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
-    _checks.inputs.attention(_NAMES, *inputs)
-    if _checks.limits.enforced():
-        _checks.limits.hold("multi_scale_deformable_attn", *inputs)
-    return _dispatch.distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn.default, *inputs)
+    return _call(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
 _as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *OPERATORS["multi_scale_deformable_attn"].tables)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
-from .._operators import OPERATORS
+from .. import _dispatch
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
 
-_NAMES = OPERATORS["multi_scale_deformable_attn_with_logits"].inputs
+_call = _dispatch.library.public("multi_scale_deformable_attn_with_logits")
 
 
 def multi_scale_deformable_attn_with_logits(
@@ -69,7 +67,7 @@ def multi_scale_deformable_attn_with_logits(
     >>> mx_driving.multi_scale_deformable_attn_with_logits(value, shapes, start, centre, offsets, logits)
     tensor([[[0.]]])
     """
-    inputs = (
+    return _call(
         value,
         value_spatial_shapes,
         value_level_start_index,
@@ -78,7 +76,3 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits,
         reference_axis,
     )
-    _checks.with_logits.multi_scale_deformable_attn(_NAMES, *inputs)
-    if _checks.limits.enforced():
-        _checks.limits.hold("multi_scale_deformable_attn_with_logits", *inputs)
-    return _dispatch.distributed.call(torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default, *inputs)

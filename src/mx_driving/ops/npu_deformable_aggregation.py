@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import _checks, _dispatch
-from .._operators import OPERATORS
+from .. import _dispatch
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
 
-_NAMES = OPERATORS["deformable_aggregation"].inputs
+_call = _dispatch.library.public("deformable_aggregation")
 
 
 def deformable_aggregation(
@@ -63,11 +61,7 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    _checks.inputs.aggregation(_NAMES, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-    if _checks.limits.enforced():
-        _checks.limits.hold("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-    op = torch.ops.mx_driving.deformable_aggregation.default
-    return _dispatch.distributed.call(op, feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    return _call(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
 
 def npu_deformable_aggregation(
