@@ -3,6 +3,10 @@
  * Tensors are described, never owned: `data` points at element [0, 0, ...] and strides count elements, so any view of
  * any buffer will do. Every function checks what memory safety needs before it touches anything, returns MXD_OK or says
  * what is wrong, and writes nothing in the second case. Functions may be called from several threads at once.
+ *
+ * A tensor that is written, an output or a gradient, has memory of its own: strides that step over the elements before
+ * (those of any slice or permutation of a contiguous tensor do, expanded ones do not), and no element where another
+ * tensor of the call has one. Inputs may be expanded, and may share memory with each other.
  */
 #ifndef MX_DRIVING_H
 #define MX_DRIVING_H
@@ -29,7 +33,9 @@ enum mxd_status {
     MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
     MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4,
-    MXD_BAD_NAME = 5 /* mxd_describe_plan: no function has this name */
+    MXD_BAD_NAME = 5,  /* mxd_describe_plan: no function has this name */
+    MXD_BAD_MEMORY = 6 /* a NULL where a tensor, memory for its elements or for text must be; addresses beyond 64 bits; or
+                        * memory that is written and not the tensor's own */
 };
 
 typedef struct mxd_tensor {
@@ -42,7 +48,8 @@ typedef struct mxd_tensor {
 /* value [bs, num_keys, num_heads, embed_dims]; spatial_shapes [num_levels, 2] (H, W); level_start_index [num_levels];
  * sampling_locations [bs, num_queries, num_heads, num_levels, num_points, 2] (x, y);
  * attention_weights [bs, num_queries, num_heads, num_levels, num_points]; output [bs, num_queries, num_heads,
- * embed_dims]. Gradients have the shape of their inputs and are overwritten; a null pointer means: not wanted. */
+ * embed_dims]. Gradients have the shape of their inputs and are overwritten; a null pointer, to the tensor or in it,
+ * means: not wanted. */
 MXD_API int mxd_multi_scale_deformable_attn(const mxd_tensor *value, const mxd_tensor *spatial_shapes,
                                             const mxd_tensor *level_start_index, const mxd_tensor *sampling_locations,
                                             const mxd_tensor *attention_weights, const mxd_tensor *output, int num_threads);
@@ -128,7 +135,8 @@ MXD_API const char *mxd_version(void);
 /* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
  * call. */
 MXD_API const char *mxd_isa(void);
-/* Chooses another one (for tests); returns 0, or -1 when this library or machine does not have it. Process-wide. */
+/* Chooses another one (for tests); returns 0, or -1 when this library or machine does not have it, or for NULL. Process-wide.
+ */
 MXD_API int mxd_use_isa(const char *name);
 /* Whose threads a call with num_threads > 1 runs on now: "threads of libgomp.so.1", the file of the OpenMP runtime that
  * the process has, which torch's operators use, too; or "threads of its own", where it has none and in a forked child.

@@ -204,7 +204,8 @@ int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Ar
 int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {
     return mxd::out_of_memory_if_thrown([&] {
         mxd::Function function;
-        if (!mxd::find_function(name, function)) return int(MXD_BAD_NAME);
+        if (!name || !mxd::find_function(name, function)) return int(MXD_BAD_NAME);
+        if (!arguments || (!text && size > 0)) return int(MXD_BAD_MEMORY);
         mxd::Call call = mxd::make_call(function, arguments, num_threads);
         // which axis reference points belong to makes no difference to a plan: the one that fits
         call.reference_by_point = call.sizes.references != 1 && call.sizes.references != call.sizes.levels;
@@ -221,7 +222,7 @@ const char *mxd_isa(void) { return mxd::chosen_isa().load()->name; }
 
 int mxd_use_isa(const char *name) {
     for (const mxd::Isa &isa : mxd::ISAS)
-        if (std::strcmp(isa.name, name) == 0 && isa.supported()) {
+        if (name && std::strcmp(isa.name, name) == 0 && isa.supported()) {
             mxd::chosen_isa() = &isa;
             return 0;
         }

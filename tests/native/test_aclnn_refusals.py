@@ -133,6 +133,24 @@ def test_an_output_whose_elements_share_memory():
     assert phase_one(*replaced(6, window))[0] == INVALID
 
 
+@pytest.mark.parametrize("index", [6, 7, 8])
+@pytest.mark.parametrize("other", range(9))
+def test_an_output_that_shares_memory(index, other):
+    if index == other:
+        return
+    tensors = nine(sizes=[(2, 2), (2, 2)], channels=24, queries=8)  # every tensor has room for the first elements of any
+    shape, strides = tensors[other].shape, tensors[other].stride()
+    if other in (1, 2):
+        shared = tensors[index].flatten().view(torch.int64)[: tensors[other].numel()].view(shape)
+    else:
+        shared = tensors[index].as_strided(shape, strides) if tensors[index].numel() >= tensors[other].numel() else None
+    if shared is None:
+        return
+    tensors[other] = shared
+    assert phase_one(*tensors)[0] == INVALID
+    assert (aclnn.recent_error() or "").endswith("; got addresses that both have")
+
+
 def test_a_view_that_leaves_its_storage():
     """torch cannot make one, a C program can."""
     tensors = nine()

@@ -305,8 +305,9 @@ def test_plan():
         return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
 
     assert plan(NAME, [*args, grad])["prefetched_rows"] == "all"
-    found = plan(NAME + "_backward", [grad, *args, args[0], None, args[4], None])
+    of_features, of_projection, of_logits = (torch.empty_like(args[i]) for i in (0, 4, 5))
+    found = plan(NAME + "_backward", [grad, *args, of_features, None, of_projection, None])
     assert found["value_gradient"] == "BY_BANDS, 4"
     assert found["sample_gradients"] == "ALONE"
-    assert plan(NAME + "_backward", [grad, *args, args[0], None, None, None])["sample_gradients"] == "NOT_WANTED"
-    assert plan(NAME + "_backward", [grad, *args, None, None, None, args[5]])["value_gradient"] == "NOT_WANTED"
+    assert plan(NAME + "_backward", [grad, *args, of_features, None, None, None])["sample_gradients"] == "NOT_WANTED"
+    assert plan(NAME + "_backward", [grad, *args, None, None, None, of_logits])["value_gradient"] == "NOT_WANTED"

@@ -239,8 +239,8 @@ def test_threads_do_not_change_a_bit(name, dtype):
 
 
 def plan(case: Case, tensors: Sequence[Tensor], threads: int, mask: Sequence[bool] | None = None) -> dict[str, str]:
-    inputs = [tensors[i] for i in (0, 3, 4, 5)]
-    results = [tensors[6]] if mask is None else [t if wanted else None for t, wanted in zip(inputs, mask, strict=True)]
+    gradients = [torch.empty_like(tensors[i]) for i in (0, 3, 4, 5)]
+    results = [tensors[6]] if mask is None else [t if wanted else None for t, wanted in zip(gradients, mask, strict=True)]
     arguments = [pack(t) for t in (*([tensors[6]] if mask else []), *tensors[:6], *results)]
     text = ctypes.create_string_buffer(1024)
     pointers = (ctypes.c_char_p * len(arguments))(*arguments)

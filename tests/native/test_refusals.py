@@ -115,8 +115,9 @@ def test_each_tensor_has_its_dtypes(name, backward):
             allowed = {good.dtype}  # the same
         for dtype in (*floating, *index, -1, 2, 12):
             expected = OK if dtype in allowed else BAD_DTYPE
-            narrow = t.int()
-            other = described(narrow) if dtype == INT32 else good._replace(dtype=dtype)
+            narrow, wide = t.int(), torch.zeros(good.shape, dtype=torch.float64)  # memory of its own for any dtype
+            other = good if good.dtype in index else described(wide)
+            other = described(narrow) if dtype == INT32 else other._replace(dtype=dtype)
             assert call.status(**{argument: other}) == expected, (argument, dtype)
 
 

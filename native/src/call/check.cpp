@@ -1,8 +1,10 @@
+// What memory safety needs of a call, and no more: the sentences are a binding's.
 #include "call/check.h"
 
 #include <algorithm>
 #include <initializer_list>
 
+#include "call/memory.h"
 #include "call/tensor.h"
 
 namespace mxd {
@@ -87,6 +89,53 @@ bool dtypes_fit(const Call &call) {
            (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
 }
 
+// A tensor that is given has axes, and memory for its elements.
+bool has_memory(const Tensor &t) { return t.axes == 0 || t.data || is_empty(t); }
+bool is_there(const Tensor &t) { return t.axes > 0 && has_memory(t); }
+
+bool pointers_fit(const Call &call) {
+    for (const Tensor *t : {&call.value, &call.shapes, &call.starts, &call.weights})
+        if (!is_there(*t)) return false;
+    const bool has_references = call.with_logits && call.op != AGGREGATION;
+    return is_there(call.has_window ? call.window : call.locations) && (!has_references || is_there(call.reference)) &&
+           (!call.with_logits || call.op != AGGREGATION || is_there(call.projection)) && has_memory(call.image_size) &&
+           has_memory(call.pair_scale) && is_there(call.backward ? call.grad_output : call.output);
+}
+
+// The tensors of a call that have elements, and where they lie.
+struct Views {
+    static constexpr int MOST = 16;
+    View view[MOST];
+    Extent extent[MOST];
+    int count = 0;
+
+    // False: memory has no such addresses.
+    bool add(const Tensor &t) {
+        if (!t.data) return true;
+        view[count] = {t.data, is_integer(t) ? index_size(t.dtype) : floating_size(t.dtype), t.axes, t.shape, t.strides};
+        return find_extent(view[count], extent[count]) && ++count;
+    }
+};
+
+// What is written has memory of its own, one place for each element.
+bool nothing_is_written_twice(const Call &call) {
+    Views all;
+    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
+                            &call.grad_projection})
+        if (!all.add(*t)) return false;
+    const int written = all.count;
+    for (const Tensor *t : {&call.value, &call.shapes, &call.starts, &call.locations, &call.weights, &call.reference,
+                            &call.window, &call.projection, &call.image_size, &call.pair_scale, &call.grad_output})
+        if (!all.add(*t)) return false;
+    for (int i = 0; i < written; ++i) {
+        if (all.extent[i].first > all.extent[i].last) continue; // no elements
+        if (!has_distinct_elements(all.view[i])) return false;
+        for (int j = i + 1; j < all.count; ++j)
+            if (all.extent[i].meets(all.extent[j]) && !lie_apart(all.view[i], all.view[j])) return false;
+    }
+    return true;
+}
+
 // Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
 
@@ -121,8 +170,10 @@ void forget_queries_without_samples(Call &call) {
 } // namespace
 
 int check(Call &call) {
+    if (!pointers_fit(call)) return MXD_BAD_MEMORY;
     if (!shapes_agree(call) || call.sizes.keys >= INT32_MAX || !gradients_fit(call)) return MXD_BAD_SHAPE;
     if (!dtypes_fit(call)) return MXD_BAD_DTYPE;
+    if (!nothing_is_written_twice(call)) return MXD_BAD_MEMORY;
     forget_queries_without_samples(call);
     return query_is_too_large(call) ? MXD_OUT_OF_MEMORY : MXD_OK;
 }

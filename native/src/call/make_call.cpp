@@ -50,8 +50,9 @@ const Arguments ARGUMENTS[] = {
      {GRAD_VALUE, GRAD_WEIGHTS}},
 };
 
-// Gives a tensor an axis of one element.
+// Gives a tensor an axis of one element, if it is given.
 void add_axis(Tensor &t, int axis) {
+    if (t.axes == 0) return;
     std::copy_backward(t.shape + axis, t.shape + t.axes, t.shape + t.axes + 1);
     std::copy_backward(t.strides + axis, t.strides + t.axes, t.strides + t.axes + 1);
     t.shape[axis] = 1;
@@ -71,8 +72,7 @@ void name_axes(Call &call) {
         for (Tensor *t : {&call.shapes, &call.starts}) add_axis(*t, MAP_CAMERA);
         return;
     }
-    for (Tensor *t : {&call.value, &call.output, &call.grad_output, &call.grad_value})
-        if (t->axes > 0) add_axis(*t, HEAD);
+    for (Tensor *t : {&call.value, &call.output, &call.grad_output, &call.grad_value}) add_axis(*t, HEAD);
     if (!call.with_logits) return;
     for (Tensor *t : {&call.weights, &call.grad_weights}) move_axis(*t, SCALE, KEY_POINT); // [camera, scale, point]
     move_axis(call.pair_scale, CAMERA, KEY_POINT);                                         // [camera, point]

@@ -1,5 +1,6 @@
 #include "cann/check.h"
 
+#include "call/memory.h"
 #include "call/words.h"
 #include "cann/error.h"
 
@@ -110,6 +111,11 @@ std::string layout(const aclTensor &t) {
     return "shape " + list(t.shape, t) + ", strides " + list(t.strides, t) + ", offset " + std::to_string(t.offset);
 }
 
+mxd::View view_of(const aclTensor &t) {
+    const int64_t size = element_size(t.dtype);
+    return {static_cast<const char *>(t.data) + t.offset * size, size, t.axes, t.shape, t.strides};
+}
+
 // A tensor with elements has aligned memory, and its view stays inside its storage. If the operator writes it, no two
 // of its elements share memory.
 void check_memory(const Argument &argument) {
@@ -125,8 +131,15 @@ void check_memory(const Argument &argument) {
         invalid(argument, "lie in its storage" + room,
                 "elements " + std::to_string(first) + " to " + std::to_string(last) + " of " + layout(t));
     }
-    if (argument.written && !distinct_elements(t))
+    if (argument.written && !mxd::has_distinct_elements(view_of(t)))
         invalid(argument, "have strides that keep its elements apart", list(t.strides, t));
+}
+
+// What the operator writes has memory of its own.
+void check_overlap(const Argument &written, const Argument &other) {
+    if (&written == &other || empty(written.tensor) || empty(other.tensor)) return;
+    if (!mxd::lie_apart(view_of(written.tensor), view_of(other.tensor)))
+        invalid(written, std::string("share no memory with ") + other.name, "addresses that both have");
 }
 
 } // namespace
@@ -141,6 +154,9 @@ void check_phase_one(Arguments &arguments, const void *workspace_size, const voi
     else
         check_output(arguments, known);
     arguments.for_each(check_memory);
+    arguments.for_each([&](const Argument &each) {
+        if (each.written) arguments.for_each([&](const Argument &other) { check_overlap(each, other); });
+    });
 }
 
 } // namespace acl

@@ -5,8 +5,6 @@
 
 #include <algorithm>
 #include <iterator>
-#include <utility>
-#include <vector>
 
 namespace acl {
 namespace {
@@ -87,19 +85,6 @@ bool extent(const aclTensor &t, int64_t &first, int64_t &last) {
         if (__builtin_add_overflow(end, reach, &end)) return false;
     }
     return first >= -MOST_ELEMENTS && last < MOST_ELEMENTS;
-}
-
-bool distinct_elements(const aclTensor &t) {
-    std::vector<std::pair<int64_t, int64_t>> steps; // stride and size of each axis with two elements or more
-    for (int a = 0; a < t.axes; ++a)
-        if (t.shape[a] > 1) steps.emplace_back(t.strides[a] < 0 ? -t.strides[a] : t.strides[a], t.shape[a]);
-    std::sort(steps.begin(), steps.end());
-    int64_t covered = 0;
-    for (const auto &[stride, size] : steps) {
-        if (stride <= covered) return false;
-        covered += stride * (size - 1);
-    }
-    return true;
 }
 
 } // namespace acl

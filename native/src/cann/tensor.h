@@ -33,8 +33,5 @@ std::string dtype_name(aclDataType dtype);
 bool empty(const aclTensor &t);
 // First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
 bool extent(const aclTensor &t, int64_t &first, int64_t &last);
-// Whether the strides alone prove that no two elements share memory: from the smallest stride to the largest, each axis
-// must step over everything that the axes before it cover. True for every slice and permutation of a contiguous tensor.
-bool distinct_elements(const aclTensor &t);
 
 } // namespace acl

@@ -32,6 +32,7 @@ _STATUS = {
     1: "shapes that do not agree, or 2**48 elements or more",
     2: "a dtype it has no kernel for",
     4: "not enough memory for its scratch buffers",
+    6: "a tensor without memory for its elements, or results that share memory",
 }
 
 # struct mxd_tensor: data, dtype, shape[6], strides[6]; one packer for each number of axes, the unused axes zero
