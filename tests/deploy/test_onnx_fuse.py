@@ -2,190 +2,37 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import grid_sample
 
 onnx = pytest.importorskip("onnx")
-onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from onnx_writings import (  # noqa: E402
+    GATHERS,
+    WRITINGS,
+    Joined,
+    Projected,
+    Stacked,
+    at_the_border,
+    by_three_indices,
+    decomposed,
+    export,
+    inputs,
+    kinds,
+    masked,
+    of_capped_values,
+    on_a_padded_map,
+    run,
+)
 from tolerance import allowed  # noqa: E402
 
-import mx_driving  # noqa: E402
 import mx_driving.onnx  # noqa: E402
-from mx_driving import _checks  # noqa: E402
-
-MAPS = [(6, 5), (3, 4)]
-AREAS = [h * w for h, w in MAPS]
-
-
-class Stacked(torch.nn.Module):
-    """As Deformable DETR, RT-DETR and ultralytics write it: levels stacked behind queries."""
-
-    factor, shift, order = 2, 1, (0, 1)
-    options = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": False}  # noqa: RUF012
-
-    def __init__(self, sample=grid_sample, **changes) -> None:
-        super().__init__()
-        self.sample = sample
-        self.options = {**self.options, **{k: v for k, v in changes.items() if k in self.options}}
-        self.__dict__.update({k: v for k, v in changes.items() if k not in self.options})
-
-    def forward(self, value, locations, weights):
-        value, locations, weights = value * 1.5, locations + 0.1, weights.softmax(-1)
-        bs, _, heads, channels = value.shape
-        queries = locations.shape[1]
-        weights = weights.reshape(bs, queries, heads, 2, 3)
-        grids, levels = self.factor * locations - self.shift, value.split(AREAS, 1)
-        samples = []
-        for level in self.order:
-            image = levels[level].flatten(2).transpose(1, 2).reshape(bs * heads, channels, *MAPS[level])
-            samples.append(self.sample(image, grids[:, :, :, level].transpose(1, 2).flatten(0, 1), **self.options))
-        weights = weights.transpose(1, 2).reshape(bs * heads, 1, queries, 6)
-        output = (torch.stack(samples, -2).flatten(-2) * weights).sum(-1)
-        return output.view(bs, heads * channels, queries).transpose(1, 2).contiguous()
-
-
-class Joined(torch.nn.Module):
-    """As RT-DETR v2 and D-FINE write it: levels and points in one axis, and levels may differ in points."""
-
-    def __init__(self, points, sample=grid_sample) -> None:
-        super().__init__()
-        self.points, self.sample = points, sample
-
-    def forward(self, value, locations, weights):
-        value, locations, weights = value * 1.5, locations.flatten(3, 4) + 0.1, weights.softmax(-1)
-        bs, _, heads, channels = value.shape
-        levels = value.permute(0, 2, 3, 1).flatten(0, 1).split(AREAS, -1)
-        grids = (2 * locations - 1).permute(0, 2, 1, 3, 4).flatten(0, 1).split(self.points, -2)
-        images = [v.reshape(bs * heads, channels, *size) for v, size in zip(levels, MAPS, strict=True)]
-        samples = [self.sample(*pair, mode="bilinear", align_corners=False) for pair in zip(images, grids, strict=True)]
-        weights = weights.permute(0, 2, 1, 3).reshape(bs * heads, 1, locations.shape[1], 6)
-        output = (torch.cat(samples, -1) * weights).sum(-1).view(bs, heads * channels, locations.shape[1])
-        return output.transpose(1, 2).contiguous()
-
-
-def pixels(image, grid):
-    """x and y in pixels, and the map's sides."""
-    height, width = image.shape[2:]
-    return ((grid[..., 0] + 1) * width - 1) / 2, ((grid[..., 1] + 1) * height - 1) / 2, width, height
-
-
-def clipped(places, last):
-    """Opset 11 has no Clip of integers."""
-    return torch.where(places > last, torch.tensor(last), torch.where(places < 0, torch.tensor(0), places))
-
-
-def corners(x, y):
-    """Of the four pixels around (x, y): their integer places and weights."""
-    left, top = x.floor(), y.floor()
-    for right, down in itertools.product((0, 1), repeat=2):
-        share = (x - left if right else left + 1 - x) * (y - top if down else top + 1 - y)
-        yield (left + right).long(), (top + down).long(), share
-
-
-def on_a_padded_map(image, grid, **options):
-    """As mmcv's bilinear_grid_sample and LT-DETR's: a border of zeros, places clipped to it, gathers along one axis."""
-    x, y, width, height = pixels(image, grid)
-    rows, sampled = torch.nn.functional.pad(image, [1, 1, 1, 1]).flatten(2), 0
-    for column, row, share in corners(x, y):
-        column, row = clipped(column + 1, width + 1), clipped(row + 1, height + 1)
-        places = (column + row * (width + 2)).flatten(1)[:, None].expand(-1, image.shape[1], -1)
-        sampled = sampled + rows.gather(2, places) * share.flatten(1)[:, None]
-    return sampled.reshape(image.shape[0], image.shape[1], grid.shape[1], grid.shape[2])
-
-
-def masked(image, grid, **options):
-    """As LibreYOLO's and RF-DETR's: corners outside are multiplied by false."""
-    x, y, width, height = pixels(image, grid)
-    rows, sampled = image.flatten(2), 0
-    for column, row, share in corners(x, y):
-        inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-        places = clipped(row, height - 1) * width + clipped(column, width - 1)
-        found = rows.gather(2, places.flatten(1)[:, None].expand(-1, image.shape[1], -1)).reshape(
-            *image.shape[:2], *grid.shape[1:3]
-        )
-        sampled = sampled + found * inside[:, None] * share[:, None]
-    return sampled
-
-
-def by_three_indices(image, grid, **options):
-    """GatherND from channels last: shares are triangles around a pixel, or 0 where that is outside."""
-    x, y, width, height = pixels(image, grid)
-    batch, rows, sampled = torch.arange(image.shape[0]).view(-1, 1, 1), image.permute(0, 2, 3, 1), 0
-    for column, row, _ in corners(x, y):
-        inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
-        share = torch.where(inside, (1 - (x - column).abs()) * (1 - (y - row).abs()), 0.0)
-        sampled = sampled + rows[batch, clipped(row, height - 1), clipped(column, width - 1)] * share[..., None]
-    return sampled.permute(0, 3, 1, 2)
-
-
-def decomposed(image, grid, **options):
-    """torch's own decomposition."""
-    from torch._decomp.decompositions import grid_sampler_2d
-
-    return grid_sampler_2d(image, grid, 0, 0, False)
-
-
-def at_the_border(image, grid, **options):
-    """Not ours: samples outside repeat the outermost pixels."""
-    x, y, width, height = pixels(image, grid)
-    rows, sampled = image.flatten(2), 0
-    for column, row, share in corners(x, y):
-        places = clipped(row, height - 1) * width + clipped(column, width - 1)
-        found = rows.gather(2, places.flatten(1)[:, None].expand(-1, image.shape[1], -1)).reshape(
-            *image.shape[:2], *grid.shape[1:3]
-        )
-        sampled = sampled + found * share[:, None]
-    return sampled
-
-
-def of_capped_values(image, grid, **options):
-    """Not ours, and no trial with values within 1 would tell."""
-    sampled = masked(image, grid)
-    return torch.where(sampled > 1000, 0.0, sampled)
-
-
-WRITINGS = {"stacked": Stacked(), "joined": Joined([3, 3]), "unequal points": Joined([2, 4])}
-GATHERS = (on_a_padded_map, masked, by_three_indices, decomposed)
-
-
-def inputs(bs=2, queries=7):
-    random = torch.Generator().manual_seed(1)
-    locations = torch.rand(bs, queries, 4, 2, 3, 2, generator=random) * 1.4 - 0.3
-    return torch.rand(bs, 42, 4, 8, generator=random), locations, torch.rand(bs, queries, 4, 6, generator=random)
-
-
-def export(module, path, exporter, opset=17):
-    names, free = ["v", "l", "w"], {"v": {0: "bs"}, "l": {0: "bs", 1: "q"}, "w": {0: "bs", 1: "q"}}
-    dynamo = {"dynamo": True, "opset_version": 20, "verbose": False}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if "older" in exporter:
-            old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if exporter == "older" else None}
-            return torch.onnx.export(module, inputs(), path, input_names=names, **old)
-        if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
-            pytest.skip(sentence)
-        shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
-        more = {"dynamic_shapes": shapes} if exporter == "free sizes" else {}
-        torch.onnx.export(module.eval(), inputs(), path, input_names=names, **dynamo, **more)
-
-
-def run(path, arguments):
-    options = onnxruntime.SessionOptions()
-    options.register_custom_ops_library(mx_driving.onnx.library())
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)})[0]
-
-
-def kinds(path):
-    return [node.op_type for node in onnx.load(path).graph.node]
 
 
 def judge(writing, before, after, arguments):
@@ -281,18 +128,6 @@ def test_sizes_that_the_file_computes(tmp_path):
     judge(Chosen(), before, after, inputs())
 
 
-class Projected(torch.nn.Module):
-    """Weights of a size that a file may keep outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.projection = torch.nn.Linear(8, 8)
-
-    def forward(self, value, locations, weights):
-        return Stacked(decomposed)(self.projection(value), locations, weights)
-
-
 def test_weights_outside_the_file(tmp_path):
     """All constants lie in another file, those of the part that is tried too, and so they do afterwards."""
     before, after = tmp_path / "in" / "before.onnx", tmp_path / "out" / "after.onnx"
@@ -344,25 +179,6 @@ def test_the_rest_is_untouched_and_reported(tmp_path):
     assert "padding_mode is border" in str(report)
     assert kinds(after).count("GridSample") == 2
     np.testing.assert_allclose(run(after, inputs()), Both()(*inputs()).numpy(), atol=1e-5)
-
-
-def test_bad_files(tmp_path):
-    out = tmp_path / "out.onnx"
-    plain = tmp_path / "plain.onnx"
-    torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),), plain, dynamo=True, verbose=False)
-    with pytest.raises(ValueError, match=r"made of GridSample or gathers; got .*plain.onnx \(it has no weighted samples\)"):
-        mx_driving.onnx.fuse(plain, out)
-    with pytest.raises(ValueError, match="path_out must be another file than path_in"):
-        mx_driving.onnx.fuse(plain, plain)
-    with pytest.raises(ValueError, match="path_in must be a file that can be read"):
-        mx_driving.onnx.fuse(tmp_path / "none.onnx", out)
-    (tmp_path / "text.onnx").write_text("not a graph")
-    export(Stacked(), tmp_path / "whole.onnx", "older")
-    (tmp_path / "cut.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes()[:-1000])
-    for name in ("text.onnx", "cut.onnx"):
-        with pytest.raises(ValueError, match=f"path_in must be an ONNX file; got .*{name}"):
-            mx_driving.onnx.fuse(tmp_path / name, out)
-    assert not out.exists()
 
 
 @pytest.mark.needs("An ONNX file of opset 20")

@@ -1,13 +1,15 @@
-"""An ONNX file with the shapes of its tensors, and written again."""
+"""An ONNX file with the shapes of its tensors. `_save.py` writes it again."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
-from onnx_ir.passes.common import LiftConstantsToInitializersPass, RemoveUnusedNodesPass, ShapeInferencePass
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
 from ._graph import constant, dims, is_node
 
@@ -18,7 +20,7 @@ _Sizes = dict[str, list[int | str | None]]
 def load(path: Path) -> ir.Model:
     """The model, with all sizes that can be found. `save` leaves out those that the file does not say."""
     model = _read(path)
-    said = {value.name: value.shape for value in _outputs(model)}
+    said = {value.name: value.shape for value in outputs(model)}
     model = ShapeInferencePass()(model).model
     model.meta["said"] = said
     if not _all_sizes_are_known(model):
@@ -26,25 +28,59 @@ def load(path: Path) -> ir.Model:
     return model
 
 
-def _outputs(model: ir.Model) -> Iterator[ir.Value]:
+def outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
 
 
 def _read(path: Path) -> ir.Model:
     try:
-        model = ir.load(path)
+        model = ir.serde.deserialize_model(onnx.load(path, format="protobuf", load_external_data=False))
     except OSError as error:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's and onnx_ir's own
-        fact = str(error).strip().split("\n")[0] or type(error).__name__
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {fact}") from None
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
     if not model.graph.opset_imports:
         raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
+    _take_in_attributes(model, path)
+    for tensor in outside(model):
+        _find(tensor, path)
     return model
 
 
+def _first(error: Exception) -> str:
+    return str(error).strip().split("\n")[0] or type(error).__name__
+
+
+def outside(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+    """The tensors that lie in other files."""
+    for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
+        yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
+
+
+def _take_in_attributes(model: ir.Model, path: Path) -> None:
+    """Only initializers are written outside, so what nodes hold outside must come in."""
+    for graph in (model.graph, *model.functions.values()):
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            for name, attribute in list(node.attributes.items()):
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    _find(attribute.value, path)
+                    node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
+
+
+def _find(tensor: ir.ExternalTensor, path: Path) -> None:
+    """Let a tensor outside know its folder. All of it must be there."""
+    tensor.base_dir = path.parent
+    end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
+    fact = f"no file {tensor.location}"
+    if os.path.isfile(tensor.path):
+        size = os.path.getsize(tensor.path)
+        fact = f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}" if size < end else ""
+    if fact:
+        raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
+
+
 def _all_sizes_are_known(model: ir.Model) -> bool:
-    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in _outputs(model))
+    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in outputs(model))
 
 
 def _follow_sizes(model: ir.Model, path: Path) -> None:
@@ -53,7 +89,7 @@ def _follow_sizes(model: ir.Model, path: Path) -> None:
         folded = _folded(_read(path))
     except Exception:  # of any node that it computes, and then sizes stay unknown: what needs them is reported as left
         return
-    _add(model, {str(value.name): list(dims(value)) for value in _outputs(folded)})
+    _add(model, {str(value.name): list(dims(value)) for value in outputs(folded)})
     if not _all_sizes_are_known(folded):
         _add(model, _from_names(folded))
 
@@ -92,22 +128,7 @@ def _from_names(model: ir.Model) -> _Sizes:
 
 
 def _add(model: ir.Model, known: _Sizes) -> None:
-    for value in _outputs(model):
+    for value in outputs(model):
         before, sizes = dims(value), known.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):
             value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])
-
-
-def save(model: ir.Model, path: Path) -> None:
-    """Weights stay where they are: in the file, or in a file beside it. Sizes are those that the file said, and of our nodes
-    the fixed ones."""
-    said = model.meta.pop("said")
-    for value in _outputs(model):
-        before, node = said.get(value.name), value.producer()
-        if before is None and node is not None and node.domain == "mx_driving":
-            before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
-        value.shape = before
-    model.graph.opset_imports["mx_driving"] = 1
-    RemoveUnusedNodesPass()(model)
-    outside = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
-    ir.save(model, path, external_data=f"{path.name}.data" if outside else None)

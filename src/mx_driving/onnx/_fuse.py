@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ._file import load, save
+from ._file import load
 from ._graph import Unfit, dims, is_node, source
+from ._save import save
 from ._search import Sampling, candidates, sums
 from ._trial import padding, prove, tables
 
@@ -131,5 +132,5 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> F
     if not report.replaced:
         why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "it has no weighted samples"
         raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
-    save(model, target)
+    save(model, source, target)
     return report

@@ -1,0 +1,47 @@
+"""A model is written beside its place, and put there when it is whole."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from ._file import outputs, outside
+from ._graph import dims
+
+
+def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
+    """Weights stay where they are: in the file, or in a file beside it. Sizes are those that the file said, and of our nodes
+    the fixed ones."""
+    read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
+    _restore_sizes(model)
+    model.graph.opset_imports["mx_driving"] = 1
+    RemoveUnusedNodesPass()(model)
+    weights = f"{path_out.name}.data" if list(outside(model)) else None
+    files = [weights, path_out.name] if weights else [path_out.name]  # the model last: it is whole when it is there
+    _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
+    with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
+        ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
+        for file in files:
+            os.replace(Path(folder, file), path_out.with_name(file))
+
+
+def _restore_sizes(model: ir.Model) -> None:
+    said = model.meta.pop("said")
+    for value in outputs(model):
+        before, node = said.get(value.name), value.producer()
+        if before is None and node is not None and node.domain == "mx_driving":
+            before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
+        value.shape = before
+
+
+def _spare(read: set[Path], path_in: Path, written: list[Path]) -> None:
+    """Refuse to write over what path_in reads, under any name of it."""
+    for old in written:
+        if old.exists() and any(old.samefile(path) for path in read):
+            raise ValueError(f"path_out must leave the files of path_in alone; got {written[0]}, and {path_in} reads {old}")
+        if old.exists() and not old.is_file():
+            raise ValueError(f"path_out must be a file; got {old}")
