@@ -41,6 +41,7 @@ def replay(
     """
     from rich.progress import track
 
+    from ..replay import _schema
     from ..replay import calls as recorded
     from ..replay import show as shown
     from ..replay.judge import WRONG, Verdict, judge
@@ -71,7 +72,7 @@ def replay(
     for verdict in verdicts:
         for sentence in shown.sentences(verdict):
             say(console, sentence)
-    for history in recorded.histories(calls):
+    for history in _schema.histories(calls):
         if isinstance(history, Problem):
             problems.append(history)
         else:
@@ -84,6 +85,12 @@ def replay(
         shown.plot(verdicts, picture)
     wrong = sum(verdict.word == WRONG for verdict in verdicts)
     if wrong or problems:
-        say(console, f"[bold red]{shown.outcome(wrong, len(verdicts), len(problems))}[/]")
+        say(console, f"[bold red]{_outcome(wrong, len(verdicts), len(problems))}[/]")
         raise typer.Exit(1)
     say(console, f"[bold green]all is well[/]: {len(verdicts)} calls are right")
+
+
+def _outcome(wrong: int, judged: int, problems: int) -> str:
+    """The last line where not all is well."""
+    calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
+    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "")

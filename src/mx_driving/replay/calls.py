@@ -16,10 +16,9 @@ from .._checks import inputs as checks
 from .._checks.rules import FLOATING, INDEX
 from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
 from .._programs.problems import Problem, need, ruled
-from . import schema
+from . import _schema
 
 ENDINGS = (".safetensors", ".pt")
-_SENTENCE = 1000  # characters
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
 PLACES = Inputs._fields
 
@@ -63,29 +62,18 @@ def stems(path: Path) -> list[Path]:
 def unfinished(path: Path) -> list[str]:
     """A sentence for each file that the recording did not finish. The temporary ones are of safetensors."""
     parts = sorted([*path.rglob("*.part"), *path.rglob(".tmp*")]) if path.is_dir() else []
-    return [f"{schema.shown(part.name)} must be whole; got one that the recording did not finish" for part in parts]
-
-
-def histories(path: Path) -> Iterator[str | Problem]:
-    """Why a recording ended early, of each that did, from its manifest."""
-    for file in sorted(path.rglob("manifest.json")) if path.is_dir() else []:
-        try:
-            with ruled(f"{file.relative_to(path)} must be a manifest that record.py wrote"):
-                if early := schema.ended_early(json.loads(file.read_bytes())):
-                    yield f"the recording ended early: {early}"
-        except Problem as problem:
-            yield Problem(schema.shown(problem, _SENTENCE))
+    return [f"{_schema.shown(part.name)} must be whole; got one that the recording did not finish" for part in parts]
 
 
 def read(root: Path, paths: list[Path]) -> Iterator[Call | Problem]:
     """One call after another, or why there is none."""
     for stem in paths:
-        name = schema.shown(stem.relative_to(root) if root.is_dir() else stem.name)
+        name = _schema.shown(stem.relative_to(root) if root.is_dir() else stem.name)
         try:
             with ruled(f"{name} must be a call that can be read"):
                 call = _read(name, stem)
         except Problem as problem:
-            yield Problem(schema.shown(problem, _SENTENCE))
+            yield Problem(_schema.shown(problem, _schema.SENTENCE))
         else:
             yield call
 
@@ -105,7 +93,7 @@ def _read(name: str, stem: Path) -> Call:
             call.problems.append(str(problem))
     _hold_results(call)
     if not call.results:
-        got = schema.shown(", ".join(tensors))
+        got = _schema.shown(", ".join(tensors))
         raise Problem(f"{name} must hold an output or gradients; got {got}{_because(call.problems)}")
     return call
 
@@ -120,7 +108,7 @@ def _file(path: Path) -> Path | None:
 
 def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a file says about its call, and its tensors."""
-    file = schema.shown(path.name)
+    file = _schema.shown(path.name)
     rule = f"{file} must be a whole file that record.py wrote"
     if path.suffix == ".pt":
         with ruled(rule):
@@ -133,7 +121,7 @@ def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         with ruled(rule), safe_open(path, "pt") as whole:
             metadata, tensors = whole.metadata() or {}, {key: whole.get_tensor(key) for key in whole.keys()}  # noqa: SIM118
     with ruled(rule):
-        return schema.about(name, json.loads(schema.metadata(file, metadata))), schema.tensors(file, tensors)
+        return _schema.about(name, json.loads(_schema.metadata(file, metadata))), _schema.tensors(file, tensors)
 
 
 def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
@@ -142,12 +130,12 @@ def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
         tensors["starts"] = _one_after_another(tensors["shapes"])
     missing = [place for place in PLACES if place not in tensors]
     if missing:
-        raise Problem(f"{name} must hold {missing[0]}; got {schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
+        raise Problem(f"{name} must hold {missing[0]}; got {_schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
     inputs = [tensors[place] for place in PLACES]
     inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
     with ruled(f"{name} must be a legal call of {operator}"):
         checks.INPUTS[operator](*inputs)
-        schema.hold_size(name, OPERATORS[operator].grouped, inputs)
+        _schema.hold_size(name, OPERATORS[operator].grouped, inputs)
         names = OPERATORS[operator].tables
         checks.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
     call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))

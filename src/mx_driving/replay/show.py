@@ -75,12 +75,6 @@ def sentences(verdict: Verdict) -> list[str]:
     return said + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
-def outcome(wrong: int, judged: int, problems: int) -> str:
-    """The last line where not all is well."""
-    calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
-    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "")
-
-
 def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Of the CSV file: a row for each result."""
     call = verdict.call

@@ -5,8 +5,10 @@ A file may have been edited, cut or written by somebody else. All of it is looke
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,11 +17,11 @@ from mx_driving_portable.record import FORMAT
 
 from .._checks.inputs import host_memory
 from .._operators import LOCATIONS, OPERATORS, STARTS, VALUE
-from .._programs.problems import Problem
+from .._programs.problems import Problem, ruled
 
 NUMBERS = 2**30  # 8 GB in float64
 MAPS = 2**10  # the reference takes one after another
-LONGEST = 200  # characters of a fact in a sentence
+LONGEST, SENTENCE = 200, 1000  # characters of a fact, and of a sentence with it
 
 
 class _Rule(NamedTuple):
@@ -63,14 +65,6 @@ def metadata(file: str, found: Any) -> str:
     return found["call"]
 
 
-def ended_early(manifest: Any) -> str:
-    """Why the recording ended before its program did; manifests before 0.2 called it "ended"."""
-    if not isinstance(manifest, dict):
-        raise TypeError(type(manifest).__name__)
-    reason = manifest.get("ended_early", manifest.get("ended", ""))
-    return shown(reason)
-
-
 def about(name: str, found: Any) -> dict[str, Any]:
     """What a file says about its call. What we do not read may be anything."""
     if not isinstance(found, dict):
@@ -109,3 +103,17 @@ def hold_size(name: str, grouped: bool, inputs: list[Tensor]) -> None:
         number = math.prod(max(1, size) for size in sizes)
         if number > most:
             raise Problem(f"{name} must have at most {most} {what}, to be computed here; got {number}")
+
+
+def histories(path: Path) -> Iterator[str | Problem]:
+    """Why a recording ended before its program did, of each that did, from its manifest. Older ones called it "ended"."""
+    for file in sorted(path.rglob("manifest.json")) if path.is_dir() else []:
+        try:
+            with ruled(f"{file.relative_to(path)} must be a manifest that record.py wrote"):
+                manifest = json.loads(file.read_bytes())
+                if not isinstance(manifest, dict):
+                    raise TypeError(type(manifest).__name__)
+                if early := shown(manifest.get("ended_early", manifest.get("ended", ""))):
+                    yield f"the recording ended early: {early}"
+        except Problem as problem:
+            yield Problem(shown(problem, SENTENCE))
