@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import pytest
@@ -22,7 +23,7 @@ AGGREGATION = nn.DeformableFeatureAggregation(16, 4, 2, 3)
 BY_CAMERA = nn.DeformableFeatureAggregation(16, 4, 2, 6, use_camera_embed=False)
 TEMPORAL = nn.TemporalSelfAttention(16, 4, 2, 3, dropout=0.0)
 SPATIAL = nn.SpatialCrossAttention(16, 4, 2, 4)
-PILLARS = nn.MSDeformableAttention3D(16, 4, 2, 4)
+PILLARS, EVEN = nn.MSDeformableAttention3D(16, 4, 2, 4), nn.MSDeformableAttention3D(16, 4, 2, 4)
 
 LEVELS = {"value": VALUE, "spatial_shapes": SHAPES, "level_start_index": STARTS, "padding_mask": PADDING}
 GOOD = {
@@ -62,393 +63,145 @@ GOOD[PILLARS] = {
     "counts": [3, 2],
     **TABLES,
 }
-TENSOR = "must be a torch.Tensor; got"
+GOOD[EVEN] = {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), "value": VALUE, **TABLES}
 
-# function, its maps, the error, the sentence
+# what is given, the axes that its sentence names: a wrong shape, and what the rule says of it
+SHAPES_OF = [
+    (MULTI_SCALE, "query", (5, 16), "(bs, num_queries, embed_dims=16)"),
+    (MULTI_SCALE, "reference_points", (2, 5, 1, 2), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
+    (GEOMETRIC, "reference_points", (2, 5, 1, 2), "(bs=2, num_queries=5, num_heads=4, 2)"),
+    (MULTI_SCALE, "value", (2, 16, 4, 6), "(bs=2, num_keys, embed_dims=16)"),
+    (MULTI_SCALE, "spatial_shapes", (1, 2), "(num_levels=2, 2)"),
+    (MULTI_SCALE, "level_start_index", (1,), "(num_levels=2)"),
+    (MULTI_SCALE, "padding_mask", (2, 3), "(bs=2, num_keys=30)"),
+    (AGGREGATION, "instance_feature", (2, 5, 8), "(bs, anchor, embed_dims=16)"),
+    (AGGREGATION, "anchor_embed", (2, 1, 16), "(bs=2, anchor=5, embed_dims=16)"),
+    (AGGREGATION, "anchor", (2, 5, 7), "(bs=2, anchor=5, 8 or more)"),
+    (AGGREGATION, "feature_maps", (2, 90, 8), "(bs=2, num_feat, embed_dims=16)"),
+    (AGGREGATION, "spatial_shape", (2, 2), "(cam=3, scale=2, 2)"),
+    (AGGREGATION, "scale_start_index", (2, 2), "(cam=3, scale=2)"),
+    (AGGREGATION, "projection_mat", (2, 3, 2, 4), "(bs=2, cam, 3 or 4, 4)"),
+    (BY_CAMERA, "projection_mat", (2, 3, 4, 4), "(bs=2, cam=6, 3 or 4, 4)"),
+    (AGGREGATION, "image_wh", (2, 1, 2), "(bs=2, cam=3, 2)"),
+    (TEMPORAL, "query_pos", (1, 5, 16), "(bs=2, num_queries=30, embed_dims=16)"),
+    (TEMPORAL, "reference_points", (2, 2, 30, 2, 3), "(bs=2, 2, num_queries=30, num_levels=2, 2 or 4)"),
+    (TEMPORAL, "value", (2, 1, 30, 16), "(bs=2, 2, num_queries=30, embed_dims=16)"),
+    (SPATIAL, "reference_points", (2, 3, 4, 2, 2), "(bs=2, cam=3, num_queries=5, num_Z_anchors, 2)"),
+    (SPATIAL, "value", (2, 3, 30, 8), "(bs=2, cam, num_keys, embed_dims=16)"),
+    (SPATIAL, "bev_mask", (2, 3, 5), "(bs=2, cam=3, num_queries=5, num_Z_anchors=2)"),
+    (PILLARS, "query", (2, 5, 16), "(1, sum(counts)=5, embed_dims=16)"),
+    (PILLARS, "reference_points", (1, 4, 2, 2), "(1, sum(counts)=5, num_Z_anchors, 2)"),
+    (PILLARS, "value", (30, 16), "(bs, num_keys, embed_dims=16)"),
+    (EVEN, "query", (5, 16), "(bs=2, num_queries, embed_dims=16)"),
+    (EVEN, "reference_points", (2, 4, 2, 2), "(bs=2, num_queries=5, num_Z_anchors, 2)"),
+]
+# what is given, and another rule than that of a shape
+OTHERS = [
+    (MULTI_SCALE, "query", None, "query must be a torch.Tensor; got NoneType"),
+    (AGGREGATION, "image_wh", (8, 6), "image_wh must be a torch.Tensor, as torch.tensor(image_wh) makes it; got tuple"),
+    (MULTI_SCALE, "padding_mask", PADDING.float(), "padding_mask must have dtype bool; got float32"),
+    (SPATIAL, "bev_mask", torch.rand(2, 3, 5, 2), "bev_mask must have dtype bool; got float32"),
+    (MULTI_SCALE, "reference_points", QUERY, "reference_points must have 4 axes, the last of 2 or 4 numbers; got (2, 5, 16)"),
+    (GEOMETRIC, "reference_points", QUERY, "reference_points must have 4 axes, the last of 2 numbers; got (2, 5, 16)"),
+    (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
+    (EVEN, "reference_points", torch.rand(2, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
+    (PILLARS, "counts", [5], "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
+    (PILLARS, "counts", [6, -1], "counts must hold a number from 0 on for each of 2 pictures; got [6, -1]"),
+]
+ROWS = [(*row[:2], torch.zeros(row[2]), f"{row[1]} must have shape {row[3]}; got {row[2]}") for row in SHAPES_OF] + OTHERS
+
+# function, its maps, the sentence
 FLATTEN = [
-    (nn.flatten_levels, MAPS[0], TypeError, "maps must be a list of tensors, one for each level; got Tensor"),
-    (nn.flatten_levels, [], ValueError, "maps must hold at least one level; got none"),
-    (nn.flatten_levels, {"p3": MAPS[0]}, TypeError, f"maps[0] {TENSOR} str"),
-    (nn.flatten_levels, [MAPS[0], None], TypeError, f"maps[1] {TENSOR} NoneType"),
-    (nn.flatten_levels, [MAPS[0][0]], ValueError, "maps[0] must have shape (bs, c, H, W); got (16, 4, 6)"),
-    (nn.flatten_levels, CAMERAS, ValueError, "maps[0] must have shape (bs, c, H, W); got (2, 3, 16, 4, 6)"),
-    (nn.flatten_levels, [MAPS[0], MAPS[1][:, :8]], ValueError, "maps[1] must have shape (bs=2, c=16, H, W); got (2, 8, 2, 3)"),
-    (nn.flatten_levels, [MAPS[0], MAPS[1][:1]], ValueError, "maps[1] must have shape (bs=2, c=16, H, W); got (1, 16, 2, 3)"),
-    (nn.flatten_levels, [MAPS[0], MAPS[1][0]], ValueError, "maps[1] must have shape (bs=2, c=16, H, W); got (16, 2, 3)"),
-    (nn.flatten_levels, [MAPS[0], MAPS[1].to("meta")], ValueError, "maps[1] must be on maps[0]'s device (cpu); got meta"),
-    (nn.flatten_cameras, CAMERAS[0], TypeError, "maps must be a list of tensors, one for each level; got Tensor"),
-    (nn.flatten_cameras, (), ValueError, "maps must hold at least one level; got none"),
-    (nn.flatten_cameras, MAPS, ValueError, "maps[0] must have shape (bs, cam, c, H, W); got (2, 16, 4, 6)"),
+    (nn.flatten_levels, MAPS[0], "maps must be a list of tensors, one for each level; got Tensor"),
+    (nn.flatten_cameras, (), "maps must hold at least one level; got none"),
+    (nn.flatten_levels, {"p3": MAPS[0]}, "maps[0] must be a torch.Tensor; got str"),
+    (nn.flatten_levels, [MAPS[0], None], "maps[1] must be a torch.Tensor; got NoneType"),
+    (nn.flatten_levels, CAMERAS, "maps[0] must have shape (bs, c, H, W); got (2, 3, 16, 4, 6)"),
+    (nn.flatten_cameras, MAPS, "maps[0] must have shape (bs, cam, c, H, W); got (2, 16, 4, 6)"),
+    (nn.flatten_levels, [MAPS[0], MAPS[1][:, :8]], "maps[1] must have shape (bs=2, c=16, H, W); got (2, 8, 2, 3)"),
+    (nn.flatten_levels, [MAPS[0], MAPS[1][:1]], "maps[1] must have shape (bs=2, c=16, H, W); got (1, 16, 2, 3)"),
+    (nn.flatten_levels, [MAPS[0], MAPS[1][0]], "maps[1] must have shape (bs=2, c=16, H, W); got (16, 2, 3)"),
+    (nn.flatten_levels, [MAPS[0], MAPS[1].to("meta")], "maps[1] must be on maps[0]'s device (cpu); got meta"),
     (
         nn.flatten_cameras,
         [CAMERAS[0], CAMERAS[1][:, :2]],
-        ValueError,
         "maps[1] must have shape (bs=2, cam=3, c=16, H, W); got (2, 2, 16, 2, 3)",
     ),
 ]
 
-# module, which input, what it becomes, the error, the sentence
-ROWS = [
-    *(
-        row
-        for module, count in ((MULTI_SCALE, "num_levels=2, 2 or 4"), (GEOMETRIC, "num_heads=4, 2"))
-        for row in [
-            (module, "query", None, TypeError, f"query {TENSOR} NoneType"),
-            (module, "query", QUERY[0], ValueError, "query must have shape (bs, num_queries, embed_dims=16); got (5, 16)"),
-            (
-                module,
-                "query",
-                torch.rand(2, 5, 32),
-                ValueError,
-                "query must have shape (bs, num_queries, embed_dims=16); got (2, 5, 32)",
-            ),
-            (
-                module,
-                "reference_points",
-                [0.5, 0.5],
-                TypeError,
-                "reference_points must be a torch.Tensor, as torch.tensor(reference_points) makes it; got list",
-            ),
-            (
-                module,
-                "reference_points",
-                torch.rand(2, 5, 1, 2),
-                ValueError,
-                f"reference_points must have shape (bs=2, num_queries=5, {count}); got (2, 5, 1, 2)",
-            ),
-            (
-                module,
-                "reference_points",
-                torch.rand(2, 5, 3, 2),
-                ValueError,
-                f"reference_points must have shape (bs=2, num_queries=5, {count}); got (2, 5, 3, 2)",
-            ),
-            (
-                module,
-                "reference_points",
-                torch.rand(1, 5, 2, 2),
-                ValueError,
-                f"reference_points must have shape (bs=2, num_queries=5, {count}); got (1, 5, 2, 2)",
-            ),
-            (
-                module,
-                "reference_points",
-                torch.rand(2, 4, 2, 2),
-                ValueError,
-                f"reference_points must have shape (bs=2, num_queries=5, {count}); got (2, 4, 2, 2)",
-            ),
-            (module, "value", MAPS, TypeError, f"value {TENSOR} list"),
-            (
-                module,
-                "value",
-                MAPS[0],
-                ValueError,
-                "value must have shape (bs=2, num_keys, embed_dims=16); got (2, 16, 4, 6)",
-            ),
-            (
-                module,
-                "value",
-                VALUE[..., :8],
-                ValueError,
-                "value must have shape (bs=2, num_keys, embed_dims=16); got (2, 30, 8)",
-            ),
-            (module, "value", VALUE[:1], ValueError, "value must have shape (bs=2, num_keys, embed_dims=16); got (1, 30, 16)"),
-            (
-                module,
-                "spatial_shapes",
-                SHAPES.tolist(),
-                TypeError,
-                "spatial_shapes must be a torch.Tensor, as torch.tensor(spatial_shapes) makes it; got list",
-            ),
-            (module, "spatial_shapes", SHAPES[:1], ValueError, "spatial_shapes must have shape (num_levels=2, 2); got (1, 2)"),
-            (
-                module,
-                "level_start_index",
-                STARTS[:1],
-                ValueError,
-                "level_start_index must have shape (num_levels=2); got (1,)",
-            ),
-            (
-                module,
-                "padding_mask",
-                PADDING[:, :3],
-                ValueError,
-                "padding_mask must have shape (bs=2, num_keys=30); got (2, 3)",
-            ),
-            (module, "padding_mask", PADDING[:1], ValueError, "padding_mask must have shape (bs=2, num_keys=30); got (1, 30)"),
-            (module, "padding_mask", PADDING.float(), TypeError, "padding_mask must have dtype bool; got float32"),
-            (
-                module,
-                "padding_mask",
-                [True],
-                TypeError,
-                "padding_mask must be a torch.Tensor, as torch.tensor(padding_mask) makes it; got list",
-            ),
-        ]
-    ),
-    (
-        MULTI_SCALE,
-        "reference_points",
-        torch.rand(2, 5, 2, 3),
-        ValueError,
-        "reference_points must have 4 axes, the last of 2 or 4 numbers; got (2, 5, 2, 3)",
-    ),
-    (
-        GEOMETRIC,
-        "reference_points",
-        torch.rand(2, 5, 4, 4),
-        ValueError,
-        "reference_points must have 4 axes, the last of 2 numbers; got (2, 5, 4, 4)",
-    ),
-    (
-        AGGREGATION,
-        "instance_feature",
-        QUERY[..., :8],
-        ValueError,
-        "instance_feature must have shape (bs, anchor, embed_dims=16); got (2, 5, 8)",
-    ),
-    (
-        AGGREGATION,
-        "anchor_embed",
-        QUERY[:, :1],
-        ValueError,
-        "anchor_embed must have shape (bs=2, anchor=5, embed_dims=16); got (2, 1, 16)",
-    ),
-    (
-        AGGREGATION,
-        "anchor",
-        torch.rand(2, 5, 7),
-        ValueError,
-        "anchor must have shape (bs=2, anchor=5, 8 or more); got (2, 5, 7)",
-    ),
-    (
-        AGGREGATION,
-        "anchor",
-        torch.rand(2, 1, 11),
-        ValueError,
-        "anchor must have shape (bs=2, anchor=5, 8 or more); got (2, 1, 11)",
-    ),
-    (AGGREGATION, "feature_maps", CAMERAS, TypeError, f"feature_maps {TENSOR} list"),
-    (
-        AGGREGATION,
-        "feature_maps",
-        FEATURES[..., :8],
-        ValueError,
-        "feature_maps must have shape (bs=2, num_feat, embed_dims=16); got (2, 90, 8)",
-    ),
-    (
-        AGGREGATION,
-        "feature_maps",
-        FEATURES[:1],
-        ValueError,
-        "feature_maps must have shape (bs=2, num_feat, embed_dims=16); got (1, 90, 16)",
-    ),
-    (AGGREGATION, "spatial_shape", SHAPE[0], ValueError, "spatial_shape must have shape (cam=3, scale=2, 2); got (2, 2)"),
-    (
-        AGGREGATION,
-        "spatial_shape",
-        SHAPE[:, :1],
-        ValueError,
-        "spatial_shape must have shape (cam=3, scale=2, 2); got (3, 1, 2)",
-    ),
-    (
-        AGGREGATION,
-        "scale_start_index",
-        START[:2],
-        ValueError,
-        "scale_start_index must have shape (cam=3, scale=2); got (2, 2)",
-    ),
-    (
-        AGGREGATION,
-        "projection_mat",
-        torch.rand(3, 4, 4),
-        ValueError,
-        "projection_mat must have shape (bs=2, cam, 3 or 4, 4); got (3, 4, 4)",
-    ),
-    (
-        AGGREGATION,
-        "projection_mat",
-        torch.rand(1, 3, 4, 4),
-        ValueError,
-        "projection_mat must have shape (bs=2, cam, 3 or 4, 4); got (1, 3, 4, 4)",
-    ),
-    (
-        AGGREGATION,
-        "projection_mat",
-        torch.rand(2, 3, 3, 3),
-        ValueError,
-        "projection_mat must have shape (bs=2, cam, 3 or 4, 4); got (2, 3, 3, 3)",
-    ),
-    (
-        AGGREGATION,
-        "projection_mat",
-        torch.rand(2, 3, 2, 4),
-        ValueError,
-        "projection_mat must have shape (bs=2, cam, 3 or 4, 4); got (2, 3, 2, 4)",
-    ),
-    (
-        BY_CAMERA,
-        "projection_mat",
-        torch.rand(2, 3, 4, 4),
-        ValueError,
-        "projection_mat must have shape (bs=2, cam=6, 3 or 4, 4); got (2, 3, 4, 4)",
-    ),
-    (AGGREGATION, "image_wh", torch.rand(2, 2), ValueError, "image_wh must have shape (bs=2, cam=3, 2); got (2, 2)"),
-    (AGGREGATION, "image_wh", torch.rand(2, 1, 2), ValueError, "image_wh must have shape (bs=2, cam=3, 2); got (2, 1, 2)"),
-    (
-        AGGREGATION,
-        "image_wh",
-        (80, 60),
-        TypeError,
-        "image_wh must be a torch.Tensor, as torch.tensor(image_wh) makes it; got tuple",
-    ),
-]
-
-ROWS += [
-    row
-    for module, count in ((TEMPORAL, 30), (SPATIAL, 5))
-    for row in [
-        (module, "query", None, TypeError, f"query {TENSOR} NoneType"),
-        (module, "query", QUERY[..., :8], ValueError, "query must have shape (bs, num_queries, embed_dims=16); got (2, 5, 8)"),
-        (module, "query_pos", 0.5, TypeError, f"query_pos {TENSOR} float"),
-        (
-            module,
-            "query_pos",
-            QUERY[:1],
-            ValueError,
-            f"query_pos must have shape (bs=2, num_queries={count}, embed_dims=16); got (1, 5, 16)",
-        ),
-        (module, "spatial_shapes", SHAPES[:1], ValueError, "spatial_shapes must have shape (num_levels=2, 2); got (1, 2)"),
-        (module, "level_start_index", STARTS[:1], ValueError, "level_start_index must have shape (num_levels=2); got (1,)"),
-        (module, "reference_points", None, TypeError, f"reference_points {TENSOR} NoneType"),
-    ]
-]
-ROWS += [
-    *(
-        (
-            TEMPORAL,
-            "reference_points",
-            torch.rand(shape),
-            ValueError,
-            f"reference_points must have shape (bs=2, 2, num_queries=30, num_levels=2, 2 or 4); got {shape}",
-        )
-        for shape in [(2, 30, 2, 2), (4, 30, 2, 2, 2), (2, 2, 30, 1, 2), (2, 2, 30, 2, 3), (2, 2, 5, 2, 2)]
-    ),
-    (TEMPORAL, "value", MAPS, TypeError, f"value {TENSOR} list"),
-    *(
-        (
-            TEMPORAL,
-            "value",
-            torch.rand(shape),
-            ValueError,
-            f"value must have shape (bs=2, 2, num_queries=30, embed_dims=16); got {shape}",
-        )
-        for shape in [(4, 30, 16), (2, 1, 30, 16), (2, 2, 5, 16)]
-    ),
-    *(
-        (
-            SPATIAL,
-            "reference_points",
-            torch.rand(shape),
-            ValueError,
-            f"reference_points must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors, 2); got {shape}",
-        )
-        for shape in [(3, 2, 5, 2, 2), (2, 3, 5, 2), (2, 3, 4, 2, 2), (2, 3, 5, 2, 4)]
-    ),
-    (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2), ValueError, "num_Z_anchors must divide num_points=4; got 3"),
-    *(
-        (
-            SPATIAL,
-            "value",
-            torch.rand(shape),
-            ValueError,
-            f"value must have shape (bs=2, cam, num_keys, embed_dims=16); got {shape}",
-        )
-        for shape in [(6, 30, 16), (1, 3, 30, 16), (2, 3, 30, 8)]
-    ),
-    (SPATIAL, "bev_mask", None, TypeError, f"bev_mask {TENSOR} NoneType"),
-    (SPATIAL, "bev_mask", torch.rand(2, 3, 5, 2), TypeError, "bev_mask must have dtype bool; got float32"),
-    *(
-        (
-            SPATIAL,
-            "bev_mask",
-            torch.zeros(shape, dtype=torch.bool),
-            ValueError,
-            f"bev_mask must have shape (bs=2, cam=3, num_queries=5, num_Z_anchors=2); got {shape}",
-        )
-        for shape in [(3, 2, 5, 2), (2, 3, 5)]
-    ),
-]
-
-# module, its arguments, the error, the sentence
+# module, an argument, what it is, the rule
+COUNTS = {
+    nn.MultiScaleDeformableAttention: ("num_levels", "num_points"),
+    nn.TemporalSelfAttention: ("num_levels", "num_points"),
+    nn.SpatialCrossAttention: ("num_levels", "num_points"),
+    nn.GeometricKernelAttention: ("num_levels", "dilation"),
+    nn.DeformableFeatureAggregation: ("num_levels", "num_cams"),
+}
 MADE = [
-    (nn.MultiScaleDeformableAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
-    (nn.MultiScaleDeformableAttention, {"num_points": -1}, "num_points must be at least 1; got -1"),
-    (nn.MultiScaleDeformableAttention, {"num_heads": 0}, "num_heads must divide embed_dims=256; got 0"),
-    (nn.TemporalSelfAttention, {"num_heads": 3}, "num_heads must divide embed_dims=256; got 3"),
-    (nn.TemporalSelfAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
-    (nn.TemporalSelfAttention, {"dropout": 1.0}, "dropout must be a share below 1; got 1.0"),
-    (nn.SpatialCrossAttention, {"num_heads": 3}, "num_heads must divide embed_dims=256; got 3"),
-    (nn.SpatialCrossAttention, {"num_points": 0}, "num_points must be at least 1; got 0"),
-    (nn.SpatialCrossAttention, {"dropout": -0.5}, "dropout must be a share below 1; got -0.5"),
-    (nn.GeometricKernelAttention, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
-    (nn.GeometricKernelAttention, {"kernel_size": (3, 0)}, "kernel_size[1] must be at least 1; got 0"),
-    (nn.GeometricKernelAttention, {"dilation": 0}, "dilation must be at least 1; got 0"),
-    (nn.DeformableFeatureAggregation, {"num_levels": 0}, "num_levels must be at least 1; got 0"),
-    (nn.DeformableFeatureAggregation, {"num_cams": 0}, "num_cams must be at least 1; got 0"),
-    (nn.DeformableFeatureAggregation, {"attn_drop": 1.0}, "attn_drop must be a share below 1; got 1.0"),
-    (nn.DeformableFeatureAggregation, {"attn_drop": -0.1}, "attn_drop must be a share below 1; got -0.1"),
-    (
-        nn.DeformableFeatureAggregation,
-        {"fix_scale": (0, 0, 0, 1, 1, 1)},
-        "fix_scale must have shape (points, 3); got (6,)",
-    ),
-    (
-        nn.DeformableFeatureAggregation,
-        {"fix_scale": (), "num_learnable_pts": 0},
-        "fix_scale must hold a point where num_learnable_pts is 0; got none",
-    ),
+    *((kind, name, wrong, "be at least 1") for kind, names in COUNTS.items() for name in names for wrong in (0, -1)),
+    *((kind, "num_heads", wrong, "divide embed_dims=256") for kind in [*COUNTS][:4] for wrong in (0, 3)),
+    *((kind, "dropout", wrong, "be a share below 1") for kind in [*COUNTS][1:3] for wrong in (1.0, -0.5)),
+    *((nn.DeformableFeatureAggregation, "attn_drop", wrong, "be a share below 1") for wrong in (1.0, -0.1)),
+    (nn.DeformableFeatureAggregation, "num_groups", 3, "divide embed_dims=256"),
+    (nn.DeformableFeatureAggregation, "residual_mode", "sum", "be 'add' or 'cat'"),
 ]
 
 
-ROWS += [
-    (PILLARS, "counts", [5], ValueError, "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
-    (PILLARS, "counts", [6, -1], ValueError, "counts must hold a number from 0 on for each of 2 pictures; got [6, -1]"),
-    (PILLARS, "counts", [3, 3], ValueError, "query must have shape (1, sum(counts)=6, embed_dims=16); got (1, 5, 16)"),
-    (PILLARS, "query", QUERY, ValueError, "query must have shape (1, sum(counts)=5, embed_dims=16); got (2, 5, 16)"),
-    (PILLARS, "query", None, TypeError, f"query {TENSOR} NoneType"),
-    (
-        PILLARS,
-        "reference_points",
-        torch.rand(1, 4, 2, 2),
-        ValueError,
-        "reference_points must have shape (1, sum(counts)=5, num_Z_anchors, 2); got (1, 4, 2, 2)",
-    ),
-    (PILLARS, "value", VALUE[0], ValueError, "value must have shape (pictures, num_keys, embed_dims=16); got (30, 16)"),
-]
-
-
-def refused(call, error, sentence):
-    with pytest.raises(error) as caught:
+def said(call):
+    """The sentence of a refusal, whose class follows from it."""
+    with pytest.raises((TypeError, ValueError)) as refused:
         call()
-    assert str(caught.value) == sentence
+    sentence = str(refused.value)
+    assert refused.type is (TypeError if re.search("dtype|a torch.Tensor|a list of", sentence) else ValueError)
+    return sentence
 
 
-@pytest.mark.parametrize(("function", "maps", "error", "sentence"), FLATTEN, ids=[f"{r[0].__name__}: {r[-1]}" for r in FLATTEN])
-def test_flatten(function, maps, error, sentence):
-    refused(lambda: function(maps), error, sentence)
+@pytest.mark.parametrize(("function", "maps", "sentence"), FLATTEN, ids=[f"{r[0].__name__}: {r[-1]}" for r in FLATTEN])
+def test_flatten(function, maps, sentence):
+    assert said(lambda: function(maps)) == sentence
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "given", "error", "sentence"), ROWS, ids=[f"{type(r[0]).__name__}: {r[-1]}" for r in ROWS]
-)
-def test_module(module, name, given, error, sentence):
-    refused(lambda: module(**{**GOOD[module], name: given}), error, sentence)
+@pytest.mark.parametrize(("module", "name", "given", "sentence"), ROWS, ids=[f"{type(r[0]).__name__}: {r[-1]}" for r in ROWS])
+def test_module(module, name, given, sentence):
+    assert said(lambda: module(**{**GOOD[module], name: given})) == sentence
 
 
-@pytest.mark.parametrize(("module", "arguments", "sentence"), MADE, ids=[f"{r[0].__name__}: {r[-1]}" for r in MADE])
-def test_making(module, arguments, sentence):
-    refused(lambda: module(**arguments), ValueError, sentence)
+# Axes that may be longer: numbers of queries, keys and cameras that only what is longer has, key points, numbers of an anchor.
+FREE = {AGGREGATION: {("feature_maps", 1), ("anchor", 2)}, SPATIAL: {("value", 2)}}
+FREE |= {module: {("value", 1)} for module in (PILLARS, EVEN)}
+
+
+@pytest.mark.parametrize("module", [m for m in GOOD if m is not BY_CAMERA], ids=lambda module: type(module).__name__)
+def test_each_input_is_held_to_its_kind_and_sizes(module):
+    """Its name begins the sentence, or that of the input which it does not fit."""
+    free = set()
+    for name, given in ((name, t) for name, t in GOOD[module].items() if isinstance(t, torch.Tensor)):
+        call = functools.partial(module, **{**GOOD[module], name: "a word"})
+        assert said(call) == f"{name} must be a torch.Tensor; got str"
+        longer = [(axis, torch.cat([given, given.narrow(axis, 0, 1)], axis)) for axis in range(given.dim())]
+        for axis, other in (("one more", given[None]), *longer):
+            inputs = {**GOOD[module], name: other}
+            try:
+                module(**inputs)
+                free.add((name, axis))
+            except ValueError as error:
+                named = re.match(r"(\w+)(\[\d\])? must ", str(error))
+                assert named
+                assert named[1] in (*inputs, "num_Z_anchors")
+    assert free == FREE.get(module, set())
+
+
+@pytest.mark.parametrize(("module", "name", "given", "rule"), MADE)
+def test_making(module, name, given, rule):
+    assert said(lambda: module(**{name: given})) == f"{name} must {rule}; got {given!r}"
+
+
+def test_making_windows_and_key_points():
+    aggregation = nn.DeformableFeatureAggregation
+    assert said(lambda: nn.GeometricKernelAttention(kernel_size=(3, 0))) == "kernel_size[1] must be at least 1; got 0"
+    assert said(lambda: aggregation(fix_scale=(0, 0, 0, 1, 1, 1))) == "fix_scale must have shape (points, 3); got (6,)"
+    rule = "fix_scale must hold a point where num_learnable_pts is 0; got none"
+    assert said(lambda: aggregation(fix_scale=(), num_learnable_pts=0)) == rule
 
 
 def test_legal_inputs_are_taken():

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .._checks.rules import fail, fail_shape, need_axes, need_dtype, need_one_device, need_shape, need_some_sizes, tensors
+
+
+class Pillars(Protocol):
+    """The sizes of an attention module whose queries are pillars."""
+
+    embed_dims: int
+    num_levels: int
+    num_points: int
 
 
 def divides(name: str, part: int, whole_name: str, whole: int) -> None:
@@ -120,15 +129,23 @@ def pillars(points: Tensor, value: Tensor, mask: Tensor, query: Tensor, num_poin
     need_dtype("bev_mask", mask, frozenset((torch.bool,)), "have dtype bool")
 
 
-def pictures(counts: Sequence[int], query: Tensor, points: Tensor, value: Tensor, embed_dims: int) -> None:
-    """The queries of several pictures, one picture's after the other's: `counts` of each."""
+def pictures(
+    counts: Sequence[int] | None, query: Tensor, points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, module: Pillars
+) -> None:
+    """The queries of pictures, as many in each; or one picture's after the other's, `counts` of each."""
     tensors(("query", query), ("reference_points", points), ("value", value))
-    need_some_sizes("value", value, "pictures, num_keys, embed_dims", None, None, embed_dims)
-    if len(counts) != value.shape[0] or min(counts, default=0) < 0:
-        fail(ValueError, "counts", f"hold a number from 0 on for each of {value.shape[0]} pictures", list(counts))
-    total = sum(counts)
-    need_some_sizes("query", query, "1, sum(counts), embed_dims", 1, total, embed_dims)
-    need_some_sizes("reference_points", points, "1, sum(counts), num_Z_anchors, 2", 1, total, None, 2)
+    tensors(("spatial_shapes", shapes), ("level_start_index", starts))
+    need_some_sizes("value", value, "bs, num_keys, embed_dims", None, None, module.embed_dims)
+    need_shape("spatial_shapes", shapes, "num_levels, 2", module.num_levels, 2)
+    need_shape("level_start_index", starts, "num_levels", module.num_levels)
+    bs, total, axes = value.shape[0], None, "bs, num_queries"
+    if counts is not None:
+        if len(counts) != bs or min(counts, default=0) < 0:
+            fail(ValueError, "counts", f"hold a number from 0 on for each of {bs} pictures", list(counts))
+        bs, total, axes = 1, sum(counts), "1, sum(counts)"
+    need_some_sizes("query", query, f"{axes}, embed_dims", bs, total, module.embed_dims)
+    need_some_sizes("reference_points", points, f"{axes}, num_Z_anchors, 2", bs, query.shape[1], None, 2)
+    divides("num_Z_anchors", points.shape[2], "num_points", module.num_points)
 
 
 def anchors(instance_feature: Tensor, anchor: Tensor, anchor_embed: Tensor, embed_dims: int) -> None:

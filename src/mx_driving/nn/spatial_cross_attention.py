@@ -88,8 +88,7 @@ class MSDeformableAttention3D(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        if counts is not None:
-            _check.pictures(counts, query, reference_points, value, self.embed_dims)
+        _check.pictures(counts, query, reference_points, value, spatial_shapes, level_start_index, self)
         heads, levels, points = self.num_heads, self.num_levels, self.num_points
         rows = self.value_proj(value).unflatten(2, (heads, -1))
         samples = (
