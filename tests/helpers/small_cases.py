@@ -12,6 +12,9 @@ GOOD = {
     MULTI_SCALE: lambda: cases.cast(cases.multi_scale(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
     AGGREGATION: lambda: cases.cast(cases.aggregation(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]]), torch.float32),
     GEOMETRIC: lambda: cases.cast(cases.geometric(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
+    MULTI_SCALE_LOGITS: lambda: cases.cast(logits_cases.multi_scale(2, 3, 4, 2, [(3, 4), (2, 2)], 2), torch.float32),
+    AGGREGATION_LOGITS: lambda: cases.cast(logits_cases.aggregation(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]]), torch.float32),
+    GEOMETRIC_LOGITS: lambda: cases.cast(logits_cases.geometric(2, 3, 4, 2, [(3, 4), (2, 2)], (1, 2)), torch.float32),
 }
 
 # batch and queries are free, for graphs that must not fix them

@@ -39,7 +39,6 @@ BUDGET = 30.0  # seconds that the tests of one fault may take: what only slower 
 PYTHON_TESTS = (
     "operators/test_checks.py",
     "operators/test_errors.py",
-    "operators/test_with_logits_errors.py",
     "operators/test_limits.py",
     "operators/test_data_checks.py",
     "operators/test_autograd.py",
