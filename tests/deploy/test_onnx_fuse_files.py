@@ -10,7 +10,9 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from onnx_writings import Projected, Stacked, export, inputs, run  # noqa: E402
+import onnx_ir  # noqa: E402
+from onnx_ir.passes.common import LiftConstantsToInitializersPass  # noqa: E402
+from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
 
@@ -77,3 +79,44 @@ def test_bad_files(tmp_path):
         with pytest.raises(ValueError, match=f"path_in must be an ONNX file; got .*{name}"):
             mx_driving.onnx.fuse(tmp_path / name, out)
     assert not out.exists()
+
+
+def with_inputs(path, out, *, chosen=lambda tensor: True, ir_version=8):
+    """Every constant is an initializer, and those that are chosen are inputs, too."""
+    model = onnx_ir.load(path)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    names = [name for name, value in model.graph.initializers.items() if chosen(value.const_value.numpy())]
+    model.graph.inputs.extend(model.graph.initializers[name] for name in names)
+    model.ir_version = ir_version
+    onnx_ir.save(model, out)
+    return names
+
+
+def test_a_default_stays_an_input(tmp_path):
+    """Since version 4 of ONNX an initializer that is an input, too, is a default that a caller may override."""
+    whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
+    export(WRITINGS["stacked"], whole, "older")
+    (factor,) = with_inputs(whole, before, chosen=lambda tensor: tensor.max() == 1.5)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    fed = {factor: np.array(-3, np.float32)}
+    np.testing.assert_allclose(run(after, inputs(), **fed), run(before, inputs(), **fed), atol=1e-5)
+    assert np.abs(run(after, inputs(), **fed) - run(after, inputs())).max() > 1
+
+
+@pytest.mark.parametrize("number", [1.0, 2.0, 30, None])
+def test_a_default_that_decides_what_is_sampled(number, tmp_path):
+    """2 and 1 of 2 * locations - 1, lengths of levels, and everything."""
+    whole, before = tmp_path / "whole.onnx", tmp_path / "before.onnx"
+    export(WRITINGS["stacked"], whole, "older")
+    with_inputs(whole, before, chosen=lambda tensor: number is None or (tensor.max() == number and tensor.size < 3))
+    with pytest.raises(ValueError, match=r"an input with a default|its grid is not|does not fix|no tensors have the shapes"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+
+
+def test_before_version_4_nothing_is_overridden(tmp_path):
+    """There, every initializer had to be an input, and onnxruntime takes them for constants."""
+    whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
+    export(Stacked(masked), whole, "older", 11)
+    assert with_inputs(whole, before, ir_version=3)
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)

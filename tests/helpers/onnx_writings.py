@@ -183,11 +183,11 @@ def export(module, path, exporter, opset=17):
         torch.onnx.export(module.eval(), inputs(), path, input_names=names, **dynamo, **more)
 
 
-def run(path, arguments):
+def run(path, arguments, **more):
     options = onnxruntime.SessionOptions()
     options.register_custom_ops_library(mx_driving.onnx.library())
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)})[0]
+    return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)} | more)[0]
 
 
 def kinds(path):

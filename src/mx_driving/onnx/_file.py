@@ -44,7 +44,22 @@ def _read(path: Path) -> ir.Model:
     _take_in_attributes(model, path)
     for tensor in outside(model):
         _find(tensor, path)
+    _set_defaults_aside(model)
     return model
+
+
+def _set_defaults_aside(model: ir.Model) -> None:
+    """An initializer that is an input, too, is a default that a caller may override: nothing may be concluded from it. Before
+    version 4 of ONNX every initializer had to be an input, and none could be overridden."""
+    both = [value for value in model.graph.inputs if value.is_initializer()]
+    for value in both:
+        if model.ir_version < 4:
+            model.graph.inputs.remove(value)
+        else:
+            value.meta["default"] = value.const_value
+            del model.graph.initializers[str(value.name)]
+            value.const_value = None
+    model.ir_version = max(model.ir_version, 4)
 
 
 def _first(error: Exception) -> str:

@@ -16,6 +16,7 @@ from ._graph import dims
 def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
     """Weights stay where they are: in the file, or in a file beside it. Sizes are those that the file said, and of our nodes
     the fixed ones."""
+    _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
     _restore_sizes(model)
     model.graph.opset_imports["mx_driving"] = 1
@@ -27,6 +28,13 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
         for file in files:
             os.replace(Path(folder, file), path_out.with_name(file))
+
+
+def _restore_defaults(model: ir.Model) -> None:
+    for value in model.graph.inputs:
+        if "default" in value.meta:
+            value.const_value = value.meta["default"]
+            model.graph.register_initializer(value)
 
 
 def _restore_sizes(model: ir.Model) -> None:

@@ -59,7 +59,7 @@ def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
         if value in ends or value.is_initializer() or node in nodes:
             continue
         if node is None:
-            raise Unfit(reason.format(value.name))
+            raise Unfit(reason.format(value.name) + ", an input with a default" * ("default" in value.meta))
         if is_node(node, "Shape"):
             if _size(value, names) is not None:
                 sizes[value] = None
