@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _with_logits
+from . import _geometry, _with_logits
 
 __all__ = [
     "Corners",
@@ -218,11 +218,6 @@ def geometric_kernel_attention_backward(
     return _masked(gradients, (value, weights), output_mask)  # pyright: ignore
 
 
-def _seen(location: Tensor) -> Tensor:
-    """Strictly inside the image; a NaN is not."""
-    return ((location > 0) & (location < 1)).all(-1)
-
-
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
     dtype = _compute_dtype(feature_maps, locations, weight)
     bs, num_feat, channels = feature_maps.shape
@@ -230,7 +225,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     groups = weight.shape[-1]
     out = v.new_zeros(bs, locations.shape[1], channels)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
-        seen = _seen(location[:, :, :, cam])
+        seen = _geometry.inside(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
             corners = _aggregation_corners(location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat)
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
@@ -263,7 +258,7 @@ def deformable_aggregation_backward(
     grad_location, grad_weight = torch.zeros_like(location).unbind(3), []
     grad_location = list(grad_location)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
-        seen = _seen(location[:, :, :, cam])
+        seen = _geometry.inside(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
             shape = shapes[cam, scale]
             corners = _aggregation_corners(location[:, :, :, cam], seen, shape, starts[cam, scale], num_feat)

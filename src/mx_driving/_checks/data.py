@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _with_logits
+from .. import _geometry, _with_logits
 from .._operators import OPERATORS, Inputs, Operator
 from .flags import flag
 
@@ -200,7 +200,7 @@ def _normalised(call: _Call) -> None:
 
 def _seen(call: _Call) -> None:
     """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
-    within = ((call.locations > 0) & (call.locations < 1)).all(-1)
+    within = _geometry.inside(call.locations)
     unseen = _share(~within.any(-1))
     if unseen <= _MOST:
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, _decomp
 
-from .. import _with_logits, reference
+from .. import _geometry, _with_logits, reference
 from .._operators import OPERATORS
 from .when_imported import when_imported
 
@@ -70,7 +70,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     bs, num_feat, channels = feature_maps.shape
     groups = weight.shape[-1]
     location = locations.to(dtype)[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
-    seen = reference._seen(location)
+    seen = _geometry.inside(location)
     corners = reference._aggregation_corners(location, seen, shapes.movedim(-1, 0), starts, num_feat)
     weights = torch.where(seen[..., None], weight.to(dtype), 0)
     batch = torch.arange(bs, device=weight.device).view(-1, 1, 1, 1, 1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mx_driving
 
+from .. import _geometry
 from . import plain
 from .workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
 
@@ -180,7 +181,7 @@ def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple
     projection, image_size = ring_of_cameras()
     turned = torch.einsum("cij,qzj->cqzi", projection[:, :3], F.pad(places, (0, 1), value=1.0))
     reference = turned[..., :2] / turned[..., 2:].clamp(min=1e-5) / image_size[:, None, None]
-    mask = (turned[..., 2] > 1e-5) & ((reference > 0) & (reference < 1)).all(-1)
+    mask = (turned[..., 2] > 1e-5) & _geometry.inside(reference)
     query, position = torch.randn(2, 1, len(cells), 256, generator=generator)
     inner, visible = module.deformable_attention, int(mask.any(-1).sum())
     asked = torch.randn(1, visible, 256, generator=generator)

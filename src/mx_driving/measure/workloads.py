@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _with_logits
+from .. import _geometry, _with_logits
 from .._operators import OPERATORS, Operator
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
@@ -73,15 +73,14 @@ def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
     """Locations moved at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
     float64 may be on different sides."""
-    pixels = locations.double() * size - 0.5
+    pixels = _geometry.pixels(locations.double(), size)
     whole = pixels.floor()
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
 
 
 def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
     shapes = torch.tensor(sizes)
-    ends = shapes.prod(-1).cumsum(0)
-    return shapes, torch.cat([ends.new_zeros(1), ends[:-1]])
+    return shapes, _geometry.starts_of(shapes)
 
 
 def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
@@ -161,7 +160,7 @@ def _attention_with_logits(
     offsets = _held(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
     logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
     of_samples = _with_logits.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
-    pixels = of_samples.locations * shapes.flip(-1)[:, None] - 0.5
+    pixels = _geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
     return value, shapes, starts, reference, _held(offsets), logits, axis
@@ -237,7 +236,7 @@ def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits:
     locations = _with_logits.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
     seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
     border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
-    pixels = locations[..., None, :] * shapes.flip(-1) - 0.5
+    pixels = _geometry.pixels(locations[..., None, :], shapes.flip(-1))
     lattice = ((pixels - pixels.round()).abs() < 0.002).any(-1).any(-1)
     return (seen & (border | lattice)).any(-1)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _geometry
 from ..kernels import MultiScaleDeformableAttention
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -56,8 +57,7 @@ def presets_of(function: types.FunctionType) -> dict[str, Any]:
 def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """spatial_shapes and level_start_index of levels that lie one after the other."""
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
-    rows = shapes.prod(-1)
-    return shapes, rows.cumsum(0) - rows
+    return shapes, _geometry.starts_of(shapes)
 
 
 def levels_by_points(counts: Sequence[int]) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _geometry
 from .._checks import inputs as checks
 from .._checks.rules import FLOATING, INDEX
 from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
@@ -127,7 +128,7 @@ def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     operator = about["operator"]
     if about.get("packed") and "shapes" in tensors:
-        tensors["starts"] = _one_after_another(tensors["shapes"])
+        tensors["starts"] = _geometry.starts_of(tensors["shapes"])
     missing = [place for place in PLACES if place not in tensors]
     if missing:
         raise Problem(f"{name} must hold {missing[0]}; got {_schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
@@ -141,11 +142,6 @@ def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))
     call.results = {n: tensors[n] for n in ("output", *call.gradients) if n in tensors}
     return call
-
-
-def _one_after_another(shapes: Tensor) -> Tensor:
-    rows = shapes.prod(-1).flatten()
-    return (rows.cumsum(0) - rows).view(shapes.shape[:-1])
 
 
 def _hold_results(call: Call) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import _geometry, reference
 from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS
 from .calls import PLACES, Call
 
@@ -179,13 +179,13 @@ def restricted(call: Call, scale: int | None, locations: Tensor) -> Call:
 def pixels(call: Call) -> tuple[Tensor, Tensor]:
     """Where the samples of an attention operator are, [..., 2], and the sizes of their maps, (width, height)."""
     locations, size = call.inputs[LOCATIONS].double(), call.inputs[SHAPES].double().flip(-1)[:, None]
-    return (locations if call.row.integer_locations else locations * size - 0.5), size
+    return (locations if call.row.integer_locations else _geometry.pixels(locations, size)), size
 
 
 def counts(call: Call) -> Tensor:
     """True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
     if call.row.grouped:
         locations = call.inputs[LOCATIONS]
-        return ((locations > 0) & (locations < 1)).all(-1)
+        return _geometry.inside(locations)
     at, size = pixels(call)
-    return ((at > -1) & (at < size)).all(-1)
+    return _geometry.on_map(at, size)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _geometry
 from ..measure import plain
 from .compute import Core, core
 
@@ -46,15 +47,11 @@ def _by_scale(move: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]
         total = torch.zeros((), dtype=value.dtype)
         for s in range(shapes.shape[1]):
             tables = shapes[:, s : s + 1], starts[:, s : s + 1]
-            moved = torch.where(_seen(locations), move(locations, _size(tables[0], locations)), torch.nan)
+            moved = torch.where(_geometry.inside(locations)[..., None], move(locations, _size(tables[0], locations)), torch.nan)
             total = total + of(value, *tables, moved, weights[:, :, :, :, s : s + 1])
         return total
 
     return run
-
-
-def _seen(locations: Tensor) -> Tensor:
-    return ((locations > 0) & (locations < 1)).all(-1, keepdim=True)
 
 
 def _swapped(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
@@ -66,8 +63,7 @@ def _turned(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> 
 
 
 def _packed(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    rows = s.prod(-1).flatten()
-    return of(v, s, (rows.cumsum(0) - rows).view(t.shape), l, w)
+    return of(v, s, _geometry.starts_of(s), l, w)
 
 
 def _levels_with_points(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:

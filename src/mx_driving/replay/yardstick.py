@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from .. import _geometry
 from .._operators import LOCATIONS, SHAPES, VALUE, WEIGHTS
 from ..measure.tolerance import allowed
 from .calls import Call
@@ -56,6 +57,6 @@ class Yardstick:
         locations, sizes = self.call.inputs[LOCATIONS].double(), self.call.inputs[SHAPES].double().flip(-1)
         sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.grouped else sizes[None, :, None]
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
-        at = locations[None] * sizes - 0.5 if self.call.row.grouped else locations * sizes - 0.5
+        at = _geometry.pixels(locations[None] if self.call.row.grouped else locations, sizes)
         on = (at - at.round()).abs() <= near
         return on.any(0) if self.call.row.grouped else on

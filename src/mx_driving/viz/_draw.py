@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _geometry
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
 
@@ -50,8 +50,8 @@ def sampling_points(
     shares = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
     largest = max(float(shares.max()), 1e-12)
     for level in range(levels):
-        shown = ((places[level] > 0) & (places[level] < 1)).all(-1) & (shares[level] >= least)
-        x, y = (places[level][shown] * torch.tensor([width, height]) - 0.5).unbind(-1)
+        shown = _geometry.inside(places[level]) & (shares[level] >= least)
+        x, y = _geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
         area = (shares[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)

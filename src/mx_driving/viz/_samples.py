@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .. import _checks, _geometry
 from .._operators import OPERATORS
 from ._looks import Look
 
@@ -87,15 +87,15 @@ def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     """Locations and weights of all queries in one camera."""
     if OPERATORS[look.operator].grouped:
         places = look.locations[entry, :, :, camera].cpu().float()
-        within = ((places > 0) & (places < 1)).all(-1, keepdim=True)
+        within = _geometry.inside(places)[..., None]
         weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
         return places.where(within, torch.nan)[:, None, None], weights.cpu().float()
     places, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
     if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
         return ((places.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
-    pixels = places * sizes - 0.5
-    return places.where(((pixels > -1) & (pixels < sizes)).all(-1, keepdim=True), torch.nan), weights
+    shown = _geometry.on_map(_geometry.pixels(places, sizes), sizes)
+    return places.where(shown[..., None], torch.nan), weights
 
 
 def check(calls: Sequence[Call], seen: Tensor | None) -> None:
