@@ -165,7 +165,7 @@ def need_library(name: str) -> Library:
     """The library, if it and scikit-learn's photograph are installed."""
     library = LIBRARIES[name]
     need("libraries.py", library.distribution, library.package, *library.needs)
-    need("libraries.py", "mx-driving-portable[examples]", "sklearn")
+    need("libraries.py", "[examples]", "sklearn")
     return library
 
 

@@ -6,7 +6,7 @@
 Forms: "grid_sample" is the model as it is, whose own GridSample is written; "gather" and "onnxruntime" are the patched model
 with gathers, and with our operators (`mx_driving.onnx.translations`). All are timed in turn, so that their times compare.
 Without --photo the picture is scikit-learn's, of a temple. Needs
-`pip install "mx-driving-portable[examples]" "transformers>=5" onnx onnxscript onnxruntime`.
+`pip install '.[examples]' 'transformers>=5' onnx onnxscript onnxruntime`.
 
 A detector of two stages chooses its queries by a ranking. Where scores nearly tie, as with random weights, rounding alone
 may choose another query. So each box of torch is compared with the nearest box that onnxruntime finds.
@@ -118,7 +118,7 @@ def look_before_work(options: argparse.Namespace) -> None:
     need("deploy_onnx.py", "transformers>=5", "transformers")
     need("deploy_onnx.py", "onnx onnxscript onnxruntime", "onnx", "onnxscript", "onnxruntime")
     if options.photo is None:
-        need("deploy_onnx.py without --photo", "mx-driving-portable[examples]", "sklearn")
+        need("deploy_onnx.py without --photo", "[examples]", "sklearn")
 
 
 @torch.no_grad()

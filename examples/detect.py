@@ -5,12 +5,13 @@
     python examples/detect.py --page looks.html                     # and a page with the looks of every box in every layer
 
 A checkpoint is a folder that `save_pretrained` wrote or that was downloaded before; nothing is fetched. Without --photo
-the picture is scikit-learn's, of a temple. Needs `pip install "mx-driving-portable[examples]" "transformers>=5"`.
+the picture is scikit-learn's, of a temple. Needs `pip install '.[examples]' 'transformers>=5'`.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from pathlib import Path
@@ -40,7 +41,7 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
     rule = f"--checkpoint={folder} must be the folder of a saved detector"
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise Problem(f"{rule}; got no folder")
     with ruled(rule):
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
@@ -145,7 +146,7 @@ def look_before_work(options: argparse.Namespace) -> None:
         models.need_transformers("detect.py")
     need("detect.py", "transformers>=5", "transformers")
     if options.photo is None:
-        need("detect.py without --photo", "mx-driving-portable[examples]", "sklearn")
+        need("detect.py without --photo", "[examples]", "sklearn")
 
 
 @torch.no_grad()

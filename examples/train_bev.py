@@ -9,7 +9,7 @@ Scenes are rendered: the demo's street from a random place and heading, with ran
 step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
 checkpoint.pt, losses.csv, prediction.png and looks.png, and beside it scenes-*.pt.
 
-Needs `pip install "mx-driving-portable[demo]"`.
+Needs `pip install '.[demo]'`, in the clone.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 import textwrap
 import types
@@ -175,14 +177,52 @@ def test_parameters_by_name_only_are_another_form():
 def test_errors():
     with pytest.raises(TypeError, match=r"^target must be a library's name, a module or a torch.nn.Module; got int$"):
         mx_driving.patch(3)  # pyright: ignore
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
-        mx_driving.patch("no_such_library")
+    for name in ("no_such_library", "no_such_library.models.ops"):
+        with pytest.raises(
+            ModuleNotFoundError, match=f"^target must be installed, and .*; got '{name}', which is not$"
+        ) as error:
+            mx_driving.patch(name)
+        assert error.value.name == "no_such_library"
     with pytest.raises(ValueError, match=r"^target must have a deformable sampling core of a known form; got none in json$"):
         mx_driving.patch("json")
     alone = types.ModuleType("alone")
     exec(RAISES, vars(alone))
     with pytest.raises(ValueError, match=r"got none in alone; alone\.deformable: it does not run"):
         mx_driving.patch(alone)
+
+
+def test_a_known_library_that_is_not_installed_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"^target must be installed, and .*; got 'transformers', which is not$"):
+        mx_driving.patch("transformers")
+
+
+BLOCKS = {  # as in Sparse4D's repository
+    "plugin/__init__.py": "",
+    "plugin/ops/__init__.py": "from .function import DeformableAggregationFunction\n"
+    "def deformable_aggregation_function(*args):\n    return DeformableAggregationFunction.apply(*args)\n",
+    "plugin/ops/function.py": "import torch\nclass DeformableAggregationFunction(torch.autograd.Function):\n"
+    "    @staticmethod\n    def forward(ctx, mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights):\n"
+    "        raise NotImplementedError\n",
+    "plugin/blocks.py": "import torch\nfrom .ops import deformable_aggregation_function as DAF\n"
+    "class Block(torch.nn.Module):\n    def forward(self, *args):\n        return DAF(*args)\n",
+}  # fmt: skip
+
+
+def test_a_module_that_takes_its_core_from_elsewhere_is_pointed_there(tmp_path, monkeypatch):
+    for name, text in BLOCKS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        blocks = importlib.import_module("plugin.blocks")
+        for target, name in ((blocks, "plugin.blocks"), ("plugin.blocks", "plugin.blocks"), (blocks.Block(), "Block")):
+            with pytest.raises(ValueError, match=f"got none in {name}; it takes its own from plugin.ops: patch that"):
+                mx_driving.patch(target)
+        mx_driving.patch("plugin.ops").restore()
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "plugin"]:
+            del sys.modules[name]
 
 
 def test_random_state_and_gradient_mode_stay():

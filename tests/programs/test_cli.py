@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _installing, _kernels
+from mx_driving._installing import pip_install
 from mx_driving._programs import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
@@ -314,6 +317,42 @@ def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_
     assert is_a_sentence(*found, "standard output must take what is printed; got No space left on device")
 
 
+LONG = "a" * 300  # more than a file's name may have
+TOO_LONG = [["replay", LONG], ["demo", "--out", LONG + ".png"], ["bench", "--csv", LONG],
+            ["fuse", LONG, "x.onnx"], ["demo", "--page", LONG]]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", TOO_LONG, ids=lambda args: args[0] + args[1][:6])
+def test_a_name_that_is_too_long_is_a_sentence(mx, no_work, args):
+    code, out, err = mx(*args)
+    assert (code, out) == (1, "")
+    assert re.fullmatch("mx-driving: .* must .*; got .*\n", err)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "command"),
+    [
+        (None, "pip install '.[demo]' 'transformers>=5' onnx"),  # a source tree
+        ('{"dir_info": {"editable": true}, "url": "file:///clone"}', "pip install '.[demo]' 'transformers>=5' onnx"),
+        ('{"dir_info": {}, "url": "file:///clone"}', "pip install '.[demo]' 'transformers>=5' onnx"),
+        ('{"archive_info": {}, "url": "file:///w.whl"}', "pip install 'mx-driving-portable[demo]' 'transformers>=5' onnx"),
+        ("", "pip install 'mx-driving-portable[demo]' 'transformers>=5' onnx"),  # from a registry
+    ],
+)
+def test_how_to_install_is_said_for_a_clone_and_for_a_registry(monkeypatch, recorded, command):
+    def distribution(name):
+        if recorded is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return types.SimpleNamespace(read_text=lambda file: recorded or None)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+    _installing._is_clone.cache_clear()
+    try:
+        assert _installing.pip_install("[demo]", "transformers>=5", "onnx") == command
+    finally:
+        _installing._is_clone.cache_clear()
+
+
 @pytest.mark.parametrize("args", PRINTING[:4], ids=" ".join)
 def test_a_reader_that_went_away_ends_it_quietly(mx, no_work, monkeypatch, args):
     reader, writer = os.pipe()
@@ -344,12 +383,12 @@ def test_a_device_that_is_not_there(mx, no_work, device):
 @pytest.mark.parametrize(
     ("missing", "args", "words"),
     [
-        ("transformers", ["models"], 'mx-driving models must have transformers installed (pip install "transformers>=5"); got'),
+        ("transformers", ["models"], "mx-driving models must have transformers installed (pip install 'transformers>=5'); got"),
         ("sklearn", ["models"], "mx-driving models must have sklearn installed"),
         (
             "matplotlib",
             ["bench", "--plot", "x.png"],
-            'have matplotlib installed (pip install "mx-driving-portable[demo]"); got',
+            f"have matplotlib installed ({pip_install('[demo]')}); got",
         ),
         ("PIL", ["demo"], "the demo must have PIL installed"),
     ],

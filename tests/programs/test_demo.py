@@ -61,6 +61,7 @@ BAD = [
     ({"cameras": [without("image")]}, FRONT[:-2] + " must have 'image'; got 'name', 'intrinsics', 'camera_to_ego'"),
     ({"cameras": [without("intrinsics")]}, FRONT[:-2] + " must have 'intrinsics'; got"),
     ({"cameras": [camera(image="b.png")]}, FRONT + "image must exist; got"),
+    ({"cameras": [camera(image="b" * 300)]}, FRONT + "image must exist; got"),
     ({"cameras": [camera(image=7)]}, FRONT + "image must be a path; got 7"),
     ({"cameras": [camera(image="text.png")]}, FRONT + "image must be a picture; got"),
     ({"cameras": [camera(intrinsics=[[1, 2], [3, 4]])]}, FRONT + "intrinsics must have shape (3, 3); got (2, 2)"),
@@ -112,6 +113,8 @@ def test_a_bad_rig_is_named(folder, data, message):
 def test_a_missing_rig_is_named(tmp_path):
     with pytest.raises(RigError, match=r"the rig file must exist; got .*none\.json"):
         load_rig(tmp_path / "none.json")
+    with pytest.raises(RigError, match=r"the rig file must exist; got .*aaa"):
+        load_rig(tmp_path / ("a" * 300))
 
 
 def test_a_rig_that_sees_no_ground_is_named(folder):

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import mx_driving
+from mx_driving._installing import pip_install
 from mx_driving.cli.app import app
 from mx_driving.replay import judge
 from mx_driving_portable import record
@@ -506,4 +507,4 @@ def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     found = replay(tmp_path / "calls")
     assert found.exit_code == 1
-    assert 'must have safetensors installed (pip install "mx-driving-portable[replay]")' in found.output
+    assert f"must have safetensors installed ({pip_install('[replay]')})" in found.output

@@ -13,7 +13,7 @@ import mx_driving
 SOURCES = pathlib.Path(mx_driving.__file__).parent
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
-    ("_descriptions", "_geometry", "_whose", "config"),
+    ("_descriptions", "_geometry", "_installing", "_whose", "config"),
     ("_operators",),
     ("_with_logits",),
     ("_checks", "reference"),

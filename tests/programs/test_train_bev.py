@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 
 from pages import samples, written
 
+from mx_driving._installing import pip_install
 from mx_driving.demo import rig
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("train_bev")]  # so that scenes are rendered once
@@ -110,7 +111,7 @@ def refused(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize("package", ["PIL", "matplotlib"])
 def test_a_missing_package_is_named_and_no_folder_is_left(refused, monkeypatch, package):
     monkeypatch.setitem(sys.modules, package, None)
-    assert f'train_bev.py must have {package} installed (pip install "mx-driving-portable[demo]")' in refused()
+    assert f"train_bev.py must have {package} installed ({pip_install('[demo]')})" in refused()
 
 
 def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -38,6 +40,8 @@ REFUSED = [
     ({"path": 3}, TypeError, "path must be a string or a Path; got int"),
     ({"path": "nowhere/looks.html"}, ValueError, "path must be in a folder that exists; got nowhere"),
     ({"path": "."}, ValueError, "path must be a file; got ., a folder"),
+    ({"path": "a" * 300}, ValueError, f"path must be a place to write to; got '{'a' * 300}': "),
+    ({"path": "a\0b"}, ValueError, r"path must be a place to write to; got 'a\x00b': a name with a zero byte"),
     ({"scene": 1}, ValueError, "scene must be a number from 0 to 0 for call 1; got 1"),
     ({"scene": -1}, ValueError, "scene must be a number from 0 to 0 for call 1; got -1"),
     ({"scene": True}, TypeError, "scene must be an int; got bool"),
@@ -72,3 +76,9 @@ def test_refused(tmp_path, monkeypatch, change, kind, sentence):
     assert str(error.value).startswith(sentence)
     assert "; got " in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="/dev/full is Linux's")
+def test_a_full_disk_is_a_sentence():
+    with pytest.raises(ValueError, match="path must be a place to write to; got '/dev/full': No space left on device"):
+        viz.page(LOOK, PICTURE, "/dev/full")

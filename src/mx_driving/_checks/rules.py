@@ -92,8 +92,16 @@ def patch_target(target: object) -> NoReturn:
     fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
 
 
-def nothing_to_patch(name: str, skipped: dict[str, str]) -> NoReturn:
+def no_library(name: str, error: ImportError, reason: str) -> NoReturn:
+    """Of the kind of the import's own error."""
+    missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
+    fact = f"{name!r}, which is not" if missing else f"{name!r}: {reason}"
+    raise type(error)(f"target must be installed, and be imported without an error; got {fact}", name=error.name) from error
+
+
+def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str]) -> NoReturn:
     left = "".join(f"; {thing}: {reason}" for thing, reason in skipped.items())
+    left += f"; it takes its own from {' and '.join(elsewhere)}: patch that" if elsewhere else ""
     fail(ValueError, "target", "have a deformable sampling core of a known form", f"none in {name}{left}")
 
 

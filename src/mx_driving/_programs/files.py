@@ -12,7 +12,7 @@ from typing import Any
 
 from .problems import Problem, need
 
-PICTURES = "mx-driving-portable[demo]"
+PICTURES = "[demo]"
 
 
 def writable(name: str, path: Path) -> None:
@@ -35,8 +35,8 @@ def writable(name: str, path: Path) -> None:
 def folder_of_pictures(name: str, path: Path, what: str) -> None:
     """Check that pictures can be written in the folder later. It need not be there yet."""
     need(what, PICTURES, "matplotlib", "PIL")
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
     with writing(name, path):
+        there = next(folder for folder in (path, *path.absolute().parents) if folder.exists() or folder.is_symlink())
         if not there.is_dir():
             raise Problem(f"{name} must be a folder; got {path}, where {there} is none")
         tempfile.TemporaryFile(dir=there).close()
@@ -91,7 +91,7 @@ def open_picture(name: str, path: Path, kind: type[Problem] = Problem) -> Any:
     """A Pillow image in RGB."""
     from PIL import Image
 
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib fails on a name that is too long
         raise kind(f"{name} must exist; got {path}")
     try:
         return Image.open(path).convert("RGB")

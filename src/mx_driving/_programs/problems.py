@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
 
+from .._installing import pip_install
+
 
 class Problem(ValueError):
     """An error that the user can mend. Its message is one sentence: *name* must *rule*; got *fact*."""
@@ -67,12 +69,12 @@ def _drop_output() -> None:
 
 
 def need(what: str, install: str, *modules: str) -> None:
-    """Raise a Problem that says what to install, unless all modules can be imported."""
+    """Raise a Problem that says what to install, packages with blanks between them, unless all modules can be imported."""
     for module in modules:
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise Problem(f'{what} must have {module} installed (pip install "{install}"); got: {error}') from None
+            raise Problem(f"{what} must have {module} installed ({pip_install(*install.split())}); got: {error}") from None
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) -> list[str]:

@@ -25,7 +25,7 @@ def fuse(
 
     Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """
-    need("mx-driving fuse", "mx-driving-portable[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
+    need("mx-driving fuse", "[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
     from .. import onnx
 
     use_threads(threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -129,7 +130,7 @@ def load_rig(path: Path) -> Rig:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise RigError(f"the rig file must exist; got {path}")
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_object)
@@ -254,7 +255,7 @@ def _photograph(name: str, source: Any, folder: Path) -> Any:
 
 
 def _sklearn(name: str, sample: str) -> Any:
-    need(name, "mx-driving-portable[examples]", "sklearn")
+    need(name, "[examples]", "sklearn")
     from sklearn.datasets import load_sample_image
 
     if sample not in ("china.jpg", "flower.jpg"):

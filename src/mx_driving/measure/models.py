@@ -317,7 +317,7 @@ def _calls_of_modules(subject: Subject) -> list[tuple[torch.nn.Module, tuple[Any
 def need_transformers(what: str) -> None:
     """Transformers, and scikit-learn, whose photograph the models see."""
     need(what, "transformers>=5", "transformers")
-    need(what, "mx-driving-portable[examples]", "sklearn")
+    need(what, "[examples]", "sklearn")
 
 
 @torch.no_grad()

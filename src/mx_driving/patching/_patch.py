@@ -22,7 +22,7 @@ from .. import _checks
 from . import _autograd
 from ._attention import Attention
 from ._forms import MODULE, Core, Form, code_of
-from ._search import find
+from ._search import elsewhere, find
 from ._trial import choose
 
 
@@ -102,7 +102,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             _take(found.cores, held, skipped)
             _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
             if not held:
-                _checks.rules.nothing_to_patch(_called(target), skipped)
+                _checks.rules.nothing_to_patch(_called(target), skipped, elsewhere(found))
         except BaseException:
             Patch(held, {}).restore()
             raise

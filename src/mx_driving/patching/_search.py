@@ -29,6 +29,7 @@ _FILES = {
     "otx": "backend/native/models/**/*.py",
     "dfine_seg": "model/arch/*.py",
 }
+_NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
 # words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
@@ -42,6 +43,7 @@ class Found:
         self.cores: dict[str, tuple[list[Core | Form], Any]] = {}
         self.modules: dict[str, tuple[list[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
+        self.looked: list[types.ModuleType] = []
         self._wants_modules = modules
 
     def __len__(self) -> int:
@@ -49,6 +51,7 @@ class Found:
 
     def look(self, module: types.ModuleType) -> bool:
         """Add what the Python module defines or imports; whether there was something to add."""
+        self.looked.append(module)
         return sum(self.consider(thing) for thing in list(vars(module).values())) > 0
 
     def consider(self, thing: Any) -> bool:
@@ -122,10 +125,19 @@ def find(target: Any, modules: bool) -> Found:
     return found
 
 
+def elsewhere(found: Found) -> list[str]:
+    """The modules with a core, or what looks like one, of those from which the modules that were searched take a thing."""
+    things = [thing for module in found.looked for thing in vars(module).values()]
+    names = {thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None) for thing in things}
+    others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
+    outside = [m for m in others if m not in found.looked and m.__name__.partition(".")[0] not in _NOT_MODELS]
+    return [module.__name__ for module in outside if Found(False).look(module)]
+
+
 def _of_model(model: torch.nn.Module, found: Found) -> None:
     names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     for name in sorted(names):
-        if name in sys.modules and name.partition(".")[0] not in ("torch", "mx_driving", "builtins"):
+        if name in sys.modules and name.partition(".")[0] not in _NOT_MODELS:
             found.look(sys.modules[name])
 
 
@@ -143,7 +155,7 @@ def _of_name(name: str, found: Found) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise type(error)(_checks.rules.import_failed(error, compat.NAMES), name=error.name) from error
+            _checks.rules.no_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
         _of_package(name, found)
         if not len(found):
             _name_unloaded(name, found)
@@ -178,5 +190,5 @@ def _marked(library: str, files: str) -> Iterator[str]:
 def _folders(library: str) -> Iterable[pathlib.Path]:
     spec = importlib.util.find_spec(library)
     if spec is None:
-        raise ModuleNotFoundError(f"No module named {library!r}", name=library)
+        _checks.rules.no_library(library, ModuleNotFoundError(name=library), "")
     return [pathlib.Path(folder) for folder in spec.submodule_search_locations or []]

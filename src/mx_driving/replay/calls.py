@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +52,7 @@ class Call:
 
 def stems(path: Path) -> list[Path]:
     """The calls of a folder and of the folders in it, or the one call of a file: their paths without endings."""
-    if not path.exists():
+    if not os.path.exists(path):  # pathlib fails on a name that is too long
         raise Problem(f"calls must be a folder that record.py wrote, or one file of it; got {path}, which is not there")
     files = [path] if path.is_file() else [f for f in sorted(path.rglob("*")) if f.is_file()]
     found = [f.with_name(f.stem.removesuffix(GRADIENTS)) for f in files if f.suffix in ENDINGS]
@@ -116,7 +117,7 @@ def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             whole = torch.load(path, weights_only=True, map_location="cpu")
             metadata, tensors = whole["metadata"], whole["tensors"]
     else:
-        need("mx-driving replay", "mx-driving-portable[replay]", "safetensors")
+        need("mx-driving replay", "[replay]", "safetensors")
         from safetensors import safe_open
 
         with ruled(rule), safe_open(path, "pt") as whole:

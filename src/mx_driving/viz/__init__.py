@@ -1,7 +1,7 @@
 """Where models look: `recording()` keeps the inputs of operator calls; `page` writes a page that shows them, and
 `sampling_points` and `bev` draw.
 
-Pages and drawings need `pip install "mx-driving-portable[demo]"`.
+Pages and drawings need `pip install '.[demo]'`, in the clone.
 """
 
 from __future__ import annotations

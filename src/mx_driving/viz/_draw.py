@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks, _geometry
+from .._installing import pip_install
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
 
@@ -112,7 +113,7 @@ def _axes(ax: Any, aspect: float) -> Any:
     try:
         from ._picture import Picture, PictureAxes
     except ImportError:
-        raise RuntimeError('mx_driving.viz draws with matplotlib: pip install "mx-driving-portable[demo]"') from None
+        raise RuntimeError(f"mx_driving.viz draws with matplotlib: {pip_install('[demo]')}") from None
     # not through pyplot, which would keep the figure for a window that never opens
     figure = Picture(figsize=(4 * math.sqrt(aspect) + 1, 4 / math.sqrt(aspect) + 1), layout="constrained")
     return figure.add_subplot(axes_class=PictureAxes)

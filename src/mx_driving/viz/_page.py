@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._installing import pip_install
 from .._operators import OPERATORS
 from . import _pictures, _plane, _samples
 from ._looks import Look
@@ -85,7 +87,8 @@ def page(
     _check_levels(calls, cameras)
     laid = _plane.layout(plane, calls[0].queries(seen))
     facts = {"title": title, "cameras": [_camera(c) for c in cameras], "plane": _picture_of(plane)}
-    path.write_bytes(_fitting(facts, calls, laid, plane, seen, max_mb))
+    with _writing(path):
+        path.write_bytes(_fitting(facts, calls, laid, plane, seen, max_mb))
     return path
 
 
@@ -94,10 +97,13 @@ def _checked(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
     if not isinstance(path, (str, Path)):
         _checks.rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
     path = Path(path)
-    if not path.parent.is_dir():
-        _checks.rules.fail(ValueError, "path", "be in a folder that exists", path)
-    if path.is_dir():
-        _checks.rules.fail(ValueError, "path", "be a file", f"{path}, a folder")
+    with _writing(path):
+        if not path.parent.is_dir():
+            _checks.rules.fail(ValueError, "path", "be in a folder that exists", path)
+        if path.is_dir():
+            _checks.rules.fail(ValueError, "path", "be a file", f"{path}, a folder")
+        if "\0" in str(path):
+            raise OSError("a name with a zero byte")
     if type(scene) is not int:
         _checks.rules.fail(TypeError, "scene", "be an int", type(scene).__name__)
     if not isinstance(title, str):
@@ -107,12 +113,21 @@ def _checked(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
     return path
 
 
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        _checks.rules.fail(ValueError, "path", "be a place to write to", f"{str(path)!r}: {error.strerror or error}")
+
+
 def _need_pillow() -> None:
     try:
         import numpy  # noqa: F401
         import PIL  # noqa: F401
     except ImportError:
-        raise RuntimeError('mx_driving.viz.page needs Pillow: pip install "mx-driving-portable[demo]"') from None
+        raise RuntimeError(f"mx_driving.viz.page needs Pillow: {pip_install('[demo]')}") from None
 
 
 def _calls(looks: Any, cameras: int, scene: int) -> list[Call]:

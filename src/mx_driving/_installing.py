@@ -1,0 +1,26 @@
+"""How to install what is missing. No registry has the package's source; a clone installs its own extras."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import shlex
+
+_OURS = "mx-driving-portable"
+
+
+@functools.cache
+def _is_clone() -> bool:
+    """Whether the package runs from a source tree, or was installed from a folder, editable or not."""
+    try:
+        found = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return True
+    return "dir_info" in json.loads(found or "{}")
+
+
+def pip_install(*packages: str) -> str:
+    """The command that installs packages. One such as "[demo]" is an extra of ours."""
+    ours = "." if _is_clone() else _OURS
+    return "pip install " + " ".join(shlex.quote(ours + name if name.startswith("[") else name) for name in packages)
