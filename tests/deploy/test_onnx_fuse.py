@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import grid_sample
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -16,6 +17,7 @@ pytest.importorskip("onnxscript")
 from onnx_writings import (  # noqa: E402
     GATHERS,
     WRITINGS,
+    Cut,
     Joined,
     Projected,
     Stacked,
@@ -231,3 +233,33 @@ def test_the_command_refuses_inputs_in_a_sentence(fuse_command, tmp_path):
     assert "--inputs must be an .npz file; got" in fuse_command(before, after, "--inputs", tmp_path / "none.npz")[2]
     (tmp_path / "text.npz").write_text("words")
     assert "--inputs must be an .npz file; got" in fuse_command(before, after, "--inputs", tmp_path / "text.npz")[2]
+
+
+ALL = slice(None)
+CUTS = {
+    "queries of the output": Cut(after=(ALL, slice(100))),
+    "the last queries of the output": Cut(after=(ALL, slice(-300, None))),
+    "a batch of the output": Cut(after=(slice(2),)),
+    "queries of what is given": Cut(before=(ALL, slice(100))),
+    "a batch of what is given": Cut(before=(slice(2),)),
+    "queries of the sum": Stacked(between=lambda total: total[:, :, :100]),
+    "seven queries of the sum": Stacked(between=lambda total: total[:, :, torch.arange(7)]),
+    "the last queries of grids": Stacked(lambda image, grid, **options: grid_sample(image, grid[:, -40:], **options)),
+}
+INSIDE = ("queries of the sum", "seven queries of the sum", "the last queries of grids")
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_no_cut_of_a_free_axis_is_lost(name, tmp_path, monkeypatch):
+    """Two scenes of seven queries do not show a Slice [0:100]."""
+    monkeypatch.chdir(tmp_path)
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(CUTS[name], before, "older")
+    if name in INSIDE:
+        with pytest.raises(ValueError, match=r"a trial in onnxruntime failed|it gives"):
+            mx_driving.onnx.fuse(before, after)
+        assert list(tmp_path.iterdir()) == [before]  # onnxruntime's inference of sizes would leave a file
+        return
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    for sizes in ((1, 150), (4, 7), (1, 400)):
+        np.testing.assert_allclose(run(after, inputs(*sizes)), run(before, inputs(*sizes)), atol=1e-5)

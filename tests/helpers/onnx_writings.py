@@ -22,7 +22,7 @@ AREAS = [h * w for h, w in MAPS]
 class Stacked(torch.nn.Module):
     """As Deformable DETR, RT-DETR and ultralytics write it: levels stacked behind queries."""
 
-    factor, shift, order = 2, 1, (0, 1)
+    factor, shift, order, between = 2, 1, (0, 1), None
     options = {"mode": "bilinear", "padding_mode": "zeros", "align_corners": False}  # noqa: RUF012
 
     def __init__(self, sample=grid_sample, **changes) -> None:
@@ -43,7 +43,22 @@ class Stacked(torch.nn.Module):
             samples.append(self.sample(image, grids[:, :, :, level].transpose(1, 2).flatten(0, 1), **self.options))
         weights = weights.transpose(1, 2).reshape(bs * heads, 1, queries, 6)
         output = (torch.stack(samples, -2).flatten(-2) * weights).sum(-1)
+        if self.between is not None:
+            output = self.between(output)
+            queries = -1
         return output.view(bs, heads * channels, queries).transpose(1, 2).contiguous()
+
+
+class Cut(Stacked):
+    """Parts of batch or queries, of what is given and of the output."""
+
+    def __init__(self, before=(slice(None),), after=(slice(None),)) -> None:
+        super().__init__()
+        self.before, self.after = before, after
+
+    def forward(self, value, locations, weights):
+        given = value[self.before[:1]], locations[self.before], weights[self.before]
+        return super().forward(*given)[self.after]
 
 
 class Joined(torch.nn.Module):

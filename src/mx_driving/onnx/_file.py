@@ -126,20 +126,42 @@ def _is_small_table(node: ir.Node) -> bool | None:
 
 
 def _from_names(model: ir.Model) -> _Sizes:
-    """By onnxruntime, which computes with the names of sizes. It reads constants from initializers."""
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
+    """By onnxruntime, which computes with the names of sizes. Where that needs two sizes to be equal it takes them for equal:
+    names for one another, but no free size of an input for a number."""
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
     del proto.graph.value_info[:]  # among them names that onnx's own inference made up
+    free = _free(proto)
+    for merge in (True, False):
+        found = _inferred(proto, merge)
+        if found is not None and free <= _free(found):
+            return {info.name: _sizes(info) for info in found.graph.value_info}
+    return {}
+
+
+def _inferred(proto: onnx.ModelProto, merge: bool) -> onnx.ModelProto | None:
+    """As its `infer_shapes`, which would also write a file into the working folder where it does not find all sizes."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
+
+    whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
     try:
-        found = SymbolicShapeInference.infer_shapes(proto, auto_merge=True)
+        if (get_opset(proto) or 0) < 7:
+            return None
+        inference._preprocess(proto)
+        while inference.run_:
+            whole = inference._infer_impl()
+        inference._update_output_from_vi()
     except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
-        return {}
-    assert found is not None
-    return {
-        info.name: [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
-        for info in found.graph.value_info
-    }
+        return None
+    return inference.out_mp_ if whole else None
+
+
+def _sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
+    return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
+
+
+def _free(proto: onnx.ModelProto) -> set[tuple[str, int]]:
+    """The axes of inputs that are no numbers."""
+    return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_sizes(i)) if not isinstance(size, int)}
 
 
 def _add(model: ir.Model, known: _Sizes) -> None:

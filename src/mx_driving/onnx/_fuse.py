@@ -99,7 +99,7 @@ def _replace(model: ir.Model, sampling: Sampling) -> None:
     new.name = name
 
 
-def _in_words(sampling: Sampling) -> str:
+def in_words(sampling: Sampling) -> str:
     maps = ", ".join(f"{height} x {width}" for height, width in sampling.maps)
     points = " + ".join(map(str, sampling.points)) if len(set(sampling.points)) > 1 else str(sampling.points[0])
     return f"{sampling.num_heads} heads of {sampling.channels} channels, {points} points on maps of {maps}"
@@ -115,7 +115,7 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
         except Unfit as unfit:
             report.left[name] = str(unfit)
         else:
-            report.replaced[name] = _in_words(sampling)
+            report.replaced[name] = in_words(sampling)
             _replace(model, sampling)
     for node in model.graph:
         if is_node(node, "GridSample") and node not in seen:

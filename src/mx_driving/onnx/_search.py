@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import MOVES, common, dims, is_node, sources
+from ._graph import VIEWS, common, dims, is_node, sources
 from ._levels import parts, read
 
 _MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
@@ -93,9 +93,7 @@ def _outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):
             yield value
         users = list(value.uses())
-        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *MOVES):
-            return
-        if len(users[0].node.outputs) != 1:
+        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS):
             return
         value = users[0].node.outputs[0]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from . import _sizes
 from ._graph import INTEGER, MOVES, Unfit, dims, is_node
 from ._search import Sampling
 
@@ -30,7 +31,6 @@ _BRANCHES = {
     **dict.fromkeys(("Max", "Min", "Not", "Or"), ()),
     "Where": (1, 2),
 }
-_FREE = 2, 7  # batch and queries where the file leaves them free
 _SAMPLES = 500  # of a level, at least, in each kind of place
 
 
@@ -47,8 +47,8 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
-    """Hold the nodes between the operator's inputs and output to the rules. Returns sizes that the file says."""
+def _part(sampling: Sampling, names: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
+    """The nodes between the operator's inputs and output, held to the rules, in their order; and sizes that the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -61,7 +61,7 @@ def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
         if node is None:
             raise Unfit(reason.format(value.name) + ", an input with a default" * ("default" in value.meta))
         if is_node(node, "Shape"):
-            if _size(value, names) is not None:
+            if _size(value, dict.fromkeys(names, 1)) is not None:
                 sizes[value] = None
                 continue
             (measured,) = (v.name for v in node.inputs if v is not None)
@@ -69,7 +69,9 @@ def _part(sampling: Sampling, names: dict[str, int]) -> list[ir.Value]:
         nodes[node] = None
         todo.extend((v, reason) for v in node.inputs if v is not None)
     _hold_to_rules(sampling, nodes)
-    return list(sizes)
+    graph = next(iter(nodes)).graph
+    assert graph is not None
+    return [node for node in graph if node in nodes], list(sizes)
 
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
@@ -88,21 +90,6 @@ def _reached(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
         found.update(new)
         todo.extend(new)
     return found
-
-
-def _numbers(sampling: Sampling) -> tuple[int, int, dict[str, int]]:
-    """batch, queries, and what the names of sizes stand for"""
-    names: dict[str, int] = {}
-    chosen = []
-    tensors = (sampling.locations, sampling.weights), (sampling.value,)
-    for axis, free in enumerate(_FREE):
-        seen = [dims(t)[axis] for t in itertools.chain(tensors[0], tensors[1] if axis == 0 else ())]
-        fixed = {d for d in seen if isinstance(d, int)}
-        if len(fixed) > 1:
-            raise Unfit(f"its tensors differ in {'queries' if axis else 'batch'}: {sorted(fixed)}")
-        chosen.append(fixed.pop() if fixed else free)
-        names.update({d: chosen[-1] for d in seen if isinstance(d, str)})
-    return chosen[0], chosen[1], names
 
 
 def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
@@ -181,6 +168,11 @@ def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
+def sizes_read(sampling: Sampling) -> list[ir.Value]:
+    """Sizes that the part of the graph reads from tensors outside it."""
+    return _part(sampling, _sizes.names(sampling, _sizes.ANY))[1]
+
+
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
     """The part of the graph between the operator's inputs and its output, whole by itself; sizes are inputs, too."""
     ends = [sampling.value, sampling.locations, sampling.weights, *sizes]
@@ -206,20 +198,30 @@ def _precision(dtype: ir.DataType | None) -> tuple[Any, float]:
 
 def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """The output of the part of the graph, and the inputs that gave it."""
-    bs, queries, names = _numbers(sampling)
-    sizes = _part(sampling, names)
-    dtype, _ = _precision(sampling.value.dtype)
-    fixed = {str(s.name): _size(s, names) for s in sizes}
-    ends = sampling.value, sampling.locations, sampling.weights
+    names = _sizes.names(sampling, _sizes.ANY)
+    nodes, sizes = _part(sampling, names)
+    _precision(sampling.value.dtype)
+    tried = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _session(model, sampling, sizes)
+    for place, (bs, queries) in enumerate(tried):
+        samples = bs * queries * sampling.num_heads * min(sampling.points)
+        names = _sizes.names(sampling, (bs, queries))
+        fixed = {str(s.name): _size(s, names) for s in sizes}
+        for seed in range(3 * -(-_SAMPLES // samples) if place == 0 else 1):
+            yield _run(session, sampling, fixed, inputs(sampling, seed, bs, queries))
+
+
+def _run(
+    session: Any, sampling: Sampling, fixed: dict[str, Any], given: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    dtype, _ = _precision(sampling.value.dtype)
+    ends = sampling.value, sampling.locations, sampling.weights
+    arrays = [t.numpy().astype(dtype) for t in given]
+    feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
     taken = {i.name for i in session.get_inputs()}
-    samples = bs * queries * sampling.num_heads * min(sampling.points)
-    for seed in range(3 * -(-_SAMPLES // samples)):
-        arrays = [t.numpy().astype(dtype) for t in inputs(sampling, seed, bs, queries)]
-        feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
-        with _onnxruntime():
-            (output,) = session.run(None, {name: array for name, array in feeds.items() if name in taken})
-        yield torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
+    with _onnxruntime():
+        (output,) = session.run(None, {name: array for name, array in feeds.items() if name in taken})
+    return torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
 
 
 def prove(model: ir.Model, sampling: Sampling) -> None:

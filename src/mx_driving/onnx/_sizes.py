@@ -1,0 +1,167 @@
+"""How large batch and queries are in a trial, where a file leaves them free.
+
+A Slice [0:100] of queries does nothing to 7 of them. So a free axis is tried with several sizes, of which one is beyond every
+number that a node of the part cuts, picks, pads or compares a free size with. Where that is too many for a trial, it stays.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import onnx_ir as ir
+
+from ._graph import MOVES, Unfit, constant, dims, is_node, sources
+from ._search import Sampling
+
+Size = int | str | None
+
+ANY = _FEW = 2, 7  # batch and queries
+_ELEMENTS = 2**26  # of value or of samples in a trial: 0.25 GB in float32
+_ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
+_COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
+_SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape alone
+
+
+def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
+    """The size that the file fixes, of batch (0) or queries (1), and what it says of each tensor."""
+    tensors = [sampling.locations, sampling.weights] + [sampling.value] * (axis == 0)
+    seen = [dims(tensor)[axis] for tensor in tensors]
+    numbers = sorted({size for size in seen if isinstance(size, int)})
+    if len(numbers) > 1:
+        raise Unfit(f"its tensors differ in {('batch', 'queries')[axis]}: {numbers}")
+    return (numbers[0] if numbers else None), seen
+
+
+def names(sampling: Sampling, sizes: tuple[int, int]) -> dict[str, int]:
+    """What the names of sizes stand for."""
+    found: dict[str, int] = {}
+    for axis, size in enumerate(sizes):
+        for name in fixed(sampling, axis)[1]:
+            if isinstance(name, str) and found.setdefault(name, size) != size:
+                raise Unfit(f"its batch and queries have one name, {name}")
+    return found
+
+
+def trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
+    """(batch, queries), the first for most of the trial."""
+    most = max(_numbers(list(nodes)), default=0)
+    choices = []
+    for axis, few in enumerate(_FEW):
+        size, seen = fixed(sampling, axis)
+        if size is None:
+            choices.append((few, max(most, few) + 1 + 3 * axis))
+        elif size <= most and not all(isinstance(said, int) for said in seen):
+            raise Unfit(f"the file fixes its {('batch', 'queries')[axis]} in one place and not in another")
+        else:
+            choices.append((size,))
+    batches, queries = choices
+    sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
+    for bs, count in sizes:
+        _afford(sampling, bs, count)
+    return sizes
+
+
+def _afford(sampling: Sampling, bs: int, queries: int) -> None:
+    rows = max(sampling.num_keys, queries * sum(sampling.points))
+    elements = bs * rows * sampling.num_heads * sampling.channels
+    if elements > _ELEMENTS:
+        raise Unfit(f"a trial of batch {bs} and {queries} queries has {elements} elements; at most {_ELEMENTS} are tried")
+
+
+def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
+    """What a free size meets in the nodes, but for ends that mean "to the end"."""
+    free = _free(nodes)
+    for node in nodes:
+        found = _picked(node)
+        if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
+            found = itertools.chain(found, (n for v in node.inputs for n in _table(v)))
+        yield from (abs(int(n)) for n in found if abs(n) < _ENDLESS)
+
+
+def _table(value: ir.Value | None) -> list[Any]:
+    """The numbers of a constant, or of one that is moved."""
+    array = next((a for v in sources(value) if (a := constant(v)) is not None), None) if value is not None else None
+    return [] if array is None else array.reshape(-1).tolist()
+
+
+def _attribute(node: ir.Node, name: str, default: Any = None) -> Any:
+    return node.attributes[name].value if name in node.attributes else default
+
+
+def _picked(node: ir.Node) -> Iterator[int]:
+    """The numbers with which the node takes a part of axes that the file leaves free, or makes them longer."""
+    data = node.inputs[0] if node.inputs else None
+    kinds = {"Slice": _of_slice, "Split": _of_split, "Gather": _of_gather, "Pad": _of_pad, "Expand": _of_expand}
+    if data is not None and is_node(node, *kinds):
+        yield from (n for axis, n in kinds[node.op_type](node) if not _is_fixed(data, axis))
+    elif data is not None and is_node(node, "GatherElements", "GatherND") and not all(isinstance(d, int) for d in dims(data)):
+        yield from _table(node.inputs[1])
+
+
+def _is_fixed(data: ir.Value, axis: int | None) -> bool:
+    sizes = dims(data)
+    if axis is None or not -len(sizes) <= axis < len(sizes):
+        return False
+    return isinstance(sizes[axis], int)
+
+
+def _given(node: ir.Node, place: int, name: str) -> list[Any]:
+    """An input, which was an attribute in older opsets."""
+    return list(_attribute(node, name, ())) or (_table(node.inputs[place]) if place < len(node.inputs) else [])
+
+
+def _of_slice(node: ir.Node) -> Iterator[tuple[int | None, int]]:
+    parts = [_given(node, 1, "starts"), _given(node, 2, "ends"), _given(node, 4, "steps")]
+    axes = _given(node, 3, "axes")
+    if not axes and len(node.inputs) < 4:
+        axes = list(range(max(map(len, parts))))
+    for numbers in parts:
+        yield from itertools.zip_longest(axes[: len(numbers)], numbers)
+
+
+def _of_split(node: ir.Node) -> Iterator[tuple[int | None, int]]:
+    yield from ((_attribute(node, "axis", 0), n) for n in (*_given(node, 1, "split"), len(node.outputs)))
+
+
+def _of_gather(node: ir.Node) -> Iterator[tuple[int | None, int]]:
+    indices = _table(node.inputs[1])
+    yield from ((_attribute(node, "axis", 0), n) for n in (*indices, len(indices)))
+
+
+def _of_pad(node: ir.Node) -> Iterator[tuple[int | None, int]]:
+    pads, axes = _given(node, 1, "pads"), _given(node, 3, "axes")
+    axes = axes or list(range(len(pads) // 2))
+    yield from ((axes[place % len(axes)], n) for place, n in enumerate(pads))
+
+
+def _of_expand(node: ir.Node) -> Iterator[tuple[int | None, int]]:
+    yield from ((-place, n) for place, n in enumerate(reversed(_table(node.inputs[1])), 1))
+
+
+def _free(nodes: list[ir.Node]) -> set[ir.Value]:
+    """What is computed from sizes that the file leaves free, in an order of nodes that has inputs first."""
+    found: set[ir.Value] = set()
+    for node in nodes:
+        if _is_free(node, found):
+            found.update(node.outputs)
+    return found
+
+
+def _is_free(node: ir.Node, found: set[ir.Value]) -> bool:
+    data = node.inputs[0] if node.inputs else None
+    if is_node(node, "Shape", "Size"):
+        return data is not None and not all(isinstance(size, int) for size in _measured(node, data))
+    if data in found and is_node(node, "Gather") and data is not None and is_node(shape := data.producer(), "Shape"):
+        assert shape is not None
+        assert shape.inputs[0] is not None
+        sizes, places = _measured(shape, shape.inputs[0]), _table(node.inputs[1])
+        return not places or not all(-len(sizes) <= p < len(sizes) and isinstance(sizes[p], int) for p in places)
+    inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
+    return any(v in found for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+
+
+def _measured(node: ir.Node, data: ir.Value) -> tuple[Size, ...]:
+    """The sizes that a Shape node gives; one that is not known where it is not known how many there are."""
+    return dims(data)[_attribute(node, "start") : _attribute(node, "end")] if data.shape is not None else (None,)
