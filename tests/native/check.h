@@ -18,11 +18,7 @@
 
 // In test_*.cpp.
 void known_answer();
-void layouts();
-void levels();
 void instruction_sets();
-void cameras();
-void attention();
 void handles();
 void any_number();
 void executors();

@@ -9,11 +9,7 @@ const struct {
     const char *name;
     void (*run)();
 } TESTS[] = {{"known_answer", known_answer},
-             {"layouts", layouts},
-             {"levels", levels},
              {"instruction_sets", instruction_sets},
-             {"cameras", cameras},
-             {"attention", attention},
              {"handles", handles},
              {"any_number", any_number},
              {"executors", executors},

@@ -54,6 +54,21 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, changed, strided(grad, how))
 
 
+@pytest.mark.parametrize("operator", WITH_LOGITS)
+def test_expanded_inputs(implementation, operator):
+    """One element stands for many along each axis of each input: the same bits as of a copy."""
+    args = small(operator)
+    grad = cases.grad_for(operator, args).float()
+    for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
+        for axis in [axis for axis, size in enumerate(a.shape) if size > 1]:
+            spread = a.narrow(axis, 0, 1).expand(a.shape)
+            found, copied = (
+                run(implementation, operator, (*args[:place], t, *args[place + 1 :]), grad)
+                for t in (spread, spread.contiguous())
+            )
+            assert all(torch.equal(x, y) for x, y in zip(found, copied, strict=True))
+
+
 def without_levels(args):
     """The arguments with no level, and logits on one axis, which then says nothing of points."""
     value, shapes, starts, reference, samples, logits, *axis = args

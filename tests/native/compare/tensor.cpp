@@ -1,6 +1,6 @@
 #include "tensor.h"
 
-#include "../numbers.h"
+#include "numbers.h"
 
 #include <algorithm>
 #include <numeric>
