@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import cases
+import pytest
 import torch
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -14,6 +18,23 @@ MIXED = [
     (torch.float32, torch.float16, torch.float64),
     (torch.float64, torch.float32, torch.float16),
 ]
+
+
+def covering(
+    name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: str = ""
+) -> Any:
+    """Marks a test of (implementation, item, dtype): each item with each dtype on one native implementation, and on every other
+    one with the first dtype and another in turn. `make compare` compares instruction sets with each other. Implementations are
+    those whose names begin with `start`."""
+    wanted = [name for name in cases.wanted_implementations() if name.startswith(start)]
+    whole = next((i for i in wanted if i.startswith("native")), wanted[0])
+    found = []
+    for k, item in enumerate(items):
+        for n, implementation in enumerate(wanted):
+            other = dtypes[1 + (k + n) % (len(dtypes) - 1)]
+            for dtype in dtypes if implementation == whole else (dtypes[0], other):
+                found.append(pytest.param(implementation, item, dtype, id=f"{implementation}-{id_of(item)}-{dtype}"))
+    return pytest.mark.parametrize(("implementation", name, "dtype"), found, indirect=["implementation"])
 
 
 def compare(implementation, operator, args, grad, skip=()):

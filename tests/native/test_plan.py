@@ -16,6 +16,7 @@ import torch
 import truth
 from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, wanted_implementations
 from torch import Tensor
+from values import covering
 
 import mx_driving
 from mx_driving import _kernels
@@ -283,9 +284,7 @@ def inputs_and_truth(name: str, dtype: torch.dtype) -> tuple[tuple[Tensor, ...],
     return args, grad, cases.truth_of(row.operator, args, grad)
 
 
-@pytest.mark.parametrize("implementation", NATIVE, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ROWS)
+@covering("name", [*ROWS], DTYPES, start="native")
 def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thread, name, dtype):
     """Also the gradient of value alone, which may take another way than with the others."""
     row = ROWS[name]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from values import last_pixels
+from values import covering, last_pixels
 
 from mx_driving import _kernels
 
@@ -45,8 +45,7 @@ def tables_of(axis):
     return torch.tensor([[1, SIZE] if axis == 0 else [SIZE, 1]]), torch.tensor([0])
 
 
-@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering("axis", [0, 1], DTYPES)
 def test_every_pixel_is_found(implementation, value, dtype, axis):
     """Numbers of points fill vectors or not; value is packed or not."""
     forward = cases.forward_of(implementation, cases.GEOMETRIC)
@@ -65,8 +64,7 @@ def test_what_lies_beyond_the_map_goes_to_its_last_pixel(implementation, size):
     assert torch.equal(cases.forward_of(implementation, cases.GEOMETRIC)(*args).flatten(), expected)
 
 
-@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@covering("axis", [0, 1], DTYPES)
 def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
     locations = locations_of(dtype, axis, 3)
     expected = torch.zeros(SIZE)

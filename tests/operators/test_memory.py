@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from small_cases import GOOD
+from values import DTYPES, covering
 
 from mx_driving import _kernels
 
@@ -30,10 +31,9 @@ def embedded(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return inner, buffer
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("channels", [1, 3, 8, 37, 64])
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allocations, operator, channels, dtype):
+@covering("case", [(operator, channels) for operator in cases.OPERATORS for channels in (1, 3, 8, 37, 64)], DTYPES)
+def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allocations, case, dtype):
+    operator, channels = case
     make = {
         cases.MULTI_SCALE: lambda: cases.multi_scale(2, 9, channels, 2, [(3, 4), (2, 2)], 3, margin=0.5),
         cases.AGGREGATION: lambda: cases.aggregation(2, 5, 3, channels, 1, [[(3, 4)], [(2, 2)]]),

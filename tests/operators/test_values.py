@@ -8,22 +8,20 @@ import pytest
 import tolerance
 import torch
 from cases import AGGREGATION, CASES, GEOMETRIC, LATTICE, MULTI_SCALE, OPERATORS
-from values import DTYPES, MIXED, compare, strided
+from values import DTYPES, MIXED, compare, covering, strided
 
 # Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes.
 LARGE = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
-PAIRS = [
-    pytest.param(case, dtype, id=f"{cases.case_id(case)}-{dtype}")
-    for case in CASES
-    for dtype in DTYPES
-    if case.name not in LARGE or dtype == torch.float32
-]
 
 
-@pytest.mark.parametrize(("case", "dtype"), PAIRS)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in LARGE], ids=cases.case_id)
+def test_large_cases(implementation, case):
+    args = cases.cast(cases.made(case), torch.float32)
+    compare(implementation, case.operator, args, cases.grad_for(case.operator, args).float())
+
+
+@covering("case", [case for case in CASES if case.name not in LARGE], DTYPES, cases.case_id)
 def test_cases(implementation, case, dtype):
-    if dtype in (torch.float16, torch.bfloat16) and implementation == "reference" and "channels" in case.name:
-        dtype = torch.float32  # the reference does not branch on channels; save the time
     args = cases.cast(cases.made(case), dtype)
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
 

@@ -10,7 +10,7 @@ from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH
 from derivatives import SMALL, chosen, loss_of
 from small_cases import GROWING
 from torch.fx.experimental.proxy_tensor import make_fx
-from values import DTYPES, MIXED, compare, strided
+from values import DTYPES, MIXED, compare, covering, strided
 
 import mx_driving
 from mx_driving import _kernels
@@ -18,8 +18,7 @@ from mx_driving import _kernels
 NAN, INF = float("nan"), float("inf")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", logits_cases.CASES, ids=cases.case_id)
+@covering("case", logits_cases.CASES, DTYPES, cases.case_id)
 def test_cases(implementation, case, dtype):
     args = cases.cast(cases.made(case), dtype)
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
