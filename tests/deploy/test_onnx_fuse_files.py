@@ -120,3 +120,100 @@ def test_before_version_4_nothing_is_overridden(tmp_path):
     assert with_inputs(whole, before, ir_version=3)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
+
+
+def in_circles(model):
+    """Weights that come from two Identity nodes which read one another."""
+    product = next(node for node in model.graph.node if node.op_type == "ReduceSum").input[0]
+    (product,) = (node for node in model.graph.node if product in node.output)
+    product.input[1] = "one"
+    model.graph.node.extend(onnx.helper.make_node("Identity", names, names[::-1]) for names in (["one"], ["two"]))
+    model.graph.node[-1].output[0], model.graph.node[-2].output[0] = "one", "two"
+    model.graph.node[-1].input[0], model.graph.node[-2].input[0] = "two", "one"
+
+
+def out_of_order(model):
+    nodes = list(model.graph.node)[::-1]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+
+
+def of_one_input(model):
+    next(node for node in model.graph.node if node.op_type == "GridSample").input.pop()
+
+
+def of_another_version(model):
+    model.opset_import.append(onnx.helper.make_opsetid("mx_driving", 7))
+
+
+BROKEN = {
+    "circle": (in_circles, "must be an ONNX file; got .*: Nodes in a graph must be topologically sorted"),
+    "order": (out_of_order, "must be an ONNX file; got .*: Nodes in a graph must be topologically sorted"),
+    "inputs": (of_one_input, "must be an ONNX file; got .*GridSample.* has input size 1"),
+    "opset": (lambda model: setattr(model.opset_import[0], "version", -3), "must be an ONNX file; got .* domain_version of -3"),
+    "no opset": (lambda model: model.opset_import.pop(), "must be an ONNX file; got .* must specify opset_import"),
+    "ours": (of_another_version, "must hold nodes of version 1 of mx_driving; got .*, of version 7"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_files_are_refused_in_a_sentence(name, tmp_path, capfd):
+    change, why = BROKEN[name]
+    export(WRITINGS["stacked"], tmp_path / "whole.onnx", "older")
+    model = onnx.load(tmp_path / "whole.onnx")
+    change(model)
+    onnx.save(model, tmp_path / "before.onnx")
+    capfd.readouterr()
+    with pytest.raises(ValueError, match=f"^path_in {why}[^\n]*$"):
+        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "after.onnx").exists()
+
+
+HUGE = """<ir_version: 8, opset_import: ["" : 20]>
+huge (float[1, 268435456, 1, 8] v, float[1, q, 1, 1, 1, 2] l, float[1, q, 1, 1] w) => (float[1, q, 8] y)
+<int64[4] image = {1, 8, 16384, 16384}, int64[4] grid = {1, -1, 1, 2}, int64[4] row = {1, 1, -1, 1}, int64[1] last = {-1},
+ float two = {2}, float one = {1}, int64[3] sum = {1, 8, -1}> {
+    moved = Transpose <perm = [0, 2, 3, 1]> (v)
+    map = Reshape(moved, image)
+    doubled = Mul(l, two)
+    centred = Sub(doubled, one)
+    places = Reshape(centred, grid)
+    samples = GridSample(map, places)
+    weights = Reshape(w, row)
+    product = Mul(samples, weights)
+    total = ReduceSum <keepdims = 0> (product, last)
+    shaped = Reshape(total, sum)
+    y = Transpose <perm = [0, 2, 1]> (shaped)
+}"""
+
+
+def test_a_small_file_takes_no_huge_memory(tmp_path):
+    onnx.save(onnx.parser.parse_model(HUGE), tmp_path / "before.onnx")
+    with pytest.raises(ValueError, match="a trial of batch 1 and 7 queries has 2147483648 elements"):
+        mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+
+
+def test_names_that_are_taken(tmp_path, capfd):
+    """By tensors of the graph or of a subgraph, where they must not hide each other."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(WRITINGS["unequal points"], before, "older")
+    model = onnx.load(before)
+    mx_driving.onnx.fuse(before, after)
+    made = {name for node in onnx.load(after).graph.node for name in (*node.input, *node.output)}
+    made -= {name for node in model.graph.node for name in (*node.input, *node.output)}
+    assert len(made) > 5
+    inner, outer = sorted(made | {"val_0", "val_1"})[::2], sorted(made | {"val_0", "val_1"})[1::2]
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(np.ones(3), name) for name in outer)
+    inside = [onnx.helper.make_node("Constant", [], [name], value_float=1.0) for name in (*inner, "last")]
+    value = onnx.helper.make_tensor_value_info
+    branches = [onnx.helper.make_graph(inside, "inside", [], [value("last", onnx.TensorProto.FLOAT, [])]) for _ in range(2)]
+    model.graph.node.append(onnx.helper.make_node("Constant", [], ["yes"], value=onnx.numpy_helper.from_array(np.array(True))))
+    model.graph.node.append(onnx.helper.make_node("If", ["yes"], ["more"], then_branch=branches[0], else_branch=branches[1]))
+    model.graph.output.append(value("more", onnx.TensorProto.FLOAT, []))
+    onnx.save(model, before)
+    run(before, inputs())
+    capfd.readouterr()
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+    assert capfd.readouterr() == ("", "")
+    np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)

@@ -20,6 +20,7 @@ _Sizes = dict[str, list[int | str | None]]
 def load(path: Path) -> ir.Model:
     """The model, with all sizes that can be found. `save` leaves out those that the file does not say."""
     model = _read(path)
+    _check(model, path)
     said = {value.name: value.shape for value in outputs(model)}
     model = ShapeInferencePass()(model).model
     model.meta["said"] = said
@@ -39,8 +40,6 @@ def _read(path: Path) -> ir.Model:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's and onnx_ir's own
         raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
-    if not model.graph.opset_imports:
-        raise ValueError(f"path_in must be an ONNX file; got {path}, which names no opset")
     _take_in_attributes(model, path)
     for tensor in outside(model):
         _find(tensor, path)
@@ -60,6 +59,21 @@ def _set_defaults_aside(model: ir.Model) -> None:
             del model.graph.initializers[str(value.name)]
             value.const_value = None
     model.ir_version = max(model.ir_version, 4)
+
+
+def _check(model: ir.Model, path: Path) -> None:
+    """By onnx itself: order and inputs of nodes, opsets, names."""
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as error:
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {said_by_the_checker(error)}") from None
+    version = model.graph.opset_imports.get("mx_driving", 1)
+    if version != 1:
+        raise ValueError(f"path_in must hold nodes of version 1 of mx_driving; got {path}, of version {version}")
+
+
+def said_by_the_checker(error: Exception) -> str:
+    return " ".join(str(error).split("==>")[0].split())
 
 
 def _first(error: Exception) -> str:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,39 +54,54 @@ def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir
 
 
 class _Writer:
-    """Nodes in place of a sampling, whose names begin with its output's name."""
+    """Nodes in place of a sampling, whose names begin with its output's name and are none of those that are taken."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.tape = name, ir.tape.Tape()
+    def __init__(self, name: str, taken: set[str]) -> None:
+        self.name, self.taken, self.tape = name, taken, ir.tape.Tape()
+
+    def fresh(self, what: str) -> str:
+        names = (f"{self.name}/{what}{number or ''}" for number in itertools.count())
+        name = next(name for name in names if name not in self.taken)
+        self.taken.add(name)
+        return name
 
     def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        name = f"{self.name}/{what}"
+        name = self.fresh(what)
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
 
     def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
-        return self.tape.op(kind, inputs, attributes or None, domain=domain, name=f"{self.name}/{kind}{len(self.tape.nodes)}")
+        name = self.fresh(kind)
+        return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
 
     def shaped(self, value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
         """Two axes as they are, then these."""
         if dims(value)[2:] == sizes:
             return value
-        return self.op("Reshape", value, self.table(f"shape{len(self.tape.nodes)}", [0, 0, *sizes]))
+        return self.op("Reshape", value, self.table("shape", [0, 0, *sizes]))
 
     def samples(self, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
         """Locations or weights with an axis of levels and one of points, the same number for each level."""
         heads, points = sampling.num_heads, sampling.points
         if len(set(points)) > 1:
             places, mask = padding(points)
-            value = self.op("Gather", value, self.table(f"places{len(self.tape.nodes)}", places), axis=3)
+            value = self.op("Gather", value, self.table("places", places), axis=3)
             if not last:
                 assert sampling.weights.dtype is not None
                 value = self.op("Mul", value, self.table("mask", mask, sampling.weights.dtype.numpy()))
         return self.shaped(value, (heads, len(points), max(points), *last))
 
 
+def _names(model: ir.Model) -> set[str]:
+    """All names of tensors and nodes: a subgraph must not hide one of the graph around it."""
+    graphs = list(model.graphs())
+    nodes = [node for graph in graphs for node in graph]
+    values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
+    return {str(named.name) for named in (*values, *nodes)}
+
+
 def _replace(model: ir.Model, sampling: Sampling) -> None:
     old = sampling.output
-    write = _Writer(str(old.name))
+    write = _Writer(str(old.name), _names(model))
     value = write.shaped(sampling.value, (sampling.num_heads, sampling.channels))
     locations, weights = write.samples(sampling.locations, sampling, 2), write.samples(sampling.weights, sampling)
     shapes, starts = tables(sampling)
@@ -94,7 +113,7 @@ def _replace(model: ir.Model, sampling: Sampling) -> None:
     for table in write.tape.initializers:
         model.graph.register_initializer(table)
     model.graph.insert_after(producer, write.tape.nodes)
-    name, old.name = old.name, f"{old.name}/before"
+    name, old.name = old.name, write.fresh("before")
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     new.name = name
 
@@ -123,12 +142,27 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
     return report
 
 
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Other libraries log, with tracebacks, what they cannot infer."""
+    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
-    model = load(source)
-    report = _fuse(model, target)
+    with _silent():
+        model = load(source)
+        report = _fuse(model, target)
     if not report.replaced:
         why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "it has no weighted samples"
         raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")

@@ -1,4 +1,4 @@
-"""A model is written beside its place, and put there when it is whole."""
+"""A model is written beside its place, and put there when it is whole and onnxruntime loads it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 import tempfile
 from pathlib import Path
 
+import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from ._file import outputs, outside
+from ._file import outputs, outside, said_by_the_checker
 from ._graph import dims
 
 
@@ -19,15 +20,41 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
     _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
     _restore_sizes(model)
-    model.graph.opset_imports["mx_driving"] = 1
+    model.graph.opset_imports.setdefault("mx_driving", 1)
     RemoveUnusedNodesPass()(model)
     weights = f"{path_out.name}.data" if list(outside(model)) else None
     files = [weights, path_out.name] if weights else [path_out.name]  # the model last: it is whole when it is there
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
+        if reason := _why_not(model, Path(folder, path_out.name)):
+            raise ValueError(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
         for file in files:
             os.replace(Path(folder, file), path_out.with_name(file))
+
+
+def _why_not(model: ir.Model, path: Path) -> str | None:
+    """What onnx or onnxruntime says against the file. Nodes of others need others' libraries, so they are not loaded."""
+    import onnxruntime
+
+    from . import library
+
+    try:
+        onnx.checker.check_model(path)
+    except onnx.checker.ValidationError as error:
+        return said_by_the_checker(error)
+    known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "mx_driving", *(name[0] for name in model.functions)}
+    if any(node.domain not in known for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+        return None
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.register_custom_ops_library(library())
+    try:
+        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # it has a dozen kinds of its own
+        return str(error).splitlines()[0]
+    return None
 
 
 def _restore_defaults(model: ir.Model) -> None:
