@@ -156,7 +156,17 @@ def test_reference_axis_has_the_default_of_the_operator():
         assert torch.equal(torch.from_numpy(onnx_nodes.run(session, arrays_of(args))), expected)
 
 
-@pytest.mark.parametrize(("axis", "fact"), [("points", "'points'"), ("", "''"), ("p" * 40, "40 letters")])
+@pytest.mark.parametrize(
+    ("axis", "fact"),
+    [
+        ("points", "'points'"),
+        ("", "''"),
+        ("p" * 40, "40 letters"),
+        (1, "an attribute of another type"),
+        (0.5, "an attribute of another type"),
+        (("point",), "an attribute of another type"),
+    ],
+)
 def test_a_wrong_axis_is_refused_when_the_session_is_made(axis, fact):
     types = ("float32", "int64", "int64", "float32", "float32", "float32")
     with pytest.raises(Exception, match=f"reference_axis must be 'level' or 'point'; got {fact}"):

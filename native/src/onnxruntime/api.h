@@ -54,6 +54,7 @@ namespace ort {
 
 constexpr Slot<OrtStatus *(OrtErrorCode, const char *)> create_status{0};
 constexpr Slot<OrtErrorCode(const OrtStatus *)> error_code{1};
+constexpr Slot<const char *(const OrtStatus *)> error_message{2};
 constexpr Slot<OrtStatus *(const char *, OrtCustomOpDomain **)> create_domain{26};
 constexpr Slot<OrtStatus *(OrtCustomOpDomain *, const OrtCustomOp *)> add_to_domain{27};
 constexpr Slot<OrtStatus *(OrtSessionOptions *, OrtCustomOpDomain *)> add_domain{28};

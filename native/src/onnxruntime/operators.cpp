@@ -73,13 +73,16 @@ struct Instance {
     std::atomic<int> threads{0}; // that were seen to work; 0: none yet
 };
 
-// A node without the attribute has the operator's default.
+// A node without the attribute has the operator's default. onnxruntime has one code for that and for an attribute of
+// another type, but all its versions name the type then.
 bool reads_by_point(const OrtApi *api, const OrtKernelInfo *info) {
     char word[16] = "level";
     size_t size = sizeof word;
     OrtStatus *status = ort::string_attribute(api, info, "reference_axis", word, &size);
     const bool too_long = status && ort::error_code(api, status) == ORT_INVALID_ARGUMENT;
+    const bool no_word = status && !too_long && std::strstr(ort::error_message(api, status), "type");
     if (status) ort::release_status(api, status);
+    if (no_word) refuse(api, "reference_axis must be 'level' or 'point'; got an attribute of another type");
     if (!too_long && std::strcmp(word, "level") == 0) return false;
     if (!too_long && std::strcmp(word, "point") == 0) return true;
     refuse(api, "reference_axis must be 'level' or 'point'; got " +
