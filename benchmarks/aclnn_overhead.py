@@ -11,7 +11,7 @@ import time
 import torch
 
 import mx_driving  # noqa: F401  registers the operator
-from mx_driving import _kernels, aclnn
+from mx_driving import _backends, aclnn
 
 WORKLOADS = {
     # bs, queries, channels, heads, levels, points; every level 60 x 40
@@ -61,7 +61,7 @@ def measure(sizes, runs):
 
 
 def main():
-    print(f"{torch.get_num_threads()} threads, {_kernels.native.isa()}, torch {torch.__version__}")
+    print(f"{torch.get_num_threads()} threads, {_backends.native.isa()}, torch {torch.__version__}")
     for name, (sizes, runs) in WORKLOADS.items():
         print(name)
         for what, median in measure(sizes, runs).items():

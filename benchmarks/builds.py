@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
-from mx_driving import _kernels
+from mx_driving import _backends
 from mx_driving._operators import OPERATORS
 from mx_driving.measure.timing import interleaved
 from mx_driving.measure.workloads import WORKLOADS, Workload
@@ -37,17 +37,17 @@ def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def using(library: ctypes.CDLL) -> Iterator[None]:
-    before = _kernels.native._library
-    _kernels.native._library = lambda: library  # not a mock, whose own calls would be measured, too
+    before = _backends.native._library
+    _backends.native._library = lambda: library  # not a mock, whose own calls would be measured, too
     try:
         yield
     finally:
-        _kernels.native._library = before
+        _backends.native._library = before
 
 
 def calls(workload: Workload):
     args = workload.inputs()
-    forward, backward = (_kernels.native.kernel(workload.operator, is_backward) for is_backward in (False, True))
+    forward, backward = (_backends.native.kernel(workload.operator, is_backward) for is_backward in (False, True))
     grad = torch.randn_like(forward(*args))
     others = len(OPERATORS[workload.operator].differentiable) - 1  # beside value
     return {
@@ -67,7 +67,7 @@ def main(
 ) -> None:
     if threads:
         torch.set_num_threads(threads)
-    builds = libraries or [_kernels.native._library_path()]
+    builds = libraries or [_backends.native._library_path()]
     chosen = [w for w in WORKLOADS if fnmatch(w.name.lower(), workload.lower())]
     table = Table("workload", "call", *(f"{build.parent.name}/{build.name}" for build in builds))
     with tempfile.TemporaryDirectory() as folder:

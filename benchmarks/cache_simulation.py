@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from mx_driving import _kernels, config
-from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving import _backends, config
+from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving.measure.workloads import WORKLOADS, Workload
 
 # First-level data and second-level cache: bytes, ways, bytes of a line.
@@ -35,7 +35,7 @@ PROCESSORS = {
 }
 NAMES = ("Deformable-DETR encoder", "BEVFormer spatial cross-attention, 6 x 2500")
 NUMBER, NOTHING, TENSOR = range(3)  # what an argument is, as in replay.c
-_BYTES = {number: dtype.itemsize for dtype, number in _kernels.native._DTYPE.items()}
+_BYTES = {number: dtype.itemsize for dtype, number in _backends.native._DTYPE.items()}
 COUNTS = {
     "instructions": r"I\s+refs:\s+([\d,]+)",
     "first level": r"D1\s+misses:\s+([\d,]+)",
@@ -47,7 +47,7 @@ def write(path: Path, workload: Workload, backward: bool) -> None:
     """The arguments of a workload's C function, for replay.c; of the backward with all gradients that a model asks for."""
     args = workload.inputs()
     mask = [i in workload.learned for i in workload.differentiable]
-    given = (torch.ones_like(_kernels.native.kernel(workload.operator, False)(*args)), *args, mask) if backward else args
+    given = (torch.ones_like(_backends.native.kernel(workload.operator, False)(*args)), *args, mask) if backward else args
     with path.open("wb") as file:
 
         def function_of(_: str) -> Callable[..., int]:
@@ -58,7 +58,7 @@ def write(path: Path, workload: Workload, backward: bool) -> None:
 
             return to_file
 
-        _kernels.native._kernels(workload.operator)[backward](function_of, workload.operator, *given)
+        _backends.native._kernels(workload.operator)[backward](function_of, workload.operator, *given)
 
 
 def _argument(argument: bytes | int | None) -> bytes:

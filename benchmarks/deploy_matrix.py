@@ -27,9 +27,9 @@ from onnx_runtime import Calls, exported, loaded
 from rich.console import Console
 
 import mx_driving
+from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.show import grid, say, show
 from mx_driving._operators import OPERATORS
-from mx_driving._programs.problems import in_a_sentence, matching
-from mx_driving._programs.show import grid, say, show
 from mx_driving.measure.report import OURS, Row, write
 from mx_driving.measure.timing import interleaved
 from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast

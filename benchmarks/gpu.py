@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _kernels, reference
+from mx_driving import _backends, reference
 from mx_driving._operators import OPERATORS
 from mx_driving.measure import plain
 from mx_driving.measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
@@ -144,7 +144,7 @@ def ours(workload: Workload, backward: bool, grad: Tensor) -> Function:
     """The operator itself, forward or backward; the dry run takes the kernel, which the CPU's dispatcher does not."""
     wanted = [True] * len(OPERATORS[workload.operator].differentiable)
     if DRY:
-        kernel = _kernels.triton.kernel(workload.operator, backward)
+        kernel = _backends.triton.kernel(workload.operator, backward)
     else:
         kernel = getattr(torch.ops.mx_driving, workload.operator + "_backward" * backward).default
     return (lambda *args: kernel(grad, *args, wanted)) if backward else kernel

@@ -33,7 +33,7 @@ import triton
 import typer
 from cases import MULTI_SCALE
 
-from mx_driving._programs.problems import Problem, in_a_sentence
+from mx_driving._cli_support.problems import Problem, in_a_sentence
 
 TARGET = 90
 LEVELS, SAMPLES = 4, 16  # of machine_code.SIZES

@@ -24,7 +24,7 @@ import torch
 import triton
 from cases import GEOMETRIC, MULTI_SCALE
 
-from mx_driving._kernels.triton import launch
+from mx_driving._backends.triton import launch
 from mx_driving._operators import OPERATORS
 from mx_driving.measure.workloads import GPU_WORKLOADS
 

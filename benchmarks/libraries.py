@@ -33,7 +33,7 @@ import typer
 from torch import Tensor
 
 import mx_driving
-from mx_driving._programs.problems import in_a_sentence, matching, need
+from mx_driving._cli_support.problems import in_a_sentence, matching, need
 from mx_driving.measure import models, report
 from mx_driving.measure.models import Subject, make_sensitive, photograph
 from mx_driving.measure.timing import interleaved

@@ -26,7 +26,7 @@ import typer
 from libraries import silent
 
 import mx_driving.onnx
-from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving.measure import models, onnx_files, report
 
 Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file

@@ -25,7 +25,7 @@ from rich.progress import track
 from rich.table import Table
 
 import mx_driving
-from mx_driving._programs.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving.measure.report import OURS, Row, write
 from mx_driving.measure.timing import interleaved
 from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload

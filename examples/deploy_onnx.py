@@ -30,7 +30,7 @@ from torch import Tensor
 
 import mx_driving
 import mx_driving.onnx
-from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need
+from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need
 from mx_driving.measure import models
 from mx_driving.measure.timing import interleaved
 

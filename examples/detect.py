@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import mx_driving
-from mx_driving._programs.files import open_picture, writable, writable_picture, writing
-from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, need, ruled
+from mx_driving._cli_support.files import open_picture, writable, writable_picture, writing
+from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need, ruled
 from mx_driving.measure import models
 
 

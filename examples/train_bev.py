@@ -29,8 +29,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 import mx_driving
-from mx_driving._programs.files import folder_of_pictures, writable, writing
-from mx_driving._programs.problems import Problem, at_least_one, in_a_sentence, ruled
+from mx_driving._cli_support.files import folder_of_pictures, writable, writing
+from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, ruled
 from mx_driving.demo import scene
 from mx_driving.demo.rig import Camera, surround
 

@@ -22,9 +22,9 @@ if not torch.cuda.is_available():
     interpreter.round_to_nearest()
 
 import cases
-import record
+import outcomes
 
-from mx_driving import _checks, _kernels
+from mx_driving import _backends, _checks
 
 collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
 
@@ -62,20 +62,20 @@ def implementation(request):
 @pytest.fixture
 def every_thread(monkeypatch):
     """As many threads as torch may use, however little each has to do."""
-    monkeypatch.setattr(_kernels.native, "WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
     """The names of the native functions that were called."""
-    library, called = _kernels.native._library(), []
+    library, called = _backends.native._library(), []
 
     class Recorded:
         def __getattr__(self, name):
             called.append(name)
             return getattr(library, name)
 
-    monkeypatch.setattr(_kernels.native, "_library", Recorded)
+    monkeypatch.setattr(_backends.native, "_library", Recorded)
     return called
 
 
@@ -125,4 +125,4 @@ def pytest_terminal_summary(terminalreporter, config):
     for reason, count in reasons.most_common():
         terminalreporter.line(f"{count:4} {reason.removeprefix('Skipped: ')}")
     if path := config.getoption("--record"):
-        record.write(path, record.here(config.getoption("--packages")), record.counts(terminalreporter.stats))
+        outcomes.write(path, outcomes.here(config.getoption("--packages")), outcomes.counts(terminalreporter.stats))

@@ -2,7 +2,7 @@
 
 import sys
 
-__distribution__ = "mx-driving-portable"  # _whose.py looks for it
+__distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 
 if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
     # `python -m mx_driving.config` imports this file first. It only prints a path, so it must not wait seconds for torch.
@@ -15,6 +15,7 @@ from . import compat, kernels, nn, onnx, ops, viz
 from ._checks.data import DataWarning, data_checks
 from ._checks.limits import atlas_limits
 from ._dispatch.library import backends
+from ._patch import Patch, patch, patched
 from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
 from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
@@ -25,7 +26,6 @@ from .ops.multi_scale_deformable_attn import (
 )
 from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
-from .patching import Patch, patch, patched
 
 # By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
 sys.modules[f"{__name__}._C"] = _C

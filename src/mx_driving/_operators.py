@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _whose as _whose  # here, because nearly every module of the package imports this one first
+from . import _import_guard as _import_guard  # here, because nearly every module of the package imports this one first
 from ._descriptions import TEXT
 
 # The places of inputs: the first three of every operator, then those of a bare one.

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _checks, _kernels
+from . import _backends, _checks
 
 __all__ = [
     "Executor",
@@ -88,7 +88,7 @@ _NAMES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = _kernels.native._library()
+    library = _backends.native._library()
     library.aclGetRecentErrMsg.restype = c_char_p
     library.aclCreateTensor.restype = c_void_p
     sizes = POINTER(c_int64)

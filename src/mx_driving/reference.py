@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _geometry, _with_logits
+from . import _composition, _geometry
 
 __all__ = [
     "Corners",
@@ -287,7 +287,7 @@ def deformable_aggregation_backward(
 
 
 def _over(name: str, bare: Callable[..., Tensor], bare_backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    return _with_logits.forward(name, bare), _with_logits.backward(name, bare_backward)
+    return _composition.forward(name, bare), _composition.backward(name, bare_backward)
 
 
 multi_scale_deformable_attn_with_logits, multi_scale_deformable_attn_with_logits_backward = _over(

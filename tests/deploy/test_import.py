@@ -18,7 +18,7 @@ import torch
 from programs import python
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 WATCH = """
 import json, sys, torch
@@ -49,7 +49,7 @@ def test_import_only_registers():
     assert all(name.startswith(folders) for name in opened), opened
 
 
-PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_programs", "demo", "measure", "cli"))
+PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_cli_support", "demo", "measure", "cli"))
 
 
 def test_backends_names_kernel_and_instruction_set(implementation):
@@ -57,7 +57,7 @@ def test_backends_names_kernel_and_instruction_set(implementation):
     assert set(found) == {"cpu", "cuda", "other"}
     for device in found.values():
         assert tuple(device) == cases.EVERY
-    isa = _kernels.native.isa()
+    isa = _backends.native.isa()
     assert all(f"native C++, {isa}," in sentence for sentence in found["cpu"].values())
     assert all(sentence.startswith("reference: ") for sentence in found["other"].values())
 
@@ -65,8 +65,8 @@ def test_backends_names_kernel_and_instruction_set(implementation):
 def test_without_the_library_the_reference_serves_and_says_why():
     code = (
         "import pathlib, torch, mx_driving\n"
-        "from mx_driving import _kernels\n"
-        "_kernels.native._library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
+        "from mx_driving import _backends\n"
+        "_backends.native._library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
         "print(mx_driving.backends()['cpu']['multi_scale_deformable_attn'])\n"
         "args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))\n"
         "rest = (torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1))\n"
@@ -96,12 +96,12 @@ def gpu_of(monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: have.get("triton", True) or None)
         monkeypatch.setattr("shutil.which", lambda name: have.get("compiler", True) or None)
         monkeypatch.delenv("CC", raising=False)
-        _kernels.triton.why_not.cache_clear()
+        _backends.triton.why_not.cache_clear()
         return mx_driving.backends()["cuda"][cases.MULTI_SCALE]
 
     yield say
     monkeypatch.undo()
-    _kernels.triton.why_not.cache_clear()
+    _backends.triton.why_not.cache_clear()
 
 
 @pytest.mark.needs("Sampling by Triton")
@@ -136,15 +136,15 @@ def test_environment_switches_the_gpu_kernels_off():
         assert len(said.splitlines()) == 1 or not begin
 
 
-LIBRARY = _kernels.native._library_path()
+LIBRARY = _backends.native._library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):
-    _kernels.native._library_path = lambda: path
-    _kernels.native._load.cache_clear()
+    _backends.native._library_path = lambda: path
+    _backends.native._load.cache_clear()
     print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
     assert mx_driving.geometric_kernel_attention(*args).item() == 1
 """
@@ -202,20 +202,20 @@ def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
     assert served_beside(built("int other(void) { return 0; }")) == [missing + "mxd_version"]
     stub = 'const char *mxd_version(void) { return "0.0.1"; }\n'
     assert served_beside(built(stub)) == [missing + "mxd_isa"]
-    stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _kernels.native._FUNCTIONS[1:])
+    stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _backends.native._FUNCTIONS[1:])
     version = f"was built for version 0.0.1 of the package, which is {mx_driving.__version__}"
     assert served_beside(built(stub)) == [f"reference: {LIBRARY.name} {version}"]
 
 
 def test_unknown_isa_is_refused():
-    with pytest.raises(ValueError, match="isa must be one of"), _kernels.native.use_isa("sse9"):
+    with pytest.raises(ValueError, match="isa must be one of"), _backends.native.use_isa("sse9"):
         pass
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbols")
 def test_only_the_c_interface_is_exported():
     """No C++ symbol leaks, so no other library in the process can replace a function of this one."""
-    library = _kernels.native._library_path()
+    library = _backends.native._library_path()
     names = subprocess.run(["nm", "-C", "--defined-only", "-D", str(library)], capture_output=True, text=True, check=True)
     exported = [line.split(maxsplit=2)[2] for line in names.stdout.splitlines()]
     assert all(re.match(r"(mxd|acl|RegisterCustomOps$)", name) for name in exported), exported
@@ -225,7 +225,7 @@ def test_only_the_c_interface_is_exported():
 def test_version_is_the_distributions():
     text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'version = "{mx_driving.__version__}"' in text
-    assert os.path.isfile(_kernels.native._library_path())
+    assert os.path.isfile(_backends.native._library_path())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="need make")

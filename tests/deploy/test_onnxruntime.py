@@ -296,7 +296,7 @@ def test_the_path_is_a_file():
 
 
 def test_without_the_library_the_reason_is_told(monkeypatch):
-    monkeypatch.setattr("mx_driving._kernels.native.why_not", lambda: "libmx_driving.so is damaged")
+    monkeypatch.setattr("mx_driving._backends.native.why_not", lambda: "libmx_driving.so is damaged")
     with pytest.raises(RuntimeError, match=r"libmx_driving\.so is damaged"):
         mx_driving.onnx.library()
 

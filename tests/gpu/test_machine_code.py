@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from cases import AGGREGATION, MULTI_SCALE, OPERATORS
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 triton = pytest.importorskip("triton")
 pytestmark = [
-    pytest.mark.skipif(_kernels.triton.why_not() is not None, reason=str(_kernels.triton.why_not())),
+    pytest.mark.skipif(_backends.triton.why_not() is not None, reason=str(_backends.triton.why_not())),
     pytest.mark.skipif(
         tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6),
         reason="Triton 3.6 or later: the figures are its machine code's",
@@ -85,7 +85,7 @@ def test_instruction_counts(found):
 
 def test_amd_no_scratch_and_no_spills(found):
     rows = {(r["operator"], r["target"], r["direction"]) for r in found["amd"]}
-    assert len(rows) == len(OPERATORS) * len(_kernels.triton.AMD) * 2
+    assert len(rows) == len(OPERATORS) * len(_backends.triton.AMD) * 2
     for row in found["amd"]:
         assert row["scratch"] == row["spills"] == 0, row
         assert row["registers"] <= 128, row  # half of the occupancy where a wave has 64 lanes

@@ -16,10 +16,10 @@ from small_cases import INTERPRETED
 from values import compare, last_pixels, strided
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 NAN, INF = float("nan"), float("inf")
-pytestmark = pytest.mark.skipif(_kernels.triton.why_not() is not None, reason=str(_kernels.triton.why_not()))
+pytestmark = pytest.mark.skipif(_backends.triton.why_not() is not None, reason=str(_backends.triton.why_not()))
 
 
 def _one_point(make):
@@ -107,7 +107,7 @@ def test_value_is_read_in_place(operator, axes):
     value = args[0].permute(axes).contiguous().permute(inverse)
     assert not value.is_contiguous()
     compare("triton", operator, (value, *args[1:]), cases.grad_for(operator, args).float())
-    from mx_driving._kernels.triton import launch
+    from mx_driving._backends.triton import launch
 
     assert launch.packed(value).data_ptr() == value.data_ptr()
 
@@ -276,9 +276,9 @@ def test_zero_sizes(operator):
 
 def test_float64_and_very_tall_tables_go_to_the_reference():
     small = torch.zeros(1)
-    assert _kernels.triton.serves(torch.zeros(1, 5), small, small)
-    assert not _kernels.triton.serves(torch.zeros(1, 5), small, small.double())
-    assert not _kernels.triton.serves(torch.zeros(1, 1).expand(1, 2**30 + 1), small, small)
+    assert _backends.triton.serves(torch.zeros(1, 5), small, small)
+    assert not _backends.triton.serves(torch.zeros(1, 5), small, small.double())
+    assert not _backends.triton.serves(torch.zeros(1, 1).expand(1, 2**30 + 1), small, small)
 
 
 def test_the_last_pixel_of_a_map_that_float32_does_not_count():

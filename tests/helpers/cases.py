@@ -17,7 +17,7 @@ import truth
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _kernels, _with_logits, reference
+from mx_driving import _backends, _composition, reference
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
@@ -200,10 +200,10 @@ def case_id(case: Case) -> str:
 def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManager[None]]]:
     """Name -> a context inside which `module_of(name)` is that implementation."""
     found: dict[str, Any] = {"reference": contextlib.nullcontext}
-    if _kernels.native.why_not() is None:
-        for isa in _kernels.native.available_isas():
-            found[f"native-{isa}"] = lambda isa=isa: _kernels.native.use_isa(isa)
-    if _kernels.triton.why_not() is None:
+    if _backends.native.why_not() is None:
+        for isa in _backends.native.available_isas():
+            found[f"native-{isa}"] = lambda isa=isa: _backends.native.use_isa(isa)
+    if _backends.triton.why_not() is None:
         found["triton"] = contextlib.nullcontext
     return found
 
@@ -234,12 +234,12 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
     name = operator + "_backward" if backward else operator
 
     def interpreted(*args: Any) -> Any:
-        served = _kernels.triton.serves(*(args[backward + i] for i in (0, 3, 4)))
-        return (_kernels.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
+        served = _backends.triton.serves(*(args[backward + i] for i in (0, 3, 4)))
+        return (_backends.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
     if INTERPRETED and operator in WITH_LOGITS:
         bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
-        return (_with_logits.backward if backward else _with_logits.forward)(operator, bare)
+        return (_composition.backward if backward else _composition.forward)(operator, bare)
 
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))

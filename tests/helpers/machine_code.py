@@ -34,10 +34,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 TARGETS = (80, 90, 100)
-AMD = tuple(_kernels.triton.AMD)
+AMD = tuple(_backends.triton.AMD)
 Target = int | str
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -81,9 +81,9 @@ def compiling(target: Target) -> Iterator[list[Any]]:
 def call(operator: str, args: tuple[torch.Tensor, ...], backward: bool, mask: list[bool] | None = None) -> None:
     if backward:
         grad = cases.grad_for(operator, args).to(args[0].dtype)
-        _kernels.triton.kernel(operator, True)(grad, *args, mask or [True] * len(DIFFERENTIABLE[operator]))
+        _backends.triton.kernel(operator, True)(grad, *args, mask or [True] * len(DIFFERENTIABLE[operator]))
     else:
-        _kernels.triton.kernel(operator, False)(*args)
+        _backends.triton.kernel(operator, False)(*args)
 
 
 class Code(NamedTuple):
@@ -190,7 +190,7 @@ def figures(code: Code) -> dict[str, Any]:
 
 
 def _rows_per_warp(dtype: torch.dtype, backward: bool) -> int:
-    from mx_driving._kernels.triton import launch
+    from mx_driving._backends.triton import launch
 
     lane = 16 // dtype.itemsize
     tile = launch.tile(32, min(lane, launch.MOST_HELD), 1, 32) if backward else launch.tile(32, lane, 4, 32)

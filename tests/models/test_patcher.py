@@ -12,8 +12,8 @@ from programs import python
 from test_patching import GOOD, calls, module_of
 
 from mx_driving import patcher
+from mx_driving._patch import _patch
 from mx_driving.patcher import Patch, PatcherBuilder
-from mx_driving.patching import _patch
 
 
 @pytest.fixture

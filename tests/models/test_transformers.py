@@ -132,7 +132,7 @@ def test_a_difference_is_found(ours, difference):
 @pytest.fixture
 def unwatched(monkeypatch):
     """Nobody looks at the weights in these tests, so every module may call the operator with logits while it learns."""
-    monkeypatch.setattr(mx_driving.patching._attention, "weights_may_be_watched", lambda module: False)
+    monkeypatch.setattr(mx_driving._patch._attention, "weights_may_be_watched", lambda module: False)
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own

@@ -160,7 +160,7 @@ class Switches:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         _ours(self.tree)
-        from mx_driving._kernels import native as kernels
+        from mx_driving._backends import native as kernels
 
         library = kernels._load()
         assert isinstance(library, ctypes.CDLL), library

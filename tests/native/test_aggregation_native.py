@@ -19,7 +19,7 @@ from cases import wanted_implementations
 from torch import Tensor
 from values import compare
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 INF, NAN = float("inf"), float("nan")
@@ -29,7 +29,7 @@ BACKWARD = f"mxd_{NAME}_backward"
 
 @pytest.fixture(autouse=True, params=NATIVE)
 def isa(request) -> Iterator[None]:
-    with _kernels.native.use_isa(request.param.removeprefix("native-")):
+    with _backends.native.use_isa(request.param.removeprefix("native-")):
         yield
 
 
@@ -140,7 +140,7 @@ def test_depths_that_overflow(dtype):
 
 
 def pack(t: Tensor | None) -> bytes | None:
-    return None if t is None else _kernels.native._pack(t)
+    return None if t is None else _backends.native._pack(t)
 
 
 @pytest.mark.parametrize("place", [3, 7])
@@ -149,7 +149,7 @@ def test_what_is_refused_writes_nothing(place):
     args, grad = drawn(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]])
     args = [t[:1] if i == place else t for i, t in enumerate(args)]
     results = [torch.full_like(t, 7) for t in (grad, args[0], *args[3:6])]
-    inputs, library = [pack(t) for t in args], _kernels.native._library()
+    inputs, library = [pack(t) for t in args], _backends.native._library()
     assert getattr(library, f"mxd_{NAME}")(*inputs, pack(results[0]), 2) == 1
     assert getattr(library, BACKWARD)(pack(grad), *inputs, *map(pack, results[1:]), 2) == 1
     assert all((t == 7).all() for t in results)
@@ -164,7 +164,7 @@ def test_gradients_of_any_stride_and_dtype(dtype, reverse):
         axes = list(range(like.dim()))[:: -1 if reverse else 1]
         room = torch.full([2 * like.shape[a] for a in axes], 7, dtype=dtype)
         found.append(room[(slice(None, None, 2),) * like.dim()].permute(axes))
-    assert getattr(_kernels.native._library(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
+    assert getattr(_backends.native._library(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, run(args, grad)[1:], strict=True))
 
 
@@ -214,7 +214,7 @@ grad, mask = maps.new_ones(1, 3000, 32), [True] * 4
 name, ops = "deformable_aggregation_with_logits", torch.ops.mx_driving
 kernel = getattr(ops, name), getattr(ops, name + "_backward")
 bare = ops.deformable_aggregation, ops.deformable_aggregation_backward
-composition = mx_driving._with_logits.forward(name, bare[0]), mx_driving._with_logits.backward(name, bare[1])
+composition = mx_driving._composition.forward(name, bare[0]), mx_driving._composition.backward(name, bare[1])
 few = tuple(t[:, :40] if i in (3, 5) else t for i, t in enumerate(args))
 for forward, backward in (kernel, composition):
     forward(*few), backward(grad[:, :40], *few, mask)  # loads what it needs
@@ -241,7 +241,7 @@ def test_plan():
 
     def plan(name: str, tensors: Sequence[Tensor | None]) -> dict[str, str]:
         pointers = (ctypes.c_char_p * len(tensors))(*map(pack, tensors))
-        assert _kernels.native._library().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
+        assert _backends.native._library().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
         return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
 
     assert plan(NAME, [*args, grad])["prefetched_rows"] == "all"

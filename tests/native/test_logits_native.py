@@ -20,7 +20,7 @@ from torch import Tensor
 from values import compare
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 THREADS = (1, 2, 3, 8, 24)
@@ -29,7 +29,7 @@ PYRAMID = [(23, 31), (11, 17), (6, 7)]
 
 @pytest.fixture(autouse=True, params=NATIVE)
 def isa(request) -> Iterator[None]:
-    with _kernels.native.use_isa(request.param.removeprefix("native-")):
+    with _backends.native.use_isa(request.param.removeprefix("native-")):
         yield
 
 
@@ -106,7 +106,7 @@ def test_every_way(every_thread, name, dtype):
     taken = []
     for threads in THREADS:
         torch.set_num_threads(threads)
-        taken.append(_kernels.native.describe_plan(MULTI_SCALE_LOGITS, args, [True] * 4)["value_gradient"])
+        taken.append(_backends.native.describe_plan(MULTI_SCALE_LOGITS, args, [True] * 4)["value_gradient"])
         output = cases.forward_of("native", MULTI_SCALE_LOGITS)(*args)
         found = [output, *cases.gradients_of("native", MULTI_SCALE_LOGITS, grad, args)]
         first = first or found

@@ -14,7 +14,7 @@ import torch
 from cases import MULTI_SCALE_LOGITS
 from test_refusals import BAD_SHAPE, CALLS, EVERY, OK, call_of, described
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 BAD_NAME, BAD_MEMORY = 5, 6
 OPTIONAL = ("image_size", "pair_scale")
@@ -28,7 +28,7 @@ def run(call, **other) -> int:
     """The status of the function itself; None in place of a description is a null pointer."""
     packed = [a if a is None else a.packed() for a in {**call.arguments, **other}.values()]
     options = [0] if call.function.startswith(MULTI_SCALE_LOGITS) else []
-    return getattr(_kernels.native._library(), "mxd_" + call.function)(*packed, *options, 1)
+    return getattr(_backends.native._library(), "mxd_" + call.function)(*packed, *options, 1)
 
 
 @pytest.mark.parametrize(("name", "backward"), EVERY)
@@ -137,7 +137,7 @@ def test_addresses_have_64_bits(argument, stride):
 
 
 def describe(name, arguments, text, size) -> int:
-    return _kernels.native._library().mxd_describe_plan(name, arguments, 1, text, size)
+    return _backends.native._library().mxd_describe_plan(name, arguments, 1, text, size)
 
 
 def test_null_where_a_plan_is_described():
@@ -155,9 +155,9 @@ def test_null_where_a_plan_is_described():
 
 
 def test_no_name_is_no_instruction_set():
-    before = _kernels.native.isa()
-    assert _kernels.native._library().mxd_use_isa(None) == -1
-    assert _kernels.native.isa() == before
+    before = _backends.native.isa()
+    assert _backends.native._library().mxd_use_isa(None) == -1
+    assert _backends.native.isa() == before
 
 
 def test_shapes_that_do_not_agree_are_named_before_memory_that_is_shared():

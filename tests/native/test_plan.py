@@ -19,7 +19,7 @@ from torch import Tensor
 from values import covering
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
@@ -179,7 +179,7 @@ ROWS = {
 @pytest.fixture
 def every_thread(monkeypatch):
     """As many threads as torch may use, even if each has little to do."""
-    monkeypatch.setattr(_kernels.native, "WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
 
 
 def levels(text: str) -> int:
@@ -198,10 +198,10 @@ def test_plans(every_thread, name, dtype):
         torch.set_num_threads(threads)
         buffered = bands(row.bands_of_16_bits[i], end=", buffered")[0]
         way = row.ways[i] if is_wide or (row.ways[i] == SAMPLES and row.one_pass_packs) else buffered
-        forward = _kernels.native.describe_plan(row.operator, args)
-        all_gradients = _kernels.native.describe_plan(row.operator, args, [True] * (1 + others))
-        of_value = _kernels.native.describe_plan(row.operator, args, [True] + [False] * others)
-        of_samples = _kernels.native.describe_plan(row.operator, args, [False] + [True] * others)
+        forward = _backends.native.describe_plan(row.operator, args)
+        all_gradients = _backends.native.describe_plan(row.operator, args, [True] * (1 + others))
+        of_value = _backends.native.describe_plan(row.operator, args, [True] + [False] * others)
+        of_samples = _backends.native.describe_plan(row.operator, args, [False] + [True] * others)
         assert {plan["threads"] for plan in (forward, all_gradients, of_value, of_samples)} == {str(threads)}
         assert levels(forward["packed_value"]) == row.packed_value[i]
         packed, number = row.packed_value[i], args[1].shape[0]
@@ -245,8 +245,8 @@ def test_rows_that_all_stay_near_are_widened_when_they_are_packed(side, kilobyte
     ):
         inputs = cases.cast(args, dtype)
         plans = (
-            _kernels.native.describe_plan(GEOMETRIC, inputs),
-            _kernels.native.describe_plan(GEOMETRIC, inputs, [False, True]),
+            _backends.native.describe_plan(GEOMETRIC, inputs),
+            _backends.native.describe_plan(GEOMETRIC, inputs, [False, True]),
         )
         assert [plan["packed_value"] for plan in plans] == [f"1 of 1 levels, {n} KB" for n in (of_forward, of_backward)]
 
@@ -258,7 +258,7 @@ def test_rows_widened_once_give_the_same_bits(implementation, dtype):
     args = cases.cast(logits_cases.geometric(2, 400, 58, 3, [(15, 9), (5, 7)], (3, 3)), dtype)
     value, shapes, starts, reference, points, logits = args
     few = value, shapes, starts, reference[:, :5], points, logits[:, :5]
-    assert [_kernels.native.describe_plan(GEOMETRIC_LOGITS, inputs)["heads_together"] for inputs in (args, few)] == ["3", "0"]
+    assert [_backends.native.describe_plan(GEOMETRIC_LOGITS, inputs)["heads_together"] for inputs in (args, few)] == ["3", "0"]
     op = mx_driving.geometric_kernel_attention_with_logits
     assert torch.equal(op(*args)[:, :5], op(*few))
 
@@ -269,7 +269,7 @@ def test_rows_of_an_expanded_value_are_not_widened(axis, dtype):
     """They would take the memory that value has not, 2.5 MB here."""
     value, *others = cases.cast(logits_cases.geometric(1, 3000, 16, 16, [(30, 81)], (1, 1)), dtype)
     args = value.narrow(axis, 0, 1).contiguous().expand_as(value), *others
-    assert _kernels.native.describe_plan(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
+    assert _backends.native.describe_plan(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
     assert torch.equal(
         mx_driving.geometric_kernel_attention_with_logits(*args),
         mx_driving.geometric_kernel_attention_with_logits(args[0].contiguous(), *others),
@@ -318,14 +318,14 @@ def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread,
     gradient = memory.permute(0, 2, 3, 1)[:, :, :heads]
 
     def function_of(function):
-        return lambda *given: _kernels.native._library_function(function)(
-            *given[:place], _kernels.native._pack(gradient), *given[place + 1 :]
+        return lambda *given: _backends.native._library_function(function)(
+            *given[:place], _backends.native._pack(gradient), *given[place + 1 :]
         )
 
     torch.set_num_threads(2)
     mask = [True] * len(cases.DIFFERENTIABLE[operator])
-    plain = _kernels.native.kernel(operator, True)(grad, *args, mask)
-    others = _kernels.native._kernels(operator)[1](function_of, operator, grad, *args, mask)
+    plain = _backends.native.kernel(operator, True)(grad, *args, mask)
+    others = _backends.native._kernels(operator)[1](function_of, operator, grad, *args, mask)
     if dtype in (torch.float32, torch.float64):
         assert torch.equal(gradient, plain[0].to(into))
     else:
@@ -340,14 +340,14 @@ def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread,
 )
 def test_a_name_that_no_function_has(name, status):
     args = cases.cast(ROWS["few queries"].make(), torch.float32)
-    packed = [*map(_kernels.native._pack, args), _kernels.native._pack(torch.empty(1, 30, 8, 16))]
+    packed = [*map(_backends.native._pack, args), _backends.native._pack(torch.empty(1, 30, 8, 16))]
     pointers = (ctypes.c_char_p * len(packed))(*packed)
     text = ctypes.create_string_buffer(b"?" * 16)
-    assert _kernels.native._library().mxd_describe_plan(name, pointers, 1, text, 9) == status
+    assert _backends.native._library().mxd_describe_plan(name, pointers, 1, text, 9) == status
     assert text.raw[:10] == (b"threads:\0?" if status == 0 else b"?" * 10)
 
 
 def test_a_plan_of_levels_that_do_not_fit(every_thread):
     value, shapes, starts, *rest = cases.cast(ROWS["few queries"].make(), torch.float32)
     with pytest.raises(ValueError, match="must leave room for 216 x 288 rows among 1008"):
-        _kernels.native.describe_plan(MULTI_SCALE, (value, shapes * 9, starts, *rest))
+        _backends.native.describe_plan(MULTI_SCALE, (value, shapes * 9, starts, *rest))

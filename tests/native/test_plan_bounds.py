@@ -11,10 +11,10 @@ from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 pytestmark = pytest.mark.usefixtures("every_thread")
-plan_of = _kernels.native.describe_plan
+plan_of = _backends.native.describe_plan
 
 
 def attention(
@@ -206,11 +206,11 @@ def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
     gradient = torch.full(args[0].shape, 7.0)
 
     def function_of(name):
-        function = _kernels.native._library_function(name)
-        return lambda *given: function(*given[:6], _kernels.native._pack(gradient), *given[7:])
+        function = _backends.native._library_function(name)
+        return lambda *given: function(*given[:6], _backends.native._pack(gradient), *given[7:])
 
-    plain = _kernels.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
-    others = _kernels.native._kernels(MULTI_SCALE)[1](function_of, MULTI_SCALE, grad, *args, [True] * 3)
+    plain = _backends.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
+    others = _backends.native._kernels(MULTI_SCALE)[1](function_of, MULTI_SCALE, grad, *args, [True] * 3)
     assert torch.equal(gradient.to(dtype), plain[0])
     assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))
 
@@ -222,10 +222,10 @@ def test_heads_do_not_go_together_where_value_lies_backwards(axis):
     sizes, strides = list(value.shape), list(value.stride())
     last = value.data_ptr() + 4 * (sizes[axis] - 1) * strides[axis]
     strides[axis] = -strides[axis]
-    backwards = _kernels.native._PACK[4](last, 0, *sizes, *strides)
+    backwards = _backends.native._PACK[4](last, 0, *sizes, *strides)
     others[-1] = others[-1].unflatten(-1, (1, 4))
-    packed = [backwards, *map(_kernels.native._pack, others), _kernels.native._pack(torch.empty(1, 1, 4, 64))]
+    packed = [backwards, *map(_backends.native._pack, others), _backends.native._pack(torch.empty(1, 1, 4, 64))]
     text = ctypes.create_string_buffer(1024)
     pointers = (ctypes.c_char_p * len(packed))(*packed)
-    assert _kernels.native._library().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
+    assert _backends.native._library().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
     assert b"heads_together: 0" in text.value

@@ -15,7 +15,7 @@ import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch import Tensor
 
-from mx_driving import _kernels
+from mx_driving import _backends
 from mx_driving._operators import OPERATORS
 
 OK, BAD_SHAPE, BAD_DTYPE, BAD_LEVEL, OUT_OF_MEMORY = range(5)
@@ -42,7 +42,7 @@ class Argument(NamedTuple):
     strides: tuple[int, ...]
 
     def packed(self) -> bytes:
-        return _kernels.native._PACK[len(self.shape)](self.pointer, self.dtype, *self.shape, *self.strides)
+        return _backends.native._PACK[len(self.shape)](self.pointer, self.dtype, *self.shape, *self.strides)
 
     def sized(self, axis: int, size: int) -> Argument:
         return self._replace(shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
@@ -58,11 +58,11 @@ class Call(NamedTuple):
     def status(self, **other: Argument) -> int:
         packed = [argument.packed() for argument in {**self.arguments, **other}.values()]
         pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
-        return _kernels.native._library().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
+        return _backends.native._library().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
 
 
 def described(t: Tensor) -> Argument:
-    return Argument(t.data_ptr(), _kernels.native._DTYPE[t.dtype], tuple(t.shape), t.stride())
+    return Argument(t.data_ptr(), _backends.native._DTYPE[t.dtype], tuple(t.shape), t.stride())
 
 
 def call_of(name: str, backward: bool) -> Call:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import LARGE
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -20,7 +20,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"
 START = """
 import hashlib, os, re, signal, torch
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 torch.set_num_threads(4)
 torch.manual_seed(0)
@@ -75,7 +75,7 @@ print(*sorted(set(runtime.findall(open("/proc/self/maps").read()))), sep="\\n")
 """)
     assert (started, more) == ("3", "0")
     assert len(files) == 1
-    assert sentence == f"native C++, {_kernels.native.isa()}, threads of {files[0]}; float32, float64, float16, bfloat16"
+    assert sentence == f"native C++, {_backends.native.isa()}, threads of {files[0]}; float32, float64, float16, bfloat16"
 
 
 @ON_LINUX
@@ -104,7 +104,7 @@ def in_a_child(run):
 def tell():
     before = number_of_threads()
     found = digest()
-    print(_kernels.native.threads(), number_of_threads() - before, found, flush=True)
+    print(_backends.native.threads(), number_of_threads() - before, found, flush=True)
 
 def tell_and_fork():
     tell()
@@ -130,22 +130,22 @@ def test_forked_children_do_not_hang(before):
 
 @pytest.fixture
 def own_threads():
-    _kernels.native._library().mxd_use_own_threads(1)
+    _backends.native._library().mxd_use_own_threads(1)
     yield
-    _kernels.native._library().mxd_use_own_threads(0)
+    _backends.native._library().mxd_use_own_threads(0)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
 def test_own_threads_give_the_same_bits(monkeypatch, own_threads, case):
-    monkeypatch.setattr(_kernels.native, "WORK_OF_A_THREAD", 1)
+    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
     args = cases.cast(case.make(), torch.float32)
     grad = cases.grad_for(case.operator, args).float()
-    forward, backward = (_kernels.native.kernel(case.operator, is_backward) for is_backward in (False, True))
+    forward, backward = (_backends.native.kernel(case.operator, is_backward) for is_backward in (False, True))
     results = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
         results.append([forward(*args), *backward(grad, *args, [True] * len(cases.DIFFERENTIABLE[case.operator]))])
-    assert _kernels.native.threads() == "threads of its own"
+    assert _backends.native.threads() == "threads of its own"
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
@@ -166,6 +166,6 @@ def test_a_runtime_that_is_loaded_later_is_found():
     runtime = next(pathlib.Path(torch.__file__).parent.glob("lib/lib*omp*.so*"), None)
     if runtime is None:
         pytest.skip("this torch brings no runtime")
-    command = [sys.executable, "-c", LATER, str(_kernels.native._library_path()), str(runtime)]
+    command = [sys.executable, "-c", LATER, str(_backends.native._library_path()), str(runtime)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["threads of its own", f"threads of {runtime.name}"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mx_driving
-from mx_driving import _dispatch, _kernels, reference
+from mx_driving import _backends, _dispatch, reference
 from mx_driving._checks.inputs import same_samples
 from mx_driving._operators import OPERATORS
 
@@ -286,8 +286,8 @@ def test_more_keys_than_the_native_kernels_number_are_served(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_gradients_of_more_keys_are_the_references(operator, monkeypatch):
-    monkeypatch.setattr(_kernels.native, "_MOST_ROWS", 15)  # one less than there are
-    monkeypatch.setattr(_kernels.native, "_library", lambda: pytest.fail("the native library was called"))
+    monkeypatch.setattr(_backends.native, "_MOST_ROWS", 15)  # one less than there are
+    monkeypatch.setattr(_backends.native, "_library", lambda: pytest.fail("the native library was called"))
     op, good = backward_of(operator)
     for found, expected in zip(op(*good), getattr(reference, operator + "_backward")(*good), strict=True):
         assert torch.equal(found, expected)

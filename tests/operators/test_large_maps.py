@@ -8,7 +8,7 @@ import pytest
 import torch
 from values import covering, last_pixels
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 SIZE = (1 << 24) + 8  # size - 1 rounds up to size in float32
 GUARD = 7777.0
@@ -76,7 +76,7 @@ def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
     assert torch.equal(of_weights[0, :, 0, 0, 0], value[0, pixels_of(locations, axis), 0, 0])
 
 
-@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
 @pytest.mark.parametrize("threads", [1, 64])
 def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads):
@@ -85,8 +85,8 @@ def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads)
     weights = torch.ones(locations.shape[:-1])
     room = torch.full((1, SIZE + 2, 1, 1), GUARD)
     tensors = (torch.ones(1, locations.shape[1], 1, 1), value, *tables_of(axis), locations, weights, room[:, 1:-1])
-    library = _kernels.native._library()
-    assert library.mxd_geometric_kernel_attention_backward(*map(_kernels.native._pack, tensors), None, threads) == 0
+    library = _backends.native._library()
+    assert library.mxd_geometric_kernel_attention_backward(*map(_backends.native._pack, tensors), None, threads) == 0
     assert room[0, 0].item() == room[0, -1].item() == GUARD
     assert room[0, 1:-1].sum() == 3 * locations.shape[1]
 
@@ -111,7 +111,7 @@ def test_bilinear_corners_stay_on_the_map(implementation, axis):
     assert gradients[0].sum() == out.sum()
 
 
-@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize(("dtype", "sum_of_ones"), [(torch.float32, 2**24), (torch.float64, 2**24 + 100)], ids=str)
 def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
     """As the docstrings say: float32 stops there, float64 goes on."""

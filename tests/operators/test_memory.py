@@ -8,7 +8,7 @@ import torch
 from small_cases import GOOD
 from values import DTYPES, covering
 
-from mx_driving import _kernels
+from mx_driving import _backends
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ NOTHING = [
 ]
 
 
-@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize(("operator", "nothing"), NOTHING)
 def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
     """A loop over the queries would take hours. The gradient of value is still zero, if it has elements."""
@@ -150,7 +150,7 @@ def test_no_samples_give_zeros(implementation, poisoned_allocations, operator, n
 BAD_SHAPE, BAD_DTYPE, OUT_OF_MEMORY = 1, 2, 4
 
 
-@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
     """The sentence is the one that the header promises, and nothing is written."""
@@ -160,8 +160,8 @@ def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
     gradients = [torch.full_like(args[i], 7) for i in cases.DIFFERENTIABLE[operator]]
 
     def status(gradients, grad=grad, args=args):
-        function = getattr(_kernels.native._library(), f"mxd_{operator}_backward")
-        return function(*map(_kernels.native._pack, (grad, *args, *gradients)), 1)
+        function = getattr(_backends.native._library(), f"mxd_{operator}_backward")
+        return function(*map(_backends.native._pack, (grad, *args, *gradients)), 1)
 
     for i, good in enumerate(gradients):
         for wrong, expected in ((good.long(), BAD_DTYPE), (good.int(), BAD_DTYPE), (good[..., :1], BAD_SHAPE)):
@@ -173,7 +173,7 @@ def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
     assert status(gradients) == 0
 
 
-@pytest.mark.skipif(_kernels.native.why_not() is not None, reason=str(_kernels.native.why_not()))
+@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 @pytest.mark.parametrize(("places", "expected"), [(2**34, OUT_OF_MEMORY), (2**56, BAD_SHAPE)])
 def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import DTYPES, MIXED, compare, covering, strided
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 
 NAN, INF = float("nan"), float("inf")
 
@@ -375,7 +375,7 @@ def test_decomposition(case, dtype):
 def test_backends_say_what_serves():
     found = mx_driving.backends()["cpu"]
     for operator in WITH_LOGITS:
-        assert found[operator].startswith(f"native C++, {_kernels.native.isa()}, ")
+        assert found[operator].startswith(f"native C++, {_backends.native.isa()}, ")
 
 
 @pytest.mark.parametrize("operator", WITH_LOGITS)

@@ -16,7 +16,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import mx_driving
-from mx_driving import _kernels
+from mx_driving import _backends
 from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
 from mx_driving.measure import accuracy, floor, module_workloads, modules, report
@@ -137,8 +137,8 @@ def test_a_plan_with_logits_is_that_of_the_bare_operator(name):
     workload = named(name)
     operator, args = workload.bare(workload.inputs())
     expected = {
-        "forward": _kernels.native.describe_plan(operator, args),
-        "backward": _kernels.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
+        "forward": _backends.native.describe_plan(operator, args),
+        "backward": _backends.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
     }
     if operator == GEOMETRIC:
         expected["forward"] |= {"heads_together": "8", "packed_value": "none", "prefetched_rows": "all"}

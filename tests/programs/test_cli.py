@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
 
 import mx_driving
-from mx_driving import _installing, _kernels
+from mx_driving import _backends, _installing
+from mx_driving._cli_support import problems
 from mx_driving._installing import pip_install
-from mx_driving._programs import problems
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
 from mx_driving.cli import demo as demo_module
@@ -154,7 +154,7 @@ def test_check_passes(small_examples):
     result = run("check", "--quick", "--dtype", "float32", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
     assert "all is well" in result.output
-    for word in ("multi_scale_deformable_attn", "deformable_aggregation", _kernels.native.isa(), "locations", "bfloat16"):
+    for word in ("multi_scale_deformable_attn", "deformable_aggregation", _backends.native.isa(), "locations", "bfloat16"):
         assert word in result.output
 
 
@@ -181,7 +181,7 @@ def test_check_fails_when_a_kernel_is_wrong(small_examples, name):
 
 
 def test_check_fails_when_the_cpu_has_only_the_reference(small_examples, monkeypatch):
-    monkeypatch.setattr(_kernels.native, "why_not", lambda: "it was not built")
+    monkeypatch.setattr(_backends.native, "why_not", lambda: "it was not built")
     result = run("check", "--quick")
     assert result.exit_code == 1
     assert "runs on the reference" in result.output
@@ -222,7 +222,8 @@ def is_a_sentence(code: int, out: str, err: str, words: str) -> bool:
 
 def test_version(mx):
     code, out, _ = mx("--version")
-    assert (code or 0, out) == (0, f"mx-driving {mx_driving.__version__}, torch {torch.__version__}, {_kernels.native.isa()}\n")
+    versions = f"mx-driving {mx_driving.__version__}, torch {torch.__version__}, {_backends.native.isa()}"
+    assert (code or 0, out) == (0, versions + "\n")
 
 
 PLACES = [

@@ -19,7 +19,7 @@ from programs import python
 
 import mx_driving
 from mx_driving import _checks
-from mx_driving.patching import _patch
+from mx_driving._patch import _patch
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from types import SimpleNamespace
 
+import outcomes
 import pytest
-import record
 import torch
 
 from mx_driving import _checks
@@ -18,11 +18,11 @@ def test_counts_replace_those_of_the_same_place(tmp_path):
                 for key, names in tests.items()}  # fmt: skip
 
     file = tmp_path / "support" / "tests.csv"
-    place = record.here("oldest")
+    place = outcomes.here("oldest")
     assert place["torch"] == str(torch.__version__)
-    record.write(file, place, record.counts(stats(passed=["a", "a", "b"], error=["a"], skipped=["b"])))
-    record.write(file, place, record.counts(stats(passed=["a"])))
-    record.write(file, {**place, "torch": "2.6.0"}, record.counts(stats(failed=["a"])))
+    outcomes.write(file, place, outcomes.counts(stats(passed=["a", "a", "b"], error=["a"], skipped=["b"])))
+    outcomes.write(file, place, outcomes.counts(stats(passed=["a"])))
+    outcomes.write(file, {**place, "torch": "2.6.0"}, outcomes.counts(stats(failed=["a"])))
     with file.open() as lines:
         rows = [(r["torch"], r["file"], r["passed"], r["failed"], r["skipped"]) for r in csv.DictReader(lines)]
     here = place["torch"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _geometry, _with_logits
+from .. import _composition, _geometry
 from .._operators import OPERATORS, Inputs, Operator
 from .flags import flag
 
@@ -79,7 +79,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            inputs = _with_logits.bare_inputs(operator.name, *args) if operator.bare else args
+            inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
             _look(_Call(operator, *inputs))
         return output
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _with_logits
+from .. import _composition
 from .._operators import OPERATORS
 from . import rules
 from .flags import flag
@@ -56,7 +56,7 @@ def hold(operator: str, *args: Any) -> None:
     """Refuse a call that passes a limit."""
     bare = OPERATORS[operator].bare
     with torch.no_grad():
-        _RULES[bare or operator](*(_with_logits.bare_inputs(operator, *args) if bare else args))
+        _RULES[bare or operator](*(_composition.bare_inputs(operator, *args) if bare else args))
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, _decomp
 
-from .. import _geometry, _with_logits, reference
+from .. import _composition, _geometry, reference
 from .._operators import OPERATORS
 from .when_imported import when_imported
 
@@ -91,7 +91,7 @@ def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
     An operator with logits is made of the bare operator, for which an exporter may have a node.
     """
     bare = OPERATORS[name].bare
-    composed = _with_logits.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
+    composed = _composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     _decomp.decomposition_table[op] = composed or globals()[name]
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake

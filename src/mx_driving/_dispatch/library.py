@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks, _kernels, _with_logits, reference
+from .. import _backends, _checks, _composition, reference
 from .._operators import OPERATORS, VALUE, Operator, gradients
 from . import decompositions, distributed, flops, transforms
 
@@ -50,10 +50,10 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _composition(name: str, backward: bool, device: Callable[..., Any]) -> Callable[..., Any]:
+def _composed(name: str, backward: bool, device: Callable[..., Any]) -> Callable[..., Any]:
     """An operator with logits over what serves its bare operator on a device."""
     bare, check = device(OPERATORS[name].bare, backward), _check_of(name, backward)
-    run = (_with_logits.backward if backward else _with_logits.forward)(name, bare)
+    run = (_composition.backward if backward else _composition.forward)(name, bare)
 
     def kernel(*args: Any) -> Any:
         check(*args)
@@ -64,11 +64,11 @@ def _composition(name: str, backward: bool, device: Callable[..., Any]) -> Calla
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
     """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
-    native, plain, check = _kernels.native.kernel(name, backward), _reference(name, backward), _check_of(name, backward)
+    native, plain, check = _backends.native.kernel(name, backward), _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        return (native if _kernels.native.why_not() is None and _kernels.native.serves(args[backward]) else plain)(*args)
+        return (native if _backends.native.why_not() is None and _backends.native.serves(args[backward]) else plain)(*args)
 
     return kernel
 
@@ -79,14 +79,14 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
     An operator with logits has no Triton kernel of its own.
     """
     if OPERATORS[name].bare:
-        return _composition(name, backward, _cuda)
+        return _composed(name, backward, _cuda)
     plain, check = _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
         check(*args)
         value, _, _, locations, weights = args[backward : backward + 5]
-        if _kernels.triton.why_not() is None and _kernels.triton.serves(value, locations, weights):
-            return _kernels.triton.kernel(name, backward)(*args)
+        if _backends.triton.why_not() is None and _backends.triton.serves(value, locations, weights):
+            return _backends.triton.kernel(name, backward)(*args)
         return plain(*args)
 
     return kernel
@@ -228,14 +228,14 @@ def backends() -> dict[str, dict[str, str]]:
 
 
 def _on_cpu() -> str:
-    reason = _kernels.native.why_not()
+    reason = _backends.native.why_not()
     if reason is not None:
         return f"reference: {reason}"
-    return f"native C++, {_kernels.native.isa()}, {_kernels.native.threads()}; float32, float64, float16, bfloat16"
+    return f"native C++, {_backends.native.isa()}, {_backends.native.threads()}; float32, float64, float16, bfloat16"
 
 
 def _on_cuda(name: str) -> str:
-    reason = _kernels.triton.why_not()
+    reason = _backends.triton.why_not()
     if reason is not None:
         return f"reference: {reason}"
     how = "composition over the Triton kernel: " if OPERATORS[name].bare else ""

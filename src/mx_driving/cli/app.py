@@ -7,8 +7,8 @@ from typing import Annotated
 import torch
 import typer
 
-from .. import __version__, _kernels
-from .._programs.problems import in_a_sentence
+from .. import __version__, _backends
+from .._cli_support.problems import in_a_sentence
 from .bench import bench
 from .check import check
 from .demo import demo
@@ -21,7 +21,7 @@ app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False,
 
 def _say_version(wanted: bool) -> None:
     if wanted:
-        kernels = "reference" if _kernels.native.why_not() else _kernels.native.isa()
+        kernels = "reference" if _backends.native.why_not() else _backends.native.isa()
         print(f"mx-driving {__version__}, torch {torch.__version__}, {kernels}")
         raise typer.Exit
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from .._programs.files import writable, writable_picture
-from .._programs.problems import matching
-from .._programs.show import open_console, say, show
+from .._cli_support.files import writable, writable_picture
+from .._cli_support.problems import matching
+from .._cli_support.show import open_console, say, show
 from ..measure import floor, report
 from ..measure.module_workloads import MODULES, ModuleWorkload
 from ..measure.modules import measure_module

@@ -11,8 +11,8 @@ from rich.markup import escape
 
 import mx_driving_portable
 
-from .._programs.problems import matching, ruled
-from .._programs.show import grid, open_console, say, show
+from .._cli_support.problems import matching, ruled
+from .._cli_support.show import grid, open_console, say, show
 from ..measure.accuracy import QUICK, Checked, check_one
 from ..measure.workloads import CHECKED
 from .options import DType, DTypes, Only, Threads, use_threads

@@ -12,9 +12,9 @@ import torch
 import typer
 from rich.markup import escape
 
-from .._programs.files import PICTURES, writable, writable_photograph, writing
-from .._programs.problems import need
-from .._programs.show import grid, open_console, say, show
+from .._cli_support.files import PICTURES, writable, writable_photograph, writing
+from .._cli_support.problems import need
+from .._cli_support.show import grid, open_console, say, show
 from ..viz import Look, Plane, recording
 from ..viz import page as write_page
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .._programs.problems import Problem, need
+from .._cli_support.problems import Problem, need
 from .options import Seconds, Threads, use_threads
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich import box
 
-from .._programs.problems import matching
-from .._programs.show import open_console, show
+from .._cli_support.problems import matching
+from .._cli_support.show import open_console, show
 from ..measure.models import Subject, Times, build, carriers, compare, need_transformers, output_difference, time_model
 from ..measure.report import machine
 from .options import Only, Seconds, Threads, use_threads

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._programs.files import writable, writable_picture
-from .._programs.problems import Problem, matching, ruled
-from .._programs.show import open_console, say, show
+from .._cli_support.files import writable, writable_picture
+from .._cli_support.problems import Problem, matching, ruled
+from .._cli_support.show import open_console, say, show
 from .options import Threads, use_threads
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._programs.files import photograph_format, writing
+from .._cli_support.files import photograph_format, writing
 from .lift import Lift, Recovery
 from .rig import Camera, Extent
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._programs.files import open_picture
-from .._programs.problems import Problem, need
+from .._cli_support.files import open_picture
+from .._cli_support.problems import Problem, need
 
 LARGEST = 1e6  # metres
 WIDEST = 800  # pixels; larger photographs are scaled down together with their intrinsics

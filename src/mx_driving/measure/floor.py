@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import _geometry, _kernels, config
+from .. import _backends, _geometry, config
 from .workloads import AGGREGATION, GEOMETRIC
 
 
@@ -38,10 +38,10 @@ def add_rows(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | N
     """output[b, q, h] = the sum of the rows of value[b, :, h] that rows[b, h, q] lists. With grad_value, output[b, q, h] is
     added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. `rows` are trusted: see native/floor/floor.h.
     """
-    tensors = [None if t is None else _kernels.native._pack(t) for t in (value, rows, output, grad_value)]
-    status = _library().mxd_gather_floor(_kernels.native.isa().encode(), *tensors, torch.get_num_threads())
+    tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, output, grad_value)]
+    status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())
     if status:
-        raise RuntimeError(f"the gather floor was given {_kernels.native._STATUS.get(status, f'status {status}')}")
+        raise RuntimeError(f"the gather floor was given {_backends.native._STATUS.get(status, f'status {status}')}")
 
 
 def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:

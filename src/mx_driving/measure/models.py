@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mx_driving
 
-from .._programs.problems import Problem, need
+from .._cli_support.problems import Problem, need
 from . import plain
 from .timing import interleaved
 

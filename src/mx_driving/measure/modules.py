@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import mx_driving
 
-from .._programs.problems import Problem
+from .._cli_support.problems import Problem
 from . import floor
 from .module_workloads import Forward, ModuleWorkload, Subject
 from .report import LAYERS_AND_FLOOR, OURS, PARTS, Row

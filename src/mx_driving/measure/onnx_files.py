@@ -13,7 +13,7 @@ import torch
 
 import mx_driving.onnx
 
-from .._programs.problems import Problem
+from .._cli_support.problems import Problem
 from . import models
 from .timing import interleaved
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .. import _kernels
+from .. import _backends
 from .._operators import OPERATORS
 from .workloads import Workload
 
@@ -13,6 +13,6 @@ def plans(workload: Workload, dtype: str) -> Plans:
     """The plans of the forward, and of a backward that gives all gradients."""
     operator, args = workload.operator, workload.inputs(dtype)
     return {
-        "forward": _kernels.native.describe_plan(operator, args),
-        "backward": _kernels.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
+        "forward": _backends.native.describe_plan(operator, args),
+        "backward": _backends.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
     }

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from .. import _kernels
-from .._programs.files import writing
-from .._programs.problems import Problem, ruled
-from .._programs.show import grid
+from .. import _backends
+from .._cli_support.files import writing
+from .._cli_support.problems import Problem, ruled
+from .._cli_support.show import grid
 
 Row = dict[str, Any]
 OURS = "mx_driving"
@@ -49,7 +49,7 @@ def processor() -> str:
 def machine() -> str:
     """Date, machine, versions, commit: a number means nothing without them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {processor()}, {_kernels.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
+    return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
 
 def tables(rows: list[Row]) -> Iterator[Any]:

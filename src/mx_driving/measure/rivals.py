@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _with_logits
+from .. import _composition
 from .._operators import OPERATORS
 from . import plain
 from .report import BARE, OURS
@@ -27,7 +27,7 @@ class Rival(NamedTuple):
 def plain_form(operator: str) -> Callable[..., Tensor]:
     """The operator in plain torch; with logits, softmax and the arithmetic of locations before the form of the bare one."""
     bare = OPERATORS[operator].bare
-    return _with_logits.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
+    return _composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
 
 
 def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:

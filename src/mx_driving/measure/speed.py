@@ -6,8 +6,8 @@ import statistics
 
 import torch
 
+from .._cli_support.problems import Problem
 from .._operators import OPERATORS
-from .._programs.problems import Problem
 from . import floor
 from .accuracy import check_one
 from .report import BARE, FLOOR, HEAD_MAJOR_FLOOR, OURS, Row

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _geometry, _with_logits
+from .. import _composition, _geometry
 from .._operators import OPERATORS, Operator
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
@@ -52,7 +52,7 @@ class Workload(NamedTuple):
         """The bare operator that reads the same samples, and its arguments: locations and weights in the dtype of logits."""
         if not self.row.bare:
             return self.operator, args
-        return self.row.bare, cast(_with_logits.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
+        return self.row.bare, cast(_composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
 
 
 def cast(args: Args, dtype: torch.dtype) -> Args:
@@ -159,7 +159,7 @@ def _attention_with_logits(
     reference = _held(reference.expand(bs, -1, -1, -1))
     offsets = _held(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
     logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
-    of_samples = _with_logits.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
+    of_samples = _composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = _geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
@@ -233,7 +233,7 @@ def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int,
 def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
     """Which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location jumps."""
     given = (key_points.double(), projection.double(), logits, image_size.double())
-    locations = _with_logits.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
+    locations = _composition.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
     seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
     border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
     pixels = _geometry.pixels(locations[..., None, :], shapes.flip(-1))

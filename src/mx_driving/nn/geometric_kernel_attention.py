@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .. import _with_logits
+from .. import _composition
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _check, _initial
 from ._pyramid import heads_of
@@ -109,7 +109,7 @@ class GeometricKernelAttention(nn.Module):
 
         `forward` does not write them down: the operator works them out itself.
         """
-        return _with_logits.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
+        return _composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:
         return (

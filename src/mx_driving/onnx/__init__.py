@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _whose as _whose
+from .. import _import_guard as _import_guard
 
 if TYPE_CHECKING:
     from ._fuse import Fused
@@ -76,9 +76,9 @@ def library() -> str:
     Raises:
         RuntimeError: the package has no native library, or one that does not fit.
     """
-    from .. import _kernels, config
+    from .. import _backends, config
 
-    if reason := _kernels.native.why_not():
+    if reason := _backends.native.why_not():
         raise RuntimeError(reason)
     return str(config.library_path())
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
-from ._elsewhere import as_elsewhere
+from ._foreign_signatures import as_elsewhere
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 

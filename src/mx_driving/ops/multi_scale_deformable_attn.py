@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
-from ._elsewhere import as_elsewhere
+from ._foreign_signatures import as_elsewhere
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import _whose as _whose
+from .. import _import_guard as _import_guard
 from .distribute import ddp, ddp_forward
 from .functions import stream
 from .mmcv import dc, mdc, msda, patch_mmcv_version

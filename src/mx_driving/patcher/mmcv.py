@@ -6,7 +6,7 @@ import importlib
 import types
 from typing import Any
 
-from ..patching import patch
+from .._patch import patch
 from ._needless import ABSENT, leaves
 
 __all__ = ["dc", "mdc", "msda", "patch_mmcv_version"]

@@ -16,8 +16,8 @@ from torch import Tensor
 from mx_driving_portable.record import FORMAT
 
 from .._checks.inputs import host_memory
+from .._cli_support.problems import Problem, ruled
 from .._operators import LOCATIONS, OPERATORS, STARTS, VALUE
-from .._programs.problems import Problem, ruled
 
 NUMBERS = 2**30  # 8 GB in float64
 MAPS = 2**10  # the reference takes one after another

@@ -16,8 +16,8 @@ from torch import Tensor
 from .. import _geometry
 from .._checks import inputs as checks
 from .._checks.rules import FLOATING, INDEX
+from .._cli_support.problems import Problem, need, ruled
 from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
-from .._programs.problems import Problem, need, ruled
 from . import _schema
 
 ENDINGS = (".safetensors", ".pt")

@@ -12,25 +12,25 @@ from torch import Tensor
 from .._operators import LOCATIONS, SHAPES
 from .calls import PLACES, Call
 from .compute import SOME, Core, computed, core
-from .suspects import SUSPECTS
-from .yardstick import Yardstick
+from .error_bound import ErrorBound
+from .known_mistakes import KNOWN_MISTAKES
 
 _JUMPS = 1e-3  # the share of entries where float32 and float64 may be on different sides of a jump
 _WORST = 121  # queries that a suspect is tried on first, when a call has many
 
 
-def explain(yardstick: Yardstick, wrong: list[str]) -> dict[str, str]:
+def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
     """A sentence for each wrong result that something explains."""
-    if not any(bool(yardstick.call.results[name].any()) for name in wrong):
+    if not any(bool(bound.call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, "it is zero everywhere, as if the kernel had not run")
     found: dict[str, str] = {}
-    for trial in _trials(yardstick.call):
+    for trial in _trials(bound.call):
         left = [name for name in wrong if name not in found]
         if not left:
             break
-        found.update(dict.fromkeys(_explained(yardstick, trial, left), trial.words))
+        found.update(dict.fromkeys(_explained(bound, trial, left), trial.words))
     for name in wrong:
-        if name not in found and (words := _looks_like(yardstick, name)):
+        if name not in found and (words := _looks_like(bound, name)):
             found[name] = words
     return found
 
@@ -44,7 +44,7 @@ class _Trial(NamedTuple):
 def _trials(call: Call) -> Iterator[_Trial]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for suspect in SUSPECTS:
+    for suspect in KNOWN_MISTAKES:
         if call.row.name in suspect.operators:
             yield _Trial(suspect.words, call, suspect.form(call.row.name))
     for place, strides in call.about.get("strides", {}).items():
@@ -57,45 +57,45 @@ def _trials(call: Call) -> Iterator[_Trial]:
             yield _Trial(words, replace(call, inputs=inputs), core(call.row.name))
 
 
-def _explained(yardstick: Yardstick, trial: _Trial, wrong: list[str]) -> list[str]:
+def _explained(bound: ErrorBound, trial: _Trial, wrong: list[str]) -> list[str]:
     """The wrong results that the trial gives too. Of a large call, it must first do so for the worst queries."""
     of_queries = [name for name in wrong if name != "grad_value"]
     if trial.call.inputs[LOCATIONS].shape[1] > SOME and of_queries:
-        some = _worst(yardstick, of_queries)
+        some = _worst(bound, of_queries)
         tried = computed(trial.call, torch.float64, trial.form, some)
-        if not any(_agrees(yardstick, name, tried[name], some) for name in of_queries):
+        if not any(_agrees(bound, name, tried[name], some) for name in of_queries):
             return []
     tried = computed(trial.call, torch.float64, trial.form)
-    return [name for name in wrong if _agrees(yardstick, name, tried[name])]
+    return [name for name in wrong if _agrees(bound, name, tried[name])]
 
 
-def _agrees(yardstick: Yardstick, name: str, tried: Tensor, queries: Tensor | None = None) -> bool:
+def _agrees(bound: ErrorBound, name: str, tried: Tensor, queries: Tensor | None = None) -> bool:
     """Whether the trial gives the device's numbers: what the truth has wrong is right, but for a jump here and there."""
-    got, truth = yardstick.call.results[name], yardstick.truth[name]
+    got, truth = bound.call.results[name], bound.truth[name]
     if queries is not None:  # in all others there is nothing to see
         whole = got.double().clone()
         whole[:, queries] = tried
         tried = whole
-    wrong, left = yardstick.error(name, got, truth) > 1, yardstick.error(name, got, tried) > 1
+    wrong, left = bound.error(name, got, truth) > 1, bound.error(name, got, tried) > 1
     if queries is not None:
         wrong, left = wrong[:, queries], left[:, queries]
     return bool(left.sum() <= _JUMPS * left.numel()) and bool((left & wrong).sum() <= _JUMPS * wrong.sum())
 
 
-def _worst(yardstick: Yardstick, names: list[str]) -> Tensor:
-    errors: Tensor = sum(_by_query(yardstick, name) for name in names)  # pyright: ignore
+def _worst(bound: ErrorBound, names: list[str]) -> Tensor:
+    errors: Tensor = sum(_by_query(bound, name) for name in names)  # pyright: ignore
     return errors.topk(_WORST).indices.sort().values
 
 
-def _by_query(yardstick: Yardstick, name: str) -> Tensor:
-    error = yardstick.error(name, yardstick.call.results[name], yardstick.truth[name]).clamp_max(1e9)
+def _by_query(bound: ErrorBound, name: str) -> Tensor:
+    error = bound.error(name, bound.call.results[name], bound.truth[name]).clamp_max(1e9)
     return error.movedim(1, 0).flatten(1).amax(1)
 
 
-def _looks_like(yardstick: Yardstick, name: str) -> str:
+def _looks_like(bound: ErrorBound, name: str) -> str:
     """What the error itself says."""
-    got, truth = yardstick.call.results[name], yardstick.truth[name]
-    errors = yardstick.error(name, got, truth)
+    got, truth = bound.call.results[name], bound.truth[name]
+    errors = bound.error(name, got, truth)
     stray = ~got.isfinite() & truth.isfinite()
     if stray.any() and bool((errors[~stray] <= 1).all()):
         kind = "NaN" if bool(got[stray].isnan().all()) else "NaN or infinite"
@@ -105,12 +105,12 @@ def _looks_like(yardstick: Yardstick, name: str) -> str:
         return "it is zero everywhere, as if the kernel had not run"
     usable = wide.isfinite() & truth.isfinite()
     factor = float((wide * truth)[usable].sum() / (truth * truth)[usable].sum().clamp_min(1e-300))
-    if factor and bool((yardstick.error(name, got, truth * factor) <= 1).all()):
+    if factor and bool((bound.error(name, got, truth * factor) <= 1).all()):
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
-        size = yardstick.call.inputs[SHAPES].flip(-1).double()
-        size = size[:, 0] if yardstick.call.row.grouped else size[:, None]
-        if bool((yardstick.error(name, got, truth / size) <= 1).all()):
+        size = bound.call.inputs[SHAPES].flip(-1).double()
+        size = size[:, 0] if bound.call.row.grouped else size[:, None]
+        if bool((bound.error(name, got, truth / size) <= 1).all()):
             return "it is the gradient of pixels, where that of shares of the map is asked for"
     return ""
 

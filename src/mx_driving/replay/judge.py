@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .calls import Call
 from .compute import Results, by_kernel, computed, counts
+from .error_bound import ErrorBound
 from .explain import explain, where
-from .yardstick import Yardstick
 
 RIGHT, COARSE, WRONG = "right", "coarse", "wrong"
 
@@ -49,17 +49,17 @@ class Verdict:
 
 def judge(call: Call) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and say what the device's results are worth."""
-    yardstick = Yardstick(call)
+    bound = ErrorBound(call)
     float32, ours = computed(call, None), by_kernel(call)
     verdict = Verdict(call, off_map(call), *_not_finite(call.inputs), [])
     for name, got in call.results.items():
-        verdict.results.append(_result(yardstick, name, got, float32, ours))
+        verdict.results.append(_result(bound, name, got, float32, ours))
     wrong = [judged.result for judged in verdict.results if judged.verdict == WRONG]
-    reasons = explain(yardstick, wrong) if wrong else {}
+    reasons = explain(bound, wrong) if wrong else {}
     for judged in verdict.results:
         judged.why = reasons.get(judged.result, "")
         if judged.verdict == WRONG and not judged.why:
-            _as_coarse(yardstick, judged, call.results[judged.result])
+            _as_coarse(bound, judged, call.results[judged.result])
         if judged.ours > 1:
             verdict.notes.append(f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file")
     inputs = verdict.nans or verdict.infinities
@@ -68,22 +68,22 @@ def judge(call: Call) -> Verdict:
     return verdict
 
 
-def _result(yardstick: Yardstick, name: str, got: Tensor, float32: Results, ours: Results) -> Judged:
-    truth = yardstick.truth[name]
+def _result(bound: ErrorBound, name: str, got: Tensor, float32: Results, ours: Results) -> Judged:
+    truth = bound.truth[name]
     device, of_float32, of_ours = (
-        _largest(yardstick.error(name, t.to(got.dtype), truth)) for t in (got, float32[name], ours[name])
+        _largest(bound.error(name, t.to(got.dtype), truth)) for t in (got, float32[name], ours[name])
     )
     nans, infinities = _not_finite([got])
-    judged = Judged(name, device, of_float32, of_ours, nans, infinities, RIGHT, int(yardstick.unsure(name).sum()))
+    judged = Judged(name, device, of_float32, of_ours, nans, infinities, RIGHT, int(bound.unsure(name).sum()))
     if not judged.device <= 1:
         judged.verdict = WRONG
     return judged
 
 
-def _as_coarse(yardstick: Yardstick, judged: Judged, got: Tensor) -> None:
+def _as_coarse(bound: ErrorBound, judged: Judged, got: Tensor) -> None:
     """The words for what nothing explains: sums in 16 bits, or where the wrong entries are."""
-    narrow, errors = _narrow(yardstick.call), yardstick.error(judged.result, got, yardstick.truth[judged.result])
-    if narrow and _largest(yardstick.error(judged.result, got, yardstick.truth[judged.result], narrow)) <= 1:
+    narrow, errors = _narrow(bound.call), bound.error(judged.result, got, bound.truth[judged.result])
+    if narrow and _largest(bound.error(judged.result, got, bound.truth[judged.result], narrow)) <= 1:
         kind = str(narrow).removeprefix("torch.")
         judged.verdict, judged.why = COARSE, f"as inexact as sums in {kind}; by the operator's rules they are in float32"
     else:

@@ -10,9 +10,9 @@ from typing import Any
 from rich.markup import escape
 from torch import Tensor
 
+from .._cli_support.files import writing
+from .._cli_support.show import grid
 from .._operators import LOCATIONS, VALUE, WEIGHTS
-from .._programs.files import writing
-from .._programs.show import grid
 from .calls import PLACES
 from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
 

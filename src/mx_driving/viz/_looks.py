@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _with_logits
+from .. import _composition
 from .._operators import OPERATORS
 
 
@@ -37,7 +37,7 @@ class Look:
 def _look(name: str, args: Sequence[Any]) -> Look:
     """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
     bare = OPERATORS[name].bare
-    return Look(bare, *_with_logits.bare_inputs(name, *args)) if bare else Look(name, *args)
+    return Look(bare, *_composition.bare_inputs(name, *args)) if bare else Look(name, *args)
 
 
 def _brief(t: Tensor) -> str:

@@ -123,7 +123,7 @@ def _between(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) ->
     return core(_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
 
 
-SUSPECTS = (
+KNOWN_MISTAKES = (
     Suspect("x and y are swapped in the locations", _ALL, _swapped),
     Suspect("shapes are read as (W, H)", _ALL, _turned),
     Suspect(

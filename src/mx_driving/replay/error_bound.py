@@ -16,7 +16,7 @@ from .compute import computed, scales
 _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and float64 may be on different sides of it
 
 
-class Yardstick:
+class ErrorBound:
     """Truth, and what each result of a call may lose."""
 
     def __init__(self, call: Call) -> None:
