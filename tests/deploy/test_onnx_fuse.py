@@ -28,6 +28,7 @@ from onnx_writings import (  # noqa: E402
     inputs,
     kinds,
     masked,
+    nearest,
     of_capped_values,
     on_a_padded_map,
     run,
@@ -155,6 +156,7 @@ NEAR_MISSES = {
     "gathers, factor": (Stacked(masked, factor=3), "it computes something else"),
     "gathers, padding": (Stacked(at_the_border), "it computes something else"),
     "gathers, values": (Stacked(of_capped_values), "Where ("),
+    "nearest": (Joined([2, 4], nearest), 'its samples are nearest rows ("discrete"); the operator interpolates'),
 }
 
 

@@ -68,12 +68,15 @@ def test_bad_files(tmp_path):
     torch.onnx.export(torch.nn.Linear(2, 2).eval(), (torch.ones(1, 2),), plain, dynamo=True, verbose=False)
     with pytest.raises(ValueError, match=r"made of GridSample or gathers; got .*plain.onnx \(it has no weighted samples\)"):
         mx_driving.onnx.fuse(plain, out)
+    export(Stacked(), tmp_path / "whole.onnx", "older")
+    mx_driving.onnx.fuse(tmp_path / "whole.onnx", tmp_path / "fused.onnx")
+    with pytest.raises(ValueError, match=r"\(it has 1 of our node multi_scale_deformable_attn already, and no other"):
+        mx_driving.onnx.fuse(tmp_path / "fused.onnx", out)
     with pytest.raises(ValueError, match="path_out must be another file than path_in"):
         mx_driving.onnx.fuse(plain, plain)
     with pytest.raises(ValueError, match="path_in must be a file that can be read"):
         mx_driving.onnx.fuse(tmp_path / "none.onnx", out)
     (tmp_path / "text.onnx").write_text("not a graph")
-    export(Stacked(), tmp_path / "whole.onnx", "older")
     (tmp_path / "cut.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes()[:-1000])
     for name in ("text.onnx", "cut.onnx"):
         with pytest.raises(ValueError, match=f"path_in must be an ONNX file; got .*{name}"):

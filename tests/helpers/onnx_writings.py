@@ -173,6 +173,15 @@ class Projected(torch.nn.Module):
         return Stacked(decomposed)(self.projection(value), locations, weights)
 
 
+def nearest(image, grid, **options):
+    """Not ours: "discrete" of RT-DETR v2 and D-FINE."""
+    height, width = image.shape[2:]
+    column, row = ((grid / 2 + 0.5) * torch.tensor([[width, height]]) + 0.5).to(torch.int64).flatten(1, 2).unbind(-1)
+    batch = torch.arange(image.shape[0]).unsqueeze(-1).repeat(1, column.shape[1])
+    sampled = image[batch, :, clipped(row, height - 1), clipped(column, width - 1)]
+    return sampled.transpose(1, 2).reshape(*image.shape[:2], *grid.shape[1:3])
+
+
 WRITINGS = {"stacked": Stacked(), "joined": Joined([3, 3]), "unequal points": Joined([2, 4])}
 GATHERS = (on_a_padded_map, masked, by_three_indices, decomposed)
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import onnx_ir as ir
 from ._file import load
 from ._graph import Unfit, dims, is_node, source
 from ._save import save
-from ._search import Sampling, candidates, sums
+from ._search import Sampling, candidates, nearest, sums
 from ._trial import padding, prove, tables
 
 
@@ -136,10 +137,18 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
         else:
             report.replaced[name] = in_words(sampling)
             _replace(model, sampling)
+    for node in nearest(model.graph):
+        report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
     for node in model.graph:
         if is_node(node, "GridSample") and node not in seen:
             report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
     return report
+
+
+def _what_is_there(model: ir.Model) -> str:
+    ours = Counter(node.op_type for node in model.graph if node.domain == "mx_driving")
+    nodes = ", ".join(f"{count} of our node {name}" for name, count in ours.items())
+    return f"it has {nodes} already, and no other weighted samples" if ours else "it has no weighted samples"
 
 
 @contextlib.contextmanager
@@ -164,7 +173,7 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> F
         model = load(source)
         report = _fuse(model, target)
     if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or "it has no weighted samples"
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
         raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
     save(model, source, target)
     return report

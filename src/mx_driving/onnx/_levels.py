@@ -6,8 +6,7 @@ locations and weighted.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,11 +31,23 @@ class Level:
 
 def parts(value: ir.Value) -> list[ir.Value]:
     """The samples of levels that lie side by side in value, in their order; nothing if any of it is something else."""
+    found = list(_side_by_side(value))
+    return found if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in found) else []
+
+
+def are_nearest(value: ir.Value) -> bool:
+    """Whether the samples of all levels are rows at rounded places."""
+    return all(_gathers(part, _is_rounded) for part in _side_by_side(value))
+
+
+def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
     node = source(value).producer()
-    if node is not None and is_node(node, "Concat"):
-        found = [parts(part) for part in node.inputs if part is not None]
-        return list(itertools.chain(*found)) if all(found) else []
-    return [value] if is_node(node, "GridSample") or _gathers(value) else []
+    if node is None or not is_node(node, "Concat"):
+        yield value
+        return
+    for part in node.inputs:
+        if part is not None:
+            yield from _side_by_side(part)
 
 
 def read(part: ir.Value) -> Level:
@@ -96,11 +107,11 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
     return x
 
 
-def _gathers(value: ir.Value) -> list[ir.Node]:
-    """The gathers at floored places whose rows are weighted and summed up in value."""
+def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool] | None = None) -> list[ir.Node]:
+    """The gathers at floored places, or at chosen ones, whose rows are weighted and summed up in value."""
     sampled = before(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
-    return [node for node in nodes if node is not None and (index := _index(node)) and _is_floored(index)]
+    return [node for node in nodes if node is not None and (index := _index(node)) and (chosen or _is_floored)(index)]
 
 
 def _index(node: ir.Node) -> ir.Value | None:
@@ -115,6 +126,13 @@ def _back(index: ir.Value) -> Iterator[ir.Value]:
 
 def _is_floored(index: ir.Value) -> bool:
     return any(is_node(v.producer(), "Floor") for v in _back(index))
+
+
+def _is_rounded(index: ir.Value) -> bool:
+    """Cast to integers without a Floor."""
+    casts = [v.producer() for v in _back(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
+    given = [node.inputs[0] for node in casts if node is not None]
+    return any(v is not None and v.dtype not in INTEGER for v in given) and not _is_floored(index)
 
 
 def _maps(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:

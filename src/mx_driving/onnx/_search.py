@@ -15,7 +15,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ._graph import VIEWS, common, dims, is_node, sources
-from ._levels import parts, read
+from ._levels import are_nearest, parts, read
 
 _MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
 
@@ -44,22 +44,28 @@ class Sampling:
         return sum(height * width for height, width in self.maps)
 
 
-def _weighted(node: ir.Node) -> tuple[list[ir.Value], ir.Value] | None:
-    """The samples of levels in a ReduceSum of a product, and the other factor."""
-    product = node.inputs[0].producer() if node.inputs and node.inputs[0] is not None else None
+def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
+    """The two factors of a product that the node sums up, in both orders."""
+    product = node.inputs[0].producer() if is_node(node, "ReduceSum") and node.inputs[0] is not None else None
     if product is None or not is_node(product, "Mul"):
-        return None
+        return []
     left, right = product.inputs
-    for samples, weights in ((left, right), (right, left)):
-        if samples is not None and weights is not None and (levels := parts(samples)):
-            return levels, weights
-    return None
+    return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
 def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], ir.Value]]:
     """Each ReduceSum over weighted samples, with the samples in the order of levels and their weights."""
-    found = {node: _weighted(node) for node in graph if is_node(node, "ReduceSum")}
-    return {node: both for node, both in found.items() if both is not None}
+    found = {}
+    for node in graph:
+        levels = ((parts(samples), weights) for samples, weights in _factors(node))
+        if first := next((both for both in levels if both[0]), None):
+            found[node] = first
+    return found
+
+
+def nearest(graph: ir.Graph) -> list[ir.Node]:
+    """Each ReduceSum over weighted samples that are nearest rows."""
+    return [node for node in graph if any(are_nearest(samples) for samples, _ in _factors(node))]
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
