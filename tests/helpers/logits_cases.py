@@ -126,6 +126,7 @@ def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor
 
 
 THREE = [(12, 17), (6, 9), (1, 1)]
+TWO_CAMERAS, FEW_MAPS = [[(6, 7), (3, 4)], [(5, 5), (1, 1)]], [(6, 7), (3, 4), (5, 5)]
 CASES = [
     Case(MULTI_SCALE_LOGITS, "pyramid", lambda: multi_scale(2, 70, 32, 4, PYRAMID, 4)),
     Case(MULTI_SCALE_LOGITS, "one reference for all levels", lambda: multi_scale(2, 30, 8, 2, PYRAMID, 3, 1)),
@@ -135,7 +136,7 @@ CASES = [
     Case(MULTI_SCALE_LOGITS, "a reference for each point", lambda: multi_scale(1, 30, 8, 2, THREE, 5, 5, "point")),
     Case(MULTI_SCALE_LOGITS, "boxes of points", lambda: multi_scale(1, 30, 8, 2, THREE, 4, 2, "point", box=True)),
     Case(MULTI_SCALE_LOGITS, "one level, one point", lambda: multi_scale(1, 30, 37, 3, [(5, 7)], 1)),
-    Case(AGGREGATION_LOGITS, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (1, 1)]])),
+    Case(AGGREGATION_LOGITS, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, TWO_CAMERAS)),
     Case(AGGREGATION_LOGITS, "from 0 to 1", lambda: aggregation(1, 9, 5, 24, 3, [[(6, 7)]] * 3, False, False)),
     Case(AGGREGATION_LOGITS, "one group of 37", lambda: aggregation(1, 7, 6, 37, 1, [[(6, 7)]] * 2, False, True)),
     Case(
@@ -143,6 +144,17 @@ CASES = [
         "Sparse4D",
         lambda: aggregation(1, 30, 13, 256, 8, [[(16, 44), (8, 22), (4, 11), (2, 5)]] * 6, True, False),
     ),
+    # a vector holds some groups of a row, or some rows, or neither comes out even
+    *(
+        Case(
+            AGGREGATION_LOGITS, f"{groups} groups", lambda groups=groups: aggregation(1, 4, 5, groups * 2, groups, TWO_CAMERAS)
+        )
+        for groups in (2, 3, 5, 8, 16, 20, 37, 64)
+    ),
+    Case(AGGREGATION_LOGITS, "one row of logits", lambda: aggregation(2, 5, 1, 16, 8, [[(6, 7)]])),
+    Case(AGGREGATION_LOGITS, "more pairs than a bundle has room for", lambda: aggregation(1, 3, 45, 16, 4, [FEW_MAPS] * 3)),
+    Case(AGGREGATION_LOGITS, "more scales than that", lambda: aggregation(1, 3, 2, 8, 2, [[(2, 3)] * 70] * 2)),
+    Case(AGGREGATION_LOGITS, "blocks of anchors", lambda: aggregation(2, 150, 3, 8, 4, TWO_CAMERAS)),
     Case(GEOMETRIC_LOGITS, "pyramid", lambda: geometric(2, 70, 32, 4, PYRAMID, (2, 2))),
     Case(GEOMETRIC_LOGITS, "MapTR tiny", lambda: geometric(1, 120, 64, 4, [(15, 25)], (3, 5))),
     Case(GEOMETRIC_LOGITS, "odd channels", lambda: geometric(2, 90, 5, 2, [(5, 7), (1, 1)], (3, 3))),  # one packed pass

@@ -16,6 +16,7 @@ import pytest
 import torch
 from cases import AGGREGATION_LOGITS as NAME
 from cases import wanted_implementations
+from logits_cases import TWO_CAMERAS
 from torch import Tensor
 from values import compare
 
@@ -43,45 +44,8 @@ def run(args: Sequence[Any], grad: Tensor, mask: list[bool] = FOUR) -> list[Tens
     return [cases.forward_of("native", NAME)(*args), *cases.gradients_of("native", NAME, grad, tuple(args), mask)]
 
 
-TWO_MAPS = [[(6, 7), (3, 4)], [(5, 5), (1, 1)]]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("groups", [1, 2, 3, 5, 8, 16, 20, 37, 64])
-def test_groups(groups, dtype):
-    """A vector holds some groups of a row, or some rows, or neither comes out even."""
-    args, grad = drawn(1, 4, 5, groups * 2, groups, TWO_MAPS, dtype=dtype)
-    compare("native", NAME, args, grad)
-
-
-MANY = {
-    "one row of logits": (2, 5, 1, 16, 8, [[(6, 7)]]),
-    "more pairs than a bundle has room for": (1, 3, 45, 16, 4, [[(6, 7), (3, 4), (5, 5)]] * 3),
-    "more scales than that": (1, 3, 2, 8, 2, [[(2, 3)] * 70] * 2),
-    "blocks of anchors": (2, 150, 3, 8, 4, TWO_MAPS),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", MANY)
-def test_sizes(name, dtype):
-    compare("native", NAME, *drawn(*MANY[name], dtype=dtype))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", [FOUR, [True, True, False, True], [True, False, False, False]], ids=str)
-def test_threads_do_not_change_a_bit(every_thread, mask, dtype):
-    """Threads change where anchors are cut into blocks and feature_maps' gradient into bands; so do wanted gradients."""
-    args, grad = drawn(*MANY["blocks of anchors"], dtype=dtype)
-    wanted = [t for t, asked in zip(run(args, grad), [True, *mask], strict=True) if asked]
-    for threads in (1, 2, 3, 8, 24):
-        torch.set_num_threads(threads)
-        found = [t for t, asked in zip(run(args, grad, mask), [True, *mask], strict=True) if asked]
-        assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
-
-
 def test_a_logit_of_minus_infinity_is_weight_zero():
-    args, grad = drawn(2, 9, 7, 16, 4, TWO_MAPS)
+    args, grad = drawn(2, 9, 7, 16, 4, TWO_CAMERAS)
     args[5][:, :, 1, 0, ::2, 1:3] = -INF
     compare("native", NAME, args, grad)
     assert not run(args, grad)[4][:, :, 1, 0, ::2, 1:3].any()
@@ -90,7 +54,7 @@ def test_a_logit_of_minus_infinity_is_weight_zero():
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 def test_a_group_that_softmax_turns_to_nan(bad):
     """It gives what softmax gives, there and nowhere else."""
-    args, grad = drawn(2, 9, 7, 16, 4, TWO_MAPS)
+    args, grad = drawn(2, 9, 7, 16, 4, TWO_CAMERAS)
     args[4][:] = 0  # every anchor sees the same place of both cameras' maps
     args[4][..., :2, 3], args[4][..., 2, 3] = torch.tensor([100.0, 60.0]), 1
     clean = run(args, grad)
@@ -110,7 +74,7 @@ def test_a_group_that_softmax_turns_to_nan(bad):
 
 
 def test_softmax_is_nan_where_nothing_is_seen_too():
-    args, grad = drawn(1, 3, 4, 8, 2, TWO_MAPS)
+    args, grad = drawn(1, 3, 4, 8, 2, TWO_CAMERAS)
     args[3][:] = NAN
     args[5][0, 1, ..., 0] = -INF
     output, *others, of_logits = run(args, grad)
@@ -158,7 +122,7 @@ def test_what_is_refused_writes_nothing(place):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_gradients_of_any_stride_and_dtype(dtype, reverse):
-    args, grad = drawn(2, 20, 4, 16, 8, TWO_MAPS)
+    args, grad = drawn(2, 20, 4, 16, 8, TWO_CAMERAS)
     found = []
     for like in (args[0], *args[3:6]):
         axes = list(range(like.dim()))[:: -1 if reverse else 1]
@@ -236,7 +200,7 @@ def test_nothing_of_the_size_of_locations_is_written():
 
 def test_plan():
     """As that of the bare operator."""
-    args, grad = drawn(*MANY["blocks of anchors"])
+    args, grad = drawn(2, 150, 3, 8, 4, TWO_CAMERAS)
     text = ctypes.create_string_buffer(1024)
 
     def plan(name: str, tensors: Sequence[Tensor | None]) -> dict[str, str]:

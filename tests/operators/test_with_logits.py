@@ -237,13 +237,18 @@ def test_bitwise_for_any_number_of_threads(every_thread, case, dtype):
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
         results.append(run("native", case.operator, args, grad))
+        of_value = [True] + [False] * (len(cases.DIFFERENTIABLE[case.operator]) - 1)
+        assert torch.equal(cases.gradients_of("native", case.operator, grad, args, of_value)[0], results[-1][1])
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.skipif(not cases.INTERPRETED, reason="Triton's interpreter; test_cases runs on a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operator", WITH_LOGITS)
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [*((operator, torch.float32) for operator in WITH_LOGITS), (GEOMETRIC_LOGITS, torch.bfloat16)],
+    ids=str,
+)
 def test_composition_over_the_triton_kernel(operator, dtype):
     pytest.importorskip("triton")
     args = cases.cast(SMALL[operator](), dtype)
@@ -361,15 +366,21 @@ DECOMPOSED = [*((case, torch.float32) for case in logits_cases.CASES), *((case, 
     ("case", "dtype"), [pytest.param(*pair, id=f"{cases.case_id(pair[0])}-{pair[1]}") for pair in DECOMPOSED]
 )
 def test_decomposition(case, dtype):
-    """What exporters write: gathers and sums, without the operator or its bare one."""
     args = cases.cast(case.make(), dtype)
-    operator = getattr(torch.ops.mx_driving, case.operator).default
-    graph = make_fx(operator, decomposition_table=torch._decomp.decomposition_table)(*args)
-    assert not [node for node in graph.graph.nodes if "mx_driving" in str(node.target)]
-    found = graph(*args)
+    found = torch._decomp.decomposition_table[getattr(torch.ops.mx_driving, case.operator).default](*args)
     expected = getattr(mx_driving, case.operator)(*args)
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-4 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=cases.case_id)
+def test_exporters_write_gathers_and_sums(case):
+    """Neither the operator nor its bare one is left in a graph."""
+    args = cases.cast(case.make(), torch.float32)
+    operator = getattr(torch.ops.mx_driving, case.operator).default
+    graph = make_fx(operator, decomposition_table=torch._decomp.decomposition_table)(*args)
+    assert not [node for node in graph.graph.nodes if "mx_driving" in str(node.target)]
+    torch.testing.assert_close(graph(*args), getattr(mx_driving, case.operator)(*args), rtol=3e-7, atol=1e-4)
 
 
 def test_backends_say_what_serves():
