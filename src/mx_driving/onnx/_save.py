@@ -10,6 +10,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from .. import config
 from ._file import outputs, outside, said_by_the_checker
 from ._graph import dims
 
@@ -37,8 +38,6 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     """What onnx or onnxruntime says against the file. Nodes of others need others' libraries, so they are not loaded."""
     import onnxruntime
 
-    from . import library
-
     try:
         onnx.checker.check_model(path)
     except onnx.checker.ValidationError as error:
@@ -49,7 +48,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.register_custom_ops_library(library())
+    options.register_custom_ops_library(str(config.library_path()))
     try:
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has a dozen kinds of its own
