@@ -25,7 +25,15 @@ extern "C" {
 #define MXD_API
 #endif
 
-enum mxd_dtype { MXD_FLOAT32 = 0, MXD_FLOAT16 = 1, MXD_INT32 = 3, MXD_INT64 = 9, MXD_FLOAT64 = 11, MXD_BFLOAT16 = 27 };
+enum mxd_dtype {
+    MXD_FLOAT32 = 0,
+    MXD_FLOAT16 = 1,
+    MXD_INT32 = 3,
+    MXD_INT64 = 9,
+    MXD_FLOAT64 = 11,
+    MXD_BFLOAT16 = 27,
+    MXD_NOT_GIVEN = -1
+};
 
 enum mxd_status {
     MXD_OK = 0,
@@ -33,7 +41,7 @@ enum mxd_status {
     MXD_BAD_DTYPE = 2, /* a dtype that the argument cannot have */
     MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4,
-    MXD_BAD_NAME = 5,  /* mxd_describe_plan: no function has this name */
+    MXD_BAD_NAME = 5,  /* mxd_run, mxd_describe_plan: no function has this name */
     MXD_BAD_MEMORY = 6 /* a NULL where a tensor, memory for its elements or for text must be; addresses beyond 64 bits; or
                         * memory that is written and not the tensor's own */
 };
@@ -125,9 +133,20 @@ MXD_API int mxd_geometric_kernel_attention_with_logits_backward(
     const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *window,
     const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits, int num_threads);
 
+/* Runs the function of this name, without "mxd_": "multi_scale_deformable_attn_backward". tensors: its tensors, in
+ * order, `count` of them; one that is not given or not wanted has the dtype MXD_NOT_GIVEN. options: the function's
+ * numbers between its tensors and num_threads, such as reference_axis, or NULL: each is 0. Unlike the function itself,
+ * it uses as many threads as pay, num_threads at most. */
+MXD_API int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads);
+
+/* The sentence about the last call on this thread that was refused: "value must have shape (bs=2, num_keys,
+ * num_heads=8, embed_dims); got (2, 8, 900, 32)". Empty before the first. It stays until the next one. */
+MXD_API const char *mxd_last_error(void);
+
 /* Writes to `text` how a function would do its work: a line "name: what" for each decision, at most size - 1
  * characters. Nothing is computed, and no data is read but the index tables. name: the function's, without "mxd_";
- * arguments: its tensors, in order. Returns the status of the function's own checks, or MXD_BAD_NAME. */
+ * arguments: its tensors, in order. num_threads: as many; -n: as many of n as pay, as mxd_run uses. Returns the status
+ * of the function's own checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
 /* The version of the package that the library was built for, "0.2.0". */
@@ -145,6 +164,10 @@ MXD_API const char *mxd_threads(void);
 /* 1: from now on calls run on the library's own threads; 0: on what the process has. For a child that was forked before
  * it loaded the library, and for tests. Process-wide. */
 MXD_API void mxd_use_own_threads(int own);
+
+/* Elements of rows that a thread must have to do before mxd_run wakes another; 0: as many as pay. For tests.
+ * Process-wide. */
+MXD_API void mxd_set_work_of_a_thread(int64_t elements);
 
 #ifdef __cplusplus
 }

@@ -12,7 +12,7 @@
 #include "call/make_call.h"
 #include "call/make_plan.h"
 #include "call/prepare.h"
-#include "call/tensor.h"
+#include "call/words.h"
 #include "kernels/kernels.h"
 #ifdef MXD_HAVE_AVX2
 #include "processor.h"
@@ -52,37 +52,15 @@ std::atomic<const Isa *> &chosen_isa() {
     return isa;
 }
 
-// Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can
-// have more queries than anyone can wait for.
-bool nothing_to_do(const Call &call) {
-    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
-                                 &call.grad_projection})
-        if (result->data && !is_empty(*result)) return false;
-    return true;
-}
-
-int checked_run(Call &call) {
+int prepared_run(Call &call) {
+    if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
     Prepared prepared;
     PlanLists lists;
-    int status = check(call);
-    if (status == MXD_OK) status = prepare_levels(call, prepared);
+    const int status = prepare(call, prepared, true);
     if (status != MXD_OK || nothing_to_do(call)) return status;
-    status = prepare_memory(call, prepared);
-    if (status != MXD_OK) return status;
     const Plan plan = make_plan(call, lists);
     const Kernels &kernels = chosen_isa().load()->kernels[call.op];
     return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
-}
-
-int checked_description(Call &call, std::string &text) {
-    Prepared prepared;
-    PlanLists lists;
-    int status = check(call);
-    if (status == MXD_OK) status = prepare_levels(call, prepared);
-    if (status != MXD_OK) return status;
-    call.value = readable_value(call);
-    text = describe(call, make_plan(call, lists));
-    return MXD_OK;
 }
 
 template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
@@ -93,76 +71,198 @@ template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
     }
 }
 
-int run_function(const char *c_name, std::initializer_list<const mxd_tensor *> arguments, int num_threads,
-                 int reference_axis = 0) {
-    if (reference_axis != 0 && reference_axis != 1) return MXD_BAD_SHAPE;
-    Function function;
-    if (!find_function(c_name + std::strlen("mxd_"), function)) return MXD_BAD_NAME;
-    Call call = make_call(function, arguments.begin(), num_threads);
-    call.reference_by_point = reference_axis == 1;
-    return run(call);
+std::string &last_error() {
+    thread_local std::string sentence;
+    return sentence;
+}
+
+int refuse(int status, const std::string &sentence) {
+    last_error() = sentence;
+    return status;
+}
+
+int refuse(const Function &function, const Refusal &why) {
+    return refuse(why.status, sentence(function.arguments[size_t(why.argument)].name, why.rule, why.fact));
+}
+
+// The tensors of one call, in order.
+struct Request {
+    const Function &function;
+    const mxd_tensor *tensors[MOST_ARGUMENTS]; // null: not given
+    Given given[MOST_ARGUMENTS] = {};
+    AxisSizes sizes;
+
+    // tensor(i): argument i. Memory for a gradient may be left out, too.
+    template <class Of> Request(const Function &f, Of &&tensor) : function(f) {
+        for (int i = 0; i < count(); ++i) {
+            const Argument &argument = f.arguments[size_t(i)];
+            const mxd_tensor *t = tensor(i);
+            if (t && !t->data && i >= f.first_written && !argument.required) t = nullptr;
+            tensors[i] = t;
+            if (t) given[i] = {t->shape, argument.split.count, t->dtype, t->data, t->strides};
+        }
+    }
+    int count() const { return int(function.arguments.size()); }
+
+    // Returns a status.
+    int check(int64_t option) {
+        const Description &op = *function.op;
+        if (option != 0 && (option < 0 || option >= int64_t(op.choices.size())))
+            return refuse(MXD_BAD_SHAPE, sentence(std::string(op.option), "be 0 or 1", std::to_string(option)));
+        if (!fits(function, given, count(), option, sizes))
+            return refuse(function, refusal_of(function, given, count(), option));
+        const Refusal memory = check_memory(function, given);
+        return memory.status == MXD_OK ? MXD_OK : refuse(function, memory);
+    }
+    Call call(int64_t option, int num_threads) const { return make_call(function, tensors, sizes, option, num_threads); }
+};
+
+int run_call(const Function &function, Call &call) {
+    const int status = prepared_run(call);
+    return status == MXD_OK ? MXD_OK : refuse(status, sentence_of(status, function, call));
+}
+
+// A function of this interface, looked for at its first call.
+struct Entry {
+    const char *name;
+    std::atomic<const Function *> found{nullptr};
+
+    explicit constexpr Entry(const char *of) : name(of) {}
+    const Function &function() {
+        const Function *known = found.load(std::memory_order_acquire);
+        if (!known) found.store(known = find_function(name), std::memory_order_release);
+        return *known;
+    }
+};
+
+int run_function(Entry &entry, std::initializer_list<const mxd_tensor *> tensors, int num_threads, int option = 0) {
+    return out_of_memory_if_thrown([&] {
+        Request request(entry.function(), [&](int i) { return tensors.begin()[i]; });
+        const int status = request.check(option);
+        if (status != MXD_OK) return status;
+        Call call = request.call(option, num_threads);
+        return run_call(request.function, call);
+    });
+}
+
+int bad_name(const char *name) {
+    return refuse(MXD_BAD_NAME, sentence("name", "be a function's, such as multi_scale_deformable_attn_backward",
+                                         name ? "'" + std::string(name) + "'" : "NULL"));
+}
+
+int run_by_name(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads) {
+    const Function *function = name ? find_function(name) : nullptr;
+    if (!function) return bad_name(name);
+    if (!tensors) return refuse(MXD_BAD_MEMORY, sentence("tensors", "be an array", "NULL"));
+    const int wanted = int(function->arguments.size());
+    if (count != wanted)
+        return refuse(MXD_BAD_SHAPE,
+                      sentence("count", "be the " + std::to_string(wanted) + " of " + function->name, std::to_string(count)));
+    Request request(*function, [&](int i) { return tensors[i].dtype == MXD_NOT_GIVEN ? nullptr : &tensors[i]; });
+    const int64_t option = options && !function->op->option.empty() ? options[0] : 0;
+    const int status = request.check(option);
+    if (status != MXD_OK) return status;
+    Call call = request.call(option, 1);
+    call.num_threads = threads_that_pay(call, num_threads);
+    return run_call(*function, call);
+}
+
+// Which axis reference points belong to makes no difference to a plan: the one that fits.
+int64_t fitting_option(const Function &function, Request &request) {
+    return !function.op->option.empty() && !fits(function, request.given, request.count(), 0, request.sizes) &&
+           fits(function, request.given, request.count(), 1, request.sizes);
+}
+
+int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num_threads, std::string &text) {
+    const Function *function = name ? find_function(name) : nullptr;
+    if (!function) return bad_name(name);
+    if (!tensors) return refuse(MXD_BAD_MEMORY, sentence("arguments", "be an array", "NULL"));
+    Request request(*function, [&](int i) { return tensors[i]; });
+    const int64_t option = fitting_option(*function, request);
+    int status = request.check(option);
+    if (status != MXD_OK) return status;
+    Call call = request.call(option, num_threads);
+    if (num_threads < 0) call.num_threads = threads_that_pay(call, -num_threads);
+    Prepared prepared;
+    PlanLists lists;
+    status = query_is_too_large(call) ? int(MXD_OUT_OF_MEMORY) : prepare(call, prepared, false);
+    if (status != MXD_OK) return refuse(status, sentence_of(status, *function, call));
+    text = describe(call, make_plan(call, lists));
+    return MXD_OK;
 }
 
 } // namespace
 
 int run(Call &call) {
-    return out_of_memory_if_thrown([&] { return checked_run(call); });
+    return out_of_memory_if_thrown([&] { return prepared_run(call); });
+}
+
+std::string sentence_of(int status, const Function &function, const Call &call) {
+    const auto name = [&](int input) { return function.arguments[size_t(function.first_input + input)].name; };
+    if (status == MXD_BAD_LEVEL) return fault_of_levels(call, name(1), name(2));
+    return "the native kernel of " + std::string(function.op->name) + " was given not enough memory for its scratch buffers";
 }
 
 } // namespace mxd
 
+using mxd::Entry;
 using mxd::run_function;
 typedef const mxd_tensor *Argument;
 
 extern "C" {
 
-// A function's tensors are an array in the order of make_call.cpp, which knows the function by its name.
 int mxd_multi_scale_deformable_attn(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
                                     Argument output, int num_threads) {
-    return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
+    static Entry entry("multi_scale_deformable_attn");
+    return run_function(entry, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_multi_scale_deformable_attn_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
                                              Argument locations, Argument weights, Argument grad_value, Argument grad_locations,
                                              Argument grad_weights, int num_threads) {
-    return run_function(__func__,
-                        {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights},
-                        num_threads);
+    static Entry entry("multi_scale_deformable_attn_backward");
+    return run_function(
+        entry, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights}, num_threads);
 }
 
 int mxd_multi_scale_deformable_attn_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
                                                 Argument offsets, Argument logits, Argument output, int reference_axis,
                                                 int num_threads) {
-    return run_function(__func__, {value, shapes, starts, reference, offsets, logits, output}, num_threads, reference_axis);
+    static Entry entry("multi_scale_deformable_attn_with_logits");
+    return run_function(entry, {value, shapes, starts, reference, offsets, logits, output}, num_threads, reference_axis);
 }
 
 int mxd_multi_scale_deformable_attn_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
                                                          Argument reference, Argument offsets, Argument logits,
                                                          Argument grad_value, Argument grad_reference, Argument grad_offsets,
                                                          Argument grad_logits, int reference_axis, int num_threads) {
+    static Entry entry("multi_scale_deformable_attn_with_logits_backward");
     return run_function(
-        __func__,
+        entry,
         {grad_output, value, shapes, starts, reference, offsets, logits, grad_value, grad_reference, grad_offsets, grad_logits},
         num_threads, reference_axis);
 }
 
 int mxd_deformable_aggregation(Argument features, Argument shapes, Argument starts, Argument locations, Argument weights,
                                Argument output, int num_threads) {
-    return run_function(__func__, {features, shapes, starts, locations, weights, output}, num_threads);
+    static Entry entry("deformable_aggregation");
+    return run_function(entry, {features, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_deformable_aggregation_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
                                         Argument locations, Argument weights, Argument grad_features, Argument grad_locations,
                                         Argument grad_weights, int num_threads) {
+    static Entry entry("deformable_aggregation_backward");
     return run_function(
-        __func__, {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
+        entry, {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
         num_threads);
 }
 
 int mxd_deformable_aggregation_with_logits(Argument features, Argument shapes, Argument starts, Argument key_points,
                                            Argument projection, Argument logits, Argument image_size, Argument pair_scale,
                                            Argument output, int num_threads) {
-    return run_function(__func__, {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
+    static Entry entry("deformable_aggregation_with_logits");
+    return run_function(entry, {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
                         num_threads);
 }
 
@@ -171,7 +271,8 @@ int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argume
                                                     Argument image_size, Argument pair_scale, Argument grad_features,
                                                     Argument grad_key_points, Argument grad_projection, Argument grad_logits,
                                                     int num_threads) {
-    return run_function(__func__,
+    static Entry entry("deformable_aggregation_with_logits_backward");
+    return run_function(entry,
                         {grad_output, features, shapes, starts, key_points, projection, logits, image_size, pair_scale,
                          grad_features, grad_key_points, grad_projection, grad_logits},
                         num_threads);
@@ -179,38 +280,42 @@ int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argume
 
 int mxd_geometric_kernel_attention(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
                                    Argument output, int num_threads) {
-    return run_function(__func__, {value, shapes, starts, locations, weights, output}, num_threads);
+    static Entry entry("geometric_kernel_attention");
+    return run_function(entry, {value, shapes, starts, locations, weights, output}, num_threads);
 }
 
 int mxd_geometric_kernel_attention_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
                                             Argument locations, Argument weights, Argument grad_value, Argument grad_weights,
                                             int num_threads) {
-    return run_function(__func__, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights},
-                        num_threads);
+    static Entry entry("geometric_kernel_attention_backward");
+    return run_function(entry, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights}, num_threads);
 }
 
 int mxd_geometric_kernel_attention_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
                                                Argument window, Argument logits, Argument output, int num_threads) {
-    return run_function(__func__, {value, shapes, starts, reference, window, logits, output}, num_threads);
+    static Entry entry("geometric_kernel_attention_with_logits");
+    return run_function(entry, {value, shapes, starts, reference, window, logits, output}, num_threads);
 }
 
 int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
                                                         Argument reference, Argument window, Argument logits,
                                                         Argument grad_value, Argument grad_logits, int num_threads) {
-    return run_function(__func__, {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
+    static Entry entry("geometric_kernel_attention_with_logits_backward");
+    return run_function(entry, {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
                         num_threads);
 }
 
+int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads) {
+    return mxd::out_of_memory_if_thrown([&] { return mxd::run_by_name(name, tensors, count, options, num_threads); });
+}
+
+const char *mxd_last_error(void) { return mxd::last_error().c_str(); }
+
 int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size) {
     return mxd::out_of_memory_if_thrown([&] {
-        mxd::Function function;
-        if (!name || !mxd::find_function(name, function)) return int(MXD_BAD_NAME);
-        if (!arguments || (!text && size > 0)) return int(MXD_BAD_MEMORY);
-        mxd::Call call = mxd::make_call(function, arguments, num_threads);
-        // which axis reference points belong to makes no difference to a plan: the one that fits
-        call.reference_by_point = call.sizes.references != 1 && call.sizes.references != call.sizes.levels;
+        if (!text && size > 0) return mxd::refuse(MXD_BAD_MEMORY, mxd::sentence("text", "be memory for it", "NULL"));
         std::string plan;
-        const int status = mxd::checked_description(call, plan);
+        const int status = mxd::describe_by_name(name, arguments, num_threads, plan);
         if (status == MXD_OK && size > 0) text[plan.copy(text, size_t(size - 1))] = 0;
         return status;
     });
@@ -232,4 +337,6 @@ int mxd_use_isa(const char *name) {
 const char *mxd_threads(void) { return mxd::threads_in_use(); }
 
 void mxd_use_own_threads(int own) { mxd::use_own_threads(own != 0); }
+
+void mxd_set_work_of_a_thread(int64_t elements) { mxd::set_work_of_a_thread(elements); }
 }

@@ -115,10 +115,11 @@ def build(root: pathlib.Path, folder: pathlib.Path, planted: list[Fault], cmake:
     of_file: dict[str, list[Fault]] = {}
     for fault in planted:
         of_file.setdefault(fault.path, []).append(fault)
-    sources = [root / "CMakeLists.txt", root / "pyproject.toml", *root.glob("native/**/*.*"), *root.glob("tests/native/**/*.*")]
+    others = [root / name for name in ("CMakeLists.txt", "pyproject.toml", "src/mx_driving/_descriptions.py")]
+    sources = [*others, *root.glob("native/**/*.*"), *root.glob("tests/native/**/*.*")]
     for source in sources:
         name = str(source.relative_to(root))
-        if source.is_file() and source.suffix not in (".py", ".pyc", ".md"):
+        if source.is_file() and (source in others or source.suffix not in (".py", ".pyc", ".md")):
             _write(copy / name, _with_switches(source.read_text(), of_file.get(name, [])))
     _write(copy / "switch.h", HEADER)
     options = ["-DMXD_BASELINE_ONLY=ON", "-DMXD_NATIVE_TESTS=ON", "-DMXD_KERNEL_OPTIMISATION=-O1", "-DCMAKE_BUILD_TYPE=Debug"]

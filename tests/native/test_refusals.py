@@ -61,6 +61,12 @@ class Call(NamedTuple):
         return _backends.native._library().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
 
 
+def with_room(t: Tensor) -> Tensor:
+    """A copy with memory behind it, for descriptions that are larger."""
+    room = t.new_zeros(4 * t.numel())
+    return room[: t.numel()].view(t.shape).copy_(t)
+
+
 def described(t: Tensor) -> Argument:
     return Argument(t.data_ptr(), _backends.native._DTYPE[t.dtype], tuple(t.shape), t.stride())
 
@@ -80,8 +86,8 @@ def call_of(name: str, backward: bool) -> Call:
     else:
         gradients = {f"gradient of {row.inputs[i]}": torch.zeros(inputs[i].shape) for i in row.differentiable}
         named = {"grad_output": output, **named, **gradients}
-    tensors = list(named.values())
-    return Call(operator + "_backward" * backward, {n: described(t) for n, t in named.items()}, tensors)
+    named = {n: with_room(t) for n, t in named.items()}
+    return Call(operator + "_backward" * backward, {n: described(t) for n, t in named.items()}, list(named.values()))
 
 
 EVERY = [(name, backward) for name in CALLS for backward in (False, True)]

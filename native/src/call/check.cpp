@@ -1,11 +1,12 @@
-// What memory safety needs of a call, and no more: the sentences are a binding's.
+// What memory safety needs of a call's tensors. The good path is a loop of comparisons; a sentence is made only when
+// one of them fails.
 #include "call/check.h"
 
 #include <algorithm>
-#include <initializer_list>
 
 #include "call/memory.h"
 #include "call/tensor.h"
+#include "call/words.h"
 
 namespace mxd {
 namespace {
@@ -13,128 +14,277 @@ namespace {
 // More elements than any memory has, with room to spare for bytes and for sums of offsets.
 constexpr int64_t TOO_MANY = int64_t(1) << 48;
 
-bool has_shape(const Tensor &t, std::initializer_list<int64_t> shape) {
-    if (!std::equal(shape.begin(), shape.end(), t.shape) || std::min(shape) < 0) return false;
-    if (is_empty(t)) return true;
-    int64_t elements = 1;
-    for (int64_t size : shape)
-        if (__builtin_mul_overflow(elements, size, &elements) || elements >= TOO_MANY) return false;
+constexpr uint64_t bit(int64_t dtype) { return uint64_t(1) << dtype; }
+constexpr uint64_t FLOATING = bit(MXD_FLOAT32) | bit(MXD_FLOAT64) | bit(MXD_FLOAT16) | bit(MXD_BFLOAT16),
+                   INDEX = bit(MXD_INT32) | bit(MXD_INT64);
+
+bool dtype_fits(Elements elements, int64_t dtype, int64_t of_value) {
+    if (elements == Elements::OF_VALUE) return dtype == of_value;
+    const uint64_t allowed = elements == Elements::FLOATING ? FLOATING : elements == Elements::INDEX ? INDEX : FLOATING | INDEX;
+    return dtype >= 0 && dtype < 64 && (allowed >> dtype & 1);
+}
+
+bool is_given(const Given &t) { return t.shape; }
+
+bool too_many_elements(const Given &t) {
+    double elements = 1;
+    for (int a = 0; a < t.axes; ++a) elements *= double(t.shape[a]);
+    return elements >= double(TOO_MANY);
+}
+
+// -1: a factor is not known.
+int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
+    const int64_t first = sizes.of[axis.size], second = axis.times < 0 ? 1 : sizes.of[axis.times];
+    return first < 0 || second < 0 ? -1 : first * second;
+}
+
+// Learns sizes that are not known yet.
+bool shape_fits(const Argument &argument, const Given &t, AxisSizes &sizes) {
+    const OfAxes<NamedAxis> *axes = argument.axes_of(t.axes);
+    if (!axes) return false;
+    const int64_t *shape = t.shape;
+    for (const NamedAxis &axis : *axes) {
+        const int64_t size = *shape++;
+        if (size < 0) return false;
+        if (axis.size < 0) {
+            if (size != axis.number && size != axis.other) return false;
+        } else if (axis.times >= 0) {
+            const int64_t product = product_of(axis, sizes);
+            if (product >= 0 && size != product) return false;
+        } else if (sizes.of[axis.size] < 0) {
+            sizes.of[axis.size] = size;
+        } else if (size != sizes.of[axis.size]) {
+            return false;
+        }
+    }
     return true;
 }
 
-bool is_floating(const Tensor &t) {
-    return t.dtype == MXD_FLOAT32 || t.dtype == MXD_FLOAT64 || t.dtype == MXD_FLOAT16 || t.dtype == MXD_BFLOAT16;
-}
-bool is_integer(const Tensor &t) { return t.dtype == MXD_INT32 || t.dtype == MXD_INT64; }
-
-bool reference_fits(const Call &call) {
-    const Sizes &n = call.sizes;
-    const bool serves = call.reference_by_point ? n.references > 0 && n.points % n.references == 0
-                                                : n.references == n.levels || n.references == 1;
-    return serves && has_shape(call.reference, {n.batch, n.queries, n.references, n.coordinates == 4 ? 4 : 2});
+bool groups_fit(const Description &op, const AxisSizes &sizes) {
+    const int64_t groups = op.divisor < 0 ? 1 : sizes.of[op.divisor];
+    return groups == 1 || (groups > 0 && sizes.of[op.divided] % groups == 0);
 }
 
-bool attention_shapes_agree(const Call &call) {
-    const Sizes &n = call.sizes;
-    if (!has_shape(call.weights, {n.batch, n.queries, n.heads, n.levels, n.points})) return false;
-    if (call.has_window)
-        return has_shape(call.reference, {n.batch, n.queries, n.heads, 2}) && has_shape(call.window, {n.points, 2});
-    return has_shape(call.locations, {n.batch, n.queries, n.heads, n.levels, n.points, 2}) &&
-           (!call.with_logits || reference_fits(call));
+// Sample (level, point) belongs to reference point `level`, or the only one; with option 1 to `point % R`.
+bool references_fit(const Description &op, int64_t option, const AxisSizes &sizes) {
+    if (op.references < 0) return true;
+    const int64_t count = sizes.of[op.references];
+    return option == 1 ? count > 0 && sizes.of[op.points] % count == 0 : count == sizes.of[op.levels] || count == 1;
 }
 
-bool cameras_agree(const Call &call) {
-    const Sizes &n = call.sizes;
-    const Tensor &size = call.image_size, &scale = call.pair_scale;
-    return has_shape(call.locations, {n.batch, n.queries, n.points, 3}) &&
-           has_shape(call.projection, {n.batch, n.cameras, 4, 4}) && (!size.data || has_shape(size, {n.batch, n.cameras, 2})) &&
-           (!scale.data || has_shape(scale, {n.batch, n.queries, n.points, n.cameras}));
+constexpr int64_t MOST_ROWS = INT32_MAX; // a bound is a row more
+
+} // namespace
+
+bool fits(const Function &function, const Given *given, int count, int64_t option, AxisSizes &sizes) {
+    std::fill(std::begin(sizes.of), std::end(sizes.of), -1);
+    const int64_t of_value = given[function.first_input].dtype;
+    const Argument *argument = function.arguments.data();
+    for (int i = 0; i < count; ++i, ++argument) {
+        if (!is_given(given[i]) && !argument->required) continue;
+        if (!is_given(given[i]) || !dtype_fits(argument->elements, given[i].dtype, of_value) ||
+            !shape_fits(*argument, given[i], sizes) || too_many_elements(given[i]))
+            return false;
+    }
+    const Description &op = *function.op;
+    return groups_fit(op, sizes) && references_fit(op, option, sizes) && sizes.of[op.rows] < MOST_ROWS;
 }
 
-bool aggregation_shapes_agree(const Call &call) {
-    const Sizes &n = call.sizes;
-    const bool groups_fit = n.groups > 0 ? n.channels % n.groups == 0 : n.groups == 0 && n.channels == 0;
-    const bool located =
-        call.with_logits ? cameras_agree(call) : has_shape(call.locations, {n.batch, n.queries, n.points, n.cameras, 2});
-    return groups_fit && located && has_shape(call.weights, {n.batch, n.queries, n.points, n.cameras, n.scales, n.groups});
+namespace {
+
+std::string text_of_shape(const Given &t) { return text_of(t.shape, size_t(t.axes)); }
+
+std::string name_of(const Given &t) {
+    switch (t.dtype) {
+    case MXD_FLOAT32: return "float32";
+    case MXD_FLOAT64: return "float64";
+    case MXD_FLOAT16: return "float16";
+    case MXD_BFLOAT16: return "bfloat16";
+    case MXD_INT32: return "int32";
+    case MXD_INT64: return "int64";
+    default: return t.dtype_name ? t.dtype_name : "dtype " + std::to_string(t.dtype);
+    }
 }
 
-bool shapes_agree(const Call &call) {
-    const Sizes &n = call.sizes;
-    return has_shape(call.value, {n.batch, n.keys, n.heads, n.channels}) && has_shape(call.shapes, {n.cameras, n.scales, 2}) &&
-           has_shape(call.starts, {n.cameras, n.scales}) &&
-           has_shape(call.backward ? call.grad_output : call.output, {n.batch, n.queries, n.heads, n.channels}) &&
-           (call.op == AGGREGATION ? aggregation_shapes_agree(call) : attention_shapes_agree(call));
-}
+// The tensors of a call that does not fit.
+class Judge {
+  public:
+    Judge(const Function &f, const Given *g, int c, int64_t o) : function(f), op(*f.op), given(g), count(c), option(o) {}
 
-// A gradient that is wanted has the shape of its input.
-bool gradient_fits(const Tensor &gradient, const Tensor &input) {
-    return !gradient.data || std::equal(input.shape, input.shape + input.axes, gradient.shape);
-}
-bool gradients_fit(const Call &call) {
-    return gradient_fits(call.grad_value, call.value) && gradient_fits(call.grad_locations, call.locations) &&
-           gradient_fits(call.grad_weights, call.weights) && gradient_fits(call.grad_reference, call.reference) &&
-           gradient_fits(call.grad_projection, call.projection);
-}
+    Refusal refusal() {
+        for (int i = 0; i < count; ++i)
+            if (argument(i).required && !is_given(given[i])) return refuse(MXD_BAD_MEMORY, i, "be given", "no tensor");
+        agreed = sizes_but(-1);
+        const std::vector<int> all = in_order();
+        for (int i : all) {
+            Refusal found = wrong_shape(i);
+            if (found.status != MXD_OK) return found;
+        }
+        const Refusal found = wrong_size();
+        if (found.status != MXD_OK) return found;
+        for (int i : all)
+            if (!dtype_fits(argument(i).elements, given[i].dtype, value().dtype))
+                return refuse(MXD_BAD_DTYPE, i, dtypes(argument(i).elements), name_of(given[i]));
+        return {};
+    }
 
-bool dtypes_fit(const Call &call) {
-    for (const Tensor *t : {&call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
-                            &call.grad_projection, &call.image_size, &call.pair_scale})
-        if (t->data && !is_floating(*t)) return false;
-    // The forward kernels write rows of value's dtype; a gradient of the output is read as whatever it is.
-    if (call.backward ? !is_floating(call.grad_output) : call.output.dtype != call.value.dtype) return false;
-    if (call.with_logits && !is_floating(call.op == AGGREGATION ? call.projection : call.reference)) return false;
-    if (call.has_window && !is_integer(call.window)) return false;
-    return is_floating(call.value) && is_floating(call.weights) && is_integer(call.shapes) && is_integer(call.starts) &&
-           (is_floating(call.locations) || (call.op == GEOMETRIC && is_integer(call.locations)));
-}
+  private:
+    const Function &function;
+    const Description &op;
+    const Given *given;
+    const int count;
+    const int64_t option;
+    AxisSizes agreed;
 
-// A tensor that is given has axes, and memory for its elements.
-bool has_memory(const Tensor &t) { return t.axes == 0 || t.data || is_empty(t); }
-bool is_there(const Tensor &t) { return t.axes > 0 && has_memory(t); }
+    const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
+    const Given &value() const { return given[function.first_input]; }
+    bool is_input(int i) const { return i >= function.first_input && i < function.first_input + function.num_inputs; }
 
-bool pointers_fit(const Call &call) {
-    for (const Tensor *t : {&call.value, &call.shapes, &call.starts, &call.weights})
-        if (!is_there(*t)) return false;
-    const bool has_references = call.with_logits && call.op != AGGREGATION;
-    return is_there(call.has_window ? call.window : call.locations) && (!has_references || is_there(call.reference)) &&
-           (!call.with_logits || call.op != AGGREGATION || is_there(call.projection)) && has_memory(call.image_size) &&
-           has_memory(call.pair_scale) && is_there(call.backward ? call.grad_output : call.output);
-}
+    // The tensors that are given: inputs first.
+    std::vector<int> in_order() const {
+        std::vector<int> all;
+        for (bool inputs : {true, false})
+            for (int i = 0; i < count; ++i)
+                if (is_input(i) == inputs && is_given(given[i])) all.push_back(i);
+        return all;
+    }
 
-// The tensors of a call that have elements, and where they lie.
-struct Views {
-    static constexpr int MOST = 16;
-    View view[MOST];
-    Extent extent[MOST];
-    int count = 0;
+    Refusal refuse(int status, int i, const std::string &rule, const std::string &fact) const {
+        return {status, i, rule, fact};
+    }
 
-    // False: memory has no such addresses.
-    bool add(const Tensor &t) {
-        if (!t.data) return true;
-        view[count] = {t.data, is_integer(t) ? index_size(t.dtype) : floating_size(t.dtype), t.axes, t.shape, t.strides};
-        return find_extent(view[count], extent[count]) && ++count;
+    // The size that a tensor gives an axis, or -1.
+    int64_t given_by(int i, int size) const {
+        const OfAxes<NamedAxis> *axes = is_given(given[i]) ? argument(i).axes_of(given[i].axes) : nullptr;
+        for (int a = 0; axes && a < axes->count; ++a)
+            if ((*axes)[a].size == size && (*axes)[a].times < 0) return given[i].shape[a];
+        return -1;
+    }
+
+    // The size that most inputs but one give an axis.
+    int64_t most_give(int size, int but = -1) const {
+        std::vector<int64_t> found;
+        for (int i = 0; i < count; ++i)
+            if (i != but && is_input(i) && given_by(i, size) >= 0) found.push_back(given_by(i, size));
+        const auto times = [&](int64_t one) { return std::count(found.begin(), found.end(), one); };
+        const auto most =
+            std::max_element(found.begin(), found.end(), [&](int64_t a, int64_t b) { return times(a) < times(b); });
+        return most == found.end() ? -1 : *most;
+    }
+    AxisSizes sizes_but(int i) const {
+        AxisSizes sizes;
+        for (size_t size = 0; size < op.sizes.size(); ++size) sizes.of[size] = most_give(int(size), i);
+        return sizes;
+    }
+
+    std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) const {
+        if (axis.size >= 0 && axis.size == op.references)
+            return option == 1 ? "a divisor of " + with_size(op.sizes[size_t(op.points)], sizes.of[op.points])
+                               : with_size(op.sizes[size_t(op.levels)], sizes.of[op.levels]) + " or 1";
+        return with_size(axis.text, axis.size < 0 ? -1 : product_of(axis, sizes));
+    }
+    static std::string with_size(std::string_view name, int64_t size) {
+        return std::string(name) + (size < 0 ? "" : "=" + std::to_string(size));
+    }
+
+    // Adjacent axes that would fit the other way round; -1: none.
+    int swapped_axis(int i, const AxisSizes &others) const {
+        std::vector<int64_t> shape(given[i].shape, given[i].shape + given[i].axes);
+        for (size_t a = 0; a + 1 < shape.size(); ++a) {
+            std::swap(shape[a], shape[a + 1]);
+            if (all_fit(i, {shape.data(), given[i].axes, given[i].dtype}, others)) return int(a);
+            std::swap(shape[a], shape[a + 1]);
+        }
+        return -1;
+    }
+
+    bool all_fit(int i, const Given &t, AxisSizes sizes) const {
+        const int64_t levels = op.references < 0 ? -1 : sizes.of[op.levels];
+        if (op.references >= 0 && is_input(i)) sizes.of[op.references] = -1;
+        if (!shape_fits(argument(i), t, sizes)) return false;
+        return levels < 0 || sizes.of[op.points] < 0 || sizes.of[op.references] < 0 || references_fit(op, option, sizes);
+    }
+
+    Refusal refuse_shape(int i) const {
+        const Given &t = given[i];
+        const AxisSizes others = sizes_but(i);
+        const OfAxes<NamedAxis> *axes = argument(i).axes_of(t.axes);
+        std::string text;
+        for (const NamedAxis &axis : axes ? *axes : argument(i).axes)
+            text += (text.empty() ? "" : ", ") + with_size(axis, others);
+        const int at = swapped_axis(i, others);
+        const std::string places = std::to_string(at) + " and " + std::to_string(at + 1);
+        const std::string remark = at < 0 ? "" : ", whose axes " + places + " look swapped";
+        return refuse(MXD_BAD_SHAPE, i, "have shape (" + text + ")", text_of_shape(t) + remark);
+    }
+
+    Refusal wrong_shape(int i) const {
+        if (!all_fit(i, given[i], agreed)) return refuse_shape(i);
+        if (too_many_elements(given[i]))
+            return refuse(MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(given[i]));
+        return {};
+    }
+
+    // What is wrong with sizes that agree.
+    Refusal wrong_size() const {
+        const auto name = [&](int size) { return std::string(op.sizes[size_t(size)]); };
+        if (!groups_fit(op, agreed)) {
+            int i = function.first_input;
+            while (given_by(i, op.divisor) < 0) ++i;
+            return refuse(MXD_BAD_SHAPE, i,
+                          "have a " + name(op.divisor) + " count that divides " +
+                              with_size(name(op.divided), agreed.of[op.divided]),
+                          std::to_string(agreed.of[op.divisor]));
+        }
+        if (agreed.of[op.rows] >= MOST_ROWS)
+            return refuse(MXD_BAD_SHAPE, function.first_input, "have " + name(op.rows) + " < " + std::to_string(MOST_ROWS),
+                          std::to_string(agreed.of[op.rows]));
+        return {};
+    }
+
+    std::string dtypes(Elements elements) const {
+        switch (elements) {
+        case Elements::FLOATING: return "have dtype float32, float64, float16 or bfloat16";
+        case Elements::INDEX: return "have dtype int32 or int64";
+        case Elements::NUMBER: return "have a floating dtype, int32 or int64";
+        default: return "have " + argument(function.first_input).name + "'s dtype " + name_of(value());
+        }
     }
 };
 
-// What is written has memory of its own, one place for each element.
-bool nothing_is_written_twice(const Call &call) {
-    Views all;
-    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
-                            &call.grad_projection})
-        if (!all.add(*t)) return false;
-    const int written = all.count;
-    for (const Tensor *t : {&call.value, &call.shapes, &call.starts, &call.locations, &call.weights, &call.reference,
-                            &call.window, &call.projection, &call.image_size, &call.pair_scale, &call.grad_output})
-        if (!all.add(*t)) return false;
-    for (int i = 0; i < written; ++i) {
-        if (all.extent[i].first > all.extent[i].last) continue; // no elements
-        if (!has_distinct_elements(all.view[i])) return false;
-        for (int j = i + 1; j < all.count; ++j)
-            if (all.extent[i].meets(all.extent[j]) && !lie_apart(all.view[i], all.view[j])) return false;
-    }
-    return true;
+} // namespace
+
+Refusal refusal_of(const Function &function, const Given *given, int count, int64_t option) {
+    return Judge(function, given, count, option).refusal();
 }
+
+Refusal check_memory(const Function &function, const Given *given) {
+    const int all = int(function.arguments.size());
+    Extent extents[MOST_ARGUMENTS];
+    const auto view = [&](int i) {
+        return View{given[i].data, element_size(given[i].dtype), given[i].axes, given[i].shape, given[i].strides};
+    };
+    const auto strides = [&](int i) { return text_of(given[i].strides, size_t(given[i].axes)); };
+    for (int i = 0; i < all; ++i) {
+        extents[i] = Extent();
+        if (!is_given(given[i])) continue;
+        if (!find_extent(view(i), extents[i]))
+            return {MXD_BAD_MEMORY, i, "lie in memory that has addresses", "strides " + strides(i)};
+        if (!given[i].data && extents[i].exists()) return {MXD_BAD_MEMORY, i, "have memory for its elements", "NULL"};
+    }
+    for (int i = function.first_written; i < all; ++i) {
+        if (!extents[i].exists()) continue;
+        if (!has_distinct_elements(view(i)))
+            return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
+        for (int other = 0; other < i; ++other)
+            if (extents[i].meets(extents[other]) && !lie_apart(view(i), view(other)))
+                return {MXD_BAD_MEMORY, i, "share no memory with " + function.arguments[size_t(other)].name,
+                        "addresses that both have"};
+    }
+    return {};
+}
+
+namespace {
 
 // Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
@@ -153,10 +303,6 @@ bool too_many_pairs(const Call &call) {
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
-bool query_is_too_large(const Call &call) {
-    return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
-}
-
 // Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
 void forget_queries_without_samples(Call &call) {
     if (!call.backward || !is_empty(call.weights)) return;
@@ -169,13 +315,9 @@ void forget_queries_without_samples(Call &call) {
 
 } // namespace
 
-int check(Call &call) {
-    if (!pointers_fit(call)) return MXD_BAD_MEMORY;
-    if (!shapes_agree(call) || call.sizes.keys >= INT32_MAX || !gradients_fit(call)) return MXD_BAD_SHAPE;
-    if (!dtypes_fit(call)) return MXD_BAD_DTYPE;
-    if (!nothing_is_written_twice(call)) return MXD_BAD_MEMORY;
+bool query_is_too_large(Call &call) {
     forget_queries_without_samples(call);
-    return query_is_too_large(call) ? MXD_OUT_OF_MEMORY : MXD_OK;
+    return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
 } // namespace mxd

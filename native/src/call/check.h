@@ -1,12 +1,45 @@
-// What memory safety needs of a caller's tensors.
+// Whether tensors fit an operator's description, and each other.
 #pragma once
 
-#include "call/call.h"
+#include <string>
+
+#include "call/description.h"
 
 namespace mxd {
 
-// Shapes, dtypes, and how much a query has; levels are checked when they are read. Returns a status. A call whose
-// queries have no samples is left without queries.
-int check(Call &call);
+// A tensor as a binding has it.
+struct Given {
+    const int64_t *shape; // null: it is not given
+    int axes;
+    int64_t dtype;
+    const void *data = nullptr;
+    const int64_t *strides = nullptr; // what check_memory reads, and the data
+    const char *dtype_name = nullptr; // of a dtype that mxd_dtype does not have
+};
+
+// How large axes are, by the places of their names in Description::sizes.
+struct AxisSizes {
+    int64_t of[MOST_SIZES];
+};
+
+// Shapes and dtypes of a function's first `count` arguments. Every call runs this.
+bool fits(const Function &function, const Given *given, int count, int64_t option, AxisSizes &sizes);
+
+// *name* must *rule*; got *fact*. The name is that of one of a function's arguments.
+struct Refusal {
+    int status = MXD_OK; // there is nothing to refuse
+    int argument = 0;
+    std::string rule, fact;
+};
+
+// What `fits` finds wrong. An axis has the size that most of the inputs give it, the first of them if as many give it
+// another; the first input that disagrees is refused.
+Refusal refusal_of(const Function &function, const Given *given, int count, int64_t option);
+
+// Every tensor of a function has memory for its elements, and one that is written has it for itself.
+Refusal check_memory(const Function &function, const Given *given);
+
+// Scratch memory that no machine has. A call whose queries have no samples is left without queries.
+bool query_is_too_large(Call &call);
 
 } // namespace mxd

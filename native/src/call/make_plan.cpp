@@ -1,4 +1,7 @@
+// How a call is done: what is packed, where heads are cut, and how many threads pay.
 #include "call/make_plan.h"
+
+#include <atomic>
 
 #include "call/tensor.h"
 
@@ -279,6 +282,21 @@ void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &pl
     if (plan.sample_gradients) plan.packed_value = packed_value;
 }
 
+// Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each
+// thread it does not pay.
+constexpr int64_t WORK_OF_A_THREAD = 1 << 16;
+std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
+
+// Elements of rows that are read, and of value's gradient. In deformable_aggregation each point is taken to be seen by
+// one camera.
+double elements_used(const Call &call) {
+    const Sizes &n = call.sizes;
+    const double samples = double(n.batch) * double(n.queries) * double(n.heads) * double(n.scales) * double(n.points);
+    const double read = samples * (call.op == GEOMETRIC ? 1 : 4) * double(n.channels);
+    const double written = double(n.batch) * double(n.keys) * double(n.heads) * double(n.channels);
+    return call.grad_value.data ? read + written : read;
+}
+
 std::string packed_text(const Call &call, const PackedLevels &packed) {
     if (packed.bytes == 0) return "none";
     const int64_t left = std::count(packed.offset, packed.offset + call.sizes.levels, -1);
@@ -315,6 +333,13 @@ Plan make_plan(const Call &call, PlanLists &lists) {
     if (!plan.packed_as_computed) plan.packed_value = choose_packed_value(call, lists.packed_value);
     return plan;
 }
+
+int threads_that_pay(const Call &call, int most) {
+    const double pay = elements_used(call) / double(work_of_a_thread.load(std::memory_order_relaxed));
+    return int(std::max(1.0, std::min(pay, double(most))));
+}
+
+void set_work_of_a_thread(int64_t elements) { work_of_a_thread = elements > 0 ? elements : WORK_OF_A_THREAD; }
 
 std::string describe(const Call &call, const Plan &plan) {
     std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";

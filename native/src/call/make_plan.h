@@ -16,6 +16,12 @@ struct PlanLists {
 // call: checked and prepared, but its value's data is not read.
 Plan make_plan(const Call &call, PlanLists &lists);
 
+// How many threads pay for a call, of those that it may use.
+int threads_that_pay(const Call &call, int most);
+
+// Elements of rows that one thread reads or writes before another is woken; 0: as many as pay for waking it.
+void set_work_of_a_thread(int64_t elements);
+
 // A line "name: what" for each decision.
 std::string describe(const Call &call, const Plan &plan);
 

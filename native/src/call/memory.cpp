@@ -98,10 +98,11 @@ bool find_extent(const View &v, Extent &extent) {
         below = int64_t(uint64_t(below) + uint64_t(std::min<int64_t>(reach, 0)));
         bits |= uint64_t(v.shape[a]) | uint64_t(v.strides[a] ^ v.strides[a] >> 63);
     }
-    if (empty) return extent = {INT64_MAX, INT64_MIN}, true;
+    if (empty) return extent = Extent(), true;
     if (bits >= SMALL) return find_far_extent(v, extent);
     const int64_t address = int64_t(reinterpret_cast<intptr_t>(v.data));
-    extent = {address + below * v.element, address + (above + 1) * v.element - 1};
+    extent.first = address + below * v.element;
+    extent.last = address + (above + 1) * v.element - 1;
     return true;
 }
 

@@ -17,8 +17,9 @@ struct View {
 
 // Addresses of a view's first and last byte; of one without elements, none that meets another.
 struct Extent {
-    int64_t first, last;
+    int64_t first = INT64_MAX, last = INT64_MIN;
 
+    bool exists() const { return first <= last; }
     bool meets(const Extent &other) const { return first <= other.last && other.first <= last; }
 };
 

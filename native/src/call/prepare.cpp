@@ -1,3 +1,4 @@
+// Levels from their tables, and value as kernels can read it.
 #include "call/prepare.h"
 
 #include <cmath>
@@ -89,6 +90,13 @@ void prefer_huge_pages(const Tensor &t) {
 
 } // namespace
 
+bool nothing_to_do(const Call &call) {
+    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
+                                 &call.grad_projection})
+        if (result->data && !is_empty(*result)) return false;
+    return true;
+}
+
 Level read_level(const Call &call, int64_t camera, int64_t scale) {
     const auto element = [&](const Tensor &table, int64_t which) {
         const int64_t place =
@@ -104,7 +112,9 @@ bool level_fits(const Level &level, int64_t keys) {
     return level.width <= keys && level.height <= (keys - level.start) / level.width;
 }
 
-int prepare_levels(Call &call, Prepared &prepared) {
+namespace {
+
+int read_levels(Call &call, Prepared &prepared) {
     const Sizes &n = call.sizes;
     prepared.levels.reserve(size_t(n.levels));
     for (int64_t camera = 0; camera < n.cameras; ++camera)
@@ -126,9 +136,7 @@ Tensor readable_value(const Call &call) {
     return channels_lie_apart(value) || dtype != value.dtype ? contiguous(value, dtype) : value;
 }
 
-int prepare_memory(Call &call, Prepared &prepared) {
-    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
-    Tensor readable = readable_value(call);
+int copy_value(Call &call, Tensor readable, Prepared &prepared) {
     const bool widened = readable.dtype != call.value.dtype;
     if (!widened && !channels_lie_apart(call.value)) return MXD_OK;
     prepared.value.reset(new (std::nothrow) char[size_t(contiguous_bytes(readable))]);
@@ -137,6 +145,18 @@ int prepare_memory(Call &call, Prepared &prepared) {
     (widened ? copy_as_doubles : copy_elements)(call.value, prepared.value.get());
     call.value = readable;
     return MXD_OK;
+}
+
+} // namespace
+
+int prepare(Call &call, Prepared &prepared, bool reads_value) {
+    const int status = read_levels(call, prepared);
+    if (status != MXD_OK) return status;
+    const Tensor readable = readable_value(call);
+    if (!reads_value) return call.value = readable, MXD_OK;
+    if (nothing_to_do(call)) return MXD_OK;
+    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
+    return copy_value(call, readable, prepared);
 }
 
 bool channels_lie_apart(const Tensor &value) {

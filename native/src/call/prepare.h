@@ -14,15 +14,14 @@ struct Prepared {
     std::unique_ptr<char[]> value;
 };
 
-// Reads the levels; MXD_BAD_LEVEL when one does not fit.
-int prepare_levels(Call &call, Prepared &prepared);
+// Reads the levels, and makes value readable: channels contiguous, and double as soon as one input is, which saves a copy
+// of each kernel for every other dtype computed with in double. Requests huge pages for the results. MXD_BAD_LEVEL when a
+// level does not fit, MXD_OUT_OF_MEMORY. reads_value: else only a plan is made, and value is described as it would be.
+int prepare(Call &call, Prepared &prepared, bool reads_value);
 
-// Describes value as kernels read it: channels contiguous, and double as soon as one input is, which saves a copy of
-// each kernel for every other dtype computed with in double. The data is yet to be copied, if value was not so already.
-Tensor readable_value(const Call &call);
-
-// Copies value where kernels cannot read it as it lies, and requests huge pages for the results. MXD_OUT_OF_MEMORY.
-int prepare_memory(Call &call, Prepared &prepared);
+// Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can
+// have more queries than anyone can wait for.
+bool nothing_to_do(const Call &call);
 
 // One level from the tables. They are not checked.
 Level read_level(const Call &call, int64_t camera, int64_t scale);

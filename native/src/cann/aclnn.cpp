@@ -1,6 +1,7 @@
 // aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
 // makes a task, phase two queues it on a stream.
 #include "call/make_call.h"
+#include "call/make_plan.h"
 #include "call/prepare.h"
 #include "call/words.h"
 #include "cann/check.h"
@@ -13,7 +14,6 @@
 #include "aclnnop/aclnn_multi_scale_deformable_attn_function.h"
 
 #include <algorithm>
-#include <vector>
 
 struct aclOpExecutor {
     bool backward;
@@ -86,27 +86,28 @@ mxd_tensor with_heads(const aclTensor &t, const aclTensor &value) {
     return to;
 }
 
-mxd::Call call_of(Arguments &a) {
-    std::vector<mxd_tensor> tensors;
-    a.for_each([&](const Argument &each) {
-        const bool has_heads = &each == &a.output || &each == &a.grad_output;
-        tensors.push_back(has_heads ? with_heads(each.tensor, a.value.tensor) : native(each.tensor));
-    });
-    // mxd_multi_scale_deformable_attn_backward is given the gradient of the output first
-    if (a.backward) std::rotate(tensors.begin(), tensors.begin() + 5, tensors.begin() + 6);
-    std::vector<const mxd_tensor *> arguments;
-    for (const mxd_tensor &each : tensors) arguments.push_back(&each);
-    // Asked on the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on
-    // another.
-    return mxd::make_call({mxd::MULTI_SCALE, false, a.backward}, arguments.data(), mxd::usable_threads());
+mxd::Call call_of(const Arguments &a, const mxd::AxisSizes &sizes) {
+    mxd_tensor tensors[mxd::MOST_ARGUMENTS];
+    const mxd_tensor *pointers[mxd::MOST_ARGUMENTS];
+    int count = 0;
+    for (const Argument *each : in_order(a)) {
+        const bool has_heads = each == &a.output || each == &a.grad_output;
+        tensors[count] = has_heads ? with_heads(each->tensor, a.value.tensor) : native(each->tensor);
+        pointers[count] = &tensors[count];
+        ++count;
+    }
+    mxd::Call call = mxd::make_call(function_of(a.backward), pointers, sizes, 0, 1);
+    // On the caller's thread: omp_set_num_threads holds for that thread alone, and a stream runs its tasks on another.
+    call.num_threads = mxd::threads_that_pay(call, mxd::usable_threads());
+    return call;
 }
 
-aclOpExecutor executor_of(Arguments &a) {
+aclOpExecutor executor_of(const Arguments &a, const mxd::AxisSizes &sizes) {
     aclOpExecutor task{};
     task.backward = a.backward;
-    a.for_each([&](const Argument &each) { task.nothing_to_do = task.nothing_to_do || empty(each.tensor); });
+    for (const Argument *each : in_order(a)) task.nothing_to_do = task.nothing_to_do || empty(each->tensor);
     if (task.nothing_to_do) return task; // no check looked at the strides and offset of an empty tensor
-    task.call = call_of(a);
+    task.call = call_of(a, sizes);
     task.workspace_bytes = uint64_t(bytes_of_levels(task.call));
     if (mxd::channels_lie_apart(task.call.value)) task.workspace_bytes += uint64_t(mxd::contiguous_bytes(task.call.value));
     return task;
@@ -114,8 +115,8 @@ aclOpExecutor executor_of(Arguments &a) {
 
 aclnnStatus phase_one(Arguments &arguments, uint64_t *workspace_size, aclOpExecutor **executor) {
     return guarded([&] {
-        check_phase_one(arguments, workspace_size, executor);
-        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments));
+        const mxd::AxisSizes sizes = check_phase_one(arguments, workspace_size, executor);
+        auto task = std::make_unique<aclOpExecutor>(executor_of(arguments, sizes));
         *workspace_size = task->workspace_bytes;
         *executor = executors().add(std::move(task));
     });

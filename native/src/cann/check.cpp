@@ -1,3 +1,4 @@
+// Phase one: handles, formats, dtypes, shapes, CANN's limits, memory.
 #include "cann/check.h"
 
 #include "call/memory.h"
@@ -6,6 +7,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <vector>
 
 namespace acl {
 namespace {
@@ -13,12 +15,6 @@ namespace {
 // CANN's documented limits.
 constexpr int64_t CHANNELS_MULTIPLE = 8, MOST_CHANNELS = 256, QUERIES_BELOW = 500000, MOST_LEVELS = 16, MOST_HEADS = 16,
                   MOST_POINTS = 16, KEYS_BELOW = INT32_MAX;
-
-// The shapes that an input and its gradient share.
-constexpr char OF_VALUE[] = "bs, num_keys, num_heads, channels";
-constexpr char OF_LOCATION[] = "bs, num_queries, num_heads, num_levels, num_points, 2";
-constexpr char OF_WEIGHT[] = "bs, num_queries, num_heads, num_levels, num_points";
-constexpr char OF_OUTPUT[] = "bs, num_queries, num_heads * channels"; // gradOutput may have four axes instead
 
 std::string list(const int64_t *numbers, const aclTensor &t) { return mxd::text_of(numbers, size_t(t.axes)); }
 
@@ -41,20 +37,33 @@ void check_index(const Argument &argument) {
     check_dtype(argument, {ACL_INT32, ACL_INT64}, "have dtype ACL_INT32 or ACL_INT64");
 }
 
-// A shape tells sizes that the next ones must have.
-void check_shape(const Argument &argument, const char *axes, mxd::AxisSizes &known) {
-    const aclTensor &t = argument.tensor;
-    if (!known.fit(axes, t.shape, size_t(t.axes))) invalid(argument, known.rule(axes), list(t.shape, t));
-    known.tell_all(axes, t.shape);
+// Shapes by the operator's description, in CANN's names. mxd_dtype and aclDataType number their dtypes alike.
+mxd::AxisSizes check_shapes(const Arguments &a) {
+    const std::vector<const Argument *> arguments = in_order(a);
+    mxd::Given given[mxd::MOST_ARGUMENTS] = {};
+    for (size_t i = 0; i < arguments.size(); ++i) {
+        const aclTensor &t = arguments[i]->tensor;
+        given[i] = {t.shape, t.axes, t.dtype};
+    }
+    const mxd::Refusal why = mxd::refusal_of(function_of(a.backward), given, int(arguments.size()), 0);
+    if (why.status != MXD_OK) {
+        std::string rule = why.rule;
+        for (size_t at; (at = rule.find("embed_dims")) != rule.npos;) rule.replace(at, 10, "channels");
+        invalid(*arguments[size_t(why.argument)], rule, why.fact);
+    }
+    mxd::AxisSizes sizes;
+    mxd::fits(function_of(false), given + a.backward, 5, 0, sizes); // the inputs
+    return sizes;
 }
 
 void check_limit(const Argument &argument, bool holds, const char *rule, int64_t fact) {
     if (!holds) invalid(argument, rule, std::to_string(fact));
 }
 
-void check_limits(const Arguments &a, const mxd::AxisSizes &known) {
-    const int64_t channels = known.of("channels"), heads = known.of("num_heads"), keys = known.of("num_keys"),
-                  levels = known.of("num_levels"), queries = known.of("num_queries"), points = known.of("num_points");
+void check_limits(const Arguments &a, const mxd::AxisSizes &sizes) {
+    const auto size = [&](const char *name) { return sizes.of[function_of(false).op->size(name)]; };
+    const int64_t channels = size("embed_dims"), heads = size("num_heads"), keys = size("num_keys"),
+                  levels = size("num_levels"), queries = size("num_queries"), points = size("num_points");
     check_limit(a.value, channels % CHANNELS_MULTIPLE == 0 && channels <= MOST_CHANNELS,
                 "have channels a multiple of 8 and <= 256", channels);
     check_limit(a.value, heads <= MOST_HEADS, "have num_heads <= 16", heads);
@@ -75,36 +84,15 @@ void check_handles(Arguments &arguments) {
     });
 }
 
-// Formats, dtypes, shapes and limits of the inputs. Returns the sizes that they tell.
-mxd::AxisSizes check_inputs(const Arguments &a) {
-    check_floating(a.value);
-    check_index(a.spatial_shape);
-    check_index(a.level_start_index);
-    check_floating(a.location);
-    check_floating(a.attn_weight);
-    mxd::AxisSizes known;
-    check_shape(a.value, OF_VALUE, known);
-    check_shape(a.spatial_shape, "num_levels, 2", known);
-    check_shape(a.level_start_index, "num_levels", known);
-    check_shape(a.location, OF_LOCATION, known);
-    check_shape(a.attn_weight, OF_WEIGHT, known);
-    check_limits(a, known);
-    return known;
-}
-
-void check_output(const Arguments &a, mxd::AxisSizes &known) {
-    check_floating(a.output);
-    if (a.output.tensor.dtype != a.value.tensor.dtype)
+// Formats and dtypes, then shapes and limits.
+mxd::AxisSizes check_description(const Arguments &a) {
+    for (const Argument *each : in_order(a))
+        each == &a.spatial_shape || each == &a.level_start_index ? check_index(*each) : check_floating(*each);
+    if (!a.backward && a.output.tensor.dtype != a.value.tensor.dtype)
         invalid(a.output, "have value's dtype " + dtype_name(a.value.tensor.dtype), dtype_name(a.output.tensor.dtype));
-    check_shape(a.output, OF_OUTPUT, known);
-}
-
-void check_gradients(const Arguments &a, mxd::AxisSizes &known) {
-    for (const Argument *each : {&a.grad_output, &a.grad_value, &a.grad_location, &a.grad_attn_weight}) check_floating(*each);
-    check_shape(a.grad_output, a.grad_output.tensor.axes == 3 ? OF_OUTPUT : "bs, num_queries, num_heads, channels", known);
-    check_shape(a.grad_value, OF_VALUE, known);
-    check_shape(a.grad_location, OF_LOCATION, known);
-    check_shape(a.grad_attn_weight, OF_WEIGHT, known);
+    const mxd::AxisSizes sizes = check_shapes(a);
+    check_limits(a, sizes);
+    return sizes;
 }
 
 std::string layout(const aclTensor &t) {
@@ -144,19 +132,27 @@ void check_overlap(const Argument &written, const Argument &other) {
 
 } // namespace
 
-void check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
+const mxd::Function &function_of(bool backward) {
+    static const mxd::Function &forward = *mxd::find_function("multi_scale_deformable_attn");
+    return backward ? *(&forward + 1) : forward;
+}
+
+std::vector<const Argument *> in_order(const Arguments &a) {
+    if (!a.backward) return {&a.value, &a.spatial_shape, &a.level_start_index, &a.location, &a.attn_weight, &a.output};
+    return {&a.grad_output, &a.value,      &a.spatial_shape, &a.level_start_index, &a.location,
+            &a.attn_weight, &a.grad_value, &a.grad_location, &a.grad_attn_weight};
+}
+
+mxd::AxisSizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor) {
     check_handles(arguments);
     if (!workspace_size) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "workspaceSize", "point to a number", "NULL");
     if (!executor) throw Refusal(ACLNN_ERR_PARAM_NULLPTR, "executor", "point to an executor", "NULL");
-    mxd::AxisSizes known = check_inputs(arguments);
-    if (arguments.backward)
-        check_gradients(arguments, known);
-    else
-        check_output(arguments, known);
+    const mxd::AxisSizes sizes = check_description(arguments);
     arguments.for_each(check_memory);
     arguments.for_each([&](const Argument &each) {
         if (each.written) arguments.for_each([&](const Argument &other) { check_overlap(each, other); });
     });
+    return sizes;
 }
 
 } // namespace acl

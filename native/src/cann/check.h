@@ -1,9 +1,11 @@
 // What phase one checks: the arguments of the two operators of aclnn.cpp. A check that fails throws a Refusal.
 #pragma once
 
+#include "call/check.h"
 #include "cann/tensor.h"
 
 #include <initializer_list>
+#include <vector>
 
 namespace acl {
 
@@ -37,7 +39,11 @@ struct Arguments {
     }
 };
 
-// Every check of phase one; reads no tensor's elements. Copies each handle's tensor.
-void check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
+// mxd_multi_scale_deformable_attn, or its backward; and its tensors, in its order.
+const mxd::Function &function_of(bool backward);
+std::vector<const Argument *> in_order(const Arguments &arguments);
+
+// Every check of phase one; reads no tensor's elements. Copies each handle's tensor. Returns the sizes of axes.
+mxd::AxisSizes check_phase_one(Arguments &arguments, const void *workspace_size, const void *executor);
 
 } // namespace acl

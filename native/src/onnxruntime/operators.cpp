@@ -14,10 +14,11 @@
 #include <thread>
 #include <vector>
 
+#include "call/make_call.h"
+#include "call/make_plan.h"
 #include "call/words.h"
 #include "interface.h"
 #include "onnxruntime/api.h"
-#include "onnxruntime/nodes.h"
 #include "threads/lent_threads.h"
 
 namespace mxd {
@@ -27,7 +28,7 @@ struct Runtime;
 
 struct NodeKernel : OrtCustomOp { // what onnxruntime knows an operator by
     const Runtime *runtime;
-    const Node *node;
+    const Function *function; // forward
     OrtType dtype;
 };
 
@@ -68,32 +69,68 @@ template <class Fn> OrtStatus *status_of(const OrtApi *api, Fn &&fn) {
 
 struct Instance {
     const Runtime &runtime;
-    const Node &node;
-    bool by_point;               // reference_axis
+    const Function &function;
+    int64_t option;              // reference_axis
     std::atomic<int> threads{0}; // that were seen to work; 0: none yet
 };
 
 // A node without the attribute has the operator's default. onnxruntime has one code for that and for an attribute of
 // another type, but all its versions name the type then.
-bool reads_by_point(const OrtApi *api, const OrtKernelInfo *info) {
-    char word[16] = "level";
+int64_t option_of(const Description &op, const OrtApi *api, const OrtKernelInfo *info) {
+    if (op.option.empty()) return 0;
+    const std::string name(op.option);
+    char word[16] = {};
+    op.choices.front().copy(word, sizeof word - 1);
     size_t size = sizeof word;
-    OrtStatus *status = ort::string_attribute(api, info, "reference_axis", word, &size);
+    OrtStatus *status = ort::string_attribute(api, info, name.c_str(), word, &size);
     const bool too_long = status && ort::error_code(api, status) == ORT_INVALID_ARGUMENT;
     const bool no_word = status && !too_long && std::strstr(ort::error_message(api, status), "type");
     if (status) ort::release_status(api, status);
-    if (no_word) refuse(api, "reference_axis must be 'level' or 'point'; got an attribute of another type");
-    if (!too_long && std::strcmp(word, "level") == 0) return false;
-    if (!too_long && std::strcmp(word, "point") == 0) return true;
-    refuse(api, "reference_axis must be 'level' or 'point'; got " +
-                    (too_long ? std::to_string(size - 1) + " letters" : "'" + std::string(word) + "'"));
+    std::string rule = "be ", fact = no_word ? "an attribute of another type" : std::to_string(size - 1) + " letters";
+    for (size_t i = 0; i < op.choices.size(); ++i) {
+        if (!no_word && !too_long && op.choices[i] == word) return int64_t(i);
+        rule += (i ? " or '" : "'") + std::string(op.choices[i]) + "'";
+    }
+    if (!no_word && !too_long) fact = "'" + std::string(word) + "'";
+    refuse(api, sentence(name, rule, fact));
 }
 
-Given given_input(const OrtApi *api, const OrtKernelContext *context, size_t place) {
+// A tensor that a node is given; without a shape where it is an optional one that is not.
+struct Input {
+    Given given{};
+    std::vector<int64_t> shape;
+    void *data = nullptr;
+};
+
+struct Dtype {
+    const char *name;
+    int64_t dtype; // or -1: no operator takes it
+};
+
+// By OrtType.
+constexpr Dtype DTYPES[] = {{"no type", -1},
+                            {"float32", MXD_FLOAT32},
+                            {"uint8", -1},
+                            {"int8", -1},
+                            {"uint16", -1},
+                            {"int16", -1},
+                            {"int32", MXD_INT32},
+                            {"int64", MXD_INT64},
+                            {"string", -1},
+                            {"bool", -1},
+                            {"float16", MXD_FLOAT16},
+                            {"float64", MXD_FLOAT64},
+                            {"uint32", -1},
+                            {"uint64", -1},
+                            {"complex64", -1},
+                            {"complex128", -1},
+                            {"bfloat16", MXD_BFLOAT16}};
+constexpr Dtype UNKNOWN{"another type", -1};
+
+void read_input(const OrtApi *api, const OrtKernelContext *context, size_t place, Input &to) {
     const OrtValue *value = nullptr;
     need(ort::input(api, context, place, &value));
-    Given given{};
-    if (!value) return given;
+    if (!value) return;
     OrtTensorInfo *info = nullptr;
     need(ort::tensor_info(api, value, &info));
     const auto release = [api](OrtTensorInfo *i) { ort::release_tensor_info(api, i); };
@@ -102,98 +139,74 @@ Given given_input(const OrtApi *api, const OrtKernelContext *context, size_t pla
     size_t axes;
     need(ort::element_type(api, info, &type));
     need(ort::number_of_axes(api, info, &axes));
-    given.there = true;
-    given.type = type;
-    given.shape.resize(axes);
-    need(ort::sizes(api, info, given.shape.data(), axes));
-    need(ort::tensor_data(api, const_cast<OrtValue *>(value), &given.data));
-    return given;
+    to.shape.resize(std::max<size_t>(axes, 1)); // a scalar has a shape, too
+    need(ort::sizes(api, info, to.shape.data(), axes));
+    need(ort::tensor_data(api, const_cast<OrtValue *>(value), &to.data));
+    const Dtype &dtype = size_t(type) < std::size(DTYPES) ? DTYPES[type] : UNKNOWN;
+    to.given = {to.shape.data(), int(axes), dtype.dtype};
+    to.given.dtype_name = dtype.name;
 }
 
-std::vector<Given> given_inputs(const Instance &instance, const OrtKernelContext *context) {
-    const OrtApi *api = instance.runtime.api;
-    size_t count;
-    need(ort::number_of_inputs(api, context, &count));
-    std::vector<Given> inputs(instance.node.inputs.size());
-    for (size_t i = 0; i < inputs.size() && i < count; ++i) inputs[i] = given_input(api, context, i);
-    return inputs;
-}
+// A node's inputs, and how large their axes are.
+struct Inputs {
+    std::vector<Input> all;
+    AxisSizes sizes;
 
-int64_t dtype_of(int type) {
-    static constexpr struct {
-        OrtType type;
-        mxd_dtype dtype;
-    } OTHERS[] = {{ORT_FLOAT16, MXD_FLOAT16},
-                  {ORT_BFLOAT16, MXD_BFLOAT16},
-                  {ORT_FLOAT64, MXD_FLOAT64},
-                  {ORT_INT32, MXD_INT32},
-                  {ORT_INT64, MXD_INT64}};
-    for (const auto &each : OTHERS)
-        if (each.type == type) return each.dtype;
-    return MXD_FLOAT32;
-}
+    Inputs(const Instance &instance, const OrtKernelContext *context) : all(size_t(instance.function.num_inputs)) {
+        const OrtApi *api = instance.runtime.api;
+        const Function &function = instance.function;
+        size_t count;
+        need(ort::number_of_inputs(api, context, &count));
+        Given given[MOST_ARGUMENTS] = {};
+        for (size_t i = 0; i < all.size(); ++i) {
+            if (i < count) read_input(api, context, i, all[i]);
+            given[i] = all[i].given;
+        }
+        if (fits(function, given, function.num_inputs, instance.option, sizes)) return;
+        const Refusal why = refusal_of(function, given, function.num_inputs, instance.option);
+        refuse(api, sentence(function.arguments[size_t(why.argument)].name, why.rule, why.fact));
+    }
+    int64_t size(const NamedAxis &axis) const { return sizes.of[axis.size] * (axis.times < 0 ? 1 : sizes.of[axis.times]); }
+};
 
-mxd_tensor contiguous(void *data, int type, const std::vector<int64_t> &shape) {
-    mxd_tensor t{data, dtype_of(type), {}, {}};
+// The tensor of an argument, with both factors of a product.
+mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const Given &given, void *data) {
+    mxd_tensor t{data, given.dtype, {}, {}};
+    const bool is_split = given.axes == argument.split.count;
     int64_t stride = 1;
-    for (size_t a = shape.size(); a-- > 0; stride *= shape[a]) t.shape[a] = shape[a], t.strides[a] = stride;
+    for (int a = argument.split.count; a-- > 0; stride *= t.shape[a]) {
+        t.shape[a] = is_split ? given.shape[a] : inputs.size(argument.split[a]);
+        t.strides[a] = stride;
+    }
     return t;
 }
 
-// [bs, num_queries, channels of all heads] for the runtime. The kernels see the axes of value.
-mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const std::vector<Given> &inputs) {
-    const Given &value = inputs[0];
-    std::vector<int64_t> shape = value.shape;
-    shape[QUERY] = inputs[3].shape[QUERY];
-    int64_t flat[] = {shape[BATCH], shape[QUERY], 1};
-    for (size_t a = HEAD; a < shape.size(); ++a) flat[HEAD] *= shape[a];
-    OrtValue *output = nullptr;
+mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const Argument &output, const Inputs &inputs) {
+    std::vector<int64_t> shape;
+    for (const NamedAxis &axis : output.axes) shape.push_back(inputs.size(axis));
+    OrtValue *made = nullptr;
     void *data = nullptr;
-    need(ort::output(api, context, 0, flat, 3, &output));
-    need(ort::tensor_data(api, output, &data));
-    return contiguous(data, value.type, shape);
+    need(ort::output(api, context, 0, shape.data(), shape.size(), &made));
+    need(ort::tensor_data(api, made, &data));
+    return contiguous(output, inputs, {shape.data(), int(shape.size()), inputs.all.front().given.dtype}, data);
 }
 
-// Logits of levels and points on one axis are seen on two.
-std::vector<mxd_tensor> tensors_of(const Node &node, std::vector<Given> inputs) {
-    std::vector<int64_t> &weights = inputs[size_t(node.weights)].shape;
-    if (node.function.with_logits && weights.size() == 4) {
-        const int64_t levels = inputs[2].shape.front();
-        const int64_t points = node.function.op == GEOMETRIC ? inputs[4].shape[PLACE] : inputs[4].shape[POINT];
-        weights[LEVEL] = levels;
-        weights.push_back(points);
+Call call_of_node(const Instance &instance, OrtKernelContext *context) {
+    const Function &function = instance.function;
+    const Inputs inputs(instance, context);
+    mxd_tensor tensors[MOST_ARGUMENTS];
+    const mxd_tensor *arguments[MOST_ARGUMENTS] = {};
+    for (size_t i = 0; i < inputs.all.size(); ++i) {
+        if (!inputs.all[i].given.shape) continue;
+        tensors[i] = contiguous(function.arguments[i], inputs, inputs.all[i].given, inputs.all[i].data);
+        arguments[i] = &tensors[i];
     }
-    std::vector<mxd_tensor> tensors;
-    for (const Given &given : inputs) tensors.push_back(contiguous(given.data, given.type, given.shape));
-    return tensors;
-}
-
-Call call_of_node(const Instance &instance, const std::vector<mxd_tensor> &tensors, const std::vector<Given> &inputs,
-                  const mxd_tensor &output) {
-    std::vector<const mxd_tensor *> arguments;
-    for (size_t i = 0; i < tensors.size(); ++i) arguments.push_back(inputs[i].there ? &tensors[i] : nullptr);
-    arguments.push_back(&output);
-    Call call = make_call(instance.node.function, arguments.data(), 1);
-    call.reference_by_point = instance.by_point;
-    return call;
+    const mxd_tensor output = make_output(instance.runtime.api, context, function.arguments.back(), inputs);
+    arguments[inputs.all.size()] = &output;
+    return make_call(function, arguments, inputs.sizes, instance.option, 1);
 }
 
 // ---- threads: those of the session, which lends them and does not say how many
-
-// Waking a thread pays for about so many elements of rows: WORK_OF_A_THREAD of _native.py.
-constexpr double WORK_OF_A_THREAD = 1 << 16;
-
-// Elements of rows that are read. In deformable_aggregation each point is taken to be seen by one camera.
-double elements_read(const Call &call) {
-    const Sizes &n = call.sizes;
-    const double samples = double(n.batch) * double(n.queries * n.heads) * double(n.scales * n.points);
-    return samples * (call.op == GEOMETRIC ? 1 : 4) * double(n.channels);
-}
-
-int threads_that_pay(const Call &call) {
-    const double pay = elements_read(call) / WORK_OF_A_THREAD;
-    return int(std::max(1.0, std::min(pay, double(std::thread::hardware_concurrency()))));
-}
 
 struct Lender {
     const OrtApi *api;
@@ -218,7 +231,7 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
 
 // A plan depends on the number of threads. It is made for as many as have worked in one of the calls before.
 int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Call &call) {
-    const int most = threads_that_pay(call), seen = instance.threads.load();
+    const int most = threads_that_pay(call, int(std::thread::hardware_concurrency())), seen = instance.threads.load();
     if (most == 1 || !instance.runtime.has_parallel_for) return run(call);
     call.num_threads = seen == 0 ? most : std::min(seen, most);
     Lender lender{instance.runtime.api, context, nullptr};
@@ -233,24 +246,11 @@ int run_on_lent_threads(Instance &instance, const OrtKernelContext *context, Cal
 // ---- what a node does
 
 void compute(Instance &instance, OrtKernelContext *context) {
-    const OrtApi *api = instance.runtime.api;
-    const std::vector<Given> inputs = given_inputs(instance, context);
-    const std::string fault = find_fault(instance.node, inputs, instance.by_point);
-    if (!fault.empty()) refuse(api, fault);
-    const mxd_tensor output = make_output(api, context, inputs);
-    Call call = call_of_node(instance, tensors_of(instance.node, inputs), inputs, output);
-    switch (run_on_lent_threads(instance, context, call)) {
-    case MXD_OK: return;
-    case MXD_BAD_LEVEL: refuse(api, fault_of_levels(call, instance.node.inputs[1].name, instance.node.inputs[2].name));
-    case MXD_BAD_SHAPE:
-        refuse(api, std::string("the native kernel of ") + instance.node.name +
-                        " was given 2**31 - 1 rows, 2**48 elements, or more");
-    default:
-        refuse(api,
-               std::string("the native kernel of ") + instance.node.name +
-                   " was given not enough memory for its scratch buffers",
-               ORT_RUNTIME_EXCEPTION);
-    }
+    Call call = call_of_node(instance, context);
+    const int status = run_on_lent_threads(instance, context, call);
+    if (status == MXD_OK) return;
+    refuse(instance.runtime.api, sentence_of(status, instance.function, call),
+           status == MXD_OUT_OF_MEMORY ? ORT_RUNTIME_EXCEPTION : ORT_INVALID_ARGUMENT);
 }
 
 // ---- the operators
@@ -260,25 +260,22 @@ const NodeKernel &kernel_of(const OrtCustomOp *op) { return *static_cast<const N
 OrtStatus *create(const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *info, void **made) {
     const NodeKernel &kernel = kernel_of(op);
     const OrtApi *api = kernel.runtime->api;
-    return status_of(api, [&] {
-        const bool has_axis = kernel.node->function.op == MULTI_SCALE && kernel.node->function.with_logits;
-        const bool by_point = has_axis && reads_by_point(api, info);
-        *made = new Instance{*kernel.runtime, *kernel.node, by_point};
-    });
+    return status_of(
+        api, [&] { *made = new Instance{*kernel.runtime, *kernel.function, option_of(*kernel.function->op, api, info)}; });
 }
 
-NodeKernel kernel_for(const Runtime &runtime, const Node &node, OrtType dtype) {
+NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType dtype) {
     NodeKernel k{};
     k.version = 16;
     k.runtime = &runtime;
-    k.node = &node;
+    k.function = &function;
     k.dtype = dtype;
-    k.name = [](const OrtCustomOp *op) { return kernel_of(op).node->name; };
+    k.name = [](const OrtCustomOp *op) { return kernel_of(op).function->name.c_str(); };
     k.execution_provider = [](const OrtCustomOp *) -> const char * { return nullptr; };
-    k.number_of_inputs = [](const OrtCustomOp *op) { return kernel_of(op).node->inputs.size(); };
+    k.number_of_inputs = [](const OrtCustomOp *op) { return size_t(kernel_of(op).function->num_inputs); };
     k.input_type = [](const OrtCustomOp *op, size_t i) { return i == 0 ? kernel_of(op).dtype : ORT_ANY; };
     k.input_presence = [](const OrtCustomOp *op, size_t i) {
-        return kernel_of(op).node->inputs[i].optional ? ORT_OPTIONAL : ORT_REQUIRED;
+        return kernel_of(op).function->arguments[i].required ? ORT_REQUIRED : ORT_OPTIONAL;
     };
     k.input_memory = [](const OrtCustomOp *, size_t) { return 0; };
     k.number_of_outputs = [](const OrtCustomOp *) { return size_t(1); };
@@ -297,9 +294,10 @@ NodeKernel kernel_for(const Runtime &runtime, const Node &node, OrtType dtype) {
 
 void open(Runtime &runtime) {
     need(ort::create_domain(runtime.api, "mx_driving", &runtime.domain));
-    for (const Node &node : nodes())
+    for (const Function &function : functions())
         for (OrtType dtype : {ORT_FLOAT32, ORT_FLOAT16, ORT_BFLOAT16, ORT_FLOAT64}) {
-            runtime.kernels.push_back(kernel_for(runtime, node, dtype));
+            if (function.backward) break;
+            runtime.kernels.push_back(kernel_for(runtime, function, dtype));
             need(ort::add_to_domain(runtime.api, runtime.domain, &runtime.kernels.back()));
         }
 }

@@ -1,0 +1,193 @@
+"""mxd_run, the way in by name, and mxd_last_error: the sentences are those of the Python checks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+
+import pytest
+import torch
+from cases import GEOMETRIC, MULTI_SCALE_LOGITS
+from test_memory_of_calls import is_written
+from test_refusals import BAD_DTYPE, BAD_LEVEL, BAD_SHAPE, CALLS, EVERY, OK, call_of, described
+
+from mx_driving import _backends, _checks
+from mx_driving._operators import OPERATORS
+
+BAD_NAME, BAD_MEMORY, NOT_GIVEN = 5, 6, -1
+
+
+def run(name, packed, option=0, threads=1, count=None) -> int:
+    """mxd_run of packed tensors; None is one that is not given."""
+    missing = _backends.native._PACK[1](0, NOT_GIVEN, 0, 0)
+    tensors = b"".join(missing if t is None else t for t in packed)
+    options = (ctypes.c_int64 * 1)(option)
+    count = len(packed) if count is None else count
+    return _backends.native._library().mxd_run(name.encode(), tensors, count, options, threads)
+
+
+def last_error() -> str:
+    function = _backends.native._library().mxd_last_error
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def filled(call):
+    torch.manual_seed(0)
+    for t in call.memory:
+        if t.is_floating_point():
+            t.copy_(torch.rand(t.shape))
+    return call
+
+
+@pytest.mark.parametrize(("name", "backward"), EVERY)
+def test_the_results_are_those_of_the_function(name, backward):
+    call = filled(call_of(name, backward))
+    written = [t for argument, t in zip(call.arguments, call.memory, strict=True) if is_written(argument)]
+    assert run(call.function, [a.packed() for a in call.arguments.values()]) == OK
+    first = [t.clone() for t in written]
+    for t in written:
+        t.fill_(7)
+    options = [0] * call.function.startswith(MULTI_SCALE_LOGITS)
+    function = getattr(_backends.native._library(), "mxd_" + call.function)
+    assert function(*(a.packed() for a in call.arguments.values()), *options, 1) == OK
+    assert all(torch.equal(a, b) for a, b in zip(first, written, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_that_is_not_wanted_is_not_given(name):
+    call = filled(call_of(name, True))
+    packed = {n: a.packed() for n, a in call.arguments.items()}
+    for argument in packed:
+        status = run(call.function, [None if n == argument else t for n, t in packed.items()])
+        optional = is_written(argument) or argument in ("image_size", "pair_scale")
+        assert status == (OK if optional else BAD_MEMORY)
+        if not optional:
+            assert last_error() == f"{argument} must be given; got no tensor"
+
+
+def test_an_option():
+    call = filled(call_of("references", False))
+    packed = {n: a.packed() for n, a in call.arguments.items()}
+    for option, status, sentence in (
+        (
+            1,
+            BAD_SHAPE,
+            "reference_points must have shape (bs=3, num_queries=5, a divisor of num_points=7, 2 or 4); got (3, 5, 2, 2)",
+        ),
+        (2, BAD_SHAPE, "reference_axis must be 0 or 1; got 2"),
+        (-1, BAD_SHAPE, "reference_axis must be 0 or 1; got -1"),
+    ):
+        assert (run(call.function, packed.values(), option), last_error()) == (status, sentence)
+    points = torch.rand(3, 5, 7, 2)
+    packed["reference_points"] = described(points).packed()
+    assert run(call.function, packed.values(), 1) == OK
+    assert run(call.function, packed.values(), 0) == BAD_SHAPE
+
+
+def test_names_and_counts():
+    call = call_of("samples", False)
+    packed = [a.packed() for a in call.arguments.values()]
+    library = _backends.native._library()
+    rule = "name must be a function's, such as multi_scale_deformable_attn_backward; got "
+    for name, fact in ((b"multi_scale", "'multi_scale'"), (b"", "''"), (None, "NULL")):
+        assert library.mxd_run(name, b"".join(packed), 6, None, 1) == BAD_NAME
+        assert last_error() == rule + fact
+    assert library.mxd_run(call.function.encode(), None, 6, None, 1) == BAD_MEMORY
+    assert last_error() == "tensors must be an array; got NULL"
+    for count in (5, 7, 0, -1):
+        assert run(call.function, packed, count=count) == BAD_SHAPE
+        assert last_error() == f"count must be the 6 of multi_scale_deformable_attn; got {count}"
+    assert run(call.function, packed) == OK
+    assert last_error() == "count must be the 6 of multi_scale_deformable_attn; got -1"  # of the last that was refused
+
+
+def python_sentence(operator, tensors) -> str:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        _checks.inputs.INPUTS[operator](*tensors)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_sentences_are_those_of_the_python_checks(name):
+    call = call_of(name, False)
+    inputs, refused = dict(list(zip(call.arguments, call.memory, strict=True))[:-1]), set()
+    for argument, t in inputs.items():
+        floating = t.is_floating_point()
+        dtypes = [t.int().float() if not floating else t.long()]
+        swaps = [t.transpose(a, a + 1) for a in range(t.dim() - 1) if t.shape[a] != t.shape[a + 1]]
+        sizes = [torch.cat([t, t.narrow(a, 0, 1)], a) for a in range(t.dim())]
+        for other in (*dtypes, *swaps, *sizes):
+            changed = {**inputs, argument: other}
+            packed = [described(t).packed() for t in changed.values()]
+            status = run(call.function, [*packed, call.arguments["output"].packed()])
+            if status in (OK, BAD_LEVEL) or last_error().startswith("output "):  # the inputs agree
+                continue
+            expected = python_sentence(call.function, changed.values())
+            assert last_error() == expected.replace("a floating or an integer dtype", "a floating dtype, int32 or int64")
+            assert status == (BAD_DTYPE if "dtype" in expected else BAD_SHAPE)
+            refused.add(expected.split(" must ", 1)[0])
+    assert refused == set(inputs)
+
+
+def test_a_level():
+    call = call_of("window", False)
+    tables = torch.tensor([[3, 5], [2, 4]])
+    given = {**call.arguments, "spatial_shapes": described(tables)}
+    assert run(call.function, [a.packed() for a in given.values()]) == BAD_LEVEL
+    assert last_error() == "level_start_index[1] must leave room for 2 x 4 rows among 21; got 15 (needs 23 rows)"
+
+
+def test_each_thread_has_its_own_sentence():
+    call = call_of("samples", False)
+    packed = [a.packed() for a in call.arguments.values()]
+
+    def refused(count):
+        run(call.function, packed, count=count)
+        return last_error()
+
+    refused(1)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        assert pool.submit(last_error).result() == ""
+        assert pool.submit(refused, 2).result().endswith("got 2")
+    assert last_error().endswith("got 1")
+
+
+def planned_threads(call, threads) -> int:
+    packed = [a.packed() for a in call.arguments.values()]
+    pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
+    assert _backends.native._library().mxd_describe_plan(call.function.encode(), pointers, threads, text, len(text)) == OK
+    return int(text.value.decode().splitlines()[0].removeprefix("threads: "))
+
+
+@pytest.fixture
+def work():
+    set_work = _backends.native._library().mxd_set_work_of_a_thread
+    set_work.argtypes = [ctypes.c_int64]
+    yield set_work
+    set_work(0)
+
+
+@pytest.mark.parametrize(("name", "backward"), EVERY)
+def test_as_many_threads_as_pay(work, name, backward):
+    """Elements of rows that are read, and of value's gradient."""
+    call = call_of(name, backward)
+    row = OPERATORS[call.function.removesuffix("_backward")]
+    value, weights = (call.arguments[row.inputs[i]].shape for i in (0, row.weights))
+    rows = 1 if row.name.startswith(GEOMETRIC) else 4
+    if len(value) == 3:
+        bs, anchors, a, b, c, _ = weights
+        points, scales = (a, c) if not row.bare else (c, b)
+        elements = bs * anchors * points * scales * rows * value[2]
+    else:
+        elements = torch.Size(weights).numel() * rows * value[3]
+    elements += torch.Size(value).numel() * backward
+    assert planned_threads(call, 5) == 5
+    assert planned_threads(call, -5) == 1
+    for threads in (2, 3):
+        work(elements // threads)
+        assert planned_threads(call, -5) == min(5, elements // (elements // threads))
+        assert planned_threads(call, -2) == 2
+        assert planned_threads(call, 7) == 7
+    work(0)
+    assert planned_threads(call, -5) == 1
