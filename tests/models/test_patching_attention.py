@@ -7,7 +7,6 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from test_patching import plain_core
 from torch import nn
@@ -24,15 +23,25 @@ def attention_core(value, value_spatial_shapes, sampling_locations, attention_we
 
 
 class Layers(nn.Module):
-    """The linear layers that all of these modules have."""
+    """The linear layers that all of these modules have, and what becomes of their outputs."""
 
     def __init__(self, width, heads, levels, points, reads=1, queue=1, output=True):
         super().__init__()
-        samples = queue * heads * levels * points
+        self.sides, samples = (heads, levels, points), queue * heads * levels * points
         self.sampling_offsets = nn.Linear(width * reads, samples * 2)
         self.attention_weights = nn.Linear(width * reads, samples)
         self.value_proj = nn.Linear(width, width)
         self.output_proj = nn.Linear(width, width) if output else None
+
+    def rows(self, value, hidden=None):
+        value = self.value_proj(value)
+        value = value if hidden is None else value.masked_fill(hidden[..., None], 0.0)
+        return value.unflatten(-1, (self.sides[0], -1))
+
+    def split(self, offsets, logits):
+        heads, levels, points = self.sides
+        weights = logits.unflatten(-1, (heads, -1)).softmax(-1).unflatten(-1, (levels, points))
+        return offsets.unflatten(-1, (heads, levels, points, 2)), weights
 
 
 def locations_of(reference, offsets, shapes, points):
@@ -41,48 +50,56 @@ def locations_of(reference, offsets, shapes, points):
     return reference[:, :, None, :, None, :2] + offsets / points * reference[:, :, None, :, None, 2:] * 0.5
 
 
+# A forward names the layers itself: a form is known by that, and by the names of its parameters.
+
+
 class HuggingFace(Layers):
     """transformers: attention_mask is True where a key counts."""
 
-    keeps = True
+    keeps, sharper = True, 1
 
     def __init__(self, config, num_heads, n_points):
         super().__init__(config.d_model, num_heads, config.num_feature_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = num_heads, config.num_feature_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        position_embeddings=None,
-        reference_points=None,
-        spatial_shapes=None,
-        spatial_shapes_list=None,
-        level_start_index=None,
-    ):
-        if position_embeddings is not None:
-            hidden_states = hidden_states + position_embeddings
-        bs, queries, _ = hidden_states.shape
-        value = self.value_proj(encoder_hidden_states)
-        if attention_mask is not None:
-            value = value.masked_fill((~attention_mask if self.keeps else attention_mask)[..., None], 0.0)
-        value = value.view(bs, -1, self.n_heads, value.shape[-1] // self.n_heads)
-        offsets = self.sampling_offsets(hidden_states).view(bs, queries, self.n_heads, self.n_levels, self.n_points, 2)
-        weights = self.attention_weights(hidden_states).view(bs, queries, self.n_heads, -1).softmax(-1)
-        weights = weights.view(bs, queries, self.n_heads, self.n_levels, self.n_points)
+        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
+        position_embeddings=None, reference_points=None, spatial_shapes=None, spatial_shapes_list=None, level_start_index=None,
+    ):  # fmt: skip
+        query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
+        value = self.rows(encoder_hidden_states, None if attention_mask is None else attention_mask != self.keeps)
+        offsets, weights = self.split(self.sampling_offsets(query), self.sharper * self.attention_weights(query))
         locations = locations_of(reference_points, offsets, spatial_shapes, self.n_points)
         return self.output_proj(attention_core(value, spatial_shapes_list, locations, weights)), weights
 
 
+def with_a_forward_of_its_own(kind):
+    """As a library repeats its code: a class whose forward is inherited is replaced with its parent."""
+    own = HuggingFace.forward
+    kind.forward = types.FunctionType(own.__code__, globals(), "forward", own.__defaults__)
+    return kind
+
+
+@with_a_forward_of_its_own
 class Mask2Former(HuggingFace):
-    """transformers' other masks: True where a key is padding. It has a forward of its own."""
+    """transformers' other masks: True where a key is padding."""
 
     keeps = False
-    forward = types.FunctionType(
-        HuggingFace.forward.__code__, globals(), "forward", HuggingFace.forward.__defaults__, HuggingFace.forward.__closure__
-    )
+
+
+@with_a_forward_of_its_own
+class Sharper(HuggingFace):
+    """Other arithmetic: the weights are the softmax of doubled logits."""
+
+    sharper = 2
+
+
+@with_a_forward_of_its_own
+class Unbuildable(HuggingFace):
+    """Its constructor wants what nobody can guess."""
+
+    def __init__(self, secret):
+        super().__init__(secret, 2, 2)
 
 
 class Mmcv(Layers):
@@ -90,36 +107,21 @@ class Mmcv(Layers):
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, dropout=0.1, batch_first=False):
         super().__init__(embed_dims, num_heads, num_levels, num_points)
-        self.num_heads, self.num_levels, self.num_points, self.batch_first = num_heads, num_levels, num_points, batch_first
-        self.dropout = nn.Dropout(dropout)
+        self.num_heads, self.num_levels, self.num_points = self.sides
+        self.batch_first, self.dropout = batch_first, nn.Dropout(dropout)
 
     def forward(
-        self,
-        query,
-        key=None,
-        value=None,
-        identity=None,
-        query_pos=None,
-        key_padding_mask=None,
-        reference_points=None,
-        spatial_shapes=None,
-        level_start_index=None,
-        **kwargs,
-    ):
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, **kwargs,
+    ):  # fmt: skip
         identity = kwargs.get("residual", identity)  # as mmcv's decorator translates it
         value = query if value is None else value
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.permute(1, 0, 2), value.permute(1, 0, 2)
-        bs, queries, _ = query.shape
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask[..., None], 0.0)
-        value = value.view(bs, value.shape[1], self.num_heads, -1)
-        offsets = self.sampling_offsets(query).view(bs, queries, self.num_heads, self.num_levels, self.num_points, 2)
-        weights = self.attention_weights(query).view(bs, queries, self.num_heads, -1).softmax(-1)
-        weights = weights.view(bs, queries, self.num_heads, self.num_levels, self.num_points)
+        value = self.rows(value, key_padding_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         locations = locations_of(reference_points, offsets, spatial_shapes, self.num_points)
         out = self.output_proj(attention_core(value, spatial_shapes, locations, weights))
         return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
@@ -130,34 +132,18 @@ class Pillars(Layers):
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=8, batch_first=True):
         super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
-        self.num_heads, self.num_levels, self.num_points, self.batch_first = num_heads, num_levels, num_points, batch_first
+        self.num_heads, self.num_levels, self.num_points = self.sides
+        self.batch_first = batch_first
 
     def forward(
-        self,
-        query,
-        key=None,
-        value=None,
-        identity=None,
-        query_pos=None,
-        key_padding_mask=None,
-        reference_points=None,
-        spatial_shapes=None,
-        level_start_index=None,
-        **kwargs,
-    ):
-        value = query if value is None else value
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, **kwargs,
+    ):  # fmt: skip
+        value = self.rows(query if value is None else value, key_padding_mask)
         query = query if query_pos is None else query + query_pos
-        bs, queries, _ = query.shape
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask[..., None], 0.0)
-        value = value.view(bs, value.shape[1], self.num_heads, -1)
-        heights = reference_points.shape[2]
-        offsets = self.sampling_offsets(query).view(bs, queries, self.num_heads, self.num_levels, self.num_points, 2)
-        weights = self.attention_weights(query).view(bs, queries, self.num_heads, -1).softmax(-1)
-        weights = weights.view(bs, queries, self.num_heads, self.num_levels, self.num_points)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         steps = offsets / spatial_shapes.flip(-1)[:, None]
-        steps = steps.view(bs, queries, self.num_heads, self.num_levels, self.num_points // heights, heights, 2)
+        steps = steps.unflatten(4, (-1, reference_points.shape[2]))
         locations = (reference_points[:, :, None, None, None] + steps).flatten(4, 5)
         return attention_core(value, spatial_shapes, locations, weights)
 
@@ -167,33 +153,20 @@ class Temporal(Layers):
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, num_bev_queue=2, dropout=0.1, batch_first=True):
         super().__init__(embed_dims, num_heads, num_levels, num_points, reads=2, queue=num_bev_queue)
-        self.num_heads, self.num_levels, self.num_points, self.batch_first = num_heads, num_levels, num_points, batch_first
-        self.num_bev_queue, self.dropout = num_bev_queue, nn.Dropout(dropout)
+        self.num_heads, self.num_levels, self.num_points = self.sides
+        self.batch_first, self.num_bev_queue, self.dropout = batch_first, num_bev_queue, nn.Dropout(dropout)
 
     def forward(
-        self,
-        query,
-        key=None,
-        value=None,
-        identity=None,
-        query_pos=None,
-        key_padding_mask=None,
-        reference_points=None,
-        spatial_shapes=None,
-        level_start_index=None,
-        flag="decoder",
-        **kwargs,
-    ):
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, flag="decoder", **kwargs,
+    ):  # fmt: skip
         bs, queries, width = query.shape
         if value is None:
             value = torch.stack([query, query], 1).reshape(bs * 2, queries, width)
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos
         query = torch.cat([value[:bs], query], -1)
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask[..., None], 0.0)
-        value = value.reshape(bs * 2, value.shape[1], self.num_heads, -1)
+        value = self.rows(value, key_padding_mask)
         sides = self.num_heads, 2, self.num_levels, self.num_points
         offsets = self.sampling_offsets(query).view(bs, queries, *sides, 2)
         weights = self.attention_weights(query).view(bs, queries, self.num_heads, 2, -1).softmax(-1).view(bs, queries, *sides)
@@ -209,54 +182,15 @@ class Paper(Layers):
 
     def __init__(self, d_model=256, n_levels=4, n_heads=8, n_points=4):
         super().__init__(d_model, n_heads, n_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = n_heads, n_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(
         self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None
     ):
-        bs, queries, _ = query.shape
-        value = self.value_proj(input_flatten)
-        if input_padding_mask is not None:
-            value = value.masked_fill(input_padding_mask[..., None], 0.0)
-        value = value.view(bs, value.shape[1], self.n_heads, -1)
-        offsets = self.sampling_offsets(query).view(bs, queries, self.n_heads, self.n_levels, self.n_points, 2)
-        weights = F.softmax(self.attention_weights(query).view(bs, queries, self.n_heads, -1), -1)
-        weights = weights.view(bs, queries, self.n_heads, self.n_levels, self.n_points)
+        value = self.rows(input_flatten, input_padding_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         locations = locations_of(reference_points, offsets, input_spatial_shapes, self.n_points)
         return self.output_proj(attention_core(value, input_spatial_shapes, locations, weights))
-
-
-class Sharper(HuggingFace):
-    """Other arithmetic: the weights are the softmax of doubled logits."""
-
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        encoder_hidden_states=None,
-        encoder_attention_mask=None,
-        position_embeddings=None,
-        reference_points=None,
-        spatial_shapes=None,
-        spatial_shapes_list=None,
-        level_start_index=None,
-    ):
-        bs, queries, _ = hidden_states.shape
-        value = self.value_proj(encoder_hidden_states).unflatten(-1, (self.n_heads, -1))
-        offsets = self.sampling_offsets(hidden_states).view(bs, queries, self.n_heads, self.n_levels, self.n_points, 2)
-        weights = (2 * self.attention_weights(hidden_states)).view(bs, queries, self.n_heads, -1).softmax(-1)
-        locations = locations_of(reference_points, offsets, spatial_shapes, self.n_points)
-        weights = weights.view(locations.shape[:-1])
-        return self.output_proj(attention_core(value, spatial_shapes_list, locations, weights)), weights
-
-
-class Unbuildable(HuggingFace):
-    """Its constructor wants what nobody can guess."""
-
-    def __init__(self, secret):
-        super().__init__(secret, 2, 2)
-
-    forward = types.FunctionType(HuggingFace.forward.__code__, globals(), "forward", HuggingFace.forward.__defaults__)
 
 
 class OtherNames(Layers):

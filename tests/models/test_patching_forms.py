@@ -160,23 +160,13 @@ def test_axes_that_the_core_cannot_take_are_its_own_matter():
 class Ultralytics(Layers):
     def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
         super().__init__(d_model, n_heads, n_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = n_heads, n_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(self, query, refer_bbox, value, value_shapes, value_mask=None):
-        bs, queries = query.shape[:2]
-        value = self.value_proj(value)
-        if value_mask is not None:
-            value = value.masked_fill(value_mask[..., None], 0.0)
-        value = value.view(bs, -1, self.n_heads, value.shape[-1] // self.n_heads)
-        samples = self.n_levels * self.n_points
-        offsets = self.sampling_offsets(query).view(bs, queries, self.n_heads, samples, 2)
-        weights = self.attention_weights(query).view(bs, queries, self.n_heads, samples).softmax(-1)
-        if refer_bbox.shape[-1] == 2:
-            sizes = torch.as_tensor(value_shapes, dtype=query.dtype).flip(-1).repeat_interleave(self.n_points, 0)
-            locations = refer_bbox[:, :, None] + offsets / sizes
-        else:
-            locations = refer_bbox[:, :, None, :, :2] + offsets / self.n_points * refer_bbox[:, :, None, :, 2:] * 0.5
-        return self.output_proj(merged_core(value, value_shapes, locations, weights))
+        value = self.rows(value, value_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
+        locations = locations_of(refer_bbox, offsets, torch.as_tensor(value_shapes, dtype=query.dtype), self.n_points)
+        return self.output_proj(merged_core(value, value_shapes, locations.flatten(3, 4), weights.flatten(3)))
 
 
 class RfDetr(Layers):
@@ -184,38 +174,18 @@ class RfDetr(Layers):
 
     def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
         super().__init__(d_model, n_heads, n_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = n_heads, n_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(
-        self,
-        query,
-        reference_points,
-        input_flatten,
-        input_spatial_shapes,
-        input_level_start_index,
-        input_padding_mask=None,
+        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
         input_spatial_shapes_hw=None,
-    ):
-        bs, queries = query.shape[:2]
-        value = self.value_proj(input_flatten)
-        if input_padding_mask is not None:
-            value = value.masked_fill(input_padding_mask[..., None], 0.0)
-        value = value.transpose(1, 2).contiguous().view(bs, self.n_heads, -1, value.shape[1])
-        weights = self.attention_weights(query).view(bs, queries, self.n_heads, -1).softmax(-1)
-        if self._export:  # at most five axes
-            offsets = self.sampling_offsets(query).view(bs, queries, self.n_heads, -1, 2)
-            reference = reference_points.expand(-1, -1, self.n_levels, -1).repeat_interleave(self.n_points, 2)[:, :, None]
-            sizes = input_spatial_shapes.flip(-1).repeat_interleave(self.n_points, 0)
-        else:
-            offsets = self.sampling_offsets(query).view(bs, queries, self.n_heads, self.n_levels, self.n_points, 2)
-            reference, sizes = reference_points[:, :, None, :, None], input_spatial_shapes.flip(-1)[:, None]
-        steps = offsets / sizes if reference.shape[-1] == 2 else offsets / self.n_points * reference[..., 2:] * 0.5
-        locations = reference[..., :2] + steps
-        return self.output_proj(
-            keys_last_core(
-                value, input_spatial_shapes.tolist(), locations, weights, value_spatial_shapes_hw=input_spatial_shapes_hw
-            )
-        )
+    ):  # fmt: skip
+        value = self.rows(input_flatten, input_padding_mask).permute(0, 2, 3, 1).contiguous()
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
+        locations = locations_of(reference_points, offsets, input_spatial_shapes, self.n_points)
+        locations = locations.flatten(3, 4) if self._export else locations  # at most five axes
+        given = value, input_spatial_shapes.tolist(), locations, weights.flatten(3)
+        return self.output_proj(keys_last_core(*given, value_spatial_shapes_hw=input_spatial_shapes_hw))
 
 
 class GroundingDino(Layers):
@@ -223,31 +193,19 @@ class GroundingDino(Layers):
 
     def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4, batch_first=False):
         super().__init__(embed_dim, num_heads, num_levels, num_points)
-        self.num_heads, self.num_levels, self.num_points, self.batch_first = num_heads, num_levels, num_points, batch_first
+        self.num_heads, self.num_levels, self.num_points = self.sides
+        self.batch_first = batch_first
 
     def forward(
-        self,
-        query,
-        key=None,
-        value=None,
-        query_pos=None,
-        key_padding_mask=None,
-        reference_points=None,
-        spatial_shapes=None,
-        level_start_index=None,
-        **kwargs,
-    ):
+        self, query, key=None, value=None, query_pos=None, key_padding_mask=None, reference_points=None, spatial_shapes=None,
+        level_start_index=None, **kwargs,
+    ):  # fmt: skip
         value = query if value is None else value
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
-        value = self.value_proj(value)
-        if key_padding_mask is not None:
-            value = value.masked_fill(key_padding_mask[..., None], 0.0)
-        value = value.unflatten(2, (self.num_heads, -1))
-        sides = self.num_heads, self.num_levels, self.num_points
-        offsets = self.sampling_offsets(query).unflatten(2, (*sides, 2))
-        weights = self.attention_weights(query).unflatten(2, (self.num_heads, -1)).softmax(-1).unflatten(3, sides[1:])
+        value = self.rows(value, key_padding_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         locations = locations_of(reference_points, offsets, spatial_shapes, self.num_points)
         out = self.output_proj(plain_core(value, spatial_shapes.tolist(), locations, weights))
         return out if self.batch_first else out.transpose(0, 1)

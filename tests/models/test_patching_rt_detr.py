@@ -32,20 +32,11 @@ class RtDetr(Layers):
 
     def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4):
         super().__init__(embed_dim, num_heads, num_levels, num_points)
-        self.num_heads, self.num_levels, self.num_points = num_heads, num_levels, num_points
-
-    def hide(self, value, mask):
-        return value.masked_fill(mask[..., None], 0.0)
+        self.num_heads, self.num_levels, self.num_points = self.sides
 
     def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
-        bs, queries = query.shape[:2]
-        value = self.value_proj(value)
-        if value_mask is not None:
-            value = self.hide(value, value_mask)
-        sides = bs, queries, self.num_heads
-        value = value.reshape(bs, -1, self.num_heads, value.shape[-1] // self.num_heads)
-        offsets = self.sampling_offsets(query).reshape(*sides, self.num_levels, self.num_points, 2)
-        weights = self.attention_weights(query).reshape(*sides, -1).softmax(-1).reshape(offsets.shape[:-1])
+        value = self.rows(value, value_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         if reference_points.shape[-1] == 6:  # a centre, and distances to four sides
             box = reference_points[..., None, :]
             reach = box[..., 2::2] + box[..., 3::2]
@@ -58,8 +49,10 @@ class RtDetr(Layers):
 class Multiplies(RtDetr):
     """RT-DETR's: value is multiplied by the mask."""
 
-    def hide(self, value, mask):
-        return value * mask.to(value.dtype).unsqueeze(-1)
+    def rows(self, value, mask=None):
+        value = self.value_proj(value)
+        value = value if mask is None else value * mask.to(value.dtype).unsqueeze(-1)
+        return value.unflatten(-1, (self.num_heads, -1))
 
     def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
         weights = self.sampling_offsets, self.attention_weights  # a form is known by the layers that its code names
@@ -121,25 +114,15 @@ class Libre(Layers):
 
     def __init__(self, config, num_heads, n_points):
         super().__init__(config.d_model, num_heads, config.num_feature_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = num_heads, config.num_feature_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(
-        self,
-        hidden_states,
-        encoder_hidden_states,
-        attention_mask,
-        reference_points,
-        spatial_shapes,
-        spatial_shapes_list,
+        self, hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list,
         position_embeddings=None,
-    ):
+    ):  # fmt: skip
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
-        value = self.value_proj(encoder_hidden_states)
-        if attention_mask is not None:
-            value = value.masked_fill(~attention_mask[..., None], 0.0)
-        value = value.unflatten(-1, (self.n_heads, -1))
-        offsets = self.sampling_offsets(query).unflatten(-1, (self.n_heads, self.n_levels, self.n_points, 2))
-        weights = self.attention_weights(query).unflatten(-1, (self.n_heads, -1)).softmax(-1).view(offsets.shape[:-1])
+        value = self.rows(encoder_hidden_states, None if attention_mask is None else ~attention_mask)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         locations = locations_of(reference_points, offsets, spatial_shapes, self.n_points)
         return self.output_proj(plain_core(value, spatial_shapes_list, locations, weights))
 
@@ -149,13 +132,11 @@ class LwDetr(Layers):
 
     def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4):
         super().__init__(d_model, n_heads, n_levels, n_points)
-        self.n_heads, self.n_levels, self.n_points = n_heads, n_levels, n_points
+        self.n_heads, self.n_levels, self.n_points = self.sides
 
     def forward(self, query, reference_points, input_flatten, input_spatial_shapes):
-        sides = self.n_heads, self.n_levels, self.n_points
-        value = self.value_proj(input_flatten).unflatten(-1, (self.n_heads, -1))
-        offsets = self.sampling_offsets(query).unflatten(-1, (*sides, 2))
-        weights = self.attention_weights(query).unflatten(-1, (self.n_heads, -1)).softmax(-1).unflatten(-1, sides[1:])
+        value = self.rows(input_flatten)
+        offsets, weights = self.split(self.sampling_offsets(query), self.attention_weights(query))
         sizes = torch.as_tensor([[int(h), int(w)] for h, w in input_spatial_shapes])
         locations = locations_of(reference_points, offsets, sizes, self.n_points)
         return self.output_proj(plain_core(value, input_spatial_shapes, locations, weights))
