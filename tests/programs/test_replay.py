@@ -145,7 +145,51 @@ def one_wrong(operator, inputs, grad):
     return found
 
 
+def partly(fault, dim, *parts):
+    """The fault on some parts of an axis of the weights alone. Results are sums over the parts, but for weights' gradients."""
+
+    def planted(operator, inputs, grad):
+        *rest, weights = inputs
+        chosen = torch.zeros(weights.shape[dim], dtype=torch.bool)
+        chosen[list(parts)] = True
+        chosen = chosen.view([-1 if i == dim else 1 for i in range(weights.dim())])
+        wrong = fault(operator, (*rest, torch.where(chosen, weights, 0)), grad)
+        right = computed(operator, (*rest, torch.where(chosen, 0, weights)), grad)
+        both = {name: wrong[name] + right[name] for name in wrong}
+        return {**both, "grad_weights": torch.where(chosen, wrong["grad_weights"], right["grad_weights"])}
+
+    planted.__name__ = f"{fault.__name__}-{dim}-{parts}"
+    return planted
+
+
+def clamped(axis):
+    def planted(operator, inputs, grad):
+        size = inputs[1].flip(-1)[:, None]
+        wide = moved(inputs, (0, 3, 4), lambda t: t.double())
+        least, on = 0.5 / size, torch.tensor([axis == "x", axis == "y"])
+        at = torch.where(on, torch.minimum(torch.maximum(wide[3], least), 1 - least), wide[3])
+        found = computed(operator, moved(wide, (3,), lambda l: at), grad.double())
+        found["grad_locations"] = torch.where(at == wide[3], found["grad_locations"], 0)
+        return {name: t.float() for name, t in found.items()}
+
+    planted.__name__ = f"clamped_{axis}"
+    return planted
+
+
+def row_scaled(operator, inputs, grad):
+    found = computed(operator, inputs, grad)
+    found["output"][1, 7] *= 1.5
+    return found
+
+
+def gradient_of_a_level_is_zero(operator, inputs, grad):
+    found = computed(operator, inputs, grad)
+    found["grad_value"][:, inputs[2][1] :] = 0
+    return found
+
+
 A, G, M = cases.AGGREGATION, cases.GEOMETRIC, cases.MULTI_SCALE
+EVERY = "output, grad_value, grad_locations, grad_weights: "
 PLANTED = [
     (M, swapped, "output, grad_value, grad_locations, grad_weights: x and y are swapped in the locations"),
     (A, swapped, "output, grad_value, grad_locations, grad_weights: x and y are swapped in the locations"),
@@ -157,6 +201,19 @@ PLANTED = [
     (M, halved, "grad_value: it is 0.5 times the truth"),
     (M, in_pixels, "grad_locations: it is the gradient of pixels, where that of shares of the map is asked for"),
     (A, never_run, "output, grad_value, grad_locations, grad_weights: it is zero everywhere, as if the kernel had not run"),
+    (M, partly(shifted, 3, 1), EVERY + "on level 1 alone: samples lie half a pixel too far right and down"),
+    (M, partly(swapped, 3, 1), EVERY + "on level 1 alone: x and y are swapped in the locations"),
+    (G, partly(swapped, 3, 0), "output, grad_value, grad_weights: on level 0 alone: x and y are swapped in the locations"),
+    (A, partly(swapped, 3, 1), EVERY + "on camera 1 alone: x and y are swapped in the locations"),
+    (A, partly(swapped, 4, 1), EVERY + "on level 1 alone: x and y are swapped in the locations"),
+    (M, partly(turned, 2, 0, 2), EVERY + "on heads 0 and 2 alone: shapes are read as (W, H)"),
+    (M, partly(swapped, 0, 1), EVERY + "on batch 1 alone: x and y are swapped in the locations"),
+    (M, partly(never_run, 4, 2), EVERY + "on point 2 alone: samples are left out"),
+    (A, partly(never_run, 2, 2), EVERY + "on point 2 alone: samples are left out"),
+    (M, clamped("y"), EVERY + "samples beyond the border read the border's pixels in y alone"),
+    (M, clamped("x"), EVERY + "samples beyond the border read the border's pixels in x alone"),
+    (M, row_scaled, "output: 24 of 1440 entries are 1.5 times the truth, in [1, 7, 0..23], on batch 1"),
+    (M, gradient_of_a_level_is_zero, "grad_value: all wrong entries are zero: "),
     (A, one_wrong, "output: nothing known explains it; 1 of 480 entries are wrong, in [1, 7, 3]"),
 ]
 

@@ -88,7 +88,7 @@ def _chunk(learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Ten
     leaves = [t.detach().requires_grad_(place in learned) for place, t in enumerate(some)]
     output = form(*leaves)
     found = {"output": output.detach()}
-    if grad is not None:
+    if grad is not None and learned:
         wanted = [leaves[place] for place in learned]
         gradients = torch.autograd.grad(output, wanted, grad[:, queries].to(output.dtype), allow_unused=True)
         for place, leaf, gradient in zip(learned, wanted, gradients, strict=True):

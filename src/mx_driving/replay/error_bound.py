@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -40,20 +41,31 @@ class ErrorBound:
         terms = max(1, self._terms.get(result, self._channels))
         return allowed(dtype, compute or self._compute, magnitude, scale, terms, extent)
 
-    def error(self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
-        """The error of each entry in units; infinite where one is NaN or infinite and the other is not."""
+    def error(
+        self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
+    ) -> Tensor:
+        """The error of each entry in units; infinite where one is NaN or infinite and the other is not. `queries`: those that
+        `got` and `expected` have, where they do not have all."""
         limit = self.limit(result, got.dtype, expected, compute).clamp_min(1e-300)
         rounded, got = expected.to(got.dtype).double(), got.double()
         expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
         same = (got == expected) | (got.isnan() & expected.isnan())
         units = ((got - expected).abs() / limit).nan_to_num(math.inf, math.inf)
         units = torch.where(same, 0, units)
-        return torch.where(self.unsure(result) & got.isfinite(), 0, units)
+        unsure = self.unsure(result)
+        unsure = unsure[:, queries] if queries is not None and unsure.dim() else unsure
+        return torch.where(unsure & got.isfinite(), 0, units)
+
+    def wrong(self, result: str) -> Tensor:
+        """The device's entries that are off by more than their dtype may lose."""
+        return self.error(result, self.call.results[result], self.truth[result]) > 1
 
     def unsure(self, result: str) -> Tensor:
         """Where a location lies on the centre of a pixel but for rounding: its gradient jumps there."""
-        if result != "grad_locations":
-            return torch.zeros((), dtype=torch.bool)
+        return self._on_centres if result == "grad_locations" else torch.zeros((), dtype=torch.bool)
+
+    @functools.cached_property
+    def _on_centres(self) -> Tensor:
         locations, sizes = self.call.inputs[LOCATIONS].double(), self.call.inputs[SHAPES].double().flip(-1)
         sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.grouped else sizes[None, :, None]
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent

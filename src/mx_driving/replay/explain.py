@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,35 +11,45 @@ import torch
 from torch import Tensor
 
 from .._operators import LOCATIONS, SHAPES
+from . import _parts
 from .calls import PLACES, Call
-from .compute import SOME, Core, computed, core
+from .compute import Core, Results, computed, core
 from .error_bound import ErrorBound
 from .known_mistakes import KNOWN_MISTAKES
 
+_ALIKE = 2  # numbers that have a common factor by chance
 _JUMPS = 1e-3  # the share of entries where float32 and float64 may be on different sides of a jump
 _WORST = 121  # queries that a suspect is tried on first, when a call has many
+_FEW = 8  # queries that mistakes on a part of a call are tried on first: there are many
 
 
 def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
     """A sentence for each wrong result that something explains."""
     if not any(bool(bound.call.results[name].any()) for name in wrong):
         return dict.fromkeys(wrong, "it is zero everywhere, as if the kernel had not run")
-    found: dict[str, str] = {}
-    for trial in _trials(bound.call):
-        left = [name for name in wrong if name not in found]
-        if not left:
-            break
-        found.update(dict.fromkeys(_explained(bound, trial, left), trial.words))
-    for name in wrong:
-        if name not in found and (words := _looks_like(bound, name)):
-            found[name] = words
-    return found
+    found = _tried(bound, _trials(bound.call), wrong)
+    left = [name for name in wrong if name not in found]
+    looks = {name: words for name in left if (words := _looks_like(bound, name))}
+    if len(looks) < len(left):
+        found.update(_tried(bound, _partial_trials(bound, left), left))
+    return {**looks, **found}
 
 
 class _Trial(NamedTuple):
     words: str
     call: Call
     form: Core
+
+
+def _tried(bound: ErrorBound, trials: Iterator[_Trial], wrong: list[str]) -> dict[str, str]:
+    """The words of the first trial that explains it, for each result that one explains."""
+    found: dict[str, str] = {}
+    for trial in trials:
+        left = [name for name in wrong if name not in found]
+        if not left:
+            break
+        found.update(dict.fromkeys(_explained(bound, trial, left), trial.words))
+    return found
 
 
 def _trials(call: Call) -> Iterator[_Trial]:
@@ -57,34 +68,51 @@ def _trials(call: Call) -> Iterator[_Trial]:
             yield _Trial(words, replace(call, inputs=inputs), core(call.row.name))
 
 
+def _partial_trials(bound: ErrorBound, wrong: list[str]) -> Iterator[_Trial]:
+    """Mistakes on parts of a call. Queries say which: a call without them, or with a wrong grad_value alone, has none."""
+    of_queries = [name for name in wrong if name != "grad_value"]
+    if of_queries and all(t.numel() for t in bound.call.inputs):
+        few = _worst(bound, of_queries, _FEW)
+        agrees = functools.partial(_any_agrees, bound, of_queries, few)
+        for words, form in _parts.mistakes(bound.call, few, _places(of_queries), agrees):
+            yield _Trial(words, bound.call, form)
+
+
 def _explained(bound: ErrorBound, trial: _Trial, wrong: list[str]) -> list[str]:
     """The wrong results that the trial gives too. Of a large call, it must first do so for the worst queries."""
     of_queries = [name for name in wrong if name != "grad_value"]
-    if trial.call.inputs[LOCATIONS].shape[1] > SOME and of_queries:
-        some = _worst(bound, of_queries)
-        tried = computed(trial.call, torch.float64, trial.form, some)
-        if not any(_agrees(bound, name, tried[name], some) for name in of_queries):
+    if trial.call.inputs[LOCATIONS].shape[1] > _WORST and of_queries:
+        some = _worst(bound, of_queries, _WORST)
+        tried = computed(trial.call, torch.float64, trial.form, some, _places(of_queries))
+        if not _any_agrees(bound, of_queries, some, tried):
             return []
     tried = computed(trial.call, torch.float64, trial.form)
-    return [name for name in wrong if _agrees(bound, name, tried[name])]
+    found = [name for name in wrong if _agrees(bound, name, tried[name])]
+    plain = [name for name in found if not bound.call.results[name][bound.wrong(name)].any()]
+    return found if len(found) > len(plain) else []  # to be zero explains itself
+
+
+def _places(results: list[str]) -> tuple[int, ...]:
+    """The inputs of which these are gradients."""
+    return tuple(PLACES.index(name.removeprefix("grad_")) for name in results if name != "output")
+
+
+def _any_agrees(bound: ErrorBound, names: list[str], queries: Tensor, tried: Results) -> bool:
+    return any(_agrees(bound, name, tried[name], queries) for name in names)
 
 
 def _agrees(bound: ErrorBound, name: str, tried: Tensor, queries: Tensor | None = None) -> bool:
     """Whether the trial gives the device's numbers: what the truth has wrong is right, but for a jump here and there."""
     got, truth = bound.call.results[name], bound.truth[name]
-    if queries is not None:  # in all others there is nothing to see
-        whole = got.double().clone()
-        whole[:, queries] = tried
-        tried = whole
-    wrong, left = bound.error(name, got, truth) > 1, bound.error(name, got, tried) > 1
     if queries is not None:
-        wrong, left = wrong[:, queries], left[:, queries]
+        got, truth = got[:, queries], truth[:, queries]
+    wrong, left = (bound.error(name, got, expected, queries=queries) > 1 for expected in (truth, tried))
     return bool(left.sum() <= _JUMPS * left.numel()) and bool((left & wrong).sum() <= _JUMPS * wrong.sum())
 
 
-def _worst(bound: ErrorBound, names: list[str]) -> Tensor:
+def _worst(bound: ErrorBound, names: list[str], count: int) -> Tensor:
     errors: Tensor = sum(_by_query(bound, name) for name in names)  # pyright: ignore
-    return errors.topk(_WORST).indices.sort().values
+    return errors.topk(min(count, len(errors))).indices.sort().values
 
 
 def _by_query(bound: ErrorBound, name: str) -> Tensor:
@@ -112,6 +140,19 @@ def _looks_like(bound: ErrorBound, name: str) -> str:
         size = size[:, 0] if bound.call.row.grouped else size[:, None]
         if bool((bound.error(name, got, truth / size) <= 1).all()):
             return "it is the gradient of pixels, where that of shares of the map is asked for"
+    return _partly(bound, name, errors > 1)
+
+
+def _partly(bound: ErrorBound, name: str, wrong: Tensor) -> str:
+    """What all wrong entries have in common, where the others are right."""
+    got, truth = bound.call.results[name].double(), bound.truth[name]
+    held = _parts.holding(bound.call, name, wrong)
+    if not got[wrong].any():
+        return f"all wrong entries are zero: {where(wrong, 'wrong')}{held}"
+    factor = float((got * truth)[wrong].sum() / (truth * truth)[wrong].sum().clamp_min(1e-300))
+    scaled = torch.where(wrong, truth * factor, truth)
+    if wrong.sum() > _ALIKE and bool((bound.error(name, bound.call.results[name], scaled) <= 1).all()):
+        return f"{where(wrong, f'{factor:.4g} times the truth')}{held}"
     return ""
 
 

@@ -54,6 +54,12 @@ def _by_scale(move: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]
     return run
 
 
+def _clamped(axes: tuple[int, int]) -> Callable[..., Tensor]:
+    """Locations moved to the border's pixels, along these axes."""
+    along = torch.tensor(axes, dtype=torch.bool)
+    return _by_scale(lambda at, size: torch.where(along, torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size), at))
+
+
 def _swapped(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
     return of(v, s, t, l.flip(-1), w)
 
@@ -145,7 +151,13 @@ KNOWN_MISTAKES = (
     Suspect(
         "samples beyond the border read the border's pixels, where zeros are the rule",
         (_SCALE,),
-        _by_scale(lambda at, size: torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size)),
+        _clamped((1, 1)),
+    ),
+    Suspect(
+        "samples beyond the border read the border's pixels in x alone, where zeros are the rule", (_SCALE,), _clamped((1, 0))
+    ),
+    Suspect(
+        "samples beyond the border read the border's pixels in y alone, where zeros are the rule", (_SCALE,), _clamped((0, 1))
     ),
     Suspect("samples are of the nearest pixel, not bilinear", _NORMALISED, _nearest),
     Suspect(
