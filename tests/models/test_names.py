@@ -195,7 +195,7 @@ def test_autograd_functions_differentiate_twice_and_compile(function):
     assert issubclass(function, torch.autograd.Function)
     inputs, expected = inputs_of(operator), results(getattr(mx_driving, operator), inputs_of(operator))
     assert same(results(applied(function), inputs), expected)
-    assert gradgradcheck(applied(function), inputs)
+    assert gradgradcheck(applied(function), inputs, fast_mode=True)
     torch._dynamo.reset()
     assert same(results(torch.compile(applied(function), fullgraph=True, backend="aot_eager"), inputs), expected)
 
