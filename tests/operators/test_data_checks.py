@@ -69,6 +69,13 @@ def tall_samples():
     return GEOMETRIC, [*args[:3], args[3].flip(-1), args[4]]
 
 
+def other_groups():
+    """What Sparse4D's feature_maps_format gives for groups of cameras whose maps have different sizes."""
+    shapes = torch.tensor([[[4, 6], [2, 3]], [[4, 6], [2, 3]], [[5, 6], [3, 3]]])
+    args = [torch.rand(1, 99, 32), shapes, torch.tensor([[0, 24], [30, 54], [0, 30]])]
+    return AGGREGATION, [*args, torch.rand(1, 30, 7, 3, 2), torch.rand(1, 30, 7, 3, 2, 4)]
+
+
 # (operator and arguments), the sentence
 ROWS = [
     (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
@@ -116,6 +123,11 @@ ROWS = [
         lambda: of(AGGREGATION, 1, turned),
         "spatial_shape should be (H, W); got (20, 12), while rows of feature_maps seem to end every 20",
     ),
+    (
+        other_groups,
+        "scale_start_index should give each map rows of its own; got maps that overlap, "
+        "while 39 of 99 rows of feature_maps are in none",
+    ),
 ]
 
 
@@ -142,6 +154,17 @@ def test_sentence(make, sentence):
 def test_what_is_right_is_not_warned_of(operator):
     with mx_driving.data_checks():
         assert warned(lambda: call(operator, GOOD[operator])) == []
+
+
+@pytest.mark.parametrize("starts", [[0, 240], [0, 300], [30, 300]])
+def test_gaps_alone_and_shared_maps_alone_are_meant(starts):
+    """Padding between maps, or a map that several cameras or levels have in common."""
+    value, shapes, _, *rest = GOOD[MULTI_SCALE]
+    padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 60))
+    with mx_driving.data_checks():
+        assert warned(lambda: call(MULTI_SCALE, (padded, shapes, torch.tensor(starts), *rest))) == []
+        shared = (value[:, :240], shapes[:1].expand(2, -1), torch.tensor([0, 0]), *rest)
+        assert warned(lambda: call(MULTI_SCALE, shared)) == []
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)

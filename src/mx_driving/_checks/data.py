@@ -45,7 +45,8 @@ def data_checks() -> Iterator[None]:
 
     It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
     in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
-    maps only when turned, and rows of value that end where (W, H) would have them end. It cannot judge square maps, or
+    maps only when turned, and rows of value that end where (W, H) would have them end; and of maps that overlap while rows of
+    value are in none. It cannot judge square maps, or
     inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
@@ -104,7 +105,7 @@ def _look(call: _Call) -> None:
         return
     if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _turned_levels, _row_ends):
+    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _turned_levels, _row_ends, _rows_of_maps):
         look(call)
 
 
@@ -257,6 +258,18 @@ def _row_ends(call: _Call) -> None:
     if as_given < _NO_STEP and as_turned > _STEP:
         fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
         _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
+
+
+def _rows_of_maps(call: _Call) -> None:
+    """Maps that share rows while other rows are in none: starts are of maps of other sizes. Each alone may be meant."""
+    maps = torch.stack([call.starts.flatten(), call.starts.flatten() + call.shapes.prod(-1).flatten()], 1)
+    begins, ends = maps.unique(dim=0).unbind(1)  # cameras may share a whole map
+    rows = call.value.shape[1]
+    covered = (torch.bincount(begins, minlength=rows + 1) - torch.bincount(ends, minlength=rows + 1)).cumsum(0)[:rows]
+    unread = int((covered == 0).sum())
+    if unread and bool((covered > 1).any()):
+        fact = f"maps that overlap, while {unread} of {rows} rows of {call.names.value} are in none"
+        _tell(call, "overlap", call.names.starts, "give each map rows of its own", fact)
 
 
 _LOOKS: dict[str, tuple[Callable[[_Call], None], ...]] = {
