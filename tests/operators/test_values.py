@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import cases
+import logits_cases
 import numpy as np
 import pytest
 import tolerance
 import torch
-from cases import AGGREGATION, CASES, GEOMETRIC, LATTICE, MULTI_SCALE, OPERATORS
+from cases import (
+    AGGREGATION,
+    AGGREGATION_LOGITS,
+    CASES,
+    EVERY,
+    GEOMETRIC,
+    GEOMETRIC_LOGITS,
+    LATTICE,
+    MULTI_SCALE,
+    MULTI_SCALE_LOGITS,
+    OPERATORS,
+)
 from values import DTYPES, MIXED, compare, covering, strided
 
 # Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes.
@@ -20,7 +32,7 @@ def test_large_cases(implementation, case):
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).float())
 
 
-@covering("case", [case for case in CASES if case.name not in LARGE], DTYPES, cases.case_id)
+@covering("case", [case for case in (*CASES, *logits_cases.CASES) if case.name not in LARGE], DTYPES, cases.case_id)
 def test_cases(implementation, case, dtype):
     args = cases.cast(cases.made(case), dtype)
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
@@ -53,13 +65,16 @@ def test_long_sums(implementation, operator, make):
     assert error(implementation) <= error("reference") + 16 * 2**-24 * float(true.abs().max())
 
 
+def first(operator, dtype=torch.float32):
+    return cases.cast(next(c for c in (*CASES, *logits_cases.CASES) if c.operator == operator).make(), dtype)
+
+
 @pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", EVERY)
 def test_mixed_dtypes(implementation, operator, dtypes):
-    case = next(c for c in CASES if c.operator == operator)
-    args = list(case.make())
-    for i, dtype in zip((0, 3, 4), dtypes, strict=True):
-        args[i] = args[i].to(dtype) if args[i].is_floating_point() else args[i]
+    args = list(first(operator))
+    for i, dtype in zip([i for i, a in enumerate(args) if cases.is_floating(a)], dtypes * 2, strict=False):
+        args[i] = args[i].to(dtype)
     args[1], args[2] = args[1].int(), args[2].int()
     compare(implementation, operator, tuple(args), cases.grad_for(operator, tuple(args)).to(dtypes[0]))
 
@@ -76,14 +91,31 @@ def test_whole_pixels_of_any_integer_dtype(implementation, dtype):
 
 @pytest.mark.parametrize("how", ["reversed axes", "every second element", "inside a larger tensor"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("operator", EVERY)
 def test_strides(implementation, operator, dtype, how):
-    case = next(c for c in CASES if c.operator == operator)
-    args = cases.cast(case.make(), dtype)
-    grad = cases.grad_for(operator, args).to(dtype)
-    changed = tuple(strided(a, how) for a in args)
-    assert any(not a.is_contiguous() for a in changed)
-    compare(implementation, operator, changed, strided(grad, how))
+    args = first(operator, dtype)
+    changed = tuple(strided(a, how) if isinstance(a, torch.Tensor) else a for a in args)
+    assert any(isinstance(a, torch.Tensor) and not a.is_contiguous() for a in changed)
+    compare(implementation, operator, changed, strided(cases.grad_for(operator, args).to(dtype), how))
+
+
+@pytest.mark.parametrize("operator", EVERY)
+def test_one_element_stands_for_many(implementation, operator):
+    """Along each axis of each input but value: the same bits as of a copy."""
+    args = first(operator)
+    grad = cases.grad_for(operator, args).float()
+    for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
+        for axis in [axis for axis, size in enumerate(a.shape) if size > 1]:
+            spread = a.narrow(axis, 0, 1).expand(a.shape)
+            found, copied = (
+                run(implementation, operator, (*args[:place], t, *args[place + 1 :]), grad)
+                for t in (spread, spread.contiguous())
+            )
+            assert all(torch.equal(x, y) for x, y in zip(found, copied, strict=True))
+
+
+def run(implementation, operator, args, grad):
+    return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args)]
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -104,11 +136,17 @@ def test_rows_too_far_apart_for_32_bits(implementation, operator):
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_expanded_inputs(implementation, operator):
-    case = next(c for c in CASES if c.operator == operator)
-    args = cases.cast(case.make(), torch.float32)
+    args = first(operator)
     args = tuple(a if i in (1, 2) else a[:1].expand(2, *a.shape[1:]) for i, a in enumerate(args))
     grad = torch.ones(()).expand(cases.grad_for(operator, args).shape)  # what sum().backward() hands over
     compare(implementation, operator, args, grad)
+
+
+def without_levels(args):
+    """The arguments with no level, and logits on one axis, which then says nothing of points."""
+    value, shapes, starts, reference, samples, logits, *axis = args
+    samples = samples if samples.dim() == 2 else samples[:, :, :, :0]
+    return value, shapes[:0], starts[:0], reference[:, :, :1] if axis else reference, samples, logits[..., :0], *axis
 
 
 ZERO = [
@@ -125,17 +163,30 @@ ZERO = [
     (AGGREGATION, lambda: cases.aggregation(2, 0, 2, 4, 2, [[(2, 3)]])),
     (AGGREGATION, lambda: cases.aggregation(2, 3, 0, 4, 2, [[(2, 3)]])),
     (AGGREGATION, lambda: cases.aggregation(2, 3, 2, 0, 1, [[(2, 3)]])),
+    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((0, 3, 4, 2), (2, 0, 4, 2))),
+    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
+    (MULTI_SCALE_LOGITS, lambda: without_levels(logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
+    (GEOMETRIC_LOGITS, lambda: without_levels(logits_cases.geometric(2, 3, 4, 2, [(2, 3)], (1, 2)))),
+    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
+    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
+    *(
+        (AGGREGATION_LOGITS, lambda s=s: logits_cases.aggregation(*s, [[(2, 3)]] * 2))
+        for s in ((0, 3, 2, 4, 2), (2, 0, 2, 4, 2), (2, 3, 0, 4, 2), (2, 3, 2, 0, 2))
+    ),
+    *(
+        (GEOMETRIC_LOGITS, lambda s=s, w=w: logits_cases.geometric(*s, [(2, 3)], w))
+        for s, w in (((0, 3, 4, 2), (1, 2)), ((2, 0, 4, 2), (1, 2)), ((2, 3, 4, 2), (0, 2)), ((2, 3, 4, 0), (1, 2)))
+    ),
 ]
 
 
 @pytest.mark.parametrize(("operator", "make"), ZERO)
 def test_zero_sizes(implementation, operator, make):
     args = cases.cast(make(), torch.float32)
-    output = cases.forward_of(implementation, operator)(*args)
     grad = cases.grad_for(operator, args).float()
+    output, *gradients = run(implementation, operator, args, grad)
     assert output.shape == grad.shape
     assert not output.any()
-    gradients = cases.gradients_of(implementation, operator, grad, args)
     for i, g in zip(cases.DIFFERENTIABLE[operator], gradients, strict=True):
         assert g.shape == args[i].shape
         assert not g.any()

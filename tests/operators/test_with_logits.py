@@ -1,4 +1,4 @@
-"""The operators with logits: truth, softmax and infinity, layouts, sizes of zero, threads, vmap and export."""
+"""What only the operators with logits have: softmax and infinity, references, cameras. test_values.py has their values."""
 
 from __future__ import annotations
 
@@ -7,21 +7,15 @@ import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
-from derivatives import SMALL, chosen, loss_of
+from derivatives import SMALL
 from small_cases import GROWING
 from torch.fx.experimental.proxy_tensor import make_fx
-from values import DTYPES, MIXED, compare, covering, strided
+from values import compare
 
 import mx_driving
 from mx_driving import _backends
 
 NAN, INF = float("nan"), float("inf")
-
-
-@covering("case", logits_cases.CASES, DTYPES, cases.case_id)
-def test_cases(implementation, case, dtype):
-    args = cases.cast(cases.made(case), dtype)
-    compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
 
 
 def small(operator, dtype=torch.float32):
@@ -30,79 +24,6 @@ def small(operator, dtype=torch.float32):
 
 def run(implementation, operator, args, grad):
     return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args)]
-
-
-@pytest.mark.parametrize("dtypes", MIXED, ids=str)
-@pytest.mark.parametrize("operator", WITH_LOGITS)
-def test_mixed_dtypes(implementation, operator, dtypes):
-    args = list(small(operator))
-    wanted = cases.DIFFERENTIABLE[operator]
-    for i, dtype in zip((0, *reversed(wanted[1:])), dtypes * 2, strict=False):
-        args[i] = args[i].to(dtype)
-    args[1], args[2] = args[1].int(), args[2].int()
-    compare(implementation, operator, tuple(args), cases.grad_for(operator, tuple(args)).to(dtypes[0]))
-
-
-@pytest.mark.parametrize("how", ["reversed axes", "every second element", "inside a larger tensor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operator", WITH_LOGITS)
-def test_strides(implementation, operator, dtype, how):
-    args = small(operator, dtype)
-    grad = cases.grad_for(operator, args).to(dtype)
-    changed = tuple(strided(a, how) if isinstance(a, torch.Tensor) else a for a in args)
-    compare(implementation, operator, changed, strided(grad, how))
-
-
-@pytest.mark.parametrize("operator", WITH_LOGITS)
-def test_expanded_inputs(implementation, operator):
-    """One element stands for many along each axis of each input: the same bits as of a copy."""
-    args = small(operator)
-    grad = cases.grad_for(operator, args).float()
-    for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
-        for axis in [axis for axis, size in enumerate(a.shape) if size > 1]:
-            spread = a.narrow(axis, 0, 1).expand(a.shape)
-            found, copied = (
-                run(implementation, operator, (*args[:place], t, *args[place + 1 :]), grad)
-                for t in (spread, spread.contiguous())
-            )
-            assert all(torch.equal(x, y) for x, y in zip(found, copied, strict=True))
-
-
-def without_levels(args):
-    """The arguments with no level, and logits on one axis, which then says nothing of points."""
-    value, shapes, starts, reference, samples, logits, *axis = args
-    samples = samples if samples.dim() == 2 else samples[:, :, :, :0]
-    return value, shapes[:0], starts[:0], reference[:, :, :1] if axis else reference, samples, logits[..., :0], *axis
-
-
-ZERO = [
-    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((0, 3, 4, 2), (2, 0, 4, 2))),
-    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
-    (MULTI_SCALE_LOGITS, lambda: without_levels(logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
-    (GEOMETRIC_LOGITS, lambda: without_levels(logits_cases.geometric(2, 3, 4, 2, [(2, 3)], (1, 2)))),
-    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
-    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
-    *(
-        (AGGREGATION_LOGITS, lambda s=s: logits_cases.aggregation(*s, [[(2, 3)]] * 2))
-        for s in ((0, 3, 2, 4, 2), (2, 0, 2, 4, 2), (2, 3, 0, 4, 2), (2, 3, 2, 0, 2))
-    ),
-    *(
-        (GEOMETRIC_LOGITS, lambda s=s, w=w: logits_cases.geometric(*s, [(2, 3)], w))
-        for s, w in (((0, 3, 4, 2), (1, 2)), ((2, 0, 4, 2), (1, 2)), ((2, 3, 4, 2), (0, 2)), ((2, 3, 4, 0), (1, 2)))
-    ),
-]
-
-
-@pytest.mark.parametrize(("operator", "make"), ZERO)
-def test_zero_sizes(implementation, operator, make):
-    args = cases.cast(make(), torch.float32)
-    grad = cases.grad_for(operator, args).float()
-    output, *gradients = run(implementation, operator, args, grad)
-    assert output.shape == grad.shape
-    assert not output.any()
-    for i, g in zip(cases.DIFFERENTIABLE[operator], gradients, strict=True):
-        assert g.shape == args[i].shape
-        assert not g.any()
 
 
 def test_logits_on_one_axis_or_on_two(implementation):
@@ -265,77 +186,6 @@ def test_only_wanted_gradients_are_computed(operator):
         mask = [bool(wanted >> i & 1) for i in range(len(full))]
         for asked, got, all_of_it in zip(mask, cases.gradients_of("native", operator, grad, args, mask), full, strict=True):
             assert torch.equal(got, all_of_it) if asked else got.numel() == 0
-
-
-# operator -> which inputs are vmapped, and along which dimension
-IN_DIMS = {
-    MULTI_SCALE_LOGITS: [
-        (0, None, None, 0, 0, 0, None),
-        (None, None, None, 0, 0, 0, None),
-        (None, None, None, None, None, 2, None),
-        (0, None, None, None, None, None, None),
-        (None, None, None, 1, -1, None, None),
-        (0, 0, 0, 0, 0, 0, None),
-    ],
-    AGGREGATION_LOGITS: [
-        (0, None, None, 0, 0, 0, 0, 0),
-        (None, None, None, 0, None, 0, None, 0),
-        (None, None, None, None, 1, None, None, None),
-        (None, None, None, -1, None, None, 0, None),
-        (0, None, None, None, None, 3, None, None),
-        (0, 0, 0, 0, 0, 0, 0, 0),
-    ],
-    GEOMETRIC_LOGITS: [
-        (0, None, None, 0, None, 0),
-        (None, None, None, 0, None, 0),
-        (None, None, None, None, None, 2),
-        (0, None, None, None, None, None),
-        (None, None, None, -1, None, None),
-        (None, None, None, None, 1, None),
-        (0, 0, 0, 0, 0, 0),
-    ],
-}
-VMAPPED = [(operator, dims) for operator in WITH_LOGITS for dims in IN_DIMS[operator]]
-
-
-def stacked(operator, in_dims):
-    """Three variants of each vmapped input."""
-    variants = [list(SMALL[operator]()) for _ in range(3)]
-    generator = torch.Generator().manual_seed(7)
-    args = variants[0]
-    for i, dim in enumerate(in_dims):
-        if dim is not None and cases.is_floating(args[i]):
-            t = args[i]
-            args[i] = torch.stack([t + torch.randn(t.shape, dtype=t.dtype, generator=generator) for _ in range(3)], dim)
-        elif dim is not None:
-            args[i] = torch.stack([args[i]] * 3, dim)
-    return tuple(args)
-
-
-@pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
-def test_vmap(operator, in_dims):
-    function, args = getattr(mx_driving, operator), stacked(operator, in_dims)
-    expected = torch.stack([function(*chosen(args, in_dims, k)) for k in range(3)])
-    torch.testing.assert_close(torch.vmap(function, in_dims=in_dims)(*args), expected, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize(("operator", "in_dims"), VMAPPED, ids=str)
-def test_gradients_per_sample(operator, in_dims):
-    args = stacked(operator, in_dims)
-    for argnums in (cases.DIFFERENTIABLE[operator], (cases.WEIGHTS[operator],)):
-        gradient = torch.func.grad(loss_of(getattr(mx_driving, operator)), argnums=argnums)
-        found = torch.vmap(gradient, in_dims=in_dims)(*args)
-        expected = [gradient(*chosen(args, in_dims, k)) for k in range(3)]
-        for got, each in zip(found, zip(*expected, strict=True), strict=True):
-            torch.testing.assert_close(got, torch.stack(each))
-
-
-@pytest.mark.parametrize("operator", WITH_LOGITS)
-def test_vmap_is_one_call(operator, kernel_calls):
-    in_dims = IN_DIMS[operator][0]
-    torch.vmap(getattr(mx_driving, operator), in_dims=in_dims)(*stacked(operator, in_dims))
-    functions = (f"mxd_{operator}", f"mxd_{operator.removesuffix('_with_logits')}")
-    assert len([name for name in kernel_calls if name in functions]) == 1
 
 
 class Alone(torch.nn.Module):
