@@ -322,17 +322,6 @@ def test_initialisation(heads, levels, points):
                 assert not p.any()
 
 
-def test_errors():
-    with pytest.raises(ValueError, match=r"^num_heads must divide embed_dims=256; got 7$"):
-        nn.MultiScaleDeformableAttention(num_heads=7)
-    with pytest.raises(ValueError, match=r"^residual_mode must be 'add' or 'cat'; got 'none'$"):
-        nn.DeformableFeatureAggregation(residual_mode="none")
-    module = nn.MultiScaleDeformableAttention(8, 2, 1, 1)
-    args = (torch.rand(1, 4, 8), torch.tensor([[2, 2]]), torch.tensor([0]))
-    with pytest.raises(ValueError, match=r"^reference_points must have 4 axes, the last of 2 or 4 numbers; got"):
-        module(torch.rand(1, 3, 8), torch.rand(1, 3, 1, 3), *args)
-
-
 def bevformer():
     """BEVFormer's two modules with inputs, float32."""
     value, shapes, starts = nn.flatten_levels([torch.rand(12, 16, 6, 5), torch.rand(12, 16, 3, 3)])
@@ -425,13 +414,12 @@ def test_bevformer_drops_in_training_only():
         assert not (module.eval()(*args) == args[0]).any()
 
 
-def test_modules_compile_and_autocast():
+def test_autocast():
+    """Linear layers in bfloat16, sampling in float32."""
     module = nn.MultiScaleDeformableAttention(16, 2, 2, 2)
     value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5), torch.rand(1, 16, 3, 3)])
     args = (torch.rand(1, 7, 16), torch.rand(1, 7, 2, 2), value, shapes, starts)
-    compiled = torch.compile(module, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(*args), module(*args))
-    with torch.autocast("cpu", torch.bfloat16):  # linear layers in bfloat16, sampling in float32
+    with torch.autocast("cpu", torch.bfloat16):
         lowered = module(*args)
     assert lowered.dtype == torch.bfloat16
     torch.testing.assert_close(lowered.float(), module(*args), rtol=0.05, atol=0.02)
