@@ -81,7 +81,7 @@ _NEAREST = 1e-5  # what is nearer to a camera, or behind it, is taken to be this
 
 
 class Aggregation:
-    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is a key point as a camera's projection turns it."""
+    """location = (u, v) / max(d, 1e-5) / image_size, where (u, v, d) is a key point as a camera projects it."""
 
     def __init__(
         self,
@@ -96,34 +96,34 @@ class Aggregation:
         self.matrix = projection[:, None, None, :, :3]
         self.image_size = None if image_size is None else image_size[:, None, None]
         self.pair_scale = _over_weights(pair_scale)
-        turned = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
-        self.in_front = turned[..., 2:] >= _NEAREST
-        self.depth = turned[..., 2:].clamp(min=_NEAREST)
-        self.plane = turned[..., :2] / self.depth
+        projected = (self.matrix[..., :3] * self.points).sum(-1) + self.matrix[..., 3]
+        self.in_front = projected[..., 2:] >= _NEAREST
+        self.depth = projected[..., 2:].clamp(min=_NEAREST)
+        self.plane = projected[..., :2] / self.depth
         self.locations = self.plane if self.image_size is None else self.plane / self.image_size
-        self.shares, self.weights = self.of_logits(logits, pair_scale)
+        self.softmax, self.weights = self.of_logits(logits, pair_scale)
 
     @staticmethod
     def of_logits(logits: Tensor, pair_scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """The softmax [bs, anchor, cam * scale * pts, group], and the weights [bs, anchor, pts, cam, scale, group]."""
-        shares = logits.flatten(2, 4).softmax(2)
-        weights = shares.unflatten(2, logits.shape[2:5]).permute(0, 1, 4, 2, 3, 5)
+        softmax = logits.flatten(2, 4).softmax(2)
+        weights = softmax.unflatten(2, logits.shape[2:5]).permute(0, 1, 4, 2, 3, 5)
         scale = _over_weights(pair_scale)
-        return shares, weights if scale is None else weights * scale
+        return softmax, weights if scale is None else weights * scale
 
     @staticmethod
     def wanted(mask: Sequence[bool]) -> list[bool]:
         return [mask[0], mask[1] or mask[2], mask[3]]
 
     def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
-        turned = self._of_turned(of_locations)[..., None] if mask[1] or mask[2] else of_locations
+        projected = self._of_projected(of_locations)[..., None] if mask[1] or mask[2] else of_locations
         return (
-            (turned * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
-            self._of_projection(turned) if mask[2] else None,
+            (projected * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
+            self._of_projection(projected) if mask[2] else None,
             self._of_logits(of_weights) if mask[3] else None,
         )
 
-    def _of_turned(self, of_locations: Tensor) -> Tensor:
+    def _of_projected(self, of_locations: Tensor) -> Tensor:
         """The gradient of (u, v, d), 0 where the camera does not see the point."""
         seen = _geometry.inside(self.locations)[..., None]
         of_plane = of_locations if self.image_size is None else of_locations / self.image_size
@@ -131,13 +131,13 @@ class Aggregation:
         of_depth = torch.where(self.in_front, -(of_plane * plane).sum(-1, keepdim=True), 0)
         return torch.where(seen, torch.cat([of_plane, of_depth], -1) / depth, 0)
 
-    def _of_projection(self, of_turned: Tensor) -> Tensor:
+    def _of_projection(self, of_projected: Tensor) -> Tensor:
         points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
-        return torch.nn.functional.pad((of_turned * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
+        return torch.nn.functional.pad((of_projected * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
 
     def _of_logits(self, of_weights: Tensor) -> Tensor:
         scaled = of_weights if self.pair_scale is None else of_weights * self.pair_scale
-        return _softmax_gradient(self.shares, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
+        return _softmax_gradient(self.softmax, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
 
 
 def _over_weights(pair_scale: Tensor | None) -> Tensor | None:
@@ -174,7 +174,7 @@ _RULES: dict[str, Any] = {
 
 
 def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
-    """A gradient as the dispatcher wants it: in its input's shape and dtype, or an empty tensor if it is not wanted."""
+    """A gradient as the dispatcher requires it: in its input's shape and dtype, or an empty tensor if it is not wanted."""
     return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
 
 

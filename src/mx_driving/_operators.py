@@ -134,7 +134,7 @@ OPERATORS = {operator.name: operator for operator in _read(TEXT)}
 
 
 def gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
-    """Memory for the gradient of each tensor where `mask` asks for it, an empty tensor where it does not."""
+    """Memory for the gradient of each tensor that `mask` wants, an empty tensor for every other."""
     return [
         torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
         for t, wanted in zip(tensors, mask, strict=True)

@@ -36,9 +36,9 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-def _forward(door: Function) -> Function:
+def _forward(public: Function) -> Function:
     """The operator under mmcv's names of the arguments. The im2col_step is not used."""
-    compiled = as_compiled(door)
+    compiled = as_compiled(public)
 
     def forward(
         value: Tensor,

@@ -60,13 +60,13 @@ def libs() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print what is asked for on one line, in the order cflags, libs, cmakedir."""
+    """Print the answers on one line, in the order cflags, libs, cmakedir."""
     parser = argparse.ArgumentParser("python -m mx_driving.config", description="What a C or C++ build needs.")
     answers = (cflags, libs, cmakedir)
     for answer in answers:
         parser.add_argument("--" + answer.__name__, action="store_true", help=(answer.__doc__ or "").rstrip("."))
-    asked = parser.parse_args(arguments)
-    wanted = [answer for answer in answers if getattr(asked, answer.__name__)]
+    options = parser.parse_args(arguments)
+    wanted = [answer for answer in answers if getattr(options, answer.__name__)]
     if not wanted:
         parser.error("one of --cflags, --libs, --cmakedir is required")
     print(*(answer() for answer in wanted))

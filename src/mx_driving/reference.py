@@ -42,7 +42,7 @@ class Corners(NamedTuple):
     right: Tensor  # the fractions lw and lh
     below: Tensor
 
-    def share(self, k: int) -> Tensor:
+    def coefficient(self, k: int) -> Tensor:
         return (self.right if k & 1 else 1 - self.right) * (self.below if k & 2 else 1 - self.below)
 
 
@@ -90,7 +90,7 @@ def _levels(shapes: Tensor, starts: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 
 def _sampled(corners: Corners, value: Tensor) -> Tensor:
-    return sum(corners.share(k)[..., None] * _rows(value, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
+    return sum(corners.coefficient(k)[..., None] * _rows(value, corners.row[k], corners.inside[k]) for k in range(4))  # pyright: ignore
 
 
 def _dots(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
@@ -101,7 +101,7 @@ def _dots(corners: Corners, value: Tensor, g: Tensor) -> list[Tensor]:
 
 def _slopes(corners: Corners, dots: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Each corner's product with g -> the product with the sample, and those with its slopes in x and in y."""
-    sample = sum(corners.share(k) * dots[k] for k in range(4))
+    sample = sum(corners.coefficient(k) * dots[k] for k in range(4))
     dx = (1 - corners.below) * (dots[1] - dots[0]) + corners.below * (dots[3] - dots[2])
     dy = (1 - corners.right) * (dots[2] - dots[0]) + corners.right * (dots[3] - dots[1])
     return sample, dx, dy  # pyright: ignore
@@ -144,7 +144,7 @@ def multi_scale_deformable_attn_backward(
         corners = _corners(*_pixels(location[:, :, l], shape), shape, start, num_keys)
         w = torch.where(corners.valid, weight[:, :, l], 0)
         for k in range(4 if output_mask[0] else 0):
-            grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], (corners.share(k) * w)[..., None] * g)
+            grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], (corners.coefficient(k) * w)[..., None] * g)
         sample, dx, dy = _slopes(corners, _dots(corners, v, g))
         grad_weight.append(sample)
         slopes = torch.stack([shape[1] * w * dx, shape[0] * w * dy], -1)
@@ -265,7 +265,7 @@ def deformable_aggregation_backward(
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
             by_channel = w.repeat_interleave(channels // groups, -1)
             for k in range(4 if output_mask[0] else 0):
-                terms = corners.share(k)[..., None] * by_channel * g
+                terms = corners.coefficient(k)[..., None] * by_channel * g
                 grad_v = _add_rows(grad_v, corners.row[k], corners.inside[k], terms)
             dots = [
                 torch.where(

@@ -140,8 +140,8 @@ COUNTS = {
 MADE = [
     *((kind, name, wrong, "be at least 1") for kind, names in COUNTS.items() for name in names for wrong in (0, -1)),
     *((kind, "num_heads", wrong, "divide embed_dims=256") for kind in [*COUNTS][:4] for wrong in (0, 3)),
-    *((kind, "dropout", wrong, "be a share below 1") for kind in [*COUNTS][1:3] for wrong in (1.0, -0.5)),
-    *((nn.DeformableFeatureAggregation, "attn_drop", wrong, "be a share below 1") for wrong in (1.0, -0.1)),
+    *((kind, "dropout", wrong, "be a fraction below 1") for kind in [*COUNTS][1:3] for wrong in (1.0, -0.5)),
+    *((nn.DeformableFeatureAggregation, "attn_drop", wrong, "be a fraction below 1") for wrong in (1.0, -0.1)),
     (nn.DeformableFeatureAggregation, "num_groups", 3, "divide embed_dims=256"),
     (nn.DeformableFeatureAggregation, "residual_mode", "sum", "be 'add' or 'cat'"),
 ]

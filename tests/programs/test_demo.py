@@ -1,6 +1,7 @@
 """The demonstration: the view matches the map, the descent descends, a bad rig file is named, the geometry closes."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ Image = pytest.importorskip("PIL.Image")
 
 from pages import samples, written  # noqa: E402
 
+from mx_driving._installing import pip_install  # noqa: E402
 from mx_driving.cli import demo as demos  # noqa: E402
 from mx_driving.cli.app import main  # noqa: E402
 from mx_driving.demo import lift, scene  # noqa: E402
@@ -199,7 +201,7 @@ def test_a_bad_view_is_not_ok(psnr, last, ok):
 
 def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r'must have matplotlib installed \(pip install "mx-driving-portable\[demo\]"\); got'):
+    with pytest.raises(ValueError, match=re.escape(f"must have matplotlib installed ({pip_install('[demo]')}); got")):
         demos.run_demo(tmp_path / "x.png")
 
 

@@ -63,7 +63,7 @@ def _load() -> ctypes.CDLL | str:
     problem = _not_ours(path.name, library)
     if problem:
         return problem
-    if os.getpid() != _IMPORTED_IN:  # the library knows of forks since it was loaded; torch was loaded before this one
+    if os.getpid() != _IMPORTED_IN:  # a fork came first, and the library had no fork handler then
         library.mxd_use_own_threads(1)
     return library
 
@@ -307,7 +307,9 @@ def _backward_with_logits(function_of: FunctionOf, operator: str, grad: Tensor, 
     tensors, numbers = _taken(operator, inputs)
     value = tensors[0]
     found = gradients([inputs[i] for i in row.differentiable], mask)
-    outputs = [g.view(tensors[i].shape) if asked else None for i, g, asked in zip(row.differentiable, found, mask, strict=True)]
+    outputs = [
+        g.view(tensors[i].shape) if needed else None for i, g, needed in zip(row.differentiable, found, mask, strict=True)
+    ]
     status = function_of(operator + "_backward")(
         _pack_output(grad, value.shape),
         *map(_pack_or_none, tensors),
@@ -331,7 +333,7 @@ def kernel(operator: str, backward: bool) -> Callable[..., Any]:
 
 
 def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
-    """How a call would be done: each decision by its name, as mxd_describe_plan tells it.
+    """How a call would be done: each decision by its name, as mxd_describe_plan writes it.
 
     Args:
         inputs: the operator's inputs, and its options.

@@ -1,4 +1,4 @@
-"""What a call is held to: inputs, limits and data that are asked for, switches, and what this torch can do."""
+"""What is checked at a call: inputs, on request limits and data, switches, and what this torch can do."""
 
 from . import data, flags, inputs, limits, needs, rules
 

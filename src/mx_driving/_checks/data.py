@@ -1,4 +1,4 @@
-"""Warnings about inputs that are legal but look like a mistake. They are off until somebody asks for them.
+"""Warnings about inputs that are legal but look like a mistake. They are off by default.
 
 Legal inputs cannot be refused, so a finding is a warning, and states the fact behind it. The checks run below the
 dispatcher, where tensors hold data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
@@ -24,11 +24,11 @@ from .flags import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
-_told: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
+_given: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
 
-_MOST = 0.5  # "most" of something is more than this share of it
+_MOST = 0.5  # "most" of something is more than this fraction of it
 _PIXELS = (2, 16384)  # a pixel's larger coordinate lies between these; that of a location in 0..1 seldom does
-_TURNED = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
+_OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
 _FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their ends, a map is too small to judge
 # Times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP. At the ends of rows we measured
 # 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
@@ -45,7 +45,7 @@ def data_checks() -> Iterator[None]:
 
     It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
     in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
-    maps only when turned, and rows of value that end where (W, H) would have them end; and of maps that overlap while rows of
+    maps only when swapped, and rows of value that end where (W, H) would have them end; and of maps that overlap while rows of
     value are in none. It cannot judge square maps, or
     inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
 
@@ -62,7 +62,7 @@ def data_checks() -> Iterator[None]:
     """
     global _open
     if not _open:
-        _told.clear()
+        _given.clear()
     _open += 1
     try:
         yield
@@ -70,7 +70,7 @@ def data_checks() -> Iterator[None]:
         _open -= 1
 
 
-def asked() -> bool:
+def enabled() -> bool:
     return _open > 0
 
 
@@ -105,15 +105,15 @@ def _look(call: _Call) -> None:
         return
     if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _turned_levels, _row_ends, _rows_of_maps):
+    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _swapped_levels, _row_ends, _rows_of_maps):
         look(call)
 
 
-def _tell(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
+def _warn(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
     """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
     operator = call.operator.name
-    if (operator, kind) not in _told:
-        _told.add((operator, kind))
+    if (operator, kind) not in _given:
+        _given.add((operator, kind))
         warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
 
 
@@ -130,19 +130,19 @@ def _caller() -> int:
     return level
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.3g} %"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.3g} %"
 
 
-def _share(where: Tensor) -> float:
+def _fraction(where: Tensor) -> float:
     return where.float().mean().item()
 
 
 def _nan(call: _Call) -> None:
     names = call.names
     for name, t in ((names.value, call.value), (names.locations, call.locations), (names.weights, call.weights)):
-        if t.is_floating_point() and (share := _share(t.isnan())):
-            _tell(call, f"NaN in {name}", name, "have no NaN", _percent(share))
+        if t.is_floating_point() and (fraction := _fraction(t.isnan())):
+            _warn(call, f"NaN in {name}", name, "have no NaN", _percent(fraction))
 
 
 class _Samples(NamedTuple):
@@ -158,10 +158,10 @@ class _Samples(NamedTuple):
         return (self.x > -1) & (self.y > -1) & (self.x < self.width) & (self.y < self.height)
 
     def reach(self) -> float:
-        """How far samples reach right and down, as shares of the map's sides; the smaller of the two."""
+        """How far samples reach right and down, as fractions of the map's sides; the smaller of the two."""
         return min((self.x / self.width).max().item(), (self.y / self.height).max().item())
 
-    def turned(self) -> _Samples:
+    def swapped(self) -> _Samples:
         return self._replace(width=self.height, height=self.width)
 
 
@@ -178,39 +178,39 @@ def _like_pixels(locations: Tensor) -> Tensor:
     return (locations >= 0).all(-1) & (largest > _PIXELS[0]) & (largest <= _PIXELS[1])
 
 
-def _tell_pixels(call: _Call, like: Tensor, share: float) -> None:
+def _warn_of_pixels(call: _Call, like: Tensor, fraction: float) -> None:
     largest = call.locations.amax(-1)[like].max().item()
-    fact = f"{_percent(share)} that look like pixels, up to {largest:.4g}"
-    _tell(call, "pixels", call.names.locations, "be fractions of the map, 0..1", fact)
+    fact = f"{_percent(fraction)} that look like pixels, up to {largest:.4g}"
+    _warn(call, "pixels", call.names.locations, "be fractions of the map, 0..1", fact)
 
 
 def _normalised(call: _Call) -> None:
     """multi_scale_deformable_attn."""
-    off = _share(~_pixels(call, normalised=True).on_map())
+    off = _fraction(~_pixels(call, normalised=True).on_map())
     if off <= _MOST:
         return
     like = _like_pixels(call.locations)
-    if (share := _share(like)) > _MOST:
-        _tell_pixels(call, like, share)
+    if (fraction := _fraction(like)) > _MOST:
+        _warn_of_pixels(call, like, fraction)
         return
     low, high = call.locations.min().item(), call.locations.max().item()
     grid = " and all in -1..1, the range of grid_sample" if low < -0.5 and low >= -1 and high <= 1 else ""
     fact = f"{_percent(off)} of samples off them{grid}"
-    _tell(call, "off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
+    _warn(call, "off the map", call.names.locations, "mostly lie on their maps, 0..1", fact)
 
 
 def _seen(call: _Call) -> None:
     """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
     within = _geometry.inside(call.locations)
-    unseen = _share(~within.any(-1))
+    unseen = _fraction(~within.any(-1))
     if unseen <= _MOST:
         return
     like = _like_pixels(call.locations)
-    if (share := _share(like.any(-1))) > _MOST:
-        _tell_pixels(call, like, share)
+    if (fraction := _fraction(like.any(-1))) > _MOST:
+        _warn_of_pixels(call, like, fraction)
         return
     rule = "lie in some camera's picture, 0..1, for most points"
-    _tell(call, "off the map", call.names.locations, rule, f"{_percent(unseen)} of points in none")
+    _warn(call, "off the map", call.names.locations, rule, f"{_percent(unseen)} of points in none")
 
 
 def _in_pixels(call: _Call) -> None:
@@ -219,34 +219,34 @@ def _in_pixels(call: _Call) -> None:
     if locations.numel() > 2 and call.shapes.max() > 2 and bool(((locations >= 0) & (locations <= 1)).all()):
         height, width = call.shapes[call.shapes.prod(-1).argmax()].tolist()
         fact = f"none beyond 1 on a map of {height} x {width}, as if 0..1 were the map"
-        _tell(call, "normalised", call.names.locations, "be pixels of each level", fact)
+        _warn(call, "normalised", call.names.locations, "be pixels of each level", fact)
         return
     samples = _pixels(call, normalised=False)
-    off, turned = _share(~samples.on_map()), _share(~samples.turned().on_map())
-    if off > 0.05 and turned < 0.1 * off and samples.turned().reach() > 0.75:
-        fact = f"{_percent(off)} of samples off their maps, and {_percent(turned)} if the shapes were (W, H)"
-        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
+    off, swapped = _fraction(~samples.on_map()), _fraction(~samples.swapped().on_map())
+    if off > 0.05 and swapped < 0.1 * off and samples.swapped().reach() > 0.75:
+        fact = f"{_percent(off)} of samples off their maps, and {_percent(swapped)} if the shapes were (W, H)"
+        _warn(call, "swapped", call.names.shapes, "be (H, W)", fact)
     elif off > _MOST:
         fact = f"{_percent(off)} of samples off them"
-        _tell(call, "off the map", call.names.locations, "mostly lie on their maps", fact)
+        _warn(call, "off the map", call.names.locations, "mostly lie on their maps", fact)
 
 
-def _turned_levels(call: _Call) -> None:
+def _swapped_levels(call: _Call) -> None:
     """The levels of one pyramid show one picture: one cannot be wide and another one high."""
     pyramids = call.shapes if call.shapes.dim() == 3 else call.shapes[None]
     for levels in pyramids.tolist():
         aspects = [math.log(width / height) for height, width in levels]
-        if min(aspects) < -_TURNED and max(aspects) > _TURNED:
+        if min(aspects) < -_OBLONG and max(aspects) > _OBLONG:
             wide, high = (levels[aspects.index(pick(aspects))] for pick in (max, min))
             fact = f"{tuple(wide)} beside {tuple(high)} in one pyramid"
-            _tell(call, "turned", call.names.shapes, "be (H, W) on every level", fact)
+            _warn(call, "swapped", call.names.shapes, "be (H, W) on every level", fact)
 
 
 def _row_ends(call: _Call) -> None:
     """Compare neighbours in value: they differ more than usual where a row of the picture ends and the next one begins."""
     numbers = call.value[:, 0].numel()
     maps = zip(call.shapes.flatten(0, -2).tolist(), call.starts.flatten().tolist(), strict=True)
-    oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _TURNED and min(h, w) >= _FEW_ROWS]
+    oblong = [(h * w, h, w, start) for (h, w), start in maps if abs(math.log(w / h)) > _OBLONG and min(h, w) >= _FEW_ROWS]
     if not oblong or max(oblong)[0] ** 0.5 * numbers < _FEW_NUMBERS:
         return
     rows, height, width, start = max(oblong)
@@ -254,10 +254,10 @@ def _row_ends(call: _Call) -> None:
     steps = steps / steps.mean()
     end = torch.arange(1, rows, device=steps.device)
     as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
-    as_turned = steps[end % height == 0].mean()
-    if as_given < _NO_STEP and as_turned > _STEP:
+    as_swapped = steps[end % height == 0].mean()
+    if as_given < _NO_STEP and as_swapped > _STEP:
         fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
-        _tell(call, "turned", call.names.shapes, "be (H, W)", fact)
+        _warn(call, "swapped", call.names.shapes, "be (H, W)", fact)
 
 
 def _rows_of_maps(call: _Call) -> None:
@@ -269,7 +269,7 @@ def _rows_of_maps(call: _Call) -> None:
     unread = int((covered == 0).sum())
     if unread and bool((covered > 1).any()):
         fact = f"maps that overlap, while {unread} of {rows} rows of {call.names.value} are in none"
-        _tell(call, "overlap", call.names.starts, "give each map rows of its own", fact)
+        _warn(call, "overlap", call.names.starts, "give each map rows of its own", fact)
 
 
 _LOOKS: dict[str, tuple[Callable[[_Call], None], ...]] = {

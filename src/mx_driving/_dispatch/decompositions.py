@@ -19,12 +19,12 @@ from .when_imported import when_imported
 
 
 def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum over parts (index, share) [..., samples] of share * value[index - 1] -> [..., c]. Index 0 is a row of zeros."""
+    """Sum of coefficient * value[index - 1] over parts (index, coefficient) [..., samples] -> [..., c]; 0: the zero row."""
     value = torch.cat([value.new_zeros(1, value.shape[1]), value])
     total = None
-    for index, share in parts:
+    for index, coefficient in parts:
         rows = value.index_select(0, index.flatten()).unflatten(0, index.shape)
-        part = (share[..., None] * rows).sum(-2)
+        part = (coefficient[..., None] * rows).sum(-2)
         total = part if total is None else total + part
     assert total is not None
     return total
@@ -33,7 +33,8 @@ def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 def _by_head(corners: reference.Corners, weight: Tensor, num_keys: int) -> list[tuple[Tensor, Tensor]]:
     """Corners [bs, num_queries, num_heads, num_levels, num_points] as parts over value.flatten(0, 2), one for each corner."""
     return [
-        (_row_of_head(corners.row[k], corners.inside[k], num_keys), (corners.share(k) * weight).flatten(-2)) for k in range(4)
+        (_row_of_head(corners.row[k], corners.inside[k], num_keys), (corners.coefficient(k) * weight).flatten(-2))
+        for k in range(4)
     ]
 
 
@@ -79,14 +80,14 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     for k in range(4):
         row = (batch * num_feat + corners.row[k])[..., None] * groups + group + 1
         index = torch.where(corners.inside[k][..., None], row, 0)
-        share = corners.share(k)[..., None] * weights
-        parts.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in (index, share)))  # [bs, anchor, group, samples]
+        coefficient = corners.coefficient(k)[..., None] * weights
+        parts.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in (index, coefficient)))  # [bs, anchor, group, samples]
     v = feature_maps.to(dtype).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
     return _weighted_rows(v, parts).flatten(2).to(feature_maps.dtype)
 
 
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
-    """Tell torch how the operator is made of others. torch.onnx.export asks for that; compilers do not.
+    """Register how the operator is made of others. torch.onnx.export reads that; compilers do not.
 
     An operator with logits is made of the bare operator, for which an exporter may have a node.
     """

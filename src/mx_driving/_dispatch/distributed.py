@@ -20,7 +20,7 @@ from .._operators import OPERATORS, Operator
 
 
 def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments as DTensor's dispatch wants them; `shared` are the places of index tables and the like among them."""
+    """The arguments as DTensor's dispatch requires them; `shared` are the places of index tables and the like among them."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return args
@@ -34,7 +34,7 @@ def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def call(op: Any, *args: Any) -> Tensor:
-    """Call an operator from a door. The Autograd kernel prepares DTensors, but inference mode skips it."""
+    """Call an operator from a public function. The Autograd kernel prepares DTensors, but inference mode skips it."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         args = prepared(args, OPERATORS[op._opname].shared)
     return op(*args)

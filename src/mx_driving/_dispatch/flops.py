@@ -1,6 +1,6 @@
 """FLOPs for torch.utils.flop_counter: products and sums over channels, counted as for matrix products.
 
-Every sample counts, on the map or not. Work once per sample (coordinates, shares) does not count: it does not grow with
+Every sample counts, on the map or not. Work once per sample (coordinates, coefficients) does not count: it does not grow with
 channels.
 
 The formulas are registered when the counter is imported. It imports Triton if that is installed, which takes ten times as

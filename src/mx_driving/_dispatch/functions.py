@@ -14,27 +14,28 @@ from . import library
 
 
 class OperatorFunction(torch.autograd.Function):
-    """An operator as an autograd function. `apply` is the door, unless a derived class has a forward or backward of its own.
+    """An operator as an autograd function.
 
-    torch.func and forward mode do not go through a Function whose forward takes a ctx. The door serves them.
+    `apply` is the public function, unless a derived class has a forward or backward of its own. torch.func and forward mode do
+    not go through a Function whose forward takes a ctx; the public function serves them.
     """
 
-    door: Callable[..., Tensor]
+    public: Callable[..., Tensor]
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """The operator: arguments by position or by name, with everything that the door can do."""
-        base = next(c for c in cls.__mro__ if "door" in vars(c))
+        """The operator: arguments by position or by name, with everything that the public function can do."""
+        base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
-            return cls.door(*args, **kwargs)
+            return cls.public(*args, **kwargs)
         return super().apply(*args, **kwargs)
 
 
-def forward(ctx: Any, door: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """The output, without a graph even outside of `apply`: a caller with a ctx of its own calls backward itself."""
     ctx.save_for_backward(*inputs)
     with torch.no_grad():
-        return door(*inputs)
+        return public(*inputs)
 
 
 def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -49,7 +50,7 @@ def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | Non
         return formula(types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=everything), grad_output)
 
 
-def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
 
     def function(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
@@ -57,9 +58,9 @@ def as_compiled(door: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
         available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
         if not (available and torch.is_autocast_enabled(device)):
-            return door(value, shapes, starts, locations, weights)
+            return public(value, shapes, starts, locations, weights)
         with torch.autocast(device, enabled=False):
-            return door(value, shapes, starts, locations, weights)
+            return public(value, shapes, starts, locations, weights)
 
     return function
 

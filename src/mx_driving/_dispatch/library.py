@@ -32,7 +32,7 @@ def _define(operator: Operator) -> None:
 
 
 def _check_of(name: str, backward: bool) -> Callable[..., None]:
-    """The check that every kernel and fake begins with, because torch.ops can be called without a door."""
+    """The check that every kernel and fake begins with, because torch.ops can be called without a public function."""
     return functools.partial(_checks.inputs.backward, name) if backward else _checks.inputs.INPUTS[name]
 
 
@@ -43,7 +43,7 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
     def kernel(*args: Any) -> Any:
         check(*args)
         value, shapes, starts = args[backward : backward + 3]
-        if value.device.type == "cpu" or _checks.data.asked():
+        if value.device.type == "cpu" or _checks.data.enabled():
             _checks.inputs.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
         return run(*args)
 

@@ -57,7 +57,7 @@ def autograd_kernel(
     def kernel(keyset: Any, *args: Any) -> Any:
         args = distributed.prepared(args, shared)
         transformed = torch._C._are_functorch_transforms_active()
-        # a compiled torch.func.jvp enters its level without telling forward_ad
+        # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             return run(*args)
         if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
@@ -89,7 +89,7 @@ def vmap_rule(operator: Operator, op: Any, first: int) -> Formula:
         if any(dims[i] is not None for i in shared):
             return _one_by_one(op, info.batch_size, dims, args)
         mask = args[-1] if first else None
-        wanted = [first + i for i, asked in zip(operator.differentiable, mask or (), strict=False) if asked]
+        wanted = [first + i for i, needed in zip(operator.differentiable, mask or (), strict=False) if needed]
         at = 0 if any(dims[i] is not None or i in wanted for i in seen_by_all) else 1
         kept = seen_by_all if at else shared
         folded = [

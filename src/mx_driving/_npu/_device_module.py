@@ -89,7 +89,7 @@ class device:
 
 
 def is_current_stream_capturing() -> bool:
-    """There are no graphs here. torch built for CUDA asks the driver, which is not there, at each step of an optimizer."""
+    """There are no graphs here. torch built for CUDA calls the driver, which is not there, at each step of an optimizer."""
     return False
 
 

@@ -71,7 +71,7 @@ def _names_device(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
 
 
 def _sharing(function: Function, **more: Any) -> Function:
-    """For a function whose result may share its input's memory. `more`: what it is told then."""
+    """For a function whose result may share its input's memory. `more`: passed on then."""
     call = mapped(function)
 
     @functools.wraps(function)
@@ -192,7 +192,7 @@ _scripted: list[int] = []
 
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
-    """Set an attribute that torch.jit.script knows by identity, and let it know the new one."""
+    """Set an attribute that torch.jit.script compares by identity, and register the new one."""
     operator = _builtins._find_builtin(getattr(owner, name))
     changes.set(owner, name, stand_in)
     if operator is not None:

@@ -21,7 +21,7 @@ def _float_error(np: Any, x: Any, y: Any, prec: float, least: float) -> str:
     """Why two arrays count as different; "" if they do not.
 
     An element may err by `prec`, absolutely or relatively to the larger of the two. The arrays differ if both kinds of error
-    occur, each in more than a share `prec` of all elements.
+    occur, each in more than a fraction `prec` of all elements.
     """
     kind = np.float64 if x.dtype.kind == "f" else np.int64
     x, y = x.astype(kind), y.astype(kind)
@@ -76,7 +76,7 @@ class TestCase(unittest.TestCase):
         """Tensors, numpy arrays, numbers, or sequences of them are equal within the vendor's tolerance.
 
         Args:
-            prec: what an element may err, absolutely or relatively, and what share of them may err by more.
+            prec: what an element may err, absolutely or relatively, and what fraction of them may err by more.
             prec16: the same for float16 and bfloat16.
             auto_trans_dtype: whether x is converted to y's dtype before.
             message: said where NaN stands at different places.

@@ -10,7 +10,7 @@ import torch
 from . import _amp, _device_module, _devices
 from ._changes import Changes
 
-_KEPT = {"init", "is_initialized"}  # torch asks these about its own state
+_KEPT = {"init", "is_initialized"}  # torch calls these for its own state
 
 
 def _names() -> list[str]:

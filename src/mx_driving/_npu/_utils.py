@@ -1,4 +1,4 @@
-"""`torch.npu.utils`: what mmengine asks."""
+"""`torch.npu.utils`: what mmengine calls."""
 
 from __future__ import annotations
 

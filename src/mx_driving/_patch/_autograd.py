@@ -56,9 +56,9 @@ def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
     return casts
 
 
-def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
+def methods(public: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
     """The class's new attributes, by name."""
-    casts, kernel = _casts_of(core.forward), _dispatch.functions.as_compiled(door)
+    casts, kernel = _casts_of(core.forward), _dispatch.functions.as_compiled(public)
 
     def apply(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None) -> Tensor:
         return kernel(*casts(value, shapes, starts, locations, weights))
@@ -71,6 +71,6 @@ def methods(door: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
 
     @functools.wraps(core.backward)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _dispatch.functions.backward(ctx, door.__name__, grad_output)
+        return _dispatch.functions.backward(ctx, public.__name__, grad_output)
 
     return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -26,7 +26,7 @@ def weights_may_be_watched(module: Any) -> bool:
         return False
     if torch.compiler.is_dynamo_compiling():  # which cannot look at its callers
         return True
-    if module._forward_hooks or torch_modules._global_forward_hooks:  # transformers records what it is asked for by hooks
+    if module._forward_hooks or torch_modules._global_forward_hooks:  # transformers records outputs by hooks
         return True
     caller = _caller()
     return caller is None or not _drops_second(caller.f_code, caller.f_lasti)

@@ -56,11 +56,11 @@ def bench(
 
     Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
     figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
-    floor" is a native loop that knows the rows beforehand and only reads and adds them (backward, into a gradient that it
+    floor" is a native loop that is given the rows beforehand and only reads and adds them (backward, into a gradient that it
     sets to zero): what memory allows. "gather floor, head-major" is the same where a head's rows lie side by side, the best
     layout known. A wheel does not hold them; `make native` in the source tree builds them.
 
-    Gradients are those that the model asks for: reference points of a grid have none. Beside an operator with logits, "bare
+    Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
     operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in
     float32: its forward without gradients, and forward and backward with those of its parameters. "layers + operator" runs
     its linear layers and its bare operator apart, on inputs that are ready.

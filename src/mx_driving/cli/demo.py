@@ -47,7 +47,7 @@ def run_demo(
     width: int = 800,
     cells: int = 200,
     steps: int = STEPS,
-    tell: Any = None,
+    report: Any = None,
     page: Path | None = None,
 ) -> DemoResult:
     """Make the views, recover them, and draw the picture.
@@ -58,7 +58,7 @@ def run_demo(
         width: width of the rendered images (height follows, 9 : 16).
         cells: cells per side of the rendered scene's view (a rig file sets its own).
         steps: gradient steps of the recovery.
-        tell: called with (fraction done, what is going on).
+        report: called with (fraction done, what is going on).
         page: page to write, which shows where each cell of the view looks.
     Raises: RigError for a rig that cannot be used, Problem when an extra is missing or the picture could not be written.
     """
@@ -66,47 +66,47 @@ def run_demo(
     _look_before_work(out, page)
     from ..demo import lift, picture
 
-    tell = tell or (lambda fraction, text: None)
+    report = report or (lambda fraction, text: None)
     began = time.perf_counter()
-    cameras, extent, truth, hidden = _input(rig, width, cells, tell)
-    tell(0.25, "projecting the ground")
+    cameras, extent, truth, hidden = _input(rig, width, cells, report)
+    report(0.25, "projecting the ground")
     plan = lift.build(cameras, extent, hidden)
     if not bool(plan.seen.any()):
         raise _rig_error(f"the cameras must see some ground inside the bev extent; got none of {extent.cells**2} cells")
     features = lift.pyramid(cameras)
     with recording() as looks:
         bev = plan(features)
-    found = lift.recover(plan, bev, steps, _ticker(tell, steps))
-    tell(0.85, "drawing")
+    found = lift.recover(plan, bev, steps, _ticker(report, steps))
+    report(0.85, "drawing")
     quality = None if truth is None else lift.psnr(bev, truth, plan.seen)
     again = lift.psnr(found.bev, bev, plan.seen)
     seen = float(plan.seen.float().mean())
     notes = _notes(cameras, extent, quality, again, seen)
     picture.draw(picture.Story(cameras, extent, plan, bev, truth, found, lift.paint(plan, found.features), *notes), out)
     if page is not None:
-        tell(0.95, "writing the page")
+        report(0.95, "writing the page")
         _write_page(page, looks, cameras, extent, torch.where(plan.seen[:, None], bev, torch.tensor(picture.EMPTY)))
     return DemoResult(out, quality, again, found.losses, seen, time.perf_counter() - began)
 
 
-def _input(rig: Path | None, width: int, cells: int, tell: Callable[[float, str], None]) -> tuple[Any, Any, Any, Any]:
+def _input(rig: Path | None, width: int, cells: int, report: Callable[[float, str], None]) -> tuple[Any, Any, Any, Any]:
     """Cameras with images, extent, true map and occlusion test; the last two only for the rendered street."""
     from ..demo import rig as rigs
 
     if rig is not None:
-        tell(0.0, "reading the photographs")
+        report(0.0, "reading the photographs")
         loaded = rigs.load_rig(rig)
         return loaded.cameras, loaded.extent, None, None
     from ..demo import scene
 
-    tell(0.0, "painting the street")
+    report(0.0, "painting the street")
     extent = replace(rigs.Extent(), cells=cells)
     ground = scene.street()
     cameras = []
     for i, camera in enumerate(rigs.surround(width * 9 // 16, width)):
-        tell(0.03 + 0.03 * i, f"rendering {camera.name}")
+        report(0.03 + 0.03 * i, f"rendering {camera.name}")
         cameras.append(scene.photograph(camera, ground))
-    tell(0.2, "drawing the true map")
+    report(0.2, "drawing the true map")
     return tuple(cameras), extent, scene.true_map(ground, extent), scene.hidden
 
 
@@ -118,9 +118,9 @@ def _write_page(path: Path, looks: list[Look], cameras: Any, extent: Any, view: 
         write_page(looks, {c.name: c.image for c in cameras}, path, plane=plane, title="Where a bird's-eye view looks")
 
 
-def _ticker(tell: Callable[[float, str], None], steps: int) -> Callable[[], None]:
+def _ticker(report: Callable[[float, str], None], steps: int) -> Callable[[], None]:
     done = iter(range(1, steps + 1))
-    return lambda: tell(0.3 + 0.55 * next(done) / steps, "recovering the view by gradient descent")
+    return lambda: report(0.3 + 0.55 * next(done) / steps, "recovering the view by gradient descent")
 
 
 def _notes(cameras: Any, extent: Any, quality: float | None, again: float, seen: float) -> tuple[str, str, str]:
@@ -165,7 +165,7 @@ def demo(
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=1.0)
-        result = run_demo(out, rig, tell=lambda f, text: progress.update(task, completed=f, description=text), page=page)
+        result = run_demo(out, rig, report=lambda f, text: progress.update(task, completed=f, description=text), page=page)
     _report(console, result)
     if page is not None:
         say(console, f"the page is in {escape(str(page))}")

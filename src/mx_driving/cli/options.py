@@ -1,4 +1,4 @@
-"""Options that several commands share, with one text and one effect."""
+"""Options that several commands have, with one text and one effect."""
 
 from __future__ import annotations
 

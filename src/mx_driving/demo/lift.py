@@ -87,7 +87,7 @@ def scale_weights(pixels: Tensor) -> Tensor:
 
 
 def build(cameras: tuple[Camera, ...], extent: Extent, hidden: Hidden | None = None) -> Lift:
-    """Project the cells' points into every camera and share each cell out over the cameras and scales that see it."""
+    """Project the cells' points into every camera and divide each cell among the cameras and scales that see it."""
     points = extent.ground(POINTS)
     shape = shapes(cameras)
     step = (extent.cell[0] / POINTS, extent.cell[1] / POINTS)

@@ -181,7 +181,7 @@ def _camera(row: dict[str, Any], name: str, folder: Path) -> Camera:
 
 
 def _matrix(name: str, rows: Any, shape: tuple[int, int]) -> Tensor:
-    """A finite, invertible float64 matrix of the shape asked for."""
+    """A finite, invertible float64 matrix of the given shape."""
     try:
         if not _numbers(rows):
             raise TypeError

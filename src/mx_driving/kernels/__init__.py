@@ -4,7 +4,7 @@
     kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
 
 Ten models of transformers 5 name their sampling layer "MultiScaleDeformableAttention": Deformable DETR, Grounding DINO,
-LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it knows the
+LW-DETR, MM Grounding DINO, OmDet-Turbo, PP-DocLayout v2 to v4, RF-DETR and RT-DETR. `mx_driving.patch` does more: it has the
 others, and whole attention modules.
 """
 

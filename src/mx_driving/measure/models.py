@@ -198,7 +198,7 @@ def carriers() -> list[str]:
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference, as a share of the largest magnitude in its tensor. That magnitude counts as at least a
+    """The largest difference, as a fraction of the largest magnitude in its tensor. That magnitude counts as at least a
     thousandth of the largest in all tensors, because some gradients are zero but for rounding."""
     assert ours.keys() == theirs.keys()
     scales = {name: float(t.abs().nan_to_num(nan=0, posinf=0).max()) for name, t in theirs.items()}

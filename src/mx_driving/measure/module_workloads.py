@@ -179,15 +179,15 @@ def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple
     heights = torch.linspace(-4, 2, 4)
     places = torch.cat([cells[:, None].expand(-1, 4, -1), heights[:, None].expand(len(cells), -1, -1)], -1)
     projection, image_size = ring_of_cameras()
-    turned = torch.einsum("cij,qzj->cqzi", projection[:, :3], F.pad(places, (0, 1), value=1.0))
-    reference = turned[..., :2] / turned[..., 2:].clamp(min=1e-5) / image_size[:, None, None]
-    mask = (turned[..., 2] > 1e-5) & _geometry.inside(reference)
+    projected = torch.einsum("cij,qzj->cqzi", projection[:, :3], F.pad(places, (0, 1), value=1.0))
+    reference = projected[..., :2] / projected[..., 2:].clamp(min=1e-5) / image_size[:, None, None]
+    mask = (projected[..., 2] > 1e-5) & _geometry.inside(reference)
     query, position = torch.randn(2, 1, len(cells), 256, generator=generator)
     inner, visible = module.deformable_attention, int(mask.any(-1).sum())
-    asked = torch.randn(1, visible, 256, generator=generator)
+    positioned = torch.randn(1, visible, 256, generator=generator)
     layers = (
-        (inner.sampling_offsets, asked),
-        (inner.attention_weights, asked),
+        (inner.sampling_offsets, positioned),
+        (inner.attention_weights, positioned),
         (inner.value_proj, value),
         (module.output_proj, torch.randn(query.shape, generator=generator)),
     )
@@ -206,13 +206,13 @@ def _plain_spatial(module: Any) -> Forward:
         seen = mask[0].any(-1)
         visible = [camera.nonzero()[:, 0] for camera in seen]
         longest = max(map(len, visible))
-        asked = torch.stack([F.pad((query + position)[0, q], (0, 0, 0, longest - len(q))) for q in visible])
+        positioned = torch.stack([F.pad((query + position)[0, q], (0, 0, 0, longest - len(q))) for q in visible])
         pillars = torch.stack(
             [F.pad(r[q], (0, 0, 0, 0, 0, longest - len(q))) for r, q in zip(reference[0], visible, strict=True)]
         )
-        offsets = inner.sampling_offsets(asked).unflatten(2, (*sizes, 2))
+        offsets = inner.sampling_offsets(positioned).unflatten(2, (*sizes, 2))
         points = pillars.repeat(1, 1, sizes[2] // pillars.shape[2], 1)[:, :, None, None]
-        weights = inner.attention_weights(asked).unflatten(2, (sizes[0], -1)).softmax(-1).unflatten(3, sizes[1:])
+        weights = inner.attention_weights(positioned).unflatten(2, (sizes[0], -1)).softmax(-1).unflatten(3, sizes[1:])
         rows = inner.value_proj(value[0]).unflatten(2, (sizes[0], -1))
         locations = points + offsets / shapes.flip(-1)[:, None]
         found = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
@@ -262,9 +262,9 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
     projection, image_size = (t[None] for t in ring_of_cameras())
     feature, embed = torch.randn(2, 1, anchors, 256, generator=generator)
     place = torch.rand(1, anchors, 2, generator=generator) * 80 - 40
-    turned = torch.randn(1, anchors, 2, generator=generator)
+    projected = torch.randn(1, anchors, 2, generator=generator)
     height, size = torch.full((1, anchors, 1), 0.8), torch.tensor([1.9, 4.6, 1.7]).log().expand(1, anchors, 3)
-    anchor = torch.cat([place, height, size, F.normalize(turned, dim=-1)], -1)
+    anchor = torch.cat([place, height, size, F.normalize(projected, dim=-1)], -1)
     layers = (
         (module.kps_generator.learnable_fc, feature),
         (module.camera_encoder, projection[:, :, :3].flatten(2)),
@@ -287,8 +287,8 @@ def _plain_aggregation(module: Any) -> Forward:
         image_size: Tensor,
     ) -> Tensor:
         points = F.pad(module.kps_generator(anchor, feature), (0, 1), value=1.0)
-        turned = (projection[:, None, None] @ points[:, :, :, None, :, None])[..., 0]  # [bs, anchor, pts, cam, 4]
-        locations = turned[..., :2] / turned[..., 2:3].clamp(min=1e-5) / image_size[:, None, None]
+        projected = (projection[:, None, None] @ points[:, :, :, None, :, None])[..., 0]  # [bs, anchor, pts, cam, 4]
+        locations = projected[..., :2] / projected[..., 2:3].clamp(min=1e-5) / image_size[:, None, None]
         by_camera = (feature + embed)[:, :, None] + module.camera_encoder(projection[:, :, :3].flatten(2))[:, None]
         logits = module.weights_fc(by_camera).flatten(2).unflatten(2, (-1, module.num_groups))
         weights = logits.softmax(2).unflatten(2, (-1, module.num_levels, module.num_pts)).permute(0, 1, 4, 2, 3, 5)

@@ -4,7 +4,7 @@ Errors are measured against the sum of the absolute values of the terms, because
 whatever cancels. The inputs are rounded to the dtype before truth is computed from them, so only arithmetic is judged:
 - arithmetic in float32 or float64: a sum of n terms in any order loses at most about n ulps and typically sqrt(n); terms
   are products of at most five factors; 16 ulps + 2 sqrt(n) covers it;
-- a position is a product and a difference: its error of about an ulp of the map's size moves shares of one corner to the
+- a position is a product and a difference: its error of about an ulp of the map's size moves coefficients of one corner to the
   next, so the error grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
 

@@ -107,7 +107,7 @@ def one_query() -> tuple[float, float]:
 
 
 def extra_memory(workload: Workload, dtype: str) -> dict[str, float]:
-    """Peak memory of each direction beside inputs, outputs and gradients, as a share of value's size. Forward + backward is
+    """Peak memory of each direction beside inputs, outputs and gradients, as a fraction of value's size. Forward + backward is
     recorded, so that what autograd keeps counts. The fresh process has an allocator that gives every block above 64 KB back at
     once, so that memory gone after the call was scratch."""
     call = f"_child({workload.name!r}, {dtype!r}, {torch.get_num_threads()})"

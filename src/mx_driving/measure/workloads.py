@@ -18,7 +18,7 @@ Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be le
 
 class Workload(NamedTuple):
     """A call of an operator. `make` draws its arguments from a generator, in float32. `constant`: inputs that the model does
-    not learn, such as the reference points of a grid. Nobody asks for their gradients."""
+    not learn, such as the reference points of a grid. Their gradients are not computed."""
 
     name: str
     operator: str
@@ -41,7 +41,7 @@ class Workload(NamedTuple):
 
     @property
     def learned(self) -> tuple[int, ...]:
-        """Which of the inputs have a gradient that the model asks for."""
+        """Which of the inputs have a gradient that the model needs."""
         return tuple(i for i in self.differentiable if self.row.inputs[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:

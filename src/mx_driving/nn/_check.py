@@ -40,9 +40,9 @@ def kernel_size(sizes: tuple[int, int]) -> None:
         at_least_one(**{f"kernel_size[{i}]": size})
 
 
-def share(name: str, part: float) -> None:
+def fraction(name: str, part: float) -> None:
     if not 0 <= part < 1:
-        fail(ValueError, name, "be a share below 1", part)
+        fail(ValueError, name, "be a fraction below 1", part)
 
 
 def fix_scale(t: Tensor, num_learnable_pts: int) -> None:

@@ -65,7 +65,7 @@ class DeformableFeatureAggregation(nn.Module):
         num_learnable_pts: key points placed by the instance's feature.
         fix_scale: the other key points, [n, 3] fractions of the anchor's width, length and height.
         use_camera_embed: weights from the camera's projection matrix instead of one output per camera.
-        attn_drop: in training, the share of (point, camera) pairs left out; proj_drop: dropout of the projected output.
+        attn_drop: in training, the fraction of (point, camera) pairs left out; proj_drop: dropout of the projected output.
         residual_mode: "cat" appends instance_feature (2 * embed_dims channels), "add" adds it.
 
     Source: Lin et al., "Sparse4D v3", 2023.
@@ -89,7 +89,7 @@ class DeformableFeatureAggregation(nn.Module):
         _check.divides("num_groups", num_groups, "embed_dims", embed_dims)
         _check.choice("residual_mode", residual_mode, ("add", "cat"))
         _check.at_least_one(num_levels=num_levels, num_cams=num_cams)
-        _check.share("attn_drop", attn_drop)
+        _check.fraction("attn_drop", attn_drop)
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
         self.attn_drop, self.residual_mode = attn_drop, residual_mode
         self.proj_drop = nn.Dropout(proj_drop)

@@ -94,7 +94,7 @@ class MultiScaleDeformableAttention(nn.Module):
     def sampling(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, Tensor]:
         """Where each query looks, and how much each look counts.
 
-        `forward` gives neither to the operator, which works them out itself. This is for whoever wants to see them.
+        `forward` gives neither to the operator, which works them out itself. This is for looking at them.
 
         Returns:
             locations [bs, num_queries, num_heads, num_levels, num_points, 2] and

@@ -121,7 +121,7 @@ class SpatialCrossAttention(nn.Module):
         out       = query + dropout(output_proj(sum of found_cam / number of these cameras))
 
     A camera sees a pillar if it sees one of its points; a cell that no camera sees gets the projection of zero. Each camera is
-    asked by the cells that it sees and by no others: nothing is padded, and each scene of a batch has cameras of its own.
+    sampled by the cells that it sees and by no others: nothing is padded, and each scene of a batch has cameras of its own.
     BEVFormer's code takes the cells of the first scene for all of them; for one scene it agrees.
 
     BEVFormer's checkpoints (`SpatialCrossAttention` around `MSDeformableAttention3D`) load as they are:
@@ -153,7 +153,7 @@ class SpatialCrossAttention(nn.Module):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        _check.share("dropout", dropout)
+        _check.fraction("dropout", dropout)
         self.embed_dims = embed_dims
         self.deformable_attention = MSDeformableAttention3D(embed_dims, num_heads, num_levels, num_points)
         self.output_proj = nn.Linear(embed_dims, embed_dims)
@@ -196,14 +196,14 @@ class SpatialCrossAttention(nn.Module):
         inner = self.deformable_attention
         _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, inner.num_levels)
         _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
-        asked = query if query_pos is None else query + query_pos
-        mean = self._mean_over_cameras(asked, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
+        positioned = query if query_pos is None else query + query_pos
+        mean = self._mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
         return projected(mean, self.output_proj, self.dropout, query)
 
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """[bs, num_queries, embed_dims]. Each camera of each scene is asked by the queries that it sees."""
+        """[bs, num_queries, embed_dims]. Each camera of each scene is sampled by the queries that it sees."""
         bs, cams, queries = seen.shape
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
@@ -212,13 +212,13 @@ class SpatialCrossAttention(nn.Module):
         groups = list(_groups(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
         sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
-        asked = query.flatten(0, 1).index_select(0, rows).split(sizes)
+        positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
         pyramids = value.flatten(0, 1).split([len(group) for group in groups])
         places = iter(rows.split(counts))
         summed = None
-        for group, group_asked, group_pillars, group_value in zip(groups, asked, pillars, pyramids, strict=True):
-            for found in inner(group_asked[None], group_pillars[None], group_value, shapes, starts, group):
+        for group, group_query, group_pillars, group_value in zip(groups, positioned, pillars, pyramids, strict=True):
+            for found in inner(group_query[None], group_pillars[None], group_value, shapes, starts, group):
                 summed = found.new_zeros(bs * queries, self.embed_dims) if summed is None else summed
                 summed.index_add_(0, next(places), found[0])
         if summed is None:

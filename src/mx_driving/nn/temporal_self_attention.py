@@ -69,7 +69,7 @@ class TemporalSelfAttention(nn.Module):
         super().__init__()
         _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
         _check.at_least_one(num_levels=num_levels, num_points=num_points)
-        _check.share("dropout", dropout)
+        _check.fraction("dropout", dropout)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * _QUEUE * num_levels * num_points
         self.sampling_offsets = nn.Linear(_QUEUE * embed_dims, samples * 2)
@@ -115,8 +115,8 @@ class TemporalSelfAttention(nn.Module):
         _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, self.num_levels)
         _check.queue(reference_points, value, query, _QUEUE, self.num_levels)
         maps = query[:, None] if value is None else value
-        asked = query if query_pos is None else query + query_pos
-        offsets, logits = self._offsets_and_logits(maps[:, 0], asked)
+        positioned = query if query_pos is None else query + query_pos
+        offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
         found = multi_scale_deformable_attn_with_logits(
             rows.flatten(0, 1),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 
-def as_elsewhere(door: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
-    """`door` for aliases that stand in for other libraries' functions. `shapes` and `starts` are its names of the tables.
+def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
+    """`public` for aliases that stand in for other libraries' functions. `shapes` and `starts` are its names of the tables.
 
     An im2col_step is accepted and not used. The tables may be lists, and their names may begin with "value_" or not. A list
     of shapes may follow them (transformers' value_spatial_shapes_list); it is used if there is no tensor of shapes.
@@ -31,7 +31,7 @@ def as_elsewhere(door: Callable[..., Tensor], shapes: str, starts: str) -> Calla
             given[1] = listed
         value = given[0] if given else named.get("value")
         given[1:3] = (_tensor(a, value) for a in given[1:3])
-        return door(*given, **{n: _tensor(a, value) if n in (shapes, starts) else a for n, a in named.items()})
+        return public(*given, **{n: _tensor(a, value) if n in (shapes, starts) else a for n, a in named.items()})
 
     return call
 

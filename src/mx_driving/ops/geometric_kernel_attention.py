@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
-from ._foreign_signatures import as_elsewhere
+from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
 
@@ -65,7 +65,7 @@ def geometric_kernel_attention(
 class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `GeometricKernelAttentionFunc.apply(...)`."""
 
-    door = staticmethod(as_elsewhere(geometric_kernel_attention, *OPERATORS["geometric_kernel_attention"].tables))
+    public = staticmethod(with_foreign_signatures(geometric_kernel_attention, *OPERATORS["geometric_kernel_attention"].tables))
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
-from ._foreign_signatures import as_elsewhere
+from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
 
@@ -40,7 +40,7 @@ def multi_scale_deformable_attn(
             dtype.
 
     Outside: a corner beyond the border counts as zero; a NaN or infinite location samples nothing, and a sample that is
-    nowhere on the map contributes exactly 0 to the output and to every gradient, even where other inputs are NaN.
+    off the map contributes exactly 0 to the output and to every gradient, even where other inputs are NaN.
 
     Gradients: of value, sampling_locations and attention_weights, each in its input's dtype; differentiable twice. Sums are
     in float32 (float64 as soon as one input is float64), and bitwise repeatable on a CPU for any number of threads;
@@ -66,7 +66,9 @@ def multi_scale_deformable_attn(
     return _call(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
 
 
-_as_elsewhere = as_elsewhere(multi_scale_deformable_attn, *OPERATORS["multi_scale_deformable_attn"].tables)
+_with_foreign_signatures = with_foreign_signatures(
+    multi_scale_deformable_attn, *OPERATORS["multi_scale_deformable_attn"].tables
+)
 
 
 def npu_multi_scale_deformable_attn_function(
@@ -81,13 +83,13 @@ def npu_multi_scale_deformable_attn_function(
         DeprecationWarning,
         stacklevel=2,
     )
-    return _as_elsewhere(value, shape, offset, locations, weights)
+    return _with_foreign_signatures(value, shape, offset, locations, weights)
 
 
 class MultiScaleDeformableAttnFunction(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `MultiScaleDeformableAttnFunction.apply(...)`."""
 
-    door = staticmethod(_as_elsewhere)
+    public = staticmethod(_with_foreign_signatures)
 
     @staticmethod
     def forward(

@@ -40,7 +40,7 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits: [bs, num_queries, num_heads, num_levels * num_points], or with an axis for each. Any floating dtype.
         reference_axis: "level", or "point" for references that belong to points, as the heights of BEVFormer's pillars do.
 
-    Outside: as for `multi_scale_deformable_attn`. A sample that is nowhere on the map contributes exactly 0, but its logit
+    Outside: as for `multi_scale_deformable_attn`. A sample that is off the map contributes exactly 0, but its logit
     counts in softmax. A logit of -inf is a weight of 0; a row of them gives NaN, as softmax does.
 
     Gradients: of value, reference_points, sampling_offsets and attention_logits, each in its input's dtype; differentiable

@@ -78,7 +78,7 @@ def npu_deformable_aggregation(
 class AdsDeformableAggregation(_dispatch.functions.OperatorFunction):
     """The operator as the vendor's autograd function: `AdsDeformableAggregation.apply(...)`."""
 
-    door = staticmethod(deformable_aggregation)
+    public = staticmethod(deformable_aggregation)
 
     @staticmethod
     def forward(

@@ -48,12 +48,12 @@ def sampling_points(
     ax.imshow(picture.numpy() if picture.dtype == torch.uint8 else picture.float().clamp(0, 1).numpy())
     levels = locations.shape[-3]
     places = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
-    shares = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
-    largest = max(float(shares.max()), 1e-12)
+    parts = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
+    largest = max(float(parts.max()), 1e-12)
     for level in range(levels):
-        shown = _geometry.inside(places[level]) & (shares[level] >= least)
+        shown = _geometry.inside(places[level]) & (parts[level] >= least)
         x, y = _geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
-        area = (shares[level][shown] / largest).clamp_min(0.01) * 60
+        area = (parts[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)
     if reference is not None:

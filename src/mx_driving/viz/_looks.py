@@ -75,7 +75,7 @@ def recording() -> Iterator[list[Look]]:
 
 
 def _as_written() -> contextlib.AbstractContextManager[Any]:
-    """torch.compile is not asked: under a mode it leaves functions out, or cuts them up, and does so from then on."""
+    """Run uncompiled: under a mode torch.compile would leave out or split functions, and keep to that afterwards."""
     if torch.compiler.is_dynamo_compiling():
         return contextlib.nullcontext()
     try:

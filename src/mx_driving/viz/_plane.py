@@ -55,8 +55,8 @@ def layout(plane: Plane, queries: int) -> Layout:
         rows, columns = _rows_and_columns(places, queries)
     row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
     x, y = (column + 0.5) / columns, (row + 0.5) / rows
-    shares = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
-    return Layout(shares, torch.stack([row, column], -1))
+    fractions = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
+    return Layout(fractions, torch.stack([row, column], -1))
 
 
 def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
 
 
 def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
-    """Given places as shares of the plane."""
+    """Given places as fractions of the plane."""
     widths = (2, 4) if plane.extent is None else (2,)
     if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
         shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)

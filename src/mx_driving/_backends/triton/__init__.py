@@ -33,7 +33,7 @@ def why_not() -> str | None:
     if too_old := _checks.needs.lacks("Sampling by Triton"):
         return too_old
     if not torch.cuda.is_available():
-        return None  # an interpreter, or a machine that only asks
+        return None  # an interpreter, or a machine without a GPU
     return _of_amd() if torch.version.hip else _of_nvidia()
 
 

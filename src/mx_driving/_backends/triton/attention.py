@@ -1,4 +1,4 @@
-"""What the two attention operators share: which rows a program owns, and the launches.
+"""What the two attention operators have in common: which rows a program owns, and the launches.
 
 A program owns neighbouring queries of one head, as a tile [rows, channels]; a thread has a few neighbouring channels of a row.
 """
@@ -84,7 +84,7 @@ class Kernels(NamedTuple):
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         inputs = (value, shapes, starts, locations, weights)
         wanted = [inputs[i] for i in self.operator.differentiable]
-        flags = {_FLAGS[i]: asked for i, asked in zip(self.operator.differentiable[1:], mask[1:], strict=True)}
+        flags = {_FLAGS[i]: needed for i, needed in zip(self.operator.differentiable[1:], mask[1:], strict=True)}
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in gradients(wanted, mask))
         value = launch.packed(value)

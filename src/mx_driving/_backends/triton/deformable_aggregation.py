@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..._operators import OPERATORS, gradients
 from . import deterministic, launch
-from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
+from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 
 _OPERATOR = OPERATORS["deformable_aggregation"]
 # A kernel is not compiled anew for other values of these.
@@ -68,7 +68,7 @@ def _forward(
                 v00, v01, v10, v11 = corners(
                     base, pixel, width, key, in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 )
-                s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
+                s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
                 total += s00 * v00
                 total += s01 * v01
                 total += s10 * v10
@@ -120,7 +120,7 @@ def _backward(
                     along_x += tl.where(valid, weight * dx * width, 0.0)
                     along_y += tl.where(valid, weight * dy * height, 0.0)
                 if VALUE == ADDED:
-                    s00, s01, s10, s11 = shares(right, below, weight)
+                    s00, s01, s10, s11 = coefficients(right, below, weight)
                     add_corners(grad_base, pixel, width, GROUPS * WIDTH, in00, in01, in10, in11, s00, s01, s10, s11, g)
             if LOCATIONS:
                 place = grad_locations + 2 * (point * CAMS + cam)

@@ -1,8 +1,8 @@
 """The gradient of value: by atomics, or in an order fixed by the inputs.
 
 In deterministic mode (torch.use_deterministic_algorithms) the operator's kernel records every corner of every sample: the row
-it adds to, and its share. A stable sort by row brings the corners of a row together, in the order of the samples. One program
-for each row then adds them up.
+it adds to, and its coefficient. A stable sort by row brings the corners of a row together, in the order of the samples. Then
+one program for each row adds them up.
 
 It costs 28 bytes of memory per corner, the sort's own buffers, and the sort's time. A row that receives very many samples is
 summed by one program alone.
@@ -25,7 +25,7 @@ def _ordered_sums(
     PER_SAMPLE: tl.constexpr, PER_ROW: tl.constexpr, GROUPS: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A program has one row of value. It adds up share * weight * grad over the row's corners, one after the other.
+    """A program has one row of value. It adds up coefficient * weight * grad over the row's corners, one after the other.
 
     Corner c belongs to sample c // PER_SAMPLE. Sample s belongs to row s // PER_ROW of grad.
     """

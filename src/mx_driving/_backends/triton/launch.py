@@ -21,7 +21,7 @@ class Gpu(NamedTuple):
     """What a plan depends on besides the tensors' layout."""
 
     lanes: int  # threads that run in step, Triton's "warp": 32 on NVIDIA and RDNA, 64 on CDNA
-    capped: bool  # whether the compiler can be told how many registers a thread may take
+    capped: bool  # whether the compiler can limit how many registers a thread may take
 
 
 _NVIDIA = Gpu(32, True)
@@ -101,7 +101,7 @@ def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
     """`sizes` are the operator's own constants. `capped` allows 64 registers at most.
 
     The cap is for kernels that ask for 65 or 66 on some target. Elsewhere it does harm: the compiler takes 64 registers where
-    40 are enough, and it has spilled. Triton knows no such option on AMD.
+    40 are enough, and it has spilled. Triton has no such option on AMD.
     """
     shape = {"ROWS": tile.rows, "COLUMNS": tile.columns, "LANE": layout.lane, "KEY": layout.key}
     options = {**sizes, **shape, "num_warps": tile.warps, **({"maxnreg": 64} if capped else {})}
@@ -122,5 +122,5 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     """Inside data_checks(), reads the index tables, which waits for the device, and refuses what a CPU refuses."""
-    if _checks.data.asked():
+    if _checks.data.enabled():
         _checks.inputs.levels(shapes_name, starts_name, shapes, starts, num_keys)

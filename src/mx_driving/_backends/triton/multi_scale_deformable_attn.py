@@ -8,7 +8,7 @@ import triton.language as tl
 from ..._operators import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
-from .sampling import ADDED, RECORDED, add_corners, bilinear, corners, dots, level, record, shares
+from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _forward(
             valid, pixel, right, below, in00, in01, in10, in11 = _sample(locations, at, height, width, start, num_keys)
             in00, in01, in10, in11 = in00 & channel, in01 & channel, in10 & channel, in11 & channel
             v00, v01, v10, v11 = corners(base, pixel, width, key, in00, in01, in10, in11)
-            s00, s01, s10, s11 = shares(right, below, tl.where(valid, weight, 0.0))
+            s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
             total += s00 * v00
             total += s01 * v01
             total += s10 * v10
@@ -83,7 +83,7 @@ def _backward(
                     tl.store(grad_locations + 2 * at, dx, mask=here)
                     tl.store(grad_locations + 2 * at + 1, dy, mask=here)
             if VALUE == ADDED:
-                s00, s01, s10, s11 = shares(right, below, weight)
+                s00, s01, s10, s11 = coefficients(right, below, weight)
                 add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
 
 

@@ -1,6 +1,6 @@
-"""What the GPU kernels share: a level of the pyramid, the one bilinear sample, and its gradient.
+"""What the GPU kernels have in common: a level of the pyramid, the one bilinear sample, and its gradient.
 
-Coordinates, rows and shares are tensors [rows, 1] (one sample for each row of a tile) or [1, 1] (one sample for the program).
+Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
 They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
 
 The kernels keep to what Triton's interpreter (3.6) does right. A mask is never one element broadcast over a tile, because the
@@ -23,7 +23,7 @@ _MOST_ROWS = tl.constexpr(MOST_ROWS)
 # What a backward kernel does with the gradient of value.
 NOT_WANTED = tl.constexpr(0)
 ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
-RECORDED = tl.constexpr(2)  # as (target, share) pairs, for deterministic.py
+RECORDED = tl.constexpr(2)  # as (target, coefficient) pairs, for deterministic.py
 
 
 @triton.jit
@@ -68,8 +68,8 @@ def bilinear(x, y, height, width, start, num_keys):
 
 
 @triton.jit
-def shares(right, below, weight):
-    """The share of each corner in a sample of this weight."""
+def coefficients(right, below, weight):
+    """The coefficient of each corner in a sample of this weight."""
     bottom = weight * below
     top = weight - bottom
     return top - top * right, top * right, bottom - bottom * right, bottom * right
@@ -108,7 +108,7 @@ def add(pointers, what, here):
 
 @triton.jit
 def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, what):
-    """Adds each corner's share of `what` to its row."""
+    """Adds `what` times each corner's coefficient to its row."""
     top = base + row.to(tl.int64) * key
     bottom = base + (row + width).to(tl.int64) * key
     add(top, s00 * what, in00)
@@ -119,8 +119,8 @@ def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s1
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """Records for sample `at` the four rows it adds to, numbered in the whole of value, and their shares."""
-    s00, s01, s10, s11 = shares(right, below, 1.0)
+    """Records for sample `at` the four rows it adds to, numbered in the whole of value, and their coefficients."""
+    s00, s01, s10, s11 = coefficients(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
     record_one(targets, parts, 4 * at + 2, first, step, row + width, s10, in10)
@@ -128,9 +128,9 @@ def record(targets, parts, at, first, step, row, width, right, below, in00, in01
 
 
 @triton.jit
-def record_one(targets, parts, at, first, step, row, share, inside):
+def record_one(targets, parts, at, first, step, row, coefficient, inside):
     tl.store(targets + at, first + row.to(tl.int64) * step, mask=inside)
-    tl.store(parts + at, share, mask=inside)
+    tl.store(parts + at, coefficient, mask=inside)
 
 
 @triton.jit
