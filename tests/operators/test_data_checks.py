@@ -81,54 +81,30 @@ ROWS = [
     (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
     (lambda: of(AGGREGATION, 3, one_nan), "sample_locations should have no NaN; got 25 %"),
     (lambda: of(GEOMETRIC, 4, one_nan), "attention_weights should have no NaN; got 25 %"),
-    (
-        lambda: of(MULTI_SCALE, 3, in_pixels),
-        "sampling_locations should be fractions of the map, 0..1; got 77.2 % that look like pixels, up to 115.3",
-    ),
-    (
-        lambda: of(AGGREGATION, 3, in_pixels),
-        "sample_locations should be fractions of the map, 0..1; got 94 % that look like pixels, up to 170",
-    ),
-    (
-        lambda: of(MULTI_SCALE, 3, lambda locations: locations.clamp(0, 1) * 2 - 1),
-        "sampling_locations should mostly lie on their maps, 0..1; got 73.5 % of samples off them and all in -1..1, "
-        "the range of grid_sample",
-    ),
-    (
-        lambda: of(MULTI_SCALE, 3, lambda locations: locations - 3),
-        "sampling_locations should mostly lie on their maps, 0..1; got 100 % of samples off them",
-    ),
-    (
-        lambda: of(AGGREGATION, 3, lambda locations: locations - 3),
-        "sample_locations should lie in some camera's picture, 0..1, for most points; got 100 % of points in none",
-    ),
-    (
-        lambda: of(GEOMETRIC, 3, lambda locations: locations / 100 % 1),
-        "sampling_locations should be pixels of each level; got none beyond 1 on a map of 12 x 20, as if 0..1 were the map",
-    ),
-    (
-        lambda: of(GEOMETRIC, 3, in_pixels),
-        "sampling_locations should mostly lie on their maps; got 93.7 % of samples off them",
-    ),
+    (lambda: of(MULTI_SCALE, 3, in_pixels),
+     "sampling_locations should be fractions of the map, 0..1; got 77.2 % that look like pixels, up to 115.3"),
+    (lambda: of(AGGREGATION, 3, in_pixels),
+     "sample_locations should be fractions of the map, 0..1; got 94 % that look like pixels, up to 170"),
+    (lambda: of(MULTI_SCALE, 3, lambda locations: locations.clamp(0, 1) * 2 - 1),
+     "sampling_locations should mostly lie on their maps, 0..1; got 73.5 % of samples off them and all in -1..1, "
+     "the range of grid_sample"),
+    (lambda: of(MULTI_SCALE, 3, lambda locations: locations - 3),
+     "sampling_locations should mostly lie on their maps, 0..1; got 100 % of samples off them"),
+    (lambda: of(AGGREGATION, 3, lambda locations: locations - 3),
+     "sample_locations should lie in some camera's picture, 0..1, for most points; got 100 % of points in none"),
+    (lambda: of(GEOMETRIC, 3, lambda locations: locations / 100 % 1),
+     "sampling_locations should be pixels of each level; got none beyond 1 on a map of 12 x 20, as if 0..1 were the map"),
+    (lambda: of(GEOMETRIC, 3, in_pixels), "sampling_locations should mostly lie on their maps; got 93.7 % of samples off them"),
     (tall_samples, "spatial_shapes should be (H, W); got 45.3 % of samples off their maps, and 0 % if the shapes were (W, H)"),
-    (
-        lambda: of(MULTI_SCALE, 1, lambda shapes: torch.stack([shapes[0], turned(shapes[1])])),
-        "value_spatial_shapes should be (H, W) on every level; got (12, 20) beside (10, 6) in one pyramid",
-    ),
-    (
-        lambda: of(MULTI_SCALE, 1, turned),
-        "value_spatial_shapes should be (H, W); got (20, 12), while rows of value seem to end every 20",
-    ),
-    (
-        lambda: of(AGGREGATION, 1, turned),
-        "spatial_shape should be (H, W); got (20, 12), while rows of feature_maps seem to end every 20",
-    ),
-    (
-        other_groups,
-        "scale_start_index should give each map rows of its own; got maps that overlap, "
-        "while 39 of 99 rows of feature_maps are in none",
-    ),
-]
+    (lambda: of(MULTI_SCALE, 1, lambda shapes: torch.stack([shapes[0], turned(shapes[1])])),
+     "value_spatial_shapes should be (H, W) on every level; got (12, 20) beside (10, 6) in one pyramid"),
+    (lambda: of(MULTI_SCALE, 1, turned),
+     "value_spatial_shapes should be (H, W); got (20, 12), while rows of value seem to end every 20"),
+    (lambda: of(AGGREGATION, 1, turned),
+     "spatial_shape should be (H, W); got (20, 12), while rows of feature_maps seem to end every 20"),
+    (other_groups, "scale_start_index should give each map rows of its own; got maps that overlap, "
+     "while 39 of 99 rows of feature_maps are in none"),
+]  # fmt: skip
 
 
 def warned(call):

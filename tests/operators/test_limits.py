@@ -36,17 +36,13 @@ def location_outside(operator, args):
 
 
 PAST = [
-    (
-        lambda: multi_scale(levels=5, points=13),
-        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
-    ),
+    (lambda: multi_scale(levels=5, points=13),
+     "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65"),
     (lambda: multi_scale(heads=9), "value must have num_heads <= 8 (Atlas A2 limit); got 9"),
     (lambda: multi_scale(dims=12), "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 12"),
     (lambda: multi_scale(dims=72), "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 72"),
-    (
-        lambda: multi_scale(heads=8, dims=64, levels=8, points=8),
-        "value must have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64 (Atlas A2 limit); got 8",
-    ),
+    (lambda: multi_scale(heads=8, dims=64, levels=8, points=8),
+     "value must have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64 (Atlas A2 limit); got 8"),
     (lambda: aggregation(bs=129), "feature_maps must have bs <= 128 (Atlas A2 limit); got 129"),
     (lambda: aggregation(c=320), "feature_maps must have c <= 256 (Atlas A2 limit); got 320"),
     (lambda: aggregation(cams=7), "weight must have cam <= 6 (Atlas A2 limit); got 7"),
@@ -58,16 +54,12 @@ PAST = [
     (lambda: extra_row(*aggregation()), "feature_maps must have num_feat == sum of H * W == 1 (Atlas A2 limit); got 2"),
     (lambda: location_outside(*aggregation()), "sample_locations must lie in [0, 1] (Atlas A2 limit); got "),
     (lambda: geometric(dims=12), "value must have embed_dims a multiple of 8 (Atlas A2 limit); got 12"),
-    (
-        lambda: geometric(heads=8, dims=256, points=8),
-        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384 "
-        "(Atlas A2 limit); got 16384",
-    ),
-    (
-        lambda: geometric(heads=8, levels=4, points=4),
-        "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256",
-    ),
-]
+    (lambda: geometric(heads=8, dims=256, points=8),
+     "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384 "
+     "(Atlas A2 limit); got 16384"),
+    (lambda: geometric(heads=8, levels=4, points=4),
+     "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256 (Atlas A2 limit); got 256"),
+]  # fmt: skip
 
 
 def multi_scale_logits(heads=1, levels=1, points=1):
