@@ -1,281 +1,332 @@
-"""Plants faults and counts those that no test notices: python tests/mutants/run.py --help
+"""Plants the faults of faults.toml one by one, and fails if the tests do not notice one: python tests/mutants/run.py [PART]
 
-First every test runs once without a fault, which tells what it comes by. Then each fault is tried with the tests that come by
-it: first the one that noticed it in an earlier run, then the quickest. Sources are copied before; the working tree stays as
-it is. Results are in build/mutants/results.csv, fault by fault. A run goes on where one was stopped, and a fault whose file is
-the same as in an earlier run is not tried again.
+Native faults are compiled into one library, each behind a switch, because kernels take minutes to compile. The tests run once
+without a fault, which says which faults each of them reaches: lines of Python by coverage.py, switches by a mark that they
+leave. Then each fault meets the tests that reach it, the one that noticed it before and then the quickest first. The working
+tree stays as it is. build/mutants/results.jsonl has a line for each fault that was tried. A stopped run goes on where it was; a
+fault that was noticed is tried again when its file has changed. PART of a line, as sampling.h, leaves out the others.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
+import ast
+import contextlib
+import csv
+import ctypes
+import dataclasses
 import hashlib
-import itertools
+import importlib
 import json
+import multiprocessing
 import os
 import pathlib
+import resource
 import shutil
+import subprocess
 import sys
 import time
-from typing import NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import forks
-import python
-import results
+import pytest
 
-import native
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/mutants"
-sys.path.append(
-    str(FOLDER / "tools")
-)  # cosmic-ray and coverage; last, so that what the tests need comes from their own environment
-
-SUPPORT = ROOT / "docs/support"
-COUNT, SEED = 100, 1  # of the faults in Python
+LIST, HEADER = pathlib.Path(__file__).with_name("faults.toml"), pathlib.Path(__file__).with_name("switch.h")
+RESULTS = FOLDER / "results.jsonl"
+Results = dict[str, tuple[str, float]]  # fault -> who noticed it, or nothing, and how long that took
+MOST = 1024  # switches in switch.h
 BUDGET = 30.0  # seconds that the tests of one fault may take: what only slower ones notice counts as survived
-
-PYTHON_TESTS = (
-    "operators/test_checks.py",
-    "operators/test_errors.py",
-    "operators/test_limits.py",
-    "operators/test_data_checks.py",
-    "operators/test_autograd.py",
-    "native/test_aclnn_refusals.py",
-    "torch/test_transforms.py",
-    "torch/test_compile.py",
-    "torch/test_decompositions.py",
-    "deploy/test_beside.py",
-    "models/test_nn_errors.py",
-    "models/test_patching.py",
+LEAST, SLOWER = 60, 5  # CPU seconds that a trial may take: LEAST, and SLOWER times what its tests take without a fault
+OPERATORS = "checks errors limits data_checks autograd values with_logits nonfinite"
+NATIVE = "refusals memory_of_calls plan plan_bounds logits_native aggregation_native aclnn_refusals"
+TESTS = (
+    *(f"operators/test_{name}.py" for name in OPERATORS.split()),
+    *(f"native/test_{name}.py" for name in NATIVE.split()),
+    *(f"torch/test_{name}.py" for name in ("transforms", "compile", "decompositions")),
+    *("deploy/test_beside.py", "models/test_nn_errors.py", "models/test_patching.py"),
 )
-NATIVE_TESTS = (
-    "native/test_refusals.py",
-    "native/test_plan.py",
-    "native/test_logits_native.py",
-    "native/test_aggregation_native.py",
-    "native/test_aclnn_refusals.py",
-    "native/test_plan_bounds.py",
-    "operators/test_values.py",
-    "operators/test_with_logits.py",
-    "operators/test_nonfinite.py",
-)
-# They take a minute each, and what they are about is elsewhere, too.
-LEFT_OUT = ("test_vendor_full_size_multi_scale", "test_sums_of_more_than_2_to_the_24_ones")
-PROGRAM = "native_tests "  # begins the name of a test that is in C++
+LEFT_OUT = ("test_vendor_full_size", "test_sums_of_more_than_2_to_the_24_ones", "test_nothing_of_the_size")  # slow
+CALLS = 400  # random calls of `make compare` between guarded pages
 
 
-def set_up() -> None:
-    """Of this process and its forks. One instruction set is enough, because all are compiled from one source."""
-    os.environ.update(OMP_NUM_THREADS="1", MX_DRIVING_TEST_BACKENDS="native-baseline")
-    import torch  # once, before the forks, and after OMP_NUM_THREADS is set
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    number: int  # of its switch, from 1
+    path: str
+    old: str
+    new: str
+    begin: int  # in the text of its file
+    reason: str  # why no result can differ, or nothing
 
-    print(f"torch {torch.__version__}")
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"  # as the tests do, which import Triton later
-    sys.dont_write_bytecode = True  # two faults in one second would share a cached file
+    def __str__(self) -> str:
+        return f"{self.path}, {self.change}"
+
+    @property
+    def change(self) -> str:
+        return f"{self.old}  ->  {self.new}"
+
+    @property
+    def is_native(self) -> bool:
+        return self.path.startswith("native/")
+
+    def planted(self, text: str) -> str:
+        new = f"(mxd_planted({self.number}) ? ({self.new}) : ({self.old}))" if self.is_native else self.new
+        return text[: self.begin] + new + text[self.begin + len(self.old) :]
+
+    def lines(self, text: str) -> range:
+        """Those of the statement that has it, or of its head: Python reports a statement by some of its lines."""
+        line, heads = text.count("\n", 0, self.begin) + 1, []
+        for node in (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.stmt)):
+            body = getattr(node, "body", None)
+            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+            heads.append(range(first, max(first + 1, body[0].lineno if body else (node.end_lineno or first) + 1)))
+        return min((head for head in heads if line in head), key=len)
 
 
-def copy_tree(folder: pathlib.Path, library: pathlib.Path) -> pathlib.Path:
+def faults() -> list[Fault]:
+    """The list. A quote that its file does not have exactly once stops the program, which names all of them."""
+    found: list[Fault] = []
+    lost: list[str] = []
+    for path, rows in tomllib.loads(LIST.read_text()).items():
+        text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
+        for row in rows:
+            at = row.get("at", row["old"])
+            begin = text.find(row["old"], text.find(at))
+            if text.count(at) != 1 or begin < 0:
+                lost.append(f"{path} must have once: {at!r}; it has it {text.count(at)} times")
+            found.append(Fault(len(found) + 1, path, row["old"], row["new"], begin, row.get("reason", "")))
+    if lost:
+        raise SystemExit("\n".join([f"{LIST.name} must quote files as they are; got", *lost]))
+    assert len(found) < MOST
+    return found
+
+
+def build(every: list[Fault]) -> pathlib.Path:
+    """Compile a copy of the sources with all switches."""
+    copy, out = FOLDER / "native/source", FOLDER / "native/out"
+    sources = [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "src/mx_driving/_descriptions.py")]
+    sources += [f for f in (*ROOT.glob("native/**/*.*"), *ROOT.glob("tests/native/**/*.*")) if f.suffix not in (".py", ".md")]
+    for source in (s for s in sources if s.is_file() and s.suffix != ".pyc"):
+        name = str(source.relative_to(ROOT))
+        text = source.read_text()
+        for fault in sorted((f for f in every if f.path == name), key=lambda f: -f.begin):  # so that places before it stay
+            text = fault.planted(text)
+        if not (copy / name).exists() or (copy / name).read_text() != text:  # only what changed is compiled again
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_text(text)
+    cmake = pathlib.Path(sys.executable).parent / "cmake"
+    options = ["-DMXD_BASELINE_ONLY=ON", "-DMXD_NATIVE_TESTS=ON", "-DMXD_KERNEL_OPTIMISATION=-O1", "-DCMAKE_BUILD_TYPE=Debug"]
+    flags = [f"-DCMAKE_CXX_FLAGS=-include {HEADER}", "-DCMAKE_CXX_FLAGS_DEBUG=-O1"]
+    targets = ["--parallel", "2", "--target", "mx_driving", "compare"]
+    for command in ([cmake, "-S", copy, "-B", out, *options, *flags], [cmake, "--build", out, *targets]):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def copy_tree(library: pathlib.Path) -> pathlib.Path:
     """A copy of the package with `library` in it, and of its tests."""
-    shutil.rmtree(folder, ignore_errors=True)
-    leave = shutil.ignore_patterns("__pycache__", "*.so", "cmake", "include")
-    for name in ("src", "tests"):
-        shutil.copytree(ROOT / name, folder / name, ignore=leave)
-    shutil.copytree(ROOT / "native", folder / "native")
-    shutil.copytree(ROOT / "native/include", folder / "src/mx_driving/include")
-    shutil.copy2(ROOT / "pyproject.toml", folder)
-    shutil.copy2(library, folder / "src/mx_driving")
-    return folder
+    tree = FOLDER / "tree"
+    shutil.rmtree(tree, ignore_errors=True)
+    for name in ("src", "tests", "native"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.so", "cmake"))
+    shutil.copytree(ROOT / "native/include", tree / "src/mx_driving/include", dirs_exist_ok=True)
+    shutil.copy2(ROOT / "pyproject.toml", tree)
+    shutil.copy2(library, tree / "src/mx_driving")
+    return tree
 
 
-def _digest(*paths: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if file.suffix in (".py", ".cpp", ".h", ".toml"):
-                digest.update(str(file).encode() + file.read_bytes())
-    return digest.hexdigest()[:12]
+def in_fork(work: Callable[[], int], log: pathlib.Path, seconds: float = resource.RLIM_INFINITY) -> bool:
+    """Whether `work`, in a process of its own, returned 0 within that CPU time, which other programs do not take."""
+
+    def child() -> None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))
+        sys.exit(work())
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join()
+    return process.exitcode == 0
 
 
-@functools.cache
-def noted(file: str, what: str) -> pathlib.Path:
-    """Where it stands what the tests of a file come by, in these sources."""
-    tests = ROOT / "tests"
-    sources = (ROOT / "src", ROOT / "native", native.FAULTS) if what == "switches" else (ROOT / "src",)
-    digest = _digest(*sources, tests / "conftest.py", tests / "helpers", tests / file)
-    return FOLDER / f"seen/{pathlib.Path(file).stem}-{what}-{digest}.json"
+def run_pytest(tree: pathlib.Path, files: Iterable[str], plugin: object) -> int:
+    os.chdir(tree)
+    # an editable installation finds the package before sys.path does
+    sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+    sys.path.insert(0, str(tree / "src"))
+    without = [f"-pno:{name}" for name in ("cacheprovider", "randomly", "faulthandler")]
+    return int(pytest.main(["-x", "-s", *without, *(f"tests/{file}" for file in files)], plugins=[plugin]))
 
 
-def read(files: tuple[str, ...], what: str) -> forks.Seen:
-    return {test: seen for file in files for test, seen in json.loads(noted(file, what).read_text()).items()}
+class Noted:
+    """Notes which faults each test reaches, and how long it takes; and the modules that all of them import."""
+
+    def __init__(self, tree: pathlib.Path, every: list[Fault], to: pathlib.Path) -> None:
+        import coverage
+
+        self.tree, self.every, self.to, self.seen = tree, every, to, {}
+        files = [str(tree / path) for path in {f.path for f in every if not f.is_native}]
+        self.coverage = coverage.Coverage(data_file=None, include=files, config_file=False)
+        self.coverage.start()  # before the package is imported: what runs then has no test's name
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        import mx_driving
+
+        assert pathlib.Path(mx_driving.__file__).is_relative_to(self.tree), mx_driving.__file__
+        items[:] = [item for item in items if not any(name in item.nodeid for name in LEFT_OUT)]
+        library = ctypes.CDLL(str(self.tree / "src/mx_driving/libmx_driving.so"))
+        self.reached = (ctypes.c_ubyte * MOST).in_dll(library, "mxd_reached")
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        self.coverage.switch_context(item.nodeid)
+        ctypes.memset(self.reached, 0, MOST)
+        began = time.process_time()
+        yield
+        numbers = [number for number, was in enumerate(self.reached) if was]
+        self.seen[item.nodeid] = (time.process_time() - began, numbers)
+
+    def pytest_sessionfinish(self) -> None:
+        self.coverage.stop()
+        for fault in (f for f in self.every if not f.is_native):
+            path = self.tree / fault.path
+            contexts = self.coverage.get_data().contexts_by_lineno(str(path))
+            tests = {test for line in fault.lines(path.read_text()) for test in contexts.get(line, ())}
+            for test in self.seen if "" in tests else tests:
+                self.seen[test][1].append(fault.number)
+        files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
+        modules = [name for name, file in files if file and not pathlib.Path(file).is_relative_to(self.tree)]
+        self.to.write_text(json.dumps({"seen": self.seen, "modules": modules}))
 
 
-def in_order(seen: forks.Seen, reaching: list[str], likely: str) -> list[str]:
-    """The likeliest first, then the quickest, as many as BUDGET allows."""
-    chosen, seconds = [], 0.0
-    for test in sorted(reaching, key=lambda test: (test != likely, seen[test][0])):
+class Ordered:
+    """Runs the tests of a list, in its order, and leaves the name of the one that runs in a file."""
+
+    def __init__(self, tests: list[str], name: pathlib.Path) -> None:
+        self.place, self.name = {test: place for place, test in enumerate(tests)}, name
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        self.name.write_text(item.nodeid)
+
+
+def note(tree: pathlib.Path, every: list[Fault]) -> dict[str, Any]:
+    """What `Noted` finds, of these sources."""
+    files = sorted(file for name in ("src", "native", "tests") for file in (ROOT / name).rglob("*"))
+    to = FOLDER / f"seen-{digest(LIST, *(f for f in files if f.suffix in ('.py', '.cpp', '.h')))}.json"
+    if not to.exists() and not in_fork(lambda: run_pytest(tree, TESTS, Noted(tree, every, to)), tree / "log"):
+        to.unlink(missing_ok=True)
+        raise SystemExit(f"without a fault a test fails; {tree / 'log'} says which")
+    return json.loads(to.read_text())
+
+
+def by_tests(tree: pathlib.Path, fault: Fault, seen: dict[str, Any], likely: str) -> str:
+    """The test that notices the fault, or nothing."""
+    tests, seconds = [], 0.0
+    for test in sorted((t for t in seen if fault.number in seen[t][1]), key=lambda t: (t != likely, seen[t][0])):
         seconds += seen[test][0]
-        if chosen and seconds > BUDGET:
+        if tests and seconds > BUDGET:
             break
-        chosen.append(test)
-    return chosen
-
-
-def limit(seen: forks.Seen, tests: list[str]) -> float:
-    return forks.LEAST + forks.SLOWER * sum(seen[test][0] for test in tests)
-
-
-def stop(tree: pathlib.Path) -> NoReturn:
-    print(f"without a fault a test fails; {tree / 'log'} says which", flush=True)
-    sys.exit(2)
-
-
-# Python
-
-
-def note_lines(tree: pathlib.Path) -> forks.Seen:
-    for file in PYTHON_TESTS:
-        to = noted(file, "lines")
-        if to.exists():
-            continue
-
-        def work(file: str = file, to: pathlib.Path = to) -> int:
-            return forks.run_pytest(tree, [file], forks.Lines(tree, python.FILES, to))
-
-        if not forks.in_fork(work, tree / "log"):
-            to.unlink(missing_ok=True)
-            stop(tree)
-    return read(PYTHON_TESTS, "lines")
-
-
-def try_one(tree: pathlib.Path, fault: python.Fault, seen: forks.Seen, likely: str) -> str:
-    """The test that notices a fault in Python, or nothing."""
-    path = tree / fault.path
-    source = path.read_text()
-    lines = set(python.lines_of_statement(source, fault.line))
-    tests = in_order(seen, [test for test in seen if lines & set(seen[test][1].get(fault.file, ()))], likely)
+        tests.append(test)
     if not tests:
         return ""
-    files = dict.fromkeys(test.partition("::")[0].removeprefix("tests/") for test in tests)
-    name = tree / "test"
+    path, name = tree / fault.path, tree / "test"
+    source = path.read_text()
     name.write_text("import")
-
-    def work() -> int:
-        return forks.run_pytest(tree, files, forks.Ordered(tests, name))
-
-    path.write_text(fault.text(source))
-    passed = forks.in_fork(work, tree / "log", limit(seen, tests))
+    os.environ["MXD_MUTANT"] = str(fault.number)
+    if not fault.is_native:
+        path.write_text(fault.planted(source))
+    files = dict.fromkeys(test.partition("::")[0].removeprefix("tests/") for test in tests)
+    passed = in_fork(lambda: run_pytest(tree, files, Ordered(tests, name)), tree / "log", LEAST + SLOWER * seconds)
     path.write_text(source)
     return "" if passed else name.read_text()
 
 
-def try_python(tree: pathlib.Path, chosen: list[python.Fault], found: results.Results) -> None:
-    seen = note_lines(tree)
-    forks.import_what_tests_do(tree, PYTHON_TESTS)
+def by_compare(out: pathlib.Path, fault: Fault) -> str:
+    """The first of random calls between guarded pages that touches memory which no tensor has."""
+    program, results = out / "tests/native/compare", out / "results"
+
+    def run(number: int, *how: str, **streams: Any) -> Any:
+        return subprocess.run([program, *how], env={**os.environ, "MXD_MUTANT": str(number)}, **streams)
+
+    with results.open("w+b") as file:
+        run(0, "write", "0", str(CALLS), stdout=file, check=True)
+        file.seek(0)
+        done = run(fault.number, "read", stdin=file, capture_output=True, text=True)
+    findings = [line for line in (done.stdout + done.stderr).splitlines() if "signal" in line or "a byte beside" in line]
+    return f"compare: {findings[0]}" if findings else ""
+
+
+def digest(*paths: pathlib.Path) -> str:
+    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:12]
+
+
+def key(fault: Fault) -> str:
+    """Of its result, which counts while its file stays as it is."""
+    return f"{digest(ROOT / fault.path)} {fault}"
+
+
+def try_some(chosen: list[Fault], every: list[Fault], found: Results) -> None:
+    out = build(every)
+    tree = copy_tree(out / "libmx_driving.so")
+    noted = note(tree, every)
+    likely = {known.partition(" ")[2]: killer for known, (killer, _) in found.items()}
+    for name in noted["modules"]:  # so that no fork has to
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
     for fault in chosen:
-        began = time.process_time() + _of_children()
-        killer = try_one(tree, fault, seen, found.killer(fault))
-        found.add(fault, killer, time.process_time() + _of_children() - began)
+        began = sum(os.times()[:4])
+        killer = by_tests(tree, fault, noted["seen"], likely.get(str(fault), ""))
+        if not killer and fault.is_native:
+            killer = by_compare(out, fault)
+        found[key(fault)] = killer, seconds = killer, sum(os.times()[:4]) - began
+        with RESULTS.open("a") as file:
+            print(json.dumps([key(fault), found[key(fault)]]), file=file)
+        print(f"{'killed' if killer else 'SURVIVED'} {seconds:6.1f} s  {fault}  {killer and 'by ' + killer}", flush=True)
 
 
-def _of_children() -> float:
-    return sum(os.times()[2:4])
-
-
-# Native code
-
-
-def note_programs(out: pathlib.Path) -> forks.Seen:
-    """As `note_lines`, for the tests in C++."""
-    seen: forks.Seen = {}
-    for name in native.NATIVE_TESTS:
-        reached, began = out / f"reached-{name}", _of_children()
-        reached.unlink(missing_ok=True)
-        if native.native_test_fails(out, name, 0, 600, reached):
-            raise SystemExit(f"without a fault native_tests {name} fails")
-        numbers = sorted({int(line) for line in reached.read_text().split()})
-        seen[PROGRAM + name] = (_of_children() - began, {"switches": numbers})
-    return seen
-
-
-def try_native(tree: pathlib.Path, out: pathlib.Path, chosen: list[native.Fault], found: results.Results) -> int:
-    """In a fork: the package is imported once, and each fault has a fork of that."""
-    programs = note_programs(out)
-
-    def try_faults(switches: forks.Switches) -> None:
-        for file in NATIVE_TESTS:
-            to = noted(file, "switches")
-            if not to.exists() and not switches.note(file, to):
-                to.unlink(missing_ok=True)
-                stop(tree)
-        seen: forks.Seen = programs | read(NATIVE_TESTS, "switches")
-        for fault in chosen:
-            began = time.process_time() + _of_children()
-            killer = first_to_notice(switches, seen, fault)
-            note = ""
-            if not killer:
-                touched, note = native.compared(out, fault.number)
-                killer = f"compare: {touched}" if touched else ""
-            found.add(fault, killer, time.process_time() + _of_children() - began, note)
-
-    def first_to_notice(switches: forks.Switches, seen: forks.Seen, fault: native.Fault) -> str:
-        reaching = [test for test in seen if fault.number in seen[test][1]["switches"]]
-        ordered = in_order(seen, reaching, found.killer(fault))
-        for is_program, tests in itertools.groupby(ordered, lambda test: test.startswith(PROGRAM)):
-            group = list(tests)
-            if is_program:
-                fails = (t for t in group if native.native_test_fails(out, t.removeprefix(PROGRAM), fault.number, 600))
-                killer = next(fails, "")
-            else:
-                killer = switches.killer(fault.number, group, limit(seen, group))
-            if killer:
-                return killer
-        return ""
-
-    return forks.run_pytest(tree, NATIVE_TESTS, forks.Switches(tree, LEFT_OUT, try_faults))
+def write_tables(every: list[Fault], found: Results) -> None:
+    lines, reasons = [], sorted((f.path, f.change, f.reason) for f in every if f.reason)
+    for path in sorted({f.path for f in every}):
+        of_file = [f for f in every if f.path == path]
+        rows = [found[key(f)] for f in of_file if not f.reason]
+        killed, equivalent = sum(bool(killer) for killer, _ in rows), len(of_file) - len(rows)
+        lines.append((path, len(of_file), killed, len(rows) - killed, equivalent, round(sum(s for _, s in rows))))
+    for name, table in (
+        ("mutants.csv", [("file", "planted", "killed", "survived", "equivalent", "seconds"), *lines]),
+        ("mutants_equivalent.csv", [("file", "fault", "reason"), *reasons]),
+    ):
+        with (ROOT / "docs/support" / name).open("w", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(table)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Plants faults and counts those that no test notices.")
-    (FOLDER / "seen").mkdir(parents=True, exist_ok=True)
-    parser.add_argument("--half", choices=("python", "native"), help="one half alone")
-    parser.add_argument("--count", type=int, default=COUNT, help="faults in Python")
-    parser.add_argument("--seed", type=int, default=SEED, help="which of all faults in Python")
-    parser.add_argument("--only", default="", help="faults whose text, which begins with the file, holds this")
-    parser.add_argument("--survivors", action="store_true", help="try those again that survived")
-    parser.add_argument("--again", action="store_true", help="try those again that were tried")
-    given = parser.parse_args()
-    set_up()
-    in_native = native.faults(ROOT)
-    planned = [*python.faults(ROOT, given.count, given.seed), *in_native]
-    found = results.Results(ROOT, FOLDER / "results.csv")
-
-    def is_wanted(fault: results.Fault) -> bool:
-        known = found.known(fault)
-        again = given.again or not known or (given.survivors and not known.killer)
-        return again and not fault.reason and given.only in str(fault)
-
-    out = native.build(ROOT, FOLDER / "native", in_native, str(pathlib.Path(sys.executable).parent / "cmake"))
-    tree = copy_tree(FOLDER / f"tree-{given.half or 'both'}", out / "libmx_driving.so")
-    if given.half != "native":
-        try_python(tree, [f for f in planned if isinstance(f, python.Fault) and is_wanted(f)], found)
-    if given.half != "python":
-        chosen = [f for f in planned if isinstance(f, native.Fault) and is_wanted(f)]
-        if not forks.in_fork(lambda: try_native(tree, out, chosen, found), None):
-            sys.exit(2)
-    found.read()
-    sys.exit(report(found, planned))
-
-
-def report(found: results.Results, planned: list[results.Fault]) -> int:
-    found.write_table(SUPPORT / "mutants.csv", planned)
-    results.write_reasons(SUPPORT / "mutants_equivalent.csv", planned)
-    survivors = [f for f in planned if not f.reason and (known := found.known(f)) and not known.killer]
-    untried = [f for f in planned if not f.reason and not found.known(f)]
-    print(f"{len(survivors)} survived, {len(untried)} of {len(planned)} not tried", *survivors, sep="\n")
-    return int(bool(survivors))
+    only, every = "".join(sys.argv[1:]), faults()
+    os.environ.update(OMP_NUM_THREADS="1", MX_DRIVING_TEST_BACKENDS="native-baseline", TRITON_INTERPRET="1")
+    sys.path.append(str(ROOT / "build/coverage"))  # last, so that what the tests need comes from their own environment
+    sys.dont_write_bytecode = True  # two faults in one second would have one cached file
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    found: Results = dict(map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else []))
+    real = [f for f in every if not f.reason]
+    try_some([f for f in real if only in str(f) and not found.get(key(f), [""])[0]], every, found)
+    untried = [f for f in real if key(f) not in found]
+    survivors = [f for f in real if f not in untried and not found[key(f)][0]]
+    if not untried:
+        write_tables(every, found)
+    print(f"{len(survivors)} survived, {len(untried)} of {len(every)} not tried", *survivors, sep="\n")
+    sys.exit(bool(survivors))
 
 
 if __name__ == "__main__":
