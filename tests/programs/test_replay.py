@@ -114,6 +114,11 @@ def turned(operator, inputs, grad):
     return computed(operator, moved(inputs, (1,), lambda s: s.flip(-1)), grad)
 
 
+def exchanged(operator, inputs, grad):
+    found = computed(operator, moved(inputs, (3,), lambda l: l.flip(3)), grad)
+    return {name: t.flip(3) if name == "grad_locations" else t for name, t in found.items()}
+
+
 def rounded_backward(operator, inputs, grad):
     wrong = computed(operator, moved(inputs, (3,), torch.round), grad)
     return {**wrong, "output": computed(operator, inputs, grad)["output"]}
@@ -196,6 +201,8 @@ PLANTED = [
     (G, swapped, "output, grad_value, grad_weights: x and y are swapped in the locations"),
     (M, turned, "output, grad_value, grad_locations, grad_weights: shapes are read as (W, H)"),
     (M, shifted, "output, grad_value, grad_locations, grad_weights: samples lie half a pixel too far right and down"),
+    (M, exchanged, "output, grad_value, grad_locations, grad_weights: levels of locations are read in the order 1, 0"),
+    (G, exchanged, "output, grad_value, grad_weights: levels of locations are read in the order 1, 0"),
     (M, one_nan, "output: 1 of 1440 entries are NaN, in [1, 7, 3], while the inputs give numbers; all other entries are right"),
     (G, rounded_backward, "grad_value, grad_weights: locations are rounded half to even, as the vendor's backward does"),
     (M, halved, "grad_value: it is 0.5 times the truth"),

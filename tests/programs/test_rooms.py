@@ -27,6 +27,7 @@ FLOORS = (
     ("_cli_support",),
     ("demo", "measure"),
     ("replay",),
+    ("verify",),
     ("cli",),
     ("__main__",),
 )

@@ -15,6 +15,7 @@ from .demo import demo
 from .fuse import fuse
 from .models import models
 from .replay import replay
+from .verify import verify
 
 app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -42,6 +43,7 @@ app.command()(bench)
 app.command()(models)
 app.command()(replay)
 app.command()(fuse)
+app.command()(verify)
 
 
 def main() -> None:

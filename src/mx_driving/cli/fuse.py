@@ -8,14 +8,14 @@ from typing import Annotated, Any
 import typer
 
 from .._cli_support.problems import Problem, need
-from .options import Seconds, Threads, use_threads
+from .options import Inputs, Seconds, Threads, arrays, use_threads
 
 
 def fuse(
     path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
     path_out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
-    time: Annotated[bool, typer.Option("--time", help="Run both files, compare and time them.")] = False,
-    inputs: Annotated[Path | None, typer.Option(help="With --time: an .npz file of inputs by name; else random.")] = None,
+    time: Annotated[bool, typer.Option("--time", help="Run both files on the inputs, compare and time them.")] = False,
+    inputs: Inputs = None,
     seconds: Seconds = 20.0,
     threads: Threads = 0,
 ) -> None:
@@ -29,7 +29,7 @@ def fuse(
     from .. import onnx
 
     use_threads(threads)
-    given = _read(inputs) if inputs else {}
+    given = arrays(inputs)
     try:
         print(onnx.fuse(path_in, path_out))
     except ValueError as error:
@@ -38,18 +38,6 @@ def fuse(
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
     if time:
         _time(path_in, path_out, seconds, given)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import numpy
-
-    try:
-        found: Any = numpy.load(path)
-    except (EOFError, OSError, ValueError) as error:
-        raise Problem(f"--inputs must be an .npz file; got {path}: {error}") from None
-    if not isinstance(found, numpy.lib.npyio.NpzFile):
-        raise Problem(f"--inputs must be an .npz file, of arrays by name; got {path}, an array")
-    return dict(found)
 
 
 def _time(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
+
+from .._cli_support.problems import Problem
 
 
 class DType(str, Enum):
@@ -23,6 +26,7 @@ _DTYPE = f"Dtype of the inputs: {', '.join(d.value for d in DType)}; may be repe
 # metavar, because typer would break its own list of choices within a word
 DTypes = Annotated[list[DType] | None, typer.Option("--dtype", metavar="NAME", help=_DTYPE)]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads; 0: as many as torch uses.")]
+Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of the file's inputs by name; else random.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure each comparison about this long.")]
 
 
@@ -30,3 +34,18 @@ def use_threads(threads: int) -> None:
     """Set torch's number of threads; 0 leaves it."""
     if threads:
         torch.set_num_threads(threads)
+
+
+def arrays(path: Path | None) -> dict[str, Any]:
+    """What an .npz file holds, by name."""
+    import numpy
+
+    if path is None:
+        return {}
+    try:
+        found: Any = numpy.load(path)
+    except (EOFError, OSError, ValueError) as error:
+        raise Problem(f"--inputs must be an .npz file; got {path}: {error}") from None
+    if not isinstance(found, numpy.lib.npyio.NpzFile):
+        raise Problem(f"--inputs must be an .npz file, of arrays by name; got {path}, an array")
+    return dict(found)

@@ -152,7 +152,7 @@ def _what_is_there(model: ir.Model) -> str:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
+def silent() -> Iterator[None]:
     """Other libraries log, with tracebacks, what they cannot infer."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
     levels = [logger.level for logger in loggers]
@@ -169,7 +169,7 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> F
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
-    with _silent():
+    with silent():
         model = load(source)
         report = _fuse(model, target)
     if not report.replaced:

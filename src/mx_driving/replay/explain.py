@@ -15,7 +15,7 @@ from . import _parts
 from .calls import PLACES, Call
 from .compute import Core, Results, computed, core
 from .error_bound import ErrorBound
-from .known_mistakes import KNOWN_MISTAKES
+from .known_mistakes import KNOWN_MISTAKES, out_of_order
 
 _ALIKE = 2  # numbers that have a common factor by chance
 _JUMPS = 1e-3  # the share of entries where float32 and float64 may be on different sides of a jump
@@ -55,7 +55,7 @@ def _tried(bound: ErrorBound, trials: Iterator[_Trial], wrong: list[str]) -> dic
 def _trials(call: Call) -> Iterator[_Trial]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for suspect in KNOWN_MISTAKES:
+    for suspect in (*KNOWN_MISTAKES, *out_of_order(call.row.name, len(call.inputs[SHAPES]))):
         if call.row.name in suspect.operators:
             yield _Trial(suspect.words, call, suspect.form(call.row.name))
     for place, strides in call.about.get("strides", {}).items():

@@ -5,7 +5,9 @@ Each is the operator once more, with the mistake. `explain.py` looks which of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,7 @@ _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_ag
 _NORMALISED = (_SCALE, _AGGREGATION)
 _ALL = (_SCALE, _AGGREGATION, _GEOMETRIC)
 _ATTENTION = (_SCALE, _GEOMETRIC)
+_ORDERS = math.factorial(4)
 
 
 class Suspect(NamedTuple):
@@ -127,6 +130,22 @@ def _left_out(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -
 
 def _between(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
     return core(_SCALE)(v, s, t, (l.double() + 0.5) / s.flip(-1)[:, None], w)
+
+
+def out_of_order(operator: str, levels: int) -> Iterator[Suspect]:
+    """Other orders of the levels of an attention operator, in weights, locations or both: all orders of up to four levels."""
+    orders = itertools.islice(itertools.permutations(range(levels)), 1, _ORDERS) if operator in _ATTENTION else ()
+    for order in map(list, orders):
+        for of, l, w in (("weights", False, True), ("locations", True, False), ("locations and weights", True, True)):
+            words = f"levels of {of} are read in the order {', '.join(map(str, order))}"
+            yield Suspect(words, _ATTENTION, _in_order(order, l, w))
+
+
+def _in_order(order: list[int], locations: bool, weights: bool) -> Callable[..., Tensor]:
+    def run(of: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+        return of(v, s, t, l[:, :, :, order] if locations else l, w[:, :, :, order] if weights else w)
+
+    return run
 
 
 KNOWN_MISTAKES = (

@@ -1,0 +1,141 @@
+"""What runs an ONNX file: a function of the file and its inputs by name, which returns its outputs by name."""
+
+from __future__ import annotations
+
+import importlib
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import onnx as ours
+from .._cli_support.problems import Problem, need
+from .places import Arrays
+
+Run = Callable[[Path, Arrays], Arrays]
+
+
+class Failed(Exception):
+    """What a runtime did instead of computing: a clause that a report shows."""
+
+
+def named(runtime: str) -> Run:
+    """The runtime of a name, or of a program's command line."""
+    name, _, provider = runtime.partition(":")
+    if runtime in _PYTHON or name == "onnxruntime":
+        need(f"--runtime {name}", name, name)
+        return _sentenced(_onnxruntime(provider) if name == "onnxruntime" else _PYTHON[name])
+    words = _words(runtime)
+    if not words or shutil.which(words[0]) is None:
+        raise Problem(f"--runtime must be onnxruntime, {', '.join(_PYTHON)} or a program that is there; got {runtime!r}")
+    return lambda path, arrays: _program(words, path, arrays)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command)
+    except ValueError:  # a quotation mark without its other half
+        return []
+
+
+def _sentenced(run: Run) -> Run:
+    """Errors of a runtime, which has kinds of its own, as Failed."""
+
+    def running(path: Path, arrays: Arrays) -> Arrays:
+        try:
+            return run(path, arrays)
+        except (Problem, Failed):
+            raise
+        except Exception as error:
+            raise Failed((str(error).strip() or type(error).__name__).splitlines()[-1]) from None
+
+    return running
+
+
+def _onnxruntime(provider: str) -> Run:
+    """On the CPU, or by another of onnxruntime's providers."""
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    known = onnxruntime.get_available_providers()
+    if provider and provider not in known:
+        raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {', '.join(known)}; got {provider!r}")
+
+    def run(path: Path, arrays: Arrays) -> Arrays:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.register_custom_ops_library(ours.library())
+        session = onnxruntime.InferenceSession(path, options, providers=[provider or "CPUExecutionProvider"])
+        taken = {one.name for one in session.get_inputs()}
+        outputs = session.run(None, {name: array for name, array in arrays.items() if name in taken})
+        return {one.name: array for one, array in zip(session.get_outputs(), outputs, strict=True)}
+
+    return run
+
+
+def _openvino(path: Path, arrays: Arrays) -> Arrays:
+    """On the CPU, in the file's dtypes: by itself OpenVINO may compute in 16 bits."""
+    core = importlib.import_module("openvino").Core()
+    compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    found = compiled({name: array for name, array in arrays.items() if any(name in i.get_names() for i in compiled.inputs)})
+    return {name: found[port] for port in compiled.outputs for name in port.get_names()}
+
+
+def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
+    """By TensorRT's own parser and builder, in float32 without TF32."""
+    import torch
+
+    trt: Any = importlib.import_module("tensorrt")
+    logger = trt.Logger(trt.Logger.ERROR)
+    trt.init_libnvinfer_plugins(logger, "")
+    builder = trt.Builder(logger)
+    network, config = builder.create_network(0), builder.create_builder_config()
+    config.clear_flag(trt.BuilderFlag.TF32)
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(path)):
+        raise Failed(f"its parser says: {parser.get_error(0).desc()}")
+    profile = builder.create_optimization_profile()
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    for tensor in inputs:
+        profile.set_shape(tensor.name, *[arrays[tensor.name].shape] * 3)
+    config.add_optimization_profile(profile)
+    plan = builder.build_serialized_network(network, config)
+    if plan is None:
+        raise Failed("its builder gives no engine")
+    engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
+    context = engine.create_execution_context()
+    held = {tensor.name: torch.from_numpy(np.ascontiguousarray(arrays[tensor.name])).cuda() for tensor in inputs}
+    for name, tensor in held.items():
+        context.set_input_shape(name, tuple(tensor.shape))
+    for i in range(network.num_outputs):
+        name = network.get_output(i).name
+        kind = getattr(torch, np.dtype(trt.nptype(engine.get_tensor_dtype(name))).name)
+        held[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
+    for name, tensor in held.items():
+        context.set_tensor_address(name, tensor.data_ptr())
+    stream = torch.cuda.current_stream()
+    if not context.execute_async_v3(stream.cuda_stream):
+        raise Failed("its engine does not run")
+    stream.synchronize()
+    return {name: tensor.cpu().numpy() for name, tensor in held.items()}
+
+
+def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
+    """`program ... model.onnx inputs.npz outputs.npz`"""
+    with tempfile.TemporaryDirectory() as folder:
+        given, made = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
+        np.savez(given, **arrays)  # pyright: ignore[reportArgumentType]
+        done = subprocess.run([*words, str(path), str(given), str(made)], capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines()
+            raise Failed(f"the program ends with status {done.returncode}" + (f": {said[-1]}" if said else ""))
+        try:
+            return dict(np.load(made))
+        except (OSError, ValueError, EOFError) as error:
+            raise Failed(f"the program must write an .npz file of outputs by name; got {error}") from None
+
+
+_PYTHON: dict[str, Run] = {"openvino": _openvino, "tensorrt": _tensorrt}

@@ -1,0 +1,325 @@
+"""`mx-driving verify`: what it says of right runtimes, and of planted faults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import cases
+import numpy as np
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+import test_onnx as forms  # noqa: E402
+import test_onnx_fuse as writings  # noqa: E402
+import test_onnxruntime as nodes  # noqa: E402
+import wrong_runtime  # noqa: E402
+from small_cases import GROWING  # noqa: E402
+
+from mx_driving._cli_support.problems import Problem  # noqa: E402
+from mx_driving._operators import OPERATORS  # noqa: E402
+from mx_driving.cli.app import main  # noqa: E402
+from mx_driving.verify import runtimes, whole  # noqa: E402
+from mx_driving.verify.verify import verify  # noqa: E402
+
+PROGRAM = Path(wrong_runtime.__file__)
+WORDS = {
+    "align_corners": "as with align_corners=True",
+    "border padding": "samples beyond the border read the border's pixels",
+    "swapped axes": "x and y are swapped in the locations",
+    "half a pixel": "samples lie half a pixel too far right and down",
+    "a level out of order": "levels of weights are read in the order 1, 0",
+}
+
+
+def given(bs=2, queries=7):
+    return {name: t.numpy() for name, t in zip("vlw", writings.inputs(bs, queries), strict=True)}
+
+
+@pytest.fixture(scope="module")
+def stacked(tmp_path_factory):
+    path = tmp_path_factory.mktemp("files") / "stacked.onnx"
+    writings.export(writings.Stacked(), path, "older, fixed sizes")
+    return path
+
+
+def reasons(report):
+    return [one.problem or one.verdict.results[0].why for one in report.places]
+
+
+def with_fault(fault):
+    return lambda path, arrays: wrong_runtime.run(fault, str(path), arrays)
+
+
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_planted_fault_is_found_and_named(fault, stacked):
+    report = verify(stacked, with_fault(fault), given())
+    assert not any(one.right for one in (*report.places, *report.outputs))
+    assert [one.inputs for one in report.places] == ["in the file", "across borders"]
+    assert all(WORDS[fault] in why for why in reasons(report))
+
+
+def test_border_padding_is_found_where_no_location_of_the_file_is_off_the_map(stacked):
+    """The file adds 0.1 to locations, and the smallest map has 3 x 4 pixels."""
+    arrays = given()
+    arrays["l"] = 0.15 + arrays["l"].clip(0, 1) * 0.5
+    report = verify(stacked, with_fault("border padding"), arrays)
+    assert [one.right for one in report.places] == [True, False]
+    assert WORDS["border padding"] in reasons(report)[1]
+
+
+def test_a_fault_only_within_the_whole_file_is_named(stacked):
+    """As a compiler makes it that joins a place with what is around it: the place's own file is right."""
+
+    def run(path, arrays):
+        return wrong_runtime.run("swapped axes" if "v" in arrays else "none", str(path), arrays)
+
+    report = verify(stacked, run, given())
+    assert [(one.inputs, one.right) for one in report.places] == [
+        ("in the file", True),
+        ("across borders", True),
+        ("within the file", False),
+    ]
+    assert WORDS["swapped axes"] in reasons(report)[2]
+    assert not report.outputs[0].right
+
+
+WRITINGS = {
+    "free sizes": (writings.Stacked(), "free sizes"),
+    "unequal points": (writings.Joined([2, 4]), "older"),
+    "gathers": (writings.Stacked(writings.masked), "older"),
+    "weights": (writings.Projected(), "older"),
+}
+
+
+@pytest.mark.parametrize("runtime", ["onnxruntime", "openvino"])
+@pytest.mark.parametrize("name", WRITINGS)
+def test_right_runtimes(name, runtime, tmp_path):
+    pytest.importorskip(runtime)
+    module, exporter = WRITINGS[name]
+    writings.export(module, tmp_path / "file.onnx", exporter)
+    report = verify(tmp_path / "file.onnx", runtimes.named(runtime), given(3, 11))
+    assert report.right, reasons(report)
+    assert len(report.places) == 2
+    assert all(one.verdict.results[0].device < 0.2 for one in report.places)
+
+
+def test_what_is_no_place_is_named(tmp_path):
+    writings.export(writings.Both(), tmp_path / "file.onnx", "older")
+    report = verify(tmp_path / "file.onnx", runtimes.named("onnxruntime"), given())
+    assert report.right
+    assert len(report.places) == 2
+    assert ["padding_mode is border" in why for why in report.left.values()] == [True]
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("onnx")
+@pytest.mark.needs("An ONNX file of opset 20")
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_our_nodes_are_places(operator, tmp_path):
+    """Random locations across borders are made where locations are shares of a map and come one for each sample."""
+    model = nodes.one_node(operator)
+    tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
+    arrays = dict(zip((one.name for one in model.graph.input), tensors, strict=True))
+    onnx.save(model, tmp_path / "node.onnx")
+    report = verify(tmp_path / "node.onnx", runtimes.named("onnxruntime"), arrays)
+    assert report.right, reasons(report)
+    assert len(report.places) == (2 if operator == cases.MULTI_SCALE else 1)
+    assert {one.verdict.call.row.name for one in report.places} == {OPERATORS[operator].bare or operator}
+
+    def doubled(path, fed):
+        return {name: 2 * array for name, array in runtimes.named("onnxruntime")(path, fed).items()}
+
+    report = verify(tmp_path / "node.onnx", doubled, arrays)
+    assert not report.right
+    assert set(reasons(report)) == {"it is 2 times the truth"}
+
+
+class MultiScaleDeformableAttn(forms.MultiscaleDeformableAttnPlugin_TRT):
+    """The vendor's node: as NVIDIA's, with heads and channels in one axis."""
+
+    op_domain = "npu"
+
+    def _run(self, *inputs):
+        (output,) = super()._run(*inputs)
+        return (output.reshape(*output.shape[:2], -1),)
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("onnx")
+@pytest.mark.needs("An ONNX file of opset 20")
+@pytest.mark.parametrize("form", ["npu", "tensorrt"])
+def test_nodes_of_plugins_are_places(form, tmp_path):
+    """A stand-in runs them, for no runtime here does. One that swaps x and y is found."""
+    model = forms.exported(cases.MULTI_SCALE, form)
+    onnx.save(model, tmp_path / "node.onnx")
+    tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
+    arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
+    kind = MultiScaleDeformableAttn if form == "npu" else forms.MultiscaleDeformableAttnPlugin_TRT
+
+    def stand_in(path, fed, wrong=False):
+        fed = {n: a[..., ::-1].copy() if wrong and a.ndim == 6 else a for n, a in fed.items()}
+        evaluator = forms.onnx.reference.ReferenceEvaluator(str(path), new_ops=[kind])
+        return dict(zip(evaluator.output_names, evaluator.run(None, fed), strict=True))
+
+    report = verify(tmp_path / "node.onnx", stand_in, arrays)
+    assert report.right, reasons(report)
+    assert len(report.places) == 2
+    report = verify(tmp_path / "node.onnx", lambda path, fed: stand_in(path, fed, wrong=True), arrays)
+    assert not report.right
+    assert all("x and y are swapped" in why for why in reasons(report))
+
+
+def test_a_runtime_that_computes_in_16_bits(stacked):
+    """Wrong in the file's dtype, and right in its own, or coarse."""
+
+    def in_half(path, arrays):
+        fed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
+        return {name: a.astype(np.float16).astype(np.float32) for name, a in wrong_runtime.run("none", str(path), fed).items()}
+
+    assert not verify(stacked, in_half, given()).right
+    assert verify(stacked, in_half, given(), torch.float16).right
+    assert not verify(stacked, with_fault("half a pixel"), given(), torch.float16).right
+
+
+ROWS = np.random.default_rng(0).random((1, 100, 5)).astype(np.float32)
+NEAR = [ROWS * np.float32(1 + 3e-7), ROWS * np.float32(1 - 2e-7)]
+
+
+def exchanged(array, *queries):
+    array = array.copy()
+    array[:, queries] = array[:, queries[::-1]]
+    return array
+
+
+@pytest.mark.parametrize(
+    ("got", "right"),
+    [
+        (ROWS, True),
+        (ROWS * np.float32(1 + 1e-6), True),
+        (ROWS + np.array([0, 0, 0, 0, 1e-4], np.float32), False),
+        (exchanged(ROWS, 3, 4), True),
+        (exchanged(ROWS, *range(10)), False),
+        (np.where(np.arange(ROWS.size).reshape(ROWS.shape) < 3, np.nan, ROWS), True),
+        (np.full_like(ROWS, np.nan), False),
+        (ROWS[:, :90], False),
+        (None, False),
+    ],
+)
+def test_outputs_of_the_whole_file(got, right):
+    assert whole.judged("boxes", ROWS, NEAR, got).right == right
+
+
+def test_outputs_that_rounding_exchanges_in_the_file_itself():
+    """As many queries may change places as do so when weights are changed by a few ulps, and twice that."""
+    near = [exchanged(ROWS, *range(10)), *NEAR]
+    assert whole.judged("boxes", ROWS, near, exchanged(ROWS, *range(20, 30))).right
+    assert not whole.judged("boxes", ROWS, near, exchanged(ROWS, *range(40))).right
+
+
+@pytest.mark.parametrize(("wrong", "right"), [(1, True), (5, False)])
+def test_classes_of_the_whole_file(wrong, right):
+    classes = np.arange(100)
+    got = np.where(classes < wrong, -1, classes)
+    assert whole.judged("classes", classes, [classes], got).right == right
+
+
+BAD_RUNTIMES = {
+    "raise SystemExit('no licence')": "the program ends with status 1: no licence",
+    "pass": "the program must write an .npz file of outputs by name; got ",
+    "open(sys.argv[3], 'w').write('words')": "the program must write an .npz file of outputs by name; got ",
+    "np.savez(sys.argv[3], out=1)": "the runtime must give the output 'output'; got out",
+    "np.savez(sys.argv[3], output=np.ones((2, 3)))": "it gives (2, 3); the operator gives (2, 7, 32)",
+}
+
+
+@pytest.mark.parametrize("program", BAD_RUNTIMES)
+def test_a_program_that_gives_nothing_is_reported(program, stacked, tmp_path):
+    script = tmp_path / "runtime.py"
+    script.write_text(f"import sys\nimport numpy as np\n{program}\n")
+    report = verify(stacked, runtimes.named(f"{sys.executable} {script}"), given())
+    assert not report.right
+    assert not any(one.right for one in (*report.places, *report.outputs))
+    assert all(BAD_RUNTIMES[program] in why for why in reasons(report))
+
+
+@pytest.mark.long
+@pytest.mark.xdist_group("onnx")
+@pytest.mark.needs("An ONNX file of opset 20")
+def test_a_runtime_s_own_error_is_reported(tmp_path):
+    pytest.importorskip("openvino")
+    model = nodes.one_node(cases.MULTI_SCALE)
+    onnx.save(model, tmp_path / "node.onnx")
+    tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
+    arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
+    report = verify(tmp_path / "node.onnx", runtimes.named("openvino"), arrays)
+    assert all("mx_driving.multi_scale_deformable_attn" in why for why in reasons(report))
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """`mx-driving verify` as a shell runs it: exit status, standard output and standard error."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args):
+        monkeypatch.setattr("sys.argv", ["mx-driving", "verify", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize(("fault", "status"), [("none", 0), ("swapped axes", 1)])
+def test_the_command_with_a_program(fault, status, command, stacked, tmp_path):
+    np.savez(tmp_path / "inputs.npz", **given())
+    runtime = f"{sys.executable} {PROGRAM} '{fault}'"
+    found, said, problem = command(stacked, "--runtime", runtime, "--inputs", tmp_path / "inputs.npz")
+    assert (found, problem) == (status, "")
+    assert said.rstrip().endswith(
+        "3 of 3 comparisons are wrong" if status else "all is well: 2 comparisons of places, 1 of outputs"
+    )
+    assert "4 heads of 8 channels, 3 points on maps of 6 x 5, 3 x 4" in said
+    assert ("in the file, across borders: x and y are swapped in the locations" in said) == bool(status)
+
+
+def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
+    writings.export(writings.Stacked(), tmp_path / "free.onnx", "older")
+    writings.export(writings.NEAR_MISSES["padding"][0], tmp_path / "miss.onnx", "older, fixed sizes")
+    np.savez(tmp_path / "small.npz", v=np.ones(3, np.float32))
+    for args, sentence in (
+        (
+            (stacked, "--runtime", "nobody"),
+            "--runtime must be onnxruntime, openvino, tensorrt or a program that is there; got 'nobody'",
+        ),
+        ((stacked, "--runtime", "'"), "--runtime must be onnxruntime, openvino, tensorrt or a program that is there; got"),
+        ((stacked, "--runtime", "onnxruntime:None"), "--runtime onnxruntime:NAME must name one of its providers"),
+        ((tmp_path / "none.onnx", "--runtime", "onnxruntime"), "path_in must be a file that can be read; got"),
+        ((tmp_path / "miss.onnx", "--runtime", "onnxruntime"), "padding_mode is border"),
+        (
+            (tmp_path / "free.onnx", "--runtime", "onnxruntime"),
+            "--inputs must have 'l', whose sizes q the file leaves free; got none",
+        ),
+        (
+            (stacked, "--runtime", "onnxruntime", "--inputs", tmp_path / "small.npz"),
+            "path_in must run in onnxruntime on these inputs; got",
+        ),
+        ((stacked, "--runtime", "onnxruntime", "--inputs", stacked), "--inputs must be an .npz file"),
+    ):
+        status, _, problem = command(*args)
+        assert status == 1
+        assert sentence in problem
+        assert problem.count("\n") == 1
+    assert command(stacked)[0] == 2
+    assert command(stacked, "--runtime", "onnxruntime", "--precision", "int8")[0] == 2
+
+
+def test_a_package_that_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    with pytest.raises(Problem, match=r"must have tensorrt installed \(pip install tensorrt\)"):
+        runtimes.named("tensorrt")
