@@ -16,7 +16,8 @@ import griffe
 ROOT = pathlib.Path(__file__).parents[2]
 LISTING = ROOT / "docs" / "support" / "interface.txt"
 CHANGES = ROOT / "CHANGELOG.md"
-PROGRAMS = ("cli", "measure", "demo", "replay", "verify")  # commands: docs/command_line.md is their interface, `mx_driving` imports none
+# Commands: docs/command_line.md is their interface, and `mx_driving` imports none.
+PROGRAMS = ("cli", "measure", "demo", "replay", "verify")
 DUNDERS = ("__init__", "__call__")
 
 
