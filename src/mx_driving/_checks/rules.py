@@ -46,15 +46,6 @@ def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str)
         fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
 
 
-def need_dtypes(named: Sequence[Named], integers: tuple[int, ...] = (1, 2)) -> None:
-    """The index tables, or what is in `integers`, are whole numbers, and all others floating."""
-    for place, (name, t) in enumerate(named):
-        if place in integers:
-            need_dtype(name, t, INDEX, INDEX_RULE)
-        else:
-            need_dtype(name, t, FLOATING, FLOATING_RULE)
-
-
 def need_axes(name: str, t: Tensor, axes: str) -> None:
     """t has as many axes as `axes` has names."""
     if t.dim() != axes.count(",") + 1:
