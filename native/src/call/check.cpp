@@ -74,20 +74,51 @@ bool references_fit(const Description &op, int64_t option, const AxisSizes &size
 
 constexpr int64_t MOST_ROWS = INT32_MAX; // a bound is a row more
 
+bool sizes_fit(const Description &op, const AxisSizes &sizes) {
+    const int64_t either = op.either < 0 ? 0 : sizes.of[op.either];
+    return (op.either < 0 || either == op.either_of[0] || either == op.either_of[1]) && sizes.of[op.rows] < MOST_ROWS &&
+           groups_fit(op, sizes);
+}
+
+// Whether a tensor of all axes at once would not be too large.
+bool all_are_small(const Description &op, const AxisSizes &sizes) {
+    double elements = 64; // axes that are numbers
+    for (size_t size = 0; size < op.sizes.size(); ++size) elements *= double(std::max<int64_t>(sizes.of[size], 1));
+    return elements < double(TOO_MANY);
+}
+
 } // namespace
 
-bool fits(const Function &function, const Given *given, int count, int64_t option, AxisSizes &sizes) {
-    std::fill(std::begin(sizes.of), std::end(sizes.of), -1);
+bool fits(const Function &function, Given *given, int count, int64_t option, AxisSizes &sizes) {
+    const Description &op = *function.op;
+    sizes = op.at_first;
     const int64_t of_value = given[function.first_input].dtype;
     const Argument *argument = function.arguments.data();
+    int64_t signs = 0;
     for (int i = 0; i < count; ++i, ++argument) {
-        if (!is_given(given[i]) && !argument->required) continue;
-        if (!is_given(given[i]) || !dtype_fits(argument->elements, given[i].dtype, of_value) ||
-            !shape_fits(*argument, given[i], sizes) || too_many_elements(given[i]))
-            return false;
+        Given &t = given[i];
+        if (!is_given(t) && !argument->required) continue;
+        if (!is_given(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
+        if (t.axes != argument->places.count) {
+            if (!shape_fits(*argument, t, sizes)) return false;
+            continue;
+        }
+        const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
+        uint64_t elements = 1;
+        bool side_by_side = t.strides;
+        for (int a = t.axes; a-- > 0;) {
+            int64_t &size = sizes.of[argument->places[a]];
+            if (size < 0) size = shape[a];
+            if (size != shape[a]) return false;
+            side_by_side &= uint64_t(strides[a]) == elements;
+            elements *= uint64_t(size);
+            signs |= size;
+        }
+        t.side_by_side = side_by_side ? int64_t(elements) : -1;
     }
-    const Description &op = *function.op;
-    return groups_fit(op, sizes) && references_fit(op, option, sizes) && sizes.of[op.rows] < MOST_ROWS;
+    if (signs < 0) return false;
+    if (!all_are_small(op, sizes) && std::any_of(given, given + count, too_many_elements)) return false;
+    return sizes_fit(op, sizes) && references_fit(op, option, sizes);
 }
 
 namespace {
@@ -266,15 +297,17 @@ Refusal check_memory(const Function &function, const Given *given) {
     };
     const auto strides = [&](int i) { return text_of(given[i].strides, size_t(given[i].axes)); };
     for (int i = 0; i < all; ++i) {
-        extents[i] = Extent();
-        if (!is_given(given[i])) continue;
-        if (!find_extent(view(i), extents[i]))
+        const Given &t = given[i];
+        if (!is_given(t) || t.side_by_side == 0) continue;
+        if (t.side_by_side > 0)
+            extents[i] = Extent(t.data, t.side_by_side * element_size(t.dtype));
+        else if (!find_extent(view(i), extents[i]))
             return {MXD_BAD_MEMORY, i, "lie in memory that has addresses", "strides " + strides(i)};
-        if (!given[i].data && extents[i].exists()) return {MXD_BAD_MEMORY, i, "have memory for its elements", "NULL"};
+        if (!t.data && extents[i].exists()) return {MXD_BAD_MEMORY, i, "have memory for its elements", "NULL"};
     }
     for (int i = function.first_written; i < all; ++i) {
         if (!extents[i].exists()) continue;
-        if (!has_distinct_elements(view(i)))
+        if (given[i].side_by_side < 0 && !has_distinct_elements(view(i)))
             return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
         for (int other = 0; other < i; ++other)
             if (extents[i].meets(extents[other]) && !lie_apart(view(i), view(other)))

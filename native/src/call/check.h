@@ -14,16 +14,12 @@ struct Given {
     int64_t dtype;
     const void *data = nullptr;
     const int64_t *strides = nullptr; // what check_memory reads, and the data
+    int64_t side_by_side = -1;        // elements of a contiguous tensor; `fits` sets it
     const char *dtype_name = nullptr; // of a dtype that mxd_dtype does not have
 };
 
-// How large axes are, by the places of their names in Description::sizes.
-struct AxisSizes {
-    int64_t of[MOST_SIZES];
-};
-
 // Shapes and dtypes of a function's first `count` arguments. Every call runs this.
-bool fits(const Function &function, const Given *given, int count, int64_t option, AxisSizes &sizes);
+bool fits(const Function &function, Given *given, int count, int64_t option, AxisSizes &sizes);
 
 // *name* must *rule*; got *fact*. The name is that of one of a function's arguments.
 struct Refusal {

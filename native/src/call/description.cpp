@@ -112,6 +112,21 @@ NamedAxis axis_of(std::string_view text, Description &op) {
 
 // ---- one line, one argument
 
+// Where a number stands behind the named sizes, once all of these are known.
+int place_behind(const NamedAxis &axis, Description &op) {
+    const bool is_either = axis.number != axis.other;
+    int place = int(op.sizes.size());
+    while (place < MOST_SIZES - 1 && op.at_first.of[place] >= 0 && (is_either || op.at_first.of[place] != axis.number)) ++place;
+    if (is_either) {
+        op.either = MOST_SIZES - 1;
+        op.either_of[0] = axis.number;
+        op.either_of[1] = axis.other;
+        return op.either;
+    }
+    op.at_first.of[place] = axis.number;
+    return place;
+}
+
 OfAxes<int> layout_of(const Argument &argument, const Description &op) {
     const OfAxes<NamedAxis> &split = argument.split;
     std::vector<int> layout(size_t(split.count));
@@ -194,8 +209,15 @@ struct Text {
         }
         const Kernel &kernel = entry_of(KERNELS, op.bare);
         if (kernel.name.empty()) return; // an operator of others
+        std::fill(std::begin(op.at_first.of), std::end(op.at_first.of), -1);
         for (std::vector<Argument> *all : {&inputs, &outputs, &gradients})
-            for (Argument &each : *all) each.layout = layout_of(each, op);
+            for (Argument &each : *all) {
+                for (const NamedAxis &axis : each.split)
+                    each.places.push_back(axis.size >= 0 ? axis.size : place_behind(axis, op));
+                each.layout = layout_of(each, op);
+                each.in_layout =
+                    each.layout.count == each.split.count && std::is_sorted(each.layout.begin(), each.layout.end());
+            }
         op.references = op.size("R");
         op.levels = op.size("num_levels");
         op.points = op.size("num_points");

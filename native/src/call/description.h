@@ -9,7 +9,7 @@
 
 namespace mxd {
 
-constexpr int MOST_ARGUMENTS = 16, MOST_AXES = 6, MOST_SIZES = 12;
+constexpr int MOST_ARGUMENTS = 16, MOST_AXES = 6, MOST_SIZES = 16;
 
 enum class Elements { FLOATING, INDEX, NUMBER, OF_VALUE }; // OF_VALUE: the dtype of the operator's first input
 
@@ -38,12 +38,19 @@ struct Argument {
     OfAxes<NamedAxis> split; // as the C interface has them: both factors of a product
     bool required;
     Tensor Call::*tensor = nullptr;
+    OfAxes<int> places; // of `split` among AxisSizes; numbers and `2 or 4` have places, too
     OfAxes<int> layout; // the axes of `tensor`, which axes.h names, among `split`; -1: one element
+    bool in_layout;     // they are those of `split`
 
     // `axes` or `split`, whichever has so many; null: neither.
     const OfAxes<NamedAxis> *axes_of(int number) const {
         return number == split.count ? &split : number == axes.count ? &axes : nullptr;
     }
+};
+
+// How large axes are, by the places of their names in Description::sizes; behind these, numbers. -1: not known.
+struct AxisSizes {
+    int64_t of[MOST_SIZES];
 };
 
 struct Description {
@@ -55,6 +62,10 @@ struct Description {
     int rows;                              // the size of value's second axis
     std::vector<std::string_view> choices; // of its option, if it has one
     std::string_view option;
+
+    AxisSizes at_first; // only numbers are known
+    int either = -1;    // the place of the axis that is either of two numbers
+    int64_t either_of[2];
 
     int size(std::string_view of) const; // its place, or -1
 };

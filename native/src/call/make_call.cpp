@@ -4,10 +4,15 @@
 namespace mxd {
 namespace {
 
-void set_layout(Tensor &t, const mxd_tensor &given, const OfAxes<int> &layout) {
+void set_layout(Tensor &t, const mxd_tensor &given, const Argument &argument) {
+    const OfAxes<int> &layout = argument.layout;
+    t.axes = layout.count;
+    if (argument.in_layout) {
+        static_cast<mxd_tensor &>(t) = given;
+        return;
+    }
     t.data = given.data;
     t.dtype = given.dtype;
-    t.axes = layout.count;
     for (int a = 0; a < layout.count; ++a) {
         const int from = layout[a];
         t.shape[a] = from < 0 ? 1 : given.shape[from];
@@ -37,7 +42,7 @@ Call make_call(const Function &function, const mxd_tensor *const *tensors, const
     call.num_threads = num_threads;
     call.reference_by_point = option == 1;
     for (const Argument &each : function.arguments) {
-        if (*tensors) set_layout(call.*each.tensor, **tensors, each.layout);
+        if (*tensors) set_layout(call.*each.tensor, **tensors, each);
         ++tensors;
     }
     call.sizes = sizes_of(*function.op, sizes);

@@ -25,12 +25,17 @@ bool can_be_added_to(const Call &call) {
     return call.grad_value.dtype == computed && (call.sizes.channels <= 1 || call.grad_value.strides[CHANNEL] == 1);
 }
 
+bool overlap_the_next(const Level *begin, const Level *end) {
+    return std::adjacent_find(begin, end, [](const Level &a, const Level &b) { return a.start + num_rows(a) > b.start; }) !=
+           end;
+}
+
 bool levels_overlap(const Call &call) {
-    std::vector<Level> levels(call.levels, call.levels + call.sizes.levels);
+    const Level *end = call.levels + call.sizes.levels;
+    if (!overlap_the_next(call.levels, end)) return false; // nearly always
+    std::vector<Level> levels(call.levels, end);
     std::sort(levels.begin(), levels.end(), [](const Level &a, const Level &b) { return a.start < b.start; });
-    for (size_t l = 1; l < levels.size(); ++l)
-        if (levels[l - 1].start + num_rows(levels[l - 1]) > levels[l].start) return true;
-    return false;
+    return overlap_the_next(levels.data(), levels.data() + levels.size());
 }
 
 // ---- which levels are packed
@@ -61,18 +66,20 @@ PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, 
     const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
     std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows(a) < rows(b); });
     offset.assign(size_t(call.sizes.levels), -1);
-    std::vector<bool> near(size_t(call.sizes.levels), false);
-    int64_t total = 0;
+    int64_t total = 0, far_begin = n.levels, far_end = 0;
+    bool packs = true;
     for (int64_t l : order) {
         const int64_t bytes = (rows(l) * row_bytes + 63) / 64 * 64;
-        if (double(total + bytes) * double(copies) > allowed || reads < PACK_READS * rows(l)) break;
-        offset[size_t(l)] = total;
-        total += bytes;
-        near[size_t(l)] = total <= NEAR_BYTES;
+        packs = packs && double(total + bytes) * double(copies) <= allowed && reads >= PACK_READS * rows(l);
+        if (packs) {
+            offset[size_t(l)] = total;
+            total += bytes;
+        }
+        if (packs && total <= NEAR_BYTES) continue;
+        far_begin = std::min(far_begin, l);
+        far_end = std::max(far_end, l + 1);
     }
-    const auto far_begin = std::find(near.begin(), near.end(), false);
-    const auto far_end = std::find(near.rbegin(), near.rend(), false).base();
-    return {offset.data(), total, far_begin - near.begin(), far_end - near.begin()};
+    return {offset.data(), total, far_begin, far_end};
 }
 
 // Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.

@@ -68,42 +68,23 @@ bool lie_apart(const Footprint &a, const Footprint &b) {
     return false;
 }
 
-// With every overflow looked for.
-bool find_far_extent(const View &v, Extent &extent) {
-    extent.first = int64_t(reinterpret_cast<intptr_t>(v.data));
-    if (__builtin_add_overflow(extent.first, v.element, &extent.last)) return false;
-    for (int a = 0; a < v.axes; ++a) {
-        if (v.shape[a] <= 1) continue;
-        int64_t reach;
-        if (__builtin_mul_overflow(v.strides[a], v.element, &reach) || __builtin_mul_overflow(reach, v.shape[a] - 1, &reach))
-            return false;
-        int64_t &end = reach < 0 ? extent.first : extent.last;
-        if (__builtin_add_overflow(end, reach, &end)) return false;
-    }
-    int64_t length;
-    return !__builtin_sub_overflow(extent.last--, extent.first, &length);
-}
-
 } // namespace
 
 bool find_extent(const View &v, Extent &extent) {
-    constexpr uint64_t SMALL = 1 << 28; // sums of products of such numbers, in bytes, fit
-    int64_t below = 0, above = 0;
-    uint64_t bits = 0;
-    bool empty = false;
+    int64_t first = int64_t(reinterpret_cast<intptr_t>(v.data)), last, length;
+    if (__builtin_add_overflow(first, v.element, &last)) return false;
     for (int a = 0; a < v.axes; ++a) {
-        empty |= v.shape[a] == 0;
-        const int64_t reach = int64_t(uint64_t(v.strides[a]) * uint64_t(v.shape[a] - 1));
-        above = int64_t(uint64_t(above) + uint64_t(std::max<int64_t>(reach, 0)));
-        below = int64_t(uint64_t(below) + uint64_t(std::min<int64_t>(reach, 0)));
-        bits |= uint64_t(v.shape[a]) | uint64_t(v.strides[a] ^ v.strides[a] >> 63);
+        if (v.shape[a] == 0) return extent = Extent(), true;
+        if (v.shape[a] == 1) continue;
+        int64_t reach;
+        if (__builtin_mul_overflow(v.strides[a], v.element, &reach) || __builtin_mul_overflow(reach, v.shape[a] - 1, &reach))
+            return false;
+        int64_t &end = reach < 0 ? first : last;
+        if (__builtin_add_overflow(end, reach, &end)) return false;
     }
-    if (empty) return extent = Extent(), true;
-    if (bits >= SMALL) return find_far_extent(v, extent);
-    const int64_t address = int64_t(reinterpret_cast<intptr_t>(v.data));
-    extent.first = address + below * v.element;
-    extent.last = address + (above + 1) * v.element - 1;
-    return true;
+    extent.first = first;
+    extent.last = last - 1;
+    return !__builtin_sub_overflow(last, first, &length);
 }
 
 bool has_distinct_elements(const View &view) {

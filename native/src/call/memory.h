@@ -19,6 +19,8 @@ struct View {
 struct Extent {
     int64_t first = INT64_MAX, last = INT64_MIN;
 
+    Extent() = default;
+    Extent(const void *data, int64_t bytes) : first(int64_t(reinterpret_cast<intptr_t>(data))), last(first + bytes - 1) {}
     bool exists() const { return first <= last; }
     bool meets(const Extent &other) const { return first <= other.last && other.first <= last; }
 };

@@ -116,13 +116,14 @@ namespace {
 
 int read_levels(Call &call, Prepared &prepared) {
     const Sizes &n = call.sizes;
-    prepared.levels.reserve(size_t(n.levels));
+    if (n.levels > prepared.FEW) prepared.more_levels.resize(size_t(n.levels));
+    Level *next = n.levels > prepared.FEW ? prepared.more_levels.data() : prepared.few_levels;
+    call.levels = next;
     for (int64_t camera = 0; camera < n.cameras; ++camera)
         for (int64_t scale = 0; scale < n.scales; ++scale) {
-            prepared.levels.push_back(read_level(call, camera, scale));
-            if (!level_fits(prepared.levels.back(), n.keys)) return MXD_BAD_LEVEL;
+            *next = read_level(call, camera, scale);
+            if (!level_fits(*next++, n.keys)) return MXD_BAD_LEVEL;
         }
-    call.levels = prepared.levels.data();
     return MXD_OK;
 }
 

@@ -10,7 +10,9 @@ namespace mxd {
 
 // Owns what a prepared call points to.
 struct Prepared {
-    std::vector<Level> levels;
+    static constexpr int64_t FEW = 32;
+    Level few_levels[FEW];
+    std::vector<Level> more_levels;
     std::unique_ptr<char[]> value;
 };
 
