@@ -71,7 +71,12 @@ def beside() -> str | None:
 
 
 def main() -> None:
-    """The command `mx-driving`."""
+    """The command `mx-driving`. `record` imports neither the package nor torch: a recorded program does, as it would alone."""
+    if sys.argv[1:2] == ["record"]:
+        from .record import main
+
+        sys.argv[:2] = ["mx-driving record"]
+        return main()
     if lost_files():
         print(f"mx-driving: {beside()}", file=sys.stderr)
         sys.exit(1)

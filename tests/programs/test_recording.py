@@ -66,6 +66,17 @@ def test_python_m_runs_scripts_and_modules(tmp_path):
         (tmp_path / "calls/manifest.json").unlink()
 
 
+@pytest.mark.parametrize("words", [["-m", "mx_driving"], ["-c", "from mx_driving_portable import main; main()"]])
+def test_the_command_is_the_same_program(words, tmp_path):
+    (tmp_path / "program.py").write_text("import sys\nprint(sys.argv, 'typer' in sys.modules)\nsys.exit(3)\n")
+    done = python(*words, "record", "--every", "7", "program.py", "--out", "x", cwd=tmp_path, check=False)
+    assert done.returncode == 3
+    assert done.stdout == "['program.py', '--out', 'x'] False\n"
+    assert done.stderr == "record: 0 of 0 calls recorded, 0 MB in calls; under torch.compile none is seen\n"
+    helped = python(*words, "record", "-h", cwd=tmp_path)
+    assert "--megabytes" in helped.stdout
+
+
 def test_the_file_is_alone():
     """It imports nothing of ours, and parses with the Python of older machines."""
     tree = ast.parse(FILE.read_text(), feature_version=(3, 8))

@@ -45,9 +45,9 @@ def inputs_of(bs, queries):
     return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in cases.OPERATORS)
 
 
-def in_a_fresh_process(kind, program, folder):
-    torch.save([inputs_of(*size) for size in SIZES], folder / "inputs.pt")
-    command = [sys.executable, "-c", RUN, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt")]
+def in_a_fresh_process(kind, program, folder, code=RUN, inputs=None):
+    torch.save(inputs or [inputs_of(*size) for size in SIZES], folder / "inputs.pt")
+    command = [sys.executable, "-c", code, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt")]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "outputs.pt")
@@ -101,6 +101,26 @@ def test_aot_inductor_package(program, tmp_path, monkeypatch):
     for size, outputs in zip(SIZES, found, strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
             torch.testing.assert_close(got, expected)
+
+
+class One(torch.nn.Module):
+    def forward(self, *inputs):
+        return mx_driving.geometric_kernel_attention(*inputs)
+
+
+def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
+    """As a C++ program loads it. The table is that of docs/deploy.md."""
+    inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)
+    operators = [getattr(torch.ops.mx_driving, name).default for name in mx_driving.backends()["cpu"]]
+    table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}
+    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
+    package = torch._inductor.aoti_compile_and_package(
+        torch.export.export(One(), inputs).run_decompositions(table),
+        package_path=str(tmp_path / "model.pt2"),
+        inductor_configs=options,
+    )
+    (found,) = in_a_fresh_process("aoti", package, tmp_path, RUN.replace(", mx_driving", ""), [inputs])
+    torch.testing.assert_close(found, One()(*inputs))
 
 
 def trained(module, size):

@@ -14,6 +14,7 @@ from .check import check
 from .demo import demo
 from .fuse import fuse
 from .models import models
+from .record import AS_GIVEN, record
 from .replay import replay
 from .verify import verify
 
@@ -41,6 +42,7 @@ app.command()(check)
 app.command()(demo)
 app.command()(bench)
 app.command()(models)
+app.command(context_settings=AS_GIVEN)(record)
 app.command()(replay)
 app.command()(fuse)
 app.command()(verify)
