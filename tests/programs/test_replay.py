@@ -9,6 +9,7 @@ import sys
 import types
 
 import cases
+import fuzz_recordings
 import pytest
 import torch
 from device_machine import KINDS, device_machine, recorded, run
@@ -402,6 +403,10 @@ FOREIGN = {
     "rank": (lambda t: {**t, "weights": t["weights"].sum()}, "call-000001 must be a legal call of multi_scale_deformable_attn"),
     "ranks": (lambda t: {name: t.flatten() for name, t in t.items()}, "call-000001 must be a legal call of multi_scale"),
     "complex": (lambda t: {**t, "value": t["value"] + 0j}, "call-000001 must be a legal call of multi_scale_deformable_attn"),
+    "quantized": (
+        lambda t: {**t, "shapes": torch.quantize_per_tensor(t["shapes"].float(), 1, 0, torch.qint8)},
+        "call-000001 must be a legal call of multi_scale_deformable_attn; got Creation of quantized tensor",
+    ),
     "2^34": (expanded("locations", 2**34), "locations of call-000001.pt must be contiguous; got strides"),
     "output": (expanded("output", 2**34), "output of call-000001.pt must be contiguous; got strides"),
     "empty": (
@@ -412,6 +417,7 @@ FOREIGN = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("what", FOREIGN)
 def test_foreign_tensors_are_one_sentence(what, tmp_path):
     folder, (inputs, grad) = tmp_path / "calls", call(M)
@@ -572,3 +578,11 @@ def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
     found = replay(tmp_path / "calls")
     assert found.exit_code == 1
     assert f"must have safetensors installed ({pip_install('[replay]')})" in found.output
+
+
+def test_broken_recordings_are_sentences_or_are_judged(tmp_path):
+    """Some of what `make fuzz-recordings` tries, and what it found once."""
+    for seed in (*fuzz_recordings.KEPT, *range(25)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        assert not fuzz_recordings.finding(seed, folder), seed

@@ -134,8 +134,8 @@ def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     if missing:
         raise Problem(f"{name} must hold {missing[0]}; got {_schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
     inputs = [tensors[place] for place in PLACES]
-    inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
     with ruled(f"{name} must be a legal call of {operator}"):
+        inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
         checks.INPUTS[operator](*inputs)
         _schema.hold_size(name, OPERATORS[operator].grouped, inputs)
         names = OPERATORS[operator].tables
