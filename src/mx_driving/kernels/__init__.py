@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+from . import libreyolo
 
-__all__ = ["MultiScaleDeformableAttention", "mapping", "register", "write"]
+__all__ = ["MultiScaleDeformableAttention", "libreyolo", "mapping", "register", "write"]
 
 NAME = "MultiScaleDeformableAttention"  # in transformers
 DEVICES = ("cpu", "cuda")

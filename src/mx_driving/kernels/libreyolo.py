@@ -1,0 +1,53 @@
+"""The operator in LibreYOLO's registry of kernels: its slot `ms_deform_attn`, which its own kernels serve on CUDA alone.
+
+    mx_driving.kernels.libreyolo.register()
+
+Eager models of ten families then call the operator, on CPUs and CUDA GPUs, in every dtype, and with gradients. LibreYOLO
+consults no slot while a model is compiled or exported, or where levels differ in points: there `mx_driving.patch` serves.
+`LIBREYOLO_KERNELS=off` switches back, and `libreyolo.kernels.unregister("ms_deform_attn", "mx_driving")` undoes `register`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
+
+__all__ = ["ms_deform_attn", "register"]
+
+_SLOT, _NAME = "ms_deform_attn", "mx_driving"
+_DEVICES = ("cpu", "cuda")
+_NEEDED = 'mx_driving.kernels.libreyolo.register needs a libreyolo with a registry of kernels: pip install "libreyolo>=1.5"'
+
+
+def ms_deform_attn(value: Tensor, spatial_shapes: Any, sampling_locations: Tensor, attention_weights: Tensor) -> Tensor | None:
+    """`mx_driving.multi_scale_deformable_attn` as the slot has it: starts of levels follow from their shapes. None, so that
+    LibreYOLO goes on by itself, on other devices and for tensors of other axes."""
+    tensors = value, sampling_locations, attention_weights
+    if [t.dim() for t in tensors] != [4, 6, 5] or {t.device.type for t in tensors} - set(_DEVICES):
+        return None
+    shapes = torch.as_tensor(spatial_shapes, device=value.device)
+    rows = shapes.prod(-1)
+    return multi_scale_deformable_attn(value, shapes, rows.cumsum(0) - rows, sampling_locations, attention_weights)
+
+
+def register() -> None:
+    """Let LibreYOLO use the operator from now on, before its own kernels.
+
+    Raises:
+        RuntimeError: `libreyolo` is not installed, or has no registry.
+    """
+    try:
+        kernels = importlib.import_module("libreyolo.kernels")
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("libreyolo", "libreyolo.kernels"):
+            raise
+        raise RuntimeError(_NEEDED) from None
+    kernels.resolve(_SLOT)  # its own enter the slot at the first look, and what entered last comes first
+    kernels.unregister(_SLOT, _NAME)
+    kernels.register(_SLOT, ms_deform_attn, name=_NAME)
+    kernels.clear_cache()  # in 1.6 it keeps what it found before, which may be nothing
