@@ -14,6 +14,7 @@ import torch
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import torchvision_names
+from commit import commit
 
 torchvision_names.declare()
 torch.set_num_threads(1)
@@ -45,7 +46,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 def _row(report) -> tuple[str, ...]:
     library, what = report.tried
-    made = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}"
+    made = f"{date.today()}, torch {torch.__version__}, Python {platform.python_version()}{commit()}"
     return library, _version(library), what, report.outcome, report.sentence, made
 
 

@@ -24,6 +24,9 @@ import torch
 import transformers
 
 HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent))
+from commit import commit  # noqa: E402
+
 ROOT = HERE.parents[2]
 BUILD = ROOT / "build" / "transformers"
 MODELS = (
@@ -99,7 +102,7 @@ def compared(model: str, which: str, found: dict[str, Outcomes]) -> dict[str, st
     ours, theirs = failures(patched), failures(plain)
     row |= {"fails patched only": " ".join(sorted(ours - theirs)), "fails plain only": " ".join(sorted(theirs - ours))}
     versions = f"transformers {transformers.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    return {**row, "fails both": " ".join(sorted(ours & theirs)), "made": f"{date.today()}, {versions}"}
+    return {**row, "fails both": " ".join(sorted(ours & theirs)), "made": f"{date.today()}, {versions}{commit()}"}
 
 
 def failures(tests: dict[str, str]) -> set[str]:
