@@ -2,7 +2,7 @@
 # make test    the same environment, linters and the whole test suite
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
-#              as many of fuzzing our nodes through onnxruntime, and recordings that `mx-driving replay` reads
+#              as many of fuzzing our nodes through onnxruntime, recordings that `mx-driving replay` reads, and files for `fuse`
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -196,7 +196,7 @@ aarch64: native-tests
 	$(QEMU) build/aarch64/tests/native/native_tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
-sanitize: $(SANITIZERS) fuzz-onnx fuzz-recordings
+sanitize: $(SANITIZERS) fuzz-onnx fuzz-recordings fuzz-fuse
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 # Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
@@ -208,9 +208,13 @@ fuzz-onnx: build/asan $(STAMP)
 		$(BIN)/python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
 # Files that mx-driving replay reads. A finding names its seed: FUZZ_SECONDS=0 SEEDS=1234 repeats it.
-.PHONY: fuzz-recordings
+.PHONY: fuzz-recordings fuzz-fuse
 fuzz-recordings: $(STAMP)
 	$(BIN)/python -W ignore tests/helpers/fuzz_recordings.py $(FUZZ_SECONDS) $(SEEDS)
+
+# ONNX files that mx-driving fuse reads, likewise.
+fuzz-fuse: $(STAMP)
+	$(BIN)/python -W ignore tests/helpers/fuzz_fuse.py $(FUZZ_SECONDS) $(SEEDS)
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
 TOOLS := .venv-wheels

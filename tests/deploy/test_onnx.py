@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 
 import cases
-import numpy as np
 import onnx
-import onnx.reference
 import onnxruntime
 import pytest
 import torch
-import truth
 from cases import GEOMETRIC, MULTI_SCALE
+from onnx_stand_ins import beside_the_nodes
 from small_cases import GROWING
 
 import mx_driving
@@ -174,27 +172,6 @@ def test_vendor_node():
     assert [d.dim_param or d.dim_value for d in shape] == ["batch", "queries", 8]
 
 
-class MultiscaleDeformableAttnPlugin_TRT(onnx.reference.op_run.OpRun):
-    """A stand-in for NVIDIA's plugin: its inputs, their types and its output, by the equation."""
-
-    op_domain = "trt.plugins"
-
-    def _run(self, value, shapes, starts, locations, weights):
-        assert shapes.dtype == starts.dtype == np.int32
-        assert value.dtype == locations.dtype == weights.dtype
-        assert value.dtype in (np.float32, np.float16)
-        size = (*locations.shape[:2], *value.shape[2:])
-        tensors = (value.astype(np.float64), shapes, starts, locations.astype(np.float64), weights.astype(np.float64))
-        output = truth.multi_scale_deformable_attn(*tensors, np.zeros((*size[:2], size[2] * size[3]))).results[0]
-        return (output.reshape(size).astype(value.dtype),)
-
-
-def run_beside_the_plugin(model, *args):
-    runtime = onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT])
-    names = [i.name for i in model.graph.input]
-    return torch.from_numpy(runtime.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
-
-
 def test_tensorrt_plugin_for_any_batch_and_queries():
     model = exported(MULTI_SCALE, "tensorrt")
     assert [n.op_type for n in model.graph.node if n.domain] == [PLUGIN]
@@ -204,7 +181,7 @@ def test_tensorrt_plugin_for_any_batch_and_queries():
     for bs, queries in ((3, 5), (1, 7), (4, 1)):
         args = cases.cast(GROWING[MULTI_SCALE](bs, queries), torch.float32)
         expected = mx_driving.multi_scale_deformable_attn(*args)
-        torch.testing.assert_close(run_beside_the_plugin(model, *args), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(beside_the_nodes(model, *args), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +198,7 @@ def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
     args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
     model = in_onnx(Calls(MULTI_SCALE), args, "tensorrt")
     assert [n.op_type for n in model.graph.node].count("Cast") == casts
-    found, expected = run_beside_the_plugin(model, *args), mx_driving.multi_scale_deformable_attn(*args)
+    found, expected = beside_the_nodes(model, *args), mx_driving.multi_scale_deformable_attn(*args)
     assert found.dtype == dtypes[0]
     tolerance = 2e-3 if torch.float16 in dtypes else 1e-5
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -252,7 +229,7 @@ def test_with_logits_the_bare_operators_node(form, node):
     if form == "grid_sample":
         torch.testing.assert_close(run(model, *tensors), expected, rtol=1e-5, atol=1e-5)
     if form == "tensorrt":
-        torch.testing.assert_close(run_beside_the_plugin(model, *tensors), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(beside_the_nodes(model, *tensors), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_unknown_form_is_refused():

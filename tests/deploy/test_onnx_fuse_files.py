@@ -53,11 +53,18 @@ def test_weights_that_nodes_hold_outside(outside, tmp_path):
 
 def test_weights_that_are_not_there(outside, tmp_path):
     weights = tmp_path / "model.onnx.data"
+    (tmp_path / "other name").hardlink_to(weights)
+    with pytest.raises(ValueError, match=r"beside it; got .*renamed.onnx, and model.onnx.data, which has other names"):
+        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
+    (tmp_path / "other name").unlink()
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"its weights beside it; got .*renamed.onnx, and model.onnx.data of \d+ bytes"):
         mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
     weights.unlink()
     with pytest.raises(ValueError, match=r"must have its weights beside it; got .*renamed.onnx, and no file model.onnx.data"):
+        mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
+    weights.symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match=r"renamed.onnx, and model.onnx.data, which lies in another folder"):
         mx_driving.onnx.fuse(outside, tmp_path / "after.onnx")
     assert not (tmp_path / "after.onnx").exists()
 
@@ -70,7 +77,7 @@ def test_bad_files(tmp_path):
         mx_driving.onnx.fuse(plain, out)
     export(Stacked(), tmp_path / "whole.onnx", "older")
     mx_driving.onnx.fuse(tmp_path / "whole.onnx", tmp_path / "fused.onnx")
-    with pytest.raises(ValueError, match=r"\(it has 1 of our node multi_scale_deformable_attn already, and no other"):
+    with pytest.raises(ValueError, match=r"\(it has 1 of the node mx_driving::multi_scale_deformable_attn already"):
         mx_driving.onnx.fuse(tmp_path / "fused.onnx", out)
     with pytest.raises(ValueError, match="path_out must be another file than path_in"):
         mx_driving.onnx.fuse(plain, plain)

@@ -182,6 +182,30 @@ def nearest(image, grid, **options):
     return sampled.transpose(1, 2).reshape(*image.shape[:2], *grid.shape[1:3])
 
 
+class Calls(torch.nn.Module):
+    """Ours. Free sizes of maps depend on value."""
+
+    def __init__(self, free=False) -> None:
+        super().__init__()
+        self.free = free
+        self.register_buffer("shapes", torch.tensor(MAPS))
+        self.register_buffer("starts", torch.tensor([0, AREAS[0]]))
+
+    def forward(self, value, locations, weights):
+        shapes = self.shapes + (value[0, 0, 0, 0] * 0).long() if self.free else self.shapes
+        weights = weights.unflatten(-1, (2, 3))
+        return mx_driving.multi_scale_deformable_attn(value, shapes, self.starts, locations, weights)
+
+
+class Logits(Calls):
+    """Locations become offsets."""
+
+    def forward(self, value, locations, weights):
+        points = locations[:, :, 0, :, 0]
+        weights = weights.unflatten(-1, (2, 3))
+        return mx_driving.multi_scale_deformable_attn_with_logits(value, self.shapes, self.starts, points, locations, weights)
+
+
 WRITINGS = {"stacked": Stacked(), "joined": Joined([3, 3]), "unequal points": Joined([2, 4])}
 GATHERS = (on_a_padded_map, masked, by_three_indices, decomposed)
 
@@ -203,7 +227,9 @@ def export(module, path, exporter, opset=17):
         if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
             pytest.skip(sentence)
         shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
-        more = {"dynamic_shapes": shapes} if exporter == "free sizes" else {}
+        more = {"dynamic_shapes": shapes} if exporter in ("free sizes", "our nodes") else {}
+        if exporter == "our nodes":
+            more["custom_translation_table"] = mx_driving.onnx.translations("onnxruntime")
         torch.onnx.export(module.eval(), inputs(), path, input_names=names, **dynamo, **more)
 
 

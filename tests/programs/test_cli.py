@@ -71,7 +71,7 @@ COMMANDS = {
     "record": {"arguments"},
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
-    "fuse": {"path_in", "path_out", "--time", "--inputs", "--seconds", "--threads"},
+    "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads"},
     "verify": {"path_in", "--runtime", "--inputs", "--precision", "--threads"},
 }
 

@@ -1,4 +1,4 @@
-"""`mx-driving fuse`: our node in an ONNX file that somebody else exported."""
+"""`mx-driving fuse`: deformable attention in another form in an ONNX file that somebody else exported."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from .options import Inputs, Seconds, Threads, arrays, use_threads
 def fuse(
     path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
     path_out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+    form: Annotated[str, typer.Option(help="What is written: onnxruntime, tensorrt, npu or gather.")] = "onnxruntime",
+    plugin_version: Annotated[str | None, typer.Option(help="With tensorrt: the attribute plugin_version, such as 2.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Run both files on the inputs, compare and time them.")] = False,
     inputs: Inputs = None,
     seconds: Seconds = 20.0,
@@ -22,16 +24,20 @@ def fuse(
     """Put our node in place of deformable attention made of GridSample or gathers, in an ONNX file that somebody else exported.
 
     Each place is tried in onnxruntime before it is replaced. Prints what was replaced, and what was left and why.
+    Other forms are NVIDIA's plugin for TensorRT, the node of the vendor's converter, and gathers. A node of one form becomes
+    another.
 
     Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """
     need("mx-driving fuse", "[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
     from .. import onnx
 
+    if time and form in ("npu", "tensorrt"):
+        raise Problem(f"--time must come with a form that onnxruntime runs; got {form}")
     use_threads(threads)
     given = arrays(inputs)
     try:
-        print(onnx.fuse(path_in, path_out))
+        print(onnx.fuse(path_in, path_out, form, plugin_version))
     except ValueError as error:
         raise Problem(str(error)) from None
     except OSError as error:

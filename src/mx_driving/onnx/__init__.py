@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["FORMS", "fuse", "library", "translations"]
 
 FORMS = ("gather", "grid_sample", "npu", "onnxruntime", "tensorrt")
+FUSED_FORMS = tuple(form for form in FORMS if form != "grid_sample")
 
 
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
@@ -83,27 +84,44 @@ def library() -> str:
     return str(config.library_path())
 
 
-def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
-    """Write an ONNX file that somebody else exported again, with our node in place of its deformable attention.
+def fuse(
+    path_in: str | os.PathLike[str],
+    path_out: str | os.PathLike[str],
+    form: str = "onnxruntime",
+    plugin_version: str | None = None,
+) -> Fused:
+    """Write an ONNX file that somebody else exported again, with deformable attention in another form.
 
         print(mx_driving.onnx.fuse("detector.onnx", "fused.onnx"))
 
     The attention may be made of GridSample, or of gathers that interpolate. Each place is tried before it is replaced: its
     nodes run in onnxruntime on random inputs, and must give what the operator gives, but for rounding. Anything else stays as
-    it is, and the report says why. Nodes that nothing reads are left out.
-    onnxruntime runs the new file with the library that `library` names.
+    it is, and the report says why. Nodes for the operator that are there in another form are written in this one.
+    Nodes that nothing reads are left out.
 
     Args:
         path_in: an ONNX file whose levels have fixed sizes; batch and queries may be free.
         path_out: the file to write. Weights outside path_in go to a file beside it, path_out with ".data" behind.
+        form:
+            "onnxruntime": our node, which onnxruntime runs with the library that `library` names.
+            "tensorrt": NVIDIA's plugin, as of `translations`.
+            "npu": the vendor's node, as of `translations`.
+            "gather": standard operators without GridSample, for runtimes that lack it or have a wrong one.
+        plugin_version: with "tensorrt", the attribute `plugin_version` of each node, "2" say; none by default.
 
     Returns:
         What was replaced and what was left, each by a tensor's name: `replaced` and `left`. It prints as lines.
 
     Raises:
-        ValueError: path_in is no ONNX file or has nothing to replace, or path_out is the same file. Nothing is written.
+        ValueError: path_in is no ONNX file or has nothing to replace, or path_out is a file that path_in reads. Nothing is
+            written.
         ImportError: onnx, onnxscript (the extra `onnx`) or onnxruntime is not installed.
     """
+    if form not in FUSED_FORMS:
+        raise ValueError(f"form must be one of {', '.join(FUSED_FORMS)}; got {form!r}")
+    if plugin_version is not None and form != "tensorrt":
+        raise ValueError(f"plugin_version must come with form 'tensorrt'; got {plugin_version!r} with {form!r}")
     for module in ("onnx_ir", "onnxruntime"):
         importlib.import_module(module)
-    return importlib.import_module(f"{__name__}._fuse").fuse(path_in, path_out)
+    options = {"plugin_version": plugin_version} if plugin_version else {}
+    return importlib.import_module(f"{__name__}._fuse").fuse(path_in, path_out, form, **options)

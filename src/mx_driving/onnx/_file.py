@@ -65,7 +65,7 @@ def _check(model: ir.Model, path: Path) -> None:
     """By onnx itself: order and inputs of nodes, opsets, names."""
     try:
         onnx.checker.check_model(path)
-    except onnx.checker.ValidationError as error:
+    except Exception as error:  # its own, or of a letter in it
         raise ValueError(f"path_in must be an ONNX file; got {path}: {said_by_the_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)
     if version != 1:
@@ -99,13 +99,21 @@ def _take_in_attributes(model: ir.Model, path: Path) -> None:
 def _find(tensor: ir.ExternalTensor, path: Path) -> None:
     """Let a tensor outside know its folder. All of it must be there."""
     tensor.base_dir = path.parent
-    end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
-    fact = f"no file {tensor.location}"
-    if os.path.isfile(tensor.path):
-        size = os.path.getsize(tensor.path)
-        fact = f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}" if size < end else ""
-    if fact:
+    if fact := _astray(tensor):
         raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
+
+
+def _astray(tensor: ir.ExternalTensor) -> str | None:
+    """What is wrong with the place of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
+    end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
+    if not Path(tensor.path).resolve().is_relative_to(Path(tensor.base_dir).resolve()):
+        return f"{tensor.location}, which lies in another folder"
+    if not os.path.isfile(tensor.path):
+        return f"no file {tensor.location}"
+    if os.stat(tensor.path).st_nlink > 1:
+        return f"{tensor.location}, which has other names (hard links)"
+    size = os.path.getsize(tensor.path)
+    return f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}" if size < end else None
 
 
 def _all_sizes_are_known(model: ir.Model) -> bool:

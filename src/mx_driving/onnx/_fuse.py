@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from ._file import load
+from ._forms import DOMAIN, WRITE, Call, Sizes
 from ._graph import Unfit, dims, is_node, source
+from ._nodes import nodes, rewrite
 from ._save import save
 from ._search import Sampling, candidates, nearest, sums
 from ._trial import padding, prove, tables
+from ._writer import Writer, written
 
 
 @dataclass(frozen=True)
@@ -54,69 +55,32 @@ def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir
     raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
 
 
-class _Writer:
-    """Nodes in place of a sampling, whose names begin with its output's name and are none of those that are taken."""
-
-    def __init__(self, name: str, taken: set[str]) -> None:
-        self.name, self.taken, self.tape = name, taken, ir.tape.Tape()
-
-    def fresh(self, what: str) -> str:
-        names = (f"{self.name}/{what}{number or ''}" for number in itertools.count())
-        name = next(name for name in names if name not in self.taken)
-        self.taken.add(name)
-        return name
-
-    def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        name = self.fresh(what)
-        return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
-
-    def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
-        name = self.fresh(kind)
-        return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
-
-    def shaped(self, value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
-        """Two axes as they are, then these."""
-        if dims(value)[2:] == sizes:
-            return value
-        return self.op("Reshape", value, self.table("shape", [0, 0, *sizes]))
-
-    def samples(self, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
-        """Locations or weights with an axis of levels and one of points, the same number for each level."""
-        heads, points = sampling.num_heads, sampling.points
-        if len(set(points)) > 1:
-            places, mask = padding(points)
-            value = self.op("Gather", value, self.table("places", places), axis=3)
-            if not last:
-                assert sampling.weights.dtype is not None
-                value = self.op("Mul", value, self.table("mask", mask, sampling.weights.dtype.numpy()))
-        return self.shaped(value, (heads, len(points), max(points), *last))
+def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
+    """Locations or weights with an axis of levels and one of points, the same number for each level."""
+    points = sampling.points
+    if len(set(points)) > 1:
+        places, mask = padding(points)
+        value = write.like(value, "Gather", write.table("places", places), axis=3)
+        if not last:
+            assert value.dtype is not None
+            value = write.like(value, "Mul", write.table("mask", mask, value.dtype.numpy()))
+    return write.shaped(value, sampling.num_heads, len(points), max(points), *last)
 
 
-def _names(model: ir.Model) -> set[str]:
-    """All names of tensors and nodes: a subgraph must not hide one of the graph around it."""
-    graphs = list(model.graphs())
-    nodes = [node for graph in graphs for node in graph]
-    values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
-    return {str(named.name) for named in (*values, *nodes)}
-
-
-def _replace(model: ir.Model, sampling: Sampling) -> None:
-    old = sampling.output
-    write = _Writer(str(old.name), _names(model))
-    value = write.shaped(sampling.value, (sampling.num_heads, sampling.channels))
-    locations, weights = write.samples(sampling.locations, sampling, 2), write.samples(sampling.weights, sampling)
+def _call(write: Writer, sampling: Sampling) -> Call:
+    heads, channels = sampling.num_heads, sampling.channels
+    value = write.shaped(sampling.value, heads, channels)
+    locations, weights = _samples(write, sampling.locations, sampling, 2), _samples(write, sampling.weights, sampling)
     shapes, starts = tables(sampling)
-    inputs = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
-    new = write.op("multi_scale_deformable_attn", *inputs, domain="mx_driving")
-    producer = old.producer()
-    assert producer is not None
-    new.shape, new.type = old.shape, old.type
-    for table in write.tape.initializers:
-        model.graph.register_initializer(table)
-    model.graph.insert_after(producer, write.tape.nodes)
-    name, old.name = old.name, write.fresh("before")
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    new.name = name
+    given = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
+    batch = dims(sampling.value)[0]
+    fixed = batch if isinstance(batch, int) else None
+    return Call(*given, Sizes(fixed, sampling.num_keys, heads, channels, sampling.maps, tuple(starts), max(sampling.points)))
+
+
+def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
+    with written(model, sampling.output) as write:
+        write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
 
 
 def in_words(sampling: Sampling) -> str:
@@ -125,20 +89,20 @@ def in_words(sampling: Sampling) -> str:
     return f"{sampling.num_heads} heads of {sampling.channels} channels, {points} points on maps of {maps}"
 
 
-def _fuse(model: ir.Model, path: Path) -> Fused:
-    report, seen = Fused(path), set()
+def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
+    report, seen, others = Fused(path), set(), nodes(model.graph)
+    for node in nearest(model.graph):
+        report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
     for node, (samples, weights) in sums(model.graph).items():
         seen.update(source(part).producer() for part in samples)
         name = str(node.outputs[0].name)
         try:
             sampling = certain(model, node, samples, weights)
+            _replace(model, sampling, form, **options)
+            report.replaced[name] = in_words(sampling)
         except Unfit as unfit:
             report.left[name] = str(unfit)
-        else:
-            report.replaced[name] = in_words(sampling)
-            _replace(model, sampling)
-    for node in nearest(model.graph):
-        report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
+    _rewrite(model, others, report, form, **options)
     for node in model.graph:
         if is_node(node, "GridSample") and node not in seen:
             report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
@@ -146,32 +110,45 @@ def _fuse(model: ir.Model, path: Path) -> Fused:
 
 
 def _what_is_there(model: ir.Model) -> str:
-    ours = Counter(node.op_type for node in model.graph if node.domain == "mx_driving")
-    nodes = ", ".join(f"{count} of our node {name}" for name, count in ours.items())
-    return f"it has {nodes} already, and no other weighted samples" if ours else "it has no weighted samples"
+    there = Counter(f"{node.domain}::{node.op_type}" for node in nodes(model.graph))
+    words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
+    return f"it has {words} already, and no other weighted samples" if there else "it has no weighted samples"
+
+
+def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:
+    """Nodes of other forms."""
+    for node in others:
+        name = str(node.outputs[0].name)
+        try:
+            if node.domain != DOMAIN.get(form):
+                report.replaced[name] = rewrite(model, node, form, **options)
+        except Unfit as unfit:
+            report.left[name] = str(unfit)
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Other libraries log, with tracebacks, what they cannot infer."""
+    """Other libraries log what they cannot infer, with tracebacks, or warn of it."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
 
 
-def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str]) -> Fused:
+def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
     with silent():
         model = load(source)
-        report = _fuse(model, target)
+        report = _fuse(model, target, form, **options)
     if not report.replaced:
         why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
         raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
 from ._file import outputs, outside, said_by_the_checker
+from ._forms import NODES, OURS
 from ._graph import dims
 
 
@@ -21,8 +22,8 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
     _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
     _restore_sizes(model)
-    model.graph.opset_imports.setdefault("mx_driving", 1)
     RemoveUnusedNodesPass()(model)
+    _import_domains(model)
     weights = f"{path_out.name}.data" if list(outside(model)) else None
     files = [weights, path_out.name] if weights else [path_out.name]  # the model last: it is whole when it is there
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
@@ -40,20 +41,30 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
 
     try:
         onnx.checker.check_model(path)
-    except onnx.checker.ValidationError as error:
+    except Exception as error:  # its own, or of a letter in it
         return said_by_the_checker(error)
-    known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", "mx_driving", *(name[0] for name in model.functions)}
-    if any(node.domain not in known for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+    domains = {node.domain for node in ir.traversal.RecursiveGraphIterator(model.graph)}
+    if domains - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.register_custom_ops_library(str(config.library_path()))
     try:
+        if OURS in domains:
+            options.register_custom_ops_library(str(config.library_path()))
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has a dozen kinds of its own
         return str(error).splitlines()[0]
     return None
+
+
+def _import_domains(model: ir.Model) -> None:
+    """Of our nodes and others' that stand for them: those that are there."""
+    for domain in NODES:
+        if any(node.domain == domain for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+            model.graph.opset_imports.setdefault(domain, 1)
+        elif not model.functions:
+            model.graph.opset_imports.pop(domain, None)
 
 
 def _restore_defaults(model: ir.Model) -> None:
@@ -67,7 +78,7 @@ def _restore_sizes(model: ir.Model) -> None:
     said = model.meta.pop("said")
     for value in outputs(model):
         before, node = said.get(value.name), value.producer()
-        if before is None and node is not None and node.domain == "mx_driving":
+        if before is None and node is not None and node.domain in NODES:
             before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
         value.shape = before
 

@@ -1,0 +1,189 @@
+"""multi_scale_deformable_attn in an ONNX graph that is there already, in one of several forms.
+
+`translations` has the forms for graphs that torch exports. Here a place's sizes are known when it is written, so that
+gathers need no arithmetic of shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ._graph import Unfit
+from ._writer import Writer
+
+OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
+NODES = {
+    OURS: "multi_scale_deformable_attn",
+    NPU: "MultiScaleDeformableAttn",
+    TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
+}
+_FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a file fixes. A batch that it leaves free is None."""
+
+    batch: int | None
+    keys: int
+    heads: int
+    channels: int
+    maps: tuple[tuple[int, int], ...]
+    starts: tuple[int, ...]
+    points: int  # of each level
+
+
+@dataclass(frozen=True)
+class Call:
+    """The five inputs of the operator in a graph, and their sizes or why they are not known."""
+
+    value: ir.Value
+    shapes: ir.Value
+    starts: ir.Value
+    locations: ir.Value
+    weights: ir.Value
+    sizes: Sizes | str
+
+    @property
+    def floating(self) -> tuple[ir.Value, ...]:
+        return self.value, self.locations, self.weights
+
+    def dtype(self) -> ir.DataType:
+        """Of the output."""
+        if any(v.dtype is None for v in self.floating):
+            raise Unfit("the file does not say the dtypes of its tensors")
+        assert self.value.dtype is not None
+        return self.value.dtype
+
+
+def _ours(write: Writer, call: Call, **options: Any) -> ir.Value:
+    call.dtype()
+    inputs = call.value, call.shapes, call.starts, call.locations, call.weights
+    return write.op(NODES[OURS], *inputs, domain=OURS)
+
+
+def _int32(write: Writer, call: Call) -> tuple[ir.Value, ir.Value]:
+    return write.cast(call.shapes, ir.DataType.INT32), write.cast(call.starts, ir.DataType.INT32)
+
+
+def _npu(write: Writer, call: Call, **options: Any) -> ir.Value:
+    call.dtype()
+    inputs = call.value, *_int32(write, call), call.locations, call.weights
+    return write.op(NODES[NPU], *inputs, domain=NPU)
+
+
+def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> ir.Value:
+    """The plugin has one floating dtype, float32 or float16, and an axis for heads and one for channels in its output."""
+    given = call.dtype()
+    dtype = _HALF if all(v.dtype == _HALF for v in call.floating) else _FLOAT
+    value, locations, weights = (write.cast(v, dtype) for v in call.floating)
+    version = {"plugin_version": plugin_version} if plugin_version else {}
+    blocks = write.op(NODES[TENSORRT], value, *_int32(write, call), locations, weights, domain=TENSORRT, **version)
+    output = write.op("Reshape", blocks, write.table("shape", [0, 0, -1]))
+    return output if dtype == given else write.op("Cast", output, to=given.value)
+
+
+def _gather(write: Writer, call: Call, **options: Any) -> ir.Value:
+    return _Gathers(write, call).output()
+
+
+class _Gathers:
+    """Rows of value at the four corners of each sample, weighted and summed up: standard operators without GridSample.
+
+    Levels and points are one axis of samples. A corner that is not on its map reads a row of zeros, and has the weight 0.
+    """
+
+    def __init__(self, write: Writer, call: Call) -> None:
+        if isinstance(call.sizes, str):
+            raise Unfit(f"{call.sizes}, which gathers need")
+        self.write, self.call, self.sizes, self.given = write, call, call.sizes, call.dtype()
+        self.dtype = _DOUBLE if any(v.dtype == _DOUBLE for v in call.floating) else _FLOAT
+        self.heads, self.samples = self.sizes.heads, len(self.sizes.maps) * self.sizes.points
+
+    def number(self, x: Any) -> ir.Value:
+        return self.write.table("number", x, self.dtype.numpy())
+
+    def of_samples(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
+        """A table with a number for each level, or two."""
+        return self.write.table("levels", np.repeat(np.array(numbers, dtype), self.sizes.points, 0), dtype)
+
+    def floats(self, value: ir.Value, *sizes: int) -> ir.Value:
+        op, dtype = self.write.op, self.dtype
+        shaped = op("Reshape", value, self.write.table("shape", sizes))
+        return shaped if value.dtype == dtype else op("Cast", shaped, to=dtype.value)
+
+    def rows(self) -> ir.Value:
+        """Value as rows of a head's channels, behind a row of zeros."""
+        zeros = self.number(np.zeros((1, self.sizes.channels)))
+        return self.write.op("Concat", zeros, self.floats(self.call.value, -1, self.sizes.channels), axis=0)
+
+    def bases(self) -> ir.Value:
+        """The row of a head's first pixel on a level, counted over the batch: [bs, 1, heads, samples], 1 for the zeros."""
+        op, table = self.write.op, self.write.table
+        starts = np.array(self.sizes.starts).repeat(self.sizes.points)
+        bases = table("bases", starts * self.heads + np.arange(self.heads)[:, None] + 1)
+        if self.sizes.batch == 1:
+            return bases
+        if self.write.model.graph.opset_imports.get("", 0) < 11:
+            raise Unfit("gathers of more than one scene need opset 11 or later")
+        count = op("Gather", op("Shape", self.call.value), table("batch", 0))
+        batch = op("Range", table("first", 0), count, table("step", 1))
+        rows = table("rows", self.sizes.keys * self.heads)
+        return op("Add", op("Mul", op("Reshape", batch, table("shape", [-1, 1, 1, 1])), rows), bases)
+
+    def output(self) -> ir.Value:
+        op, axes = self.write.op, (0, 0, self.heads, self.samples)
+        locations, weights = self.floats(self.call.locations, *axes, 2), self.floats(self.call.weights, *axes)
+        sides = self.of_samples([(width, height) for height, width in self.sizes.maps], self.dtype.numpy())
+        places = op("Sub", op("Mul", locations, sides), self.number(0.5))
+        pixels, rows, bases, total = op("Floor", places), self.rows(), self.bases(), None
+        for right in (0, 1):
+            for down in (0, 1):
+                part = self.corner(places, op("Add", pixels, self.number([right, down])), weights, rows, bases)
+                total = part if total is None else op("Add", total, part)
+        assert total is not None
+        output = op("Reshape", total, self.write.table("shape", [0, 0, -1]))
+        return output if self.dtype == self.given else op("Cast", output, to=self.given.value)
+
+    def corner(self, places: ir.Value, pixels: ir.Value, weights: ir.Value, rows: ir.Value, bases: ir.Value) -> ir.Value:
+        op = self.write.op
+        inside = self.inside(pixels)
+        distances = op("Sub", self.number(1.0), op("Abs", op("Sub", places, pixels)))
+        coefficient = op("Mul", op("Mul", self.pick(distances, 0), self.pick(distances, 1)), weights)
+        coefficient = op("Where", inside, coefficient, self.number(0.0))
+        row = op("Where", inside, op("Add", self.row(inside, pixels), bases), self.write.table("zeros", 0))
+        shape = self.write.table("shape", [0, 0, self.heads, self.samples, 1])
+        return self.sum(op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, shape)))
+
+    def pick(self, pairs: ir.Value, place: int) -> ir.Value:
+        return self.write.op("Gather", pairs, self.write.table("axis", place), axis=-1)
+
+    def inside(self, pixels: ir.Value) -> ir.Value:
+        op = self.write.op
+        last = self.of_samples([(width - 0.5, height - 0.5) for height, width in self.sizes.maps], self.dtype.numpy())
+        both = op("And", op("Greater", pixels, self.number(-0.5)), op("Less", pixels, last))
+        return op("And", self.pick(both, 0), self.pick(both, 1))
+
+    def row(self, inside: ir.Value, pixels: ir.Value) -> ir.Value:
+        """(y * width + x) * heads. Pixels that are not on the map may be too large for an integer."""
+        op, heads = self.write.op, self.heads
+        x, y = (op("Where", inside, self.pick(pixels, place), self.number(0.0)) for place in (0, 1))
+        x, y = (op("Cast", v, to=ir.DataType.INT64.value) for v in (x, y))
+        widths = self.of_samples([width * heads for _, width in self.sizes.maps])
+        return op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", heads)))
+
+    def sum(self, parts: ir.Value) -> ir.Value:
+        """Over samples. Older opsets have the axis as an attribute."""
+        op = self.write.op
+        if self.write.model.graph.opset_imports.get("", 0) < 13:
+            return op("ReduceSum", parts, axes=[3], keepdims=0)
+        return op("ReduceSum", parts, self.write.table("axis", [3]), keepdims=0)
+
+
+WRITE: dict[str, Callable[..., ir.Value]] = {"gather": _gather, "npu": _npu, "onnxruntime": _ours, "tensorrt": _tensorrt}
+DOMAIN = {"npu": NPU, "onnxruntime": OURS, "tensorrt": TENSORRT}  # the form's own nodes

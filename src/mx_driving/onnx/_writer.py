@@ -1,0 +1,92 @@
+"""New nodes and tables of a graph, under names that are free."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ._graph import Unfit, dims
+
+
+def names(model: ir.Model) -> set[str]:
+    """All names of tensors and nodes: a subgraph must not hide one of the graph around it."""
+    graphs = list(model.graphs())
+    nodes = [node for graph in graphs for node in graph]
+    values = [*(v for g in graphs for v in (*g.inputs, *g.initializers.values())), *(v for n in nodes for v in n.outputs)]
+    return {str(named.name) for named in (*values, *nodes)}
+
+
+@contextlib.contextmanager
+def written(model: ir.Model, old: ir.Value) -> Iterator[Writer]:
+    """A writer in place of the old tensor. Where a form does not fit, it leaves the graph as it is."""
+    write = Writer(model, old)
+    try:
+        yield write
+    except Unfit:
+        write.forget()
+        raise
+
+
+class Writer:
+    """Nodes in place of an old tensor, whose names begin with its name."""
+
+    def __init__(self, model: ir.Model, old: ir.Value) -> None:
+        self.model, self.old, self.taken, self.tape = model, old, names(model), ir.tape.Tape()
+
+    def fresh(self, what: str) -> str:
+        free = (f"{self.old.name}/{what}{number or ''}" for number in itertools.count())
+        name = next(name for name in free if name not in self.taken)
+        self.taken.add(name)
+        return name
+
+    def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
+        name = self.fresh(what)
+        return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
+
+    def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+        name = self.fresh(kind)
+        return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
+
+    def like(self, value: ir.Value, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
+        """A node of the value and the inputs, whose output has the value's dtype."""
+        new = self.op(kind, value, *inputs, **attributes)
+        new.type = value.type
+        return new
+
+    def shaped(self, value: ir.Value, *sizes: int) -> ir.Value:
+        """Two axes as they are, then these."""
+        return value if dims(value)[2:] == sizes else self.like(value, "Reshape", self.table("shape", [0, 0, *sizes]))
+
+    def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A tensor of another dtype; the numbers of a table are cast here."""
+        if value.dtype == dtype:
+            return value
+        if value in self.tape.initializers and value.const_value is not None:
+            return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), dtype.numpy())
+        cast = self.op("Cast", value, to=dtype.value)
+        cast.dtype = dtype
+        return cast
+
+    def forget(self) -> None:
+        """Nothing reads for nodes that are not put in place."""
+        for node in self.tape.nodes:
+            for place in range(len(node.inputs)):
+                node.replace_input_with(place, None)
+
+    def put_in_place(self, new: ir.Value) -> None:
+        """`new` takes the old tensor's readers, name, sizes and dtype."""
+        old, graph, producer = self.old, self.model.graph, self.old.producer()
+        assert producer is not None
+        new.shape, new.type = old.shape, old.type
+        for table in self.tape.initializers:
+            if list(table.uses()):
+                graph.register_initializer(table)
+        graph.insert_after(producer, self.tape.nodes)
+        name, old.name = old.name, self.fresh("before")
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name = name

@@ -1,0 +1,154 @@
+"""`mx_driving.onnx.fuse` in each form: from others' writings, and from another form."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from onnx_stand_ins import beside_the_nodes  # noqa: E402
+from onnx_writings import WRITINGS, Calls, Joined, Logits, Stacked, export, inputs, kinds, masked, run  # noqa: E402
+
+import mx_driving  # noqa: E402
+import mx_driving.onnx  # noqa: E402
+from mx_driving.onnx import FUSED_FORMS  # noqa: E402
+
+NODES = {
+    "onnxruntime": "multi_scale_deformable_attn",
+    "tensorrt": "MultiscaleDeformableAttnPlugin_TRT",
+    "npu": "MultiScaleDeformableAttn",
+}
+
+
+def result(path, form, arguments):
+    """In onnxruntime, with gathers without our library; nodes of others by stand-ins."""
+    if form in ("npu", "tensorrt"):
+        return beside_the_nodes(onnx.load(path), *arguments).numpy()
+    if form == "onnxruntime":
+        return run(path, arguments)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return session.run(None, {name: t.numpy() for name, t in zip("vlw", arguments, strict=True)})[0]
+
+
+def judge(path, form, writing):
+    for sizes in ((2, 7), (3, 11), (1, 40)):
+        expected = writing(*inputs(*sizes)).numpy()
+        np.testing.assert_allclose(result(path, form, inputs(*sizes)), expected, rtol=0, atol=2e-6)
+
+
+def command(*args):
+    """The status with which `mx-driving fuse` ends."""
+    from mx_driving.cli.app import main
+
+    with mock.patch("sys.argv", ["mx-driving", "fuse", *map(str, args)]), pytest.raises(SystemExit) as stop:
+        main()
+    return stop.value.code
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+@pytest.mark.parametrize("writing", WRITINGS)
+def test_each_form_gives_the_same(writing, form, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(WRITINGS[writing], before, "older")
+    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+    assert "GridSample" not in kinds(after)
+    found = [node for node in onnx.load(after).graph.node if node.domain]
+    assert [node.op_type for node in found] == ([NODES[form]] if form in NODES else [])
+    assert {o.domain for o in onnx.load(after).opset_import} == {"", *(node.domain for node in found)}
+    judge(after, form, WRITINGS[writing])
+
+
+@pytest.mark.parametrize("old", NODES)
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_one_form_becomes_another(old, form, tmp_path):
+    whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
+    export(WRITINGS["unequal points"], whole, "older")
+    mx_driving.onnx.fuse(whole, before, form=old)
+    if old == form:
+        with pytest.raises(ValueError, match=f"it has 1 of the node .*::{NODES[old]} already"):
+            mx_driving.onnx.fuse(before, after, form=form)
+        return
+    report = mx_driving.onnx.fuse(before, after, form=form)
+    assert next(iter(report.replaced.values())).endswith(f"::{NODES[old]}")
+    assert NODES[old] not in kinds(after)
+    judge(after, form, WRITINGS["unequal points"])
+
+
+@pytest.mark.parametrize("opset", [11, 13])
+def test_gathers_in_older_opsets(opset, tmp_path):
+    """Below 13, ReduceSum has its axes as an attribute."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Joined([2, 4], masked), before, "older", opset)
+    mx_driving.onnx.fuse(before, after, form="gather")
+    judge(after, "gather", Joined([2, 4], masked))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_other_dtypes(form, dtype, tmp_path):
+    """The plugin has float32 and float16."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    arguments = tuple(t.to(dtype) for t in inputs())
+    torch.onnx.export(Stacked(), arguments, before, dynamo=False, opset_version=20, input_names=["v", "l", "w"])
+    assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+    given = result(after, form, arguments)
+    true = Stacked()(*(t.double() for t in arguments)).numpy()
+    assert given.dtype == true.astype(given.dtype).dtype == arguments[0].numpy().dtype
+    np.testing.assert_allclose(given, true, rtol=0, atol=4e-3 if dtype == torch.float16 else 1e-6)
+
+
+def test_what_is_not_on_the_map_contributes_zero(tmp_path):
+    """As in the gathers that `translations` writes: where the location or the weight is no number, too."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Calls(), before, "our nodes")
+    mx_driving.onnx.fuse(before, after, form="gather")
+    value, locations, weights = inputs()
+    locations[0, :, :, :, 0], locations[0, :, :, :, 1], locations[0, :, :, :, 2] = float("nan"), 1e30, -7
+    weights[0] = float("nan")
+    given = result(after, "gather", (value, locations, weights))
+    assert (given[0] == 0).all()
+    np.testing.assert_allclose(given[1], Calls()(value, locations, weights)[1].numpy(), atol=2e-6)
+
+
+def test_what_a_form_cannot_say(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Calls(free=True), before, "our nodes")
+    name = onnx.load(before).graph.output[0].name
+    with pytest.raises(ValueError, match=f"{name}: the file does not fix the sizes of its maps, which gathers need"):
+        mx_driving.onnx.fuse(before, after, form="gather")
+    export(Logits(), before, "our nodes")
+    name = onnx.load(before).graph.output[0].name
+    with pytest.raises(ValueError, match=f"{name}: it is a node mx_driving::multi_scale_deformable_attn_with_logits, which no"):
+        mx_driving.onnx.fuse(before, after, form="tensorrt")
+    assert not after.exists()
+
+
+def test_the_version_of_the_plugin(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(), before, "older")
+    for version in (None, "2"):
+        mx_driving.onnx.fuse(before, after, form="tensorrt", plugin_version=version)
+        (node,) = (node for node in onnx.load(after).graph.node if node.domain)
+        assert [onnx.helper.get_attribute_value(a).decode() for a in node.attribute] == ([version] if version else [])
+    with pytest.raises(ValueError, match="plugin_version must come with form 'tensorrt'; got '2' with 'npu'"):
+        mx_driving.onnx.fuse(before, after, form="npu", plugin_version="2")
+    with pytest.raises(ValueError, match="form must be one of gather, npu, onnxruntime, tensorrt; got 'grid_sample'"):
+        mx_driving.onnx.fuse(before, after, form="grid_sample")
+
+
+def test_the_command_writes_each_form(tmp_path, capsys):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(), before, "older")
+    assert command(before, after, "--form", "tensorrt", "--plugin-version", "2") == 0
+    assert "1 replaced, 0 left" in capsys.readouterr().out
+    assert NODES["tensorrt"] in kinds(after)
+    assert command(before, after, "--form", "plugin") == 1
+    assert "form must be one of gather, npu, onnxruntime, tensorrt; got 'plugin'" in capsys.readouterr().err
+    assert command(before, after, "--form", "npu", "--time") == 1
+    assert "--time must come with a form that onnxruntime runs; got npu" in capsys.readouterr().err

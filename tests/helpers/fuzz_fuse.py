@@ -1,0 +1,189 @@
+"""Fuzzes `mx_driving.onnx.fuse`: nodes, attributes, numbers, sizes and opsets of others' writings are changed at random.
+
+    python tests/helpers/fuzz_fuse.py 30              # seconds
+    python tests/helpers/fuzz_fuse.py 0 7 1234        # these seeds, however long they take
+
+`fuse` either writes a file that onnxruntime loads, and whose outputs are the source's for several free sizes, or raises
+ValueError with a sentence, and writes nothing. It takes neither long nor much memory. A finding's seed repeats it.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import itertools
+import random
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import torch
+from fuzz_mutations import MUTATIONS
+from onnx_writings import Joined, Stacked, decomposed, export, masked, on_a_padded_map
+
+import mx_driving.onnx
+
+SECONDS, GIGABYTES = 60, 6  # a case takes about one second, and less than one gigabyte
+CORPUS: dict[str, Callable[[Path], Any]] = {
+    "stacked": lambda path: export(Stacked(), path, "older"),
+    "unequal points": lambda path: export(Joined([2, 4]), path, "older"),
+    "equal points": lambda path: export(Joined([3, 3]), path, "older"),
+    "fixed": lambda path: export(Stacked(), path, "older, fixed sizes", 16),
+    "masked": lambda path: export(Stacked(masked), path, "older", 13),
+    "padded": lambda path: export(Joined([2, 4], on_a_padded_map), path, "older", 11),
+    "decomposed": lambda path: export(Stacked(decomposed), path, "older", 15),
+    "dynamo": lambda path: export(Stacked(), path, "free sizes"),
+}
+FREE = [{"bs": 2, "q": 7}, {"bs": 1, "q": 150}, {"bs": 5, "q": 1}, {"bs": 3, "q": 33}]
+DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+
+
+class Finding(Exception):
+    pass
+
+
+def corpus() -> dict[str, onnx.ModelProto]:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for number, write in enumerate(CORPUS.values()):
+            write(Path(folder, f"{number}.onnx"))
+        return {name: onnx.load(Path(folder, f"{number}.onnx")) for number, name in enumerate(CORPUS)}
+
+
+def mutated(model: onnx.ModelProto, dice: random.Random) -> tuple[bytes, list[str]]:
+    """The file, and what was done to it."""
+    model, done = copy.deepcopy(model), []
+    for _ in range(dice.choice([1, 1, 1, 2, 2, 3, 5])):
+        mutation = dice.choice(MUTATIONS)
+        try:
+            done.append(f"{mutation.__name__} {mutation(model, dice)}")
+        except (IndexError, StopIteration, TypeError, ValueError) as error:  # there is nothing of the kind to change
+            done.append(f"{mutation.__name__} could not: {error}")
+    data = bytearray(model.SerializeToString())
+    if dice.random() < 0.05:
+        for _ in range(dice.choice([1, 3])):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        done.append("bytes")
+    return bytes(data), done
+
+
+def session(path: Path) -> onnxruntime.InferenceSession:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.register_custom_ops_library(mx_driving.onnx.library())
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: np.random.Generator) -> dict[str, Any]:
+    sizes = {"v": (free["bs"], 42, 4, 8), "l": (free["bs"], free["q"], 4, 2, 3, 2), "w": (free["bs"], free["q"], 4, 6)}
+    found = {}
+    for one in running.get_inputs():
+        shape = sizes.get(one.name, ())
+        said = one.shape or shape
+        shape = [s if isinstance(s, int) else free.get(s, t) for s, t in zip(said, (*shape, *[1] * 9), strict=False)]
+        array = numbers.random(shape) * (1.4 if one.name == "l" else 1) - (0.3 if one.name == "l" else 0)
+        found[one.name] = array.astype(DTYPES.get(one.type, np.float32))
+    return found
+
+
+def outcome(running: onnxruntime.InferenceSession, fed: dict[str, Any]) -> list[Any] | None:
+    """The outputs, or None where the file refuses these sizes."""
+    try:
+        return running.run(None, fed)
+    except Exception:  # onnxruntime has a dozen kinds of its own
+        return None
+
+
+def compare(before: Path, after: Path, seed: int) -> None:
+    try:
+        theirs = session(before)
+    except Exception:  # of others' nodes, or of some that nothing reads: those are left out
+        return
+    ours = session(after)
+    for place, free in enumerate(FREE):
+        fed = feeds(theirs, free, np.random.default_rng(seed + place))
+        expected, got = outcome(theirs, fed), outcome(ours, fed)
+        if expected is None:
+            continue
+        if got is None:
+            raise Finding(f"with {free} the source runs and the new file does not")
+        for one, other in zip(expected, got, strict=True):
+            differ(one, other, free)
+
+
+def differ(expected: Any, got: Any, free: dict[str, int]) -> None:
+    if expected.shape != got.shape or expected.dtype != got.dtype:
+        raise Finding(f"with {free} it gives {got.dtype} {got.shape}; the source gives {expected.dtype} {expected.shape}")
+    finite = np.isfinite(expected)
+    scale = np.abs(expected[finite]).max(initial=1e-3)
+    off = np.abs(np.where(finite, expected, 0).astype(np.float64) - np.where(finite, got, 0))
+    tolerance = 1e-2 if expected.dtype == np.float16 else 1e-4
+    if not off.max(initial=0) <= tolerance * scale:
+        raise Finding(f"with {free} it is {off.max():.1e} from the source, whose largest number is {scale:.1e}")
+
+
+def case(data: bytes, seed: int, folder: Path) -> str:
+    """What became of it: written or refused."""
+    before, after = folder / "before.onnx", folder / "after.onnx"
+    before.write_bytes(data)
+    after.unlink(missing_ok=True)
+    try:
+        mx_driving.onnx.fuse(before, after)
+    except ValueError as error:
+        left = sorted(path.name for path in folder.iterdir())
+        if "\n" in str(error) or " must " not in str(error) or left != ["before.onnx"]:
+            raise Finding(f"no sentence, or a file is left ({left}): {error}") from error
+        return "refused"
+    compare(before, after, seed)
+    return "written"
+
+
+def seeds(seconds: float, chosen: list[int]) -> Iterator[int]:
+    """Those that are chosen, or others in each run, for so long."""
+    yield from chosen
+    first, end = int(time.time()) * 1000, time.monotonic() + seconds
+    yield from itertools.takewhile(lambda seed: not chosen and time.monotonic() < end, itertools.count(first))
+
+
+def try_one(seed: int, models: dict[str, onnx.ModelProto], folder: Path) -> str:
+    dice = random.Random(seed)
+    name = dice.choice(list(models))
+    data, done = mutated(models[name], dice)
+    words = f"seed {seed}, {name} with {'; '.join(done)}"
+    (folder.parent / "fuzz_fuse_now").write_text(words)
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    try:
+        return case(data, seed, folder)
+    except Exception as error:
+        print(f"FINDING {words}: {type(error).__name__}: {error}", flush=True)
+        return "findings"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def main() -> None:
+    seconds, *chosen = map(int, sys.argv[1:])
+    torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES * 2**30,) * 2)
+    models, counts = corpus(), Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "files").mkdir()
+        print(f"fuzz_fuse: {folder}/fuzz_fuse_now names the seed of a case that ends the process", flush=True)
+        counts.update(try_one(seed, models, Path(folder, "files")) for seed in seeds(seconds, chosen))
+    print(f"fuzz_fuse: {', '.join(f'{number} {what}' for what, number in counts.items())}")
+    if counts["findings"]:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Stand-ins for nodes of others that compute the operator: their inputs, dtypes and output, by the equation in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.reference
+import torch
+import truth
+
+
+def _output(value, shapes, starts, locations, weights):
+    assert shapes.dtype == starts.dtype == np.int32
+    size = (*locations.shape[:2], *value.shape[2:])
+    tensors = (value.astype(np.float64), shapes, starts, locations.astype(np.float64), weights.astype(np.float64))
+    output = truth.multi_scale_deformable_attn(*tensors, np.zeros((*size[:2], size[2] * size[3]))).results[0]
+    return output.reshape(size).astype(value.dtype)
+
+
+class MultiscaleDeformableAttnPlugin_TRT(onnx.reference.op_run.OpRun):
+    """NVIDIA's plugin for TensorRT."""
+
+    op_domain = "trt.plugins"
+
+    def _run(self, value, shapes, starts, locations, weights, plugin_version=None):
+        assert value.dtype == locations.dtype == weights.dtype
+        assert value.dtype in (np.float32, np.float16)
+        return (_output(value, shapes, starts, locations, weights),)
+
+
+class MultiScaleDeformableAttn(onnx.reference.op_run.OpRun):
+    """The vendor's node."""
+
+    op_domain = "npu"
+
+    def _run(self, value, shapes, starts, locations, weights):
+        blocks = _output(value, shapes, starts, locations, weights)
+        return (blocks.reshape(*blocks.shape[:2], -1),)
+
+
+def beside_the_nodes(model, *args):
+    runtime = onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT, MultiScaleDeformableAttn])
+    names = [i.name for i in model.graph.input]
+    return torch.from_numpy(runtime.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
