@@ -236,7 +236,6 @@ def _run(seeds: list[int], now: Any) -> None:
     """Seeds in a process of their own, because a finding may be a crash. Its exit status says whether all is well."""
     import resource
 
-    torch.set_num_threads(1)
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     signal.signal(signal.SIGALRM, _hung)
@@ -258,6 +257,9 @@ def _run(seeds: list[int], now: Any) -> None:
 
 def main(seconds: float, *seeds: int) -> int:
     context, findings, tried = multiprocessing.get_context("fork"), 0, 0
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        finding(0, pathlib.Path(folder))  # imports what is imported late, once for all processes
     begin, upcoming = time.monotonic(), list(seeds or KEPT)
     first = random.randrange(2**40)
     while upcoming or time.monotonic() < begin + seconds:

@@ -471,6 +471,24 @@ def test_a_module_with_other_arithmetic_keeps_its_code_around_the_core(kind, rea
         done.restore()
 
 
+@pytest.mark.parametrize(
+    ("width", "heads", "points", "words"),
+    [
+        (256, 8, 4, ""),
+        (256, 16, 4, "value must have num_heads <= 8 (Atlas A2 limit); got 16"),
+        (256, 8, 40, "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 80"),
+        (48, 4, 4, "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 12"),
+    ],
+)
+def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on(width, heads, points, words):
+    config = types.SimpleNamespace(d_model=width, num_feature_levels=2)
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "attention": HuggingFace(config, heads, points)})
+    with mx_driving.patched(model) as done:
+        assert done.replaced
+        assert done.limits == ({"attention": words} if words else {})
+        assert (f"the vendor's device would refuse attention: {words}" in repr(done)) == bool(words)
+
+
 def test_cores_alone_when_asked_for():
     module = build(HuggingFace)
     with mx_driving.patched(library(HuggingFace, OtherNames), modules=False) as done:

@@ -295,6 +295,28 @@ def test_sums_in_16_bits_are_coarse_not_wrong(tmp_path):
     assert "coarse: call-000000, output: as inexact as sums in float16" in found.output
 
 
+def test_calls_that_the_vendors_device_would_refuse_are_remarked_on(tmp_path):
+    def saved(name, heads, points):
+        inputs = cases.multi_scale(1, 5, 8, heads, [(4, 6)], points)
+        inputs = tuple(t.float() if t.is_floating_point() else t for t in inputs)
+        grad = cases.grad_for(M, inputs).float()
+        save(tmp_path / "calls", M, inputs, grad, computed(M, inputs, grad), name)
+
+    saved("call-000000", 8, 4)
+    assert "device would refuse" not in replay(tmp_path / "calls").output
+    saved("call-000001", 16, 4)
+    saved("call-000002", 16, 4)
+    saved("call-000003", 2, 65)
+    found = replay(tmp_path / "calls")
+    assert found.exit_code == 0
+    said = [line for line in found.output.splitlines() if "device would refuse" in line]
+    assert said == [
+        "the vendor's device would refuse call-000001 and 1 more: value must have num_heads <= 8 (Atlas A2 limit); got 16",
+        "the vendor's device would refuse call-000003: "
+        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
+    ]
+
+
 def spoil(folder, name, what):
     file = folder / f"{name}.safetensors"
     (inputs, grad), more = call(M), {}

@@ -60,8 +60,11 @@ def hold(operator: str, *args: Any) -> None:
 
 
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
-    _, _, heads, dims = value.shape
-    samples = locations.shape[3] * locations.shape[4]
+    attention_sizes(value.shape[2], value.shape[3], locations.shape[3] * locations.shape[4])
+
+
+def attention_sizes(heads: int, dims: int, samples: int) -> None:
+    """A module of multi_scale_deformable_attn: heads, channels of a head, points on all levels."""
     if samples > MULTI_SCALE["points_times_levels"]:
         rules.limit("sampling_locations", "have num_points * num_levels <= 64", samples)
     if heads > MULTI_SCALE["num_heads"]:
@@ -72,7 +75,7 @@ def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, l
         rules.limit("value", "have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64", heads)
 
 
-def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
+def _aggregation_sizes(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
     bs, num_feat, c = feature_maps.shape
     _, anchor, pts, cam, scale, group = weight.shape
     sizes = {"bs": bs, "c": c, "cam": cam, "scale": scale, "anchor": anchor, "pts": pts}
@@ -89,6 +92,10 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     rows = int(shapes.long().prod(-1).sum())
     if rows != num_feat:
         rules.limit("feature_maps", f"have num_feat == sum of H * W == {rows}", num_feat)
+
+
+def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
+    _aggregation_sizes(feature_maps, shapes, starts, locations, weight)
     if locations.numel() and not bool(((locations >= 0) & (locations <= 1)).all()):
         worst = (locations - 0.5).abs().max().item() + 0.5
         rules.limit("sample_locations", "lie in [0, 1]", f"a value {worst:.4g} away from the far edge")
@@ -112,3 +119,18 @@ _RULES: dict[str, Callable[..., None]] = {
     "deformable_aggregation": deformable_aggregation,
     "geometric_kernel_attention": geometric_kernel_attention,
 }
+_SIZES = {**_RULES, "deformable_aggregation": _aggregation_sizes}
+
+
+def passed(rule: Callable[..., None], *args: Any) -> str:
+    """The sentence of the limit that is passed; empty if none is."""
+    try:
+        rule(*args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def passed_by(operator: str, *inputs: Tensor) -> str:
+    """As `passed`, for the sizes of a bare operator's call. Where its samples lie is not looked at."""
+    return passed(_SIZES[operator], *inputs)

@@ -11,6 +11,7 @@ trial agrees is taken.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -154,6 +155,24 @@ def _heads(module: Any) -> int:
 
 def _levels_and_points(module: Any) -> tuple[int, int]:
     return _side(module, "n_levels", "num_levels"), _side(module, "n_points", "num_points")
+
+
+def _sizes(module: Any) -> tuple[int, int, int]:
+    """Heads, channels of a head, and points on all levels."""
+    heads, (levels, points) = _heads(module), _levels_and_points(module)
+    project = getattr(module, "value_proj", None)
+    channels = project.out_features if project else _side(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
+    return heads, channels // heads, sum(points) if isinstance(points, (list, tuple)) else levels * points
+
+
+def passed_limits(model: torch.nn.Module) -> dict[str, str]:
+    """Attention modules whose sizes pass a documented limit of Atlas A2, by name. Whose sizes are not known is passed over."""
+    found = {}
+    for name, module in model.named_modules():
+        if all(hasattr(module, layer) for layer in LAYERS):
+            with contextlib.suppress(StopIteration, AttributeError, TypeError):
+                found[name] = _checks.limits.passed(_checks.limits.attention_sizes, *_sizes(module))
+    return {name: limit for name, limit in found.items() if limit}
 
 
 def _rows(module: Any, inputs: Inputs) -> Tensor:

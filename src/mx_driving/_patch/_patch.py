@@ -20,7 +20,7 @@ import torch
 
 from .. import _checks
 from . import _autograd
-from ._attention import Attention
+from ._attention import Attention, passed_limits
 from ._forms import MODULE, Core, Form, code_of
 from ._search import elsewhere, find
 from ._trial import choose
@@ -45,12 +45,14 @@ class Patch:
     Attributes:
         replaced: names of the cores and attention modules that now call the operators.
         skipped: names of things that look like one and were left alone -> the reason.
+        limits: of a model, names of its attention modules that the vendor's Atlas A2 would refuse -> the limit.
     """
 
-    def __init__(self, things: dict[str, Any], skipped: dict[str, str]) -> None:
+    def __init__(self, things: dict[str, Any], skipped: dict[str, str], limits: dict[str, str] | None = None) -> None:
         self._things = list(things.values())
         self.replaced = tuple(things)
         self.skipped = dict(skipped)
+        self.limits = dict(limits or {})
 
     def restore(self) -> None:
         """Give the originals back. A second call does nothing. What another patch holds stays replaced."""
@@ -61,6 +63,7 @@ class Patch:
     def __repr__(self) -> str:
         lines = [f"replaced {name}" for name in self.replaced]
         lines += [f"left alone {name}: {reason}" for name, reason in self.skipped.items()]
+        lines += [f"the vendor's device would refuse {name}: {limit}" for name, limit in self.limits.items()]
         return "\n".join(lines)
 
 
@@ -83,7 +86,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
         modules: whether attention modules are replaced, too, or cores alone.
 
     Returns:
-        A `Patch`: `replaced`, `skipped`, `restore()`.
+        A `Patch`: `replaced`, `skipped`, `limits`, `restore()`.
 
     Raises:
         ValueError: nothing was replaced.
@@ -108,7 +111,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             raise
     for name, reason in skipped.items():
         warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
-    return Patch(held, skipped)
+    return Patch(held, skipped, passed_limits(target) if isinstance(target, torch.nn.Module) else None)
 
 
 @contextlib.contextmanager

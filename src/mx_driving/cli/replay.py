@@ -35,6 +35,8 @@ def replay(
 
     Calls are recorded on the device's machine by `python record.py program.py`; the file is mx_driving_portable/record.py.
 
+    A remark names calls that the vendor's device would refuse, by the documented limits of Atlas A2: it changes no verdict.
+
     Exit status 0 means: every call could be read, and every result is right or coarse.
 
     Example: `mx-driving replay calls --csv calls.csv --plot calls.png`
@@ -72,6 +74,8 @@ def replay(
     for verdict in verdicts:
         for sentence in shown.sentences(verdict):
             say(console, sentence)
+    for remark in shown.remarks(verdicts):
+        say(console, remark)
     for history in _schema.histories(calls):
         if isinstance(history, Problem):
             problems.append(history)

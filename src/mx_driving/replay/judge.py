@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .._checks import limits
 from .calls import Call
 from .compute import Results, by_kernel, computed, counts
 from .error_bound import ErrorBound
@@ -40,6 +41,7 @@ class Verdict:
     infinities: int
     results: list[Judged]
     notes: list[str] = field(default_factory=list)
+    limit: str = ""  # of the vendor's device, that the call passes
 
     @property
     def word(self) -> str:
@@ -51,7 +53,7 @@ def judge(call: Call) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and say what the device's results are worth."""
     bound = ErrorBound(call)
     float32, ours = computed(call, None), by_kernel(call)
-    verdict = Verdict(call, off_map(call), *_not_finite(call.inputs), [])
+    verdict = Verdict(call, off_map(call), *_not_finite(call.inputs), [], limit=limits.passed_by(call.row.name, *call.inputs))
     for name, got in call.results.items():
         verdict.results.append(_result(bound, name, got, float32, ours))
     wrong = [judged.result for judged in verdict.results if judged.verdict == WRONG]

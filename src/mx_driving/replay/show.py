@@ -75,6 +75,16 @@ def sentences(verdict: Verdict) -> list[str]:
     return said + [escape(f"{verdict.call.name}: {note}") for note in verdict.notes]
 
 
+def remarks(verdicts: list[Verdict]) -> list[str]:
+    """What the vendor's device would refuse, a sentence for each limit."""
+    found: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        found.setdefault(verdict.limit, []).append(verdict.call.name)
+    found.pop("", None)
+    several = {limit: f" and {len(names) - 1} more" if len(names) > 1 else "" for limit, names in found.items()}
+    return [escape(f"the vendor's device would refuse {names[0]}{several[limit]}: {limit}") for limit, names in found.items()]
+
+
 def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Of the CSV file: a row for each result."""
     call = verdict.call
