@@ -486,19 +486,25 @@ class Recorder:
     def __init__(
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
-        if int(every) != every or every < 1:
-            raise ValueError(f"every must be a whole number of 1 or more; got {every}")
-        if not megabytes > 0:
-            raise ValueError(f"megabytes must be more than 0; got {megabytes}")
+        if not isinstance(every, (int, float)) or not every >= 1 or every % 1:
+            raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
+        if not isinstance(megabytes, (int, float)) or not megabytes > 0:
+            raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
+        if not isinstance(functions or {}, dict):
+            raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
         self.named = dict(functions or {})
         for name, operator in self.named.items():
-            if operator not in _OPERATORS or "." not in name or name.startswith("torch.ops."):
+            if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
                 rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
                 raise ValueError(f"functions must {rule}; got {name}={operator}")
         self.folder = _rank_folder(out)
-        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise ValueError(f"out must be a new or an empty folder; got {self.folder}")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if any(self.folder.iterdir()):
+                raise OSError("one with files")
+        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+            fact = getattr(error, "strerror", None) or error
+            raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, {fact}") from None
         self.every, self.nan, self.budget, self.taken = int(every), nan, megabytes * 1e6, 0
         self.spent = self.ended = self.closed = self.failed = False  # the budget, sampling, gradients, for a reason
         self.gone = False  # calls are not even counted

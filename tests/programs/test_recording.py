@@ -519,10 +519,19 @@ def test_strides_and_devices_are_written_down(attention, tmp_path):
     ("options", "words"),
     [
         ({"every": 0}, "every must be a whole number of 1 or more; got 0"),
+        ({"every": 2.5}, r"every must be a whole number of 1 or more; got 2\.5"),
+        ({"every": "often"}, "every must be a whole number of 1 or more; got 'often'"),
+        ({"every": float("inf")}, "every must be a whole number of 1 or more; got inf"),
+        ({"megabytes": "many"}, "megabytes must be more than 0; got 'many'"),
+        ({"functions": ["a.b"]}, "functions must be a dict of names and operators; got list"),
         ({"megabytes": 0}, "megabytes must be more than 0; got 0"),
         ({"functions": {"a.b": "convolution"}}, "functions must name a Python function of a module, and one of"),
         ({"functions": {"torch.ops.a.b": cases.MULTI_SCALE}}, "functions must name a Python function of a module"),
-        ({"out": "full"}, "out must be a new or an empty folder; got"),
+        ({"out": "full"}, "out must be a new or an empty folder; got '.*full', one with files"),
+        ({"out": "full/file"}, "out must be a new or an empty folder; got '.*file', File exists"),
+        ({"out": "full/file/in"}, "out must be a new or an empty folder; got '.*in', "),
+        ({"out": "a" * 300}, "out must be a new or an empty folder; got '.*a', "),
+        ({"out": "a\0b"}, r"out must be a new or an empty folder; got '.*a.x00b', .*embedded null"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options, words):
