@@ -1,75 +1,18 @@
-// The C interface: a call is checked, prepared and planned, and goes to the kernels of the best instruction set that
-// this machine has.
-#include "interface.h"
-
+// The C interface: tensors in an array, checks, one call.
+#include <algorithm>
 #include <atomic>
-#include <cstring>
-#include <exception>
+#include <climits>
 #include <initializer_list>
-#include <string>
 
-#include "call/check.h"
 #include "call/make_call.h"
 #include "call/make_plan.h"
 #include "call/prepare.h"
 #include "call/words.h"
-#include "kernels/kernels.h"
-#ifdef MXD_HAVE_AVX2
-#include "processor.h"
-#endif
+#include "run.h"
 #include "threads/threads.h"
 
 namespace mxd {
-
 namespace {
-
-struct Isa {
-    const char *name;
-    bool (*supported)();
-    const Kernels *kernels; // by Operator
-};
-
-// Best last.
-const Isa ISAS[] = {
-    {"baseline", [] { return true; }, baseline::kernels},
-#ifdef MXD_HAVE_AVX2
-    {"avx2", [] { return Processor().avx2(); }, avx2::kernels},
-#endif
-#ifdef MXD_HAVE_AVX512
-    {"avx512", [] { return Processor().avx512(); }, avx512::kernels},
-#endif
-};
-
-const Isa *best_isa() {
-    const Isa *best = &ISAS[0];
-    for (const Isa &isa : ISAS)
-        if (isa.supported()) best = &isa;
-    return best;
-}
-
-std::atomic<const Isa *> &chosen_isa() {
-    static std::atomic<const Isa *> isa(best_isa());
-    return isa;
-}
-
-int prepared_run(Call &call) {
-    if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
-    Prepared prepared;
-    PlanLists lists;
-    const int status = prepare(call, prepared, true);
-    if (status != MXD_OK || nothing_to_do(call)) return status;
-    const Plan plan = make_plan(call, lists);
-    const Kernels &kernels = chosen_isa().load()->kernels[call.op];
-    return (call.backward ? kernels.backward : kernels.forward)(call, plan) ? MXD_OK : MXD_OUT_OF_MEMORY;
-}
-
-template <class Fn> int out_of_memory_if_thrown(Fn &&fn) {
-    try {
-        return fn();
-    } catch (const std::exception &) { // a list of levels that is too long
-        return MXD_OUT_OF_MEMORY;
-    }
-}
 
 std::string &last_error() {
     thread_local std::string sentence;
@@ -118,7 +61,7 @@ struct Request {
 };
 
 int run_call(const Function &function, Call &call) {
-    const int status = prepared_run(call);
+    const int status = run(call);
     return status == MXD_OK ? MXD_OK : refuse(status, sentence_of(status, function, call));
 }
 
@@ -182,7 +125,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
     int status = request.check(option);
     if (status != MXD_OK) return status;
     Call call = request.call(option, num_threads);
-    if (num_threads < 0) call.num_threads = threads_that_pay(call, -num_threads);
+    if (num_threads < 0) call.num_threads = threads_that_pay(call, -std::max(num_threads, -INT_MAX));
     Prepared prepared;
     PlanLists lists;
     status = query_is_too_large(call) ? int(MXD_OUT_OF_MEMORY) : prepare(call, prepared, false);
@@ -193,117 +136,39 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
 
 } // namespace
 
-int run(Call &call) {
-    return out_of_memory_if_thrown([&] { return prepared_run(call); });
-}
-
-std::string sentence_of(int status, const Function &function, const Call &call) {
-    const auto name = [&](int input) { return function.arguments[size_t(function.first_input + input)].name; };
-    if (status == MXD_BAD_LEVEL) return fault_of_levels(call, name(1), name(2));
-    return "the native kernel of " + std::string(function.op->name) + " was given not enough memory for its scratch buffers";
-}
-
 } // namespace mxd
 
-using mxd::Entry;
-using mxd::run_function;
-typedef const mxd_tensor *Argument;
+typedef const mxd_tensor *T;
+
+// A function with its tensors, in the order of its description. `option` is its option or 0.
+#define FUNCTION(name, parameters, option, ...)                                                                                \
+    int mxd_##name parameters {                                                                                                \
+        static mxd::Entry entry(#name);                                                                                        \
+        return mxd::run_function(entry, {__VA_ARGS__}, threads, option);                                                       \
+    }
 
 extern "C" {
 
-int mxd_multi_scale_deformable_attn(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
-                                    Argument output, int num_threads) {
-    static Entry entry("multi_scale_deformable_attn");
-    return run_function(entry, {value, shapes, starts, locations, weights, output}, num_threads);
-}
-
-int mxd_multi_scale_deformable_attn_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                             Argument locations, Argument weights, Argument grad_value, Argument grad_locations,
-                                             Argument grad_weights, int num_threads) {
-    static Entry entry("multi_scale_deformable_attn_backward");
-    return run_function(
-        entry, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_locations, grad_weights}, num_threads);
-}
-
-int mxd_multi_scale_deformable_attn_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
-                                                Argument offsets, Argument logits, Argument output, int reference_axis,
-                                                int num_threads) {
-    static Entry entry("multi_scale_deformable_attn_with_logits");
-    return run_function(entry, {value, shapes, starts, reference, offsets, logits, output}, num_threads, reference_axis);
-}
-
-int mxd_multi_scale_deformable_attn_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                                         Argument reference, Argument offsets, Argument logits,
-                                                         Argument grad_value, Argument grad_reference, Argument grad_offsets,
-                                                         Argument grad_logits, int reference_axis, int num_threads) {
-    static Entry entry("multi_scale_deformable_attn_with_logits_backward");
-    return run_function(
-        entry,
-        {grad_output, value, shapes, starts, reference, offsets, logits, grad_value, grad_reference, grad_offsets, grad_logits},
-        num_threads, reference_axis);
-}
-
-int mxd_deformable_aggregation(Argument features, Argument shapes, Argument starts, Argument locations, Argument weights,
-                               Argument output, int num_threads) {
-    static Entry entry("deformable_aggregation");
-    return run_function(entry, {features, shapes, starts, locations, weights, output}, num_threads);
-}
-
-int mxd_deformable_aggregation_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
-                                        Argument locations, Argument weights, Argument grad_features, Argument grad_locations,
-                                        Argument grad_weights, int num_threads) {
-    static Entry entry("deformable_aggregation_backward");
-    return run_function(
-        entry, {grad_output, features, shapes, starts, locations, weights, grad_features, grad_locations, grad_weights},
-        num_threads);
-}
-
-int mxd_deformable_aggregation_with_logits(Argument features, Argument shapes, Argument starts, Argument key_points,
-                                           Argument projection, Argument logits, Argument image_size, Argument pair_scale,
-                                           Argument output, int num_threads) {
-    static Entry entry("deformable_aggregation_with_logits");
-    return run_function(entry, {features, shapes, starts, key_points, projection, logits, image_size, pair_scale, output},
-                        num_threads);
-}
-
-int mxd_deformable_aggregation_with_logits_backward(Argument grad_output, Argument features, Argument shapes, Argument starts,
-                                                    Argument key_points, Argument projection, Argument logits,
-                                                    Argument image_size, Argument pair_scale, Argument grad_features,
-                                                    Argument grad_key_points, Argument grad_projection, Argument grad_logits,
-                                                    int num_threads) {
-    static Entry entry("deformable_aggregation_with_logits_backward");
-    return run_function(entry,
-                        {grad_output, features, shapes, starts, key_points, projection, logits, image_size, pair_scale,
-                         grad_features, grad_key_points, grad_projection, grad_logits},
-                        num_threads);
-}
-
-int mxd_geometric_kernel_attention(Argument value, Argument shapes, Argument starts, Argument locations, Argument weights,
-                                   Argument output, int num_threads) {
-    static Entry entry("geometric_kernel_attention");
-    return run_function(entry, {value, shapes, starts, locations, weights, output}, num_threads);
-}
-
-int mxd_geometric_kernel_attention_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                            Argument locations, Argument weights, Argument grad_value, Argument grad_weights,
-                                            int num_threads) {
-    static Entry entry("geometric_kernel_attention_backward");
-    return run_function(entry, {grad_output, value, shapes, starts, locations, weights, grad_value, grad_weights}, num_threads);
-}
-
-int mxd_geometric_kernel_attention_with_logits(Argument value, Argument shapes, Argument starts, Argument reference,
-                                               Argument window, Argument logits, Argument output, int num_threads) {
-    static Entry entry("geometric_kernel_attention_with_logits");
-    return run_function(entry, {value, shapes, starts, reference, window, logits, output}, num_threads);
-}
-
-int mxd_geometric_kernel_attention_with_logits_backward(Argument grad_output, Argument value, Argument shapes, Argument starts,
-                                                        Argument reference, Argument window, Argument logits,
-                                                        Argument grad_value, Argument grad_logits, int num_threads) {
-    static Entry entry("geometric_kernel_attention_with_logits_backward");
-    return run_function(entry, {grad_output, value, shapes, starts, reference, window, logits, grad_value, grad_logits},
-                        num_threads);
-}
+FUNCTION(multi_scale_deformable_attn, (T a, T b, T c, T d, T e, T f, int threads), 0, a, b, c, d, e, f)
+FUNCTION(multi_scale_deformable_attn_backward, (T a, T b, T c, T d, T e, T f, T g, T h, T i, int threads), 0, a, b, c, d, e, f,
+         g, h, i)
+FUNCTION(multi_scale_deformable_attn_with_logits, (T a, T b, T c, T d, T e, T f, T g, int axis, int threads), axis, a, b, c, d,
+         e, f, g)
+FUNCTION(multi_scale_deformable_attn_with_logits_backward,
+         (T a, T b, T c, T d, T e, T f, T g, T h, T i, T j, T k, int axis, int threads), axis, a, b, c, d, e, f, g, h, i, j, k)
+FUNCTION(deformable_aggregation, (T a, T b, T c, T d, T e, T f, int threads), 0, a, b, c, d, e, f)
+FUNCTION(deformable_aggregation_backward, (T a, T b, T c, T d, T e, T f, T g, T h, T i, int threads), 0, a, b, c, d, e, f, g, h,
+         i)
+FUNCTION(deformable_aggregation_with_logits, (T a, T b, T c, T d, T e, T f, T g, T h, T i, int threads), 0, a, b, c, d, e, f, g,
+         h, i)
+FUNCTION(deformable_aggregation_with_logits_backward,
+         (T a, T b, T c, T d, T e, T f, T g, T h, T i, T j, T k, T l, T m, int threads), 0, a, b, c, d, e, f, g, h, i, j, k, l,
+         m)
+FUNCTION(geometric_kernel_attention, (T a, T b, T c, T d, T e, T f, int threads), 0, a, b, c, d, e, f)
+FUNCTION(geometric_kernel_attention_backward, (T a, T b, T c, T d, T e, T f, T g, T h, int threads), 0, a, b, c, d, e, f, g, h)
+FUNCTION(geometric_kernel_attention_with_logits, (T a, T b, T c, T d, T e, T f, T g, int threads), 0, a, b, c, d, e, f, g)
+FUNCTION(geometric_kernel_attention_with_logits_backward, (T a, T b, T c, T d, T e, T f, T g, T h, T i, int threads), 0, a, b,
+         c, d, e, f, g, h, i)
 
 int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads) {
     return mxd::out_of_memory_if_thrown([&] { return mxd::run_by_name(name, tensors, count, options, num_threads); });
@@ -323,16 +188,9 @@ int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int 
 
 const char *mxd_version(void) { return MXD_VERSION; }
 
-const char *mxd_isa(void) { return mxd::chosen_isa().load()->name; }
+const char *mxd_isa(void) { return mxd::isa_in_use(); }
 
-int mxd_use_isa(const char *name) {
-    for (const mxd::Isa &isa : mxd::ISAS)
-        if (name && std::strcmp(isa.name, name) == 0 && isa.supported()) {
-            mxd::chosen_isa() = &isa;
-            return 0;
-        }
-    return -1;
-}
+int mxd_use_isa(const char *name) { return mxd::use_isa(name) ? 0 : -1; }
 
 const char *mxd_threads(void) { return mxd::threads_in_use(); }
 

@@ -87,7 +87,7 @@ def test_rooms_are_as_drawn():
 @pytest.mark.parametrize(
     ("file", "line", "broken"),
     [
-        ("call/plan.h", '#include "interface.h"', "not below it"),
+        ("call/plan.h", '#include "run.h"', "not below it"),
         ("kernels/attention/worker.h", '#include "kernels/aggregation/anchors.h"', "not below it"),
         ("kernels/attention/worker.h", '#include "kernels/window/queries.h"', "not below it"),
         ("call/make_plan.cpp", '#include "kernels/shared/rows.h"', "once per instruction set"),

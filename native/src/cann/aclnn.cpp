@@ -7,7 +7,7 @@
 #include "cann/check.h"
 #include "cann/handles.h"
 #include "cann/stream.h"
-#include "interface.h"
+#include "run.h"
 #include "threads/threads.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"

@@ -17,8 +17,8 @@
 #include "call/make_call.h"
 #include "call/make_plan.h"
 #include "call/words.h"
-#include "interface.h"
 #include "onnxruntime/api.h"
+#include "run.h"
 #include "threads/lent_threads.h"
 
 namespace mxd {
