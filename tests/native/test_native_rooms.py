@@ -17,7 +17,7 @@ FLOORS = (
     ("threads", "call"),
     ("kernels/shared",),
     ("kernels/attention", "kernels/aggregation"),
-    ("kernels/window",),
+    ("kernels/heads_together",),
     (KERNELS,),
     (".",),
     ("cann", "onnxruntime"),
@@ -89,7 +89,7 @@ def test_rooms_are_as_drawn():
     [
         ("call/plan.h", '#include "run.h"', "not below it"),
         ("kernels/attention/worker.h", '#include "kernels/aggregation/anchors.h"', "not below it"),
-        ("kernels/attention/worker.h", '#include "kernels/window/queries.h"', "not below it"),
+        ("kernels/attention/worker.h", '#include "kernels/heads_together/queries.h"', "not below it"),
         ("call/make_plan.cpp", '#include "kernels/shared/rows.h"', "once per instruction set"),
         ("interface.cpp", '#include "kernels/shared/job.h"', "once per instruction set"),
         ("kernels/shared/rows.h", "#include <vector>", "takes vector"),
@@ -109,8 +109,8 @@ def test_axes_have_names(tmp_path):
     shutil.copytree(SOURCES, tmp_path / "src")
     for file, function in (
         ("interface.cpp", "int64_t keys(const mxd::Call &call) { return call.value.shape[1]; }"),
-        ("onnxruntime/nodes.cpp", "int64_t heads(const std::vector<int64_t> &samples) { return samples[2]; }"),
+        ("onnxruntime/operators.cpp", "int64_t heads(const std::vector<int64_t> &samples) { return samples[2]; }"),
     ):
         with (tmp_path / "src" / file).open("a", encoding="utf-8") as opened:
             opened.write(f"{function}\n")
-    assert axes_by_number(tmp_path / "src") == ["interface.cpp", "onnxruntime/nodes.cpp"]
+    assert axes_by_number(tmp_path / "src") == ["interface.cpp", "onnxruntime/operators.cpp"]

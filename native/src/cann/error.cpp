@@ -1,3 +1,4 @@
+// What aclGetRecentErrMsg returns: each thread's last sentence.
 #include "cann/error.h"
 
 namespace acl {

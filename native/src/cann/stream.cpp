@@ -1,3 +1,4 @@
+// Streams: a queue and a thread for each, and the default stream.
 #include "cann/stream.h"
 
 #include "cann/handles.h"

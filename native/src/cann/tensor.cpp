@@ -1,3 +1,4 @@
+// Descriptions of tensors: made, destroyed, and what their strides reach.
 #include "cann/tensor.h"
 
 #include "cann/error.h"

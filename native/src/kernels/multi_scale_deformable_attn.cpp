@@ -34,7 +34,7 @@ template <class T> struct Bilinear {
         for (int k = 0; k < 4; ++k) {
             rows.inside[k] = c.inside[k];
             rows.pixel[k] = c.pixel[k];
-            rows.share[k] = or_zero(c.inside[k], weight * c.share(k));
+            rows.coefficient[k] = or_zero(c.inside[k], weight * c.coefficient(k));
         }
         return rows;
     }

@@ -1,3 +1,4 @@
+// Finds the OpenMP runtime among the libraries that the process has loaded, and calls it as a compiler would.
 #include "threads/openmp.h"
 
 #include <atomic>

@@ -1,3 +1,4 @@
+// Threads of our own, which sleep between calls.
 #include "threads/pool.h"
 
 #include <algorithm>

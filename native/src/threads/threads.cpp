@@ -1,3 +1,4 @@
+// Chooses whose threads a loop runs on: the runtime's, where the process has one, else our pool's.
 #include "threads/threads.h"
 
 #include "threads/event.h"

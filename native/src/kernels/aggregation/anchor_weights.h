@@ -61,7 +61,7 @@ template <class T> class PairScale {
     int64_t cameras;
 };
 
-// What is known of the logits of one anchor.
+// The softmax of one anchor's logits.
 template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
     T *most, *inverse; // [group]: as in SoftmaxTotals
@@ -79,22 +79,22 @@ template <class T> class AnchorWeights {
           softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // With logits, before the weights of an anchor's pairs are read. The two anchors before it are still known.
-    void turn(int64_t b, int64_t anchor) {
+    // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
+    void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
         const int64_t offset = offset_of(call.weights, b, anchor);
         if (totals) {
             to.most = totals.most(b, anchor);
             to.inverse = totals.inverse(b, anchor);
         }
-        const auto turn_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
+        const auto compute_elements = [&](auto *logits, int64_t step) { // step: to the next anchor
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
         if (of_anchor.contiguous)
             return with_elements(at(call.weights, offset), call.weights.dtype,
-                                 [&](auto *logits) { turn_elements(logits, call.weights.strides[QUERY]); });
+                                 [&](auto *logits) { compute_elements(logits, call.weights.strides[QUERY]); });
         of_anchor.read(offset, to.exps);
-        turn_elements(static_cast<const T *>(to.exps), 0);
+        compute_elements(static_cast<const T *>(to.exps), 0);
     }
 
     // The weights of a pair, [scales, groups].
@@ -104,7 +104,7 @@ template <class T> class AnchorWeights {
         const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
-    // Prefetches them. With logits they were made just before.
+    // Prefetches the weights of a pair. With logits they were computed just before.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
         if (!call.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
     }
@@ -171,7 +171,7 @@ template <class T> class SampleWeights {
     void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
         read_elements(at(call.weights, places.first(b, anchor, pair) + places.scale(scale)), call.weights.dtype,
                       call.weights.strides[GROUP], n.groups, to);
-        if (call.with_logits) turn(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+        if (call.with_logits) compute(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
     }
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
         prefetch(call.weights, places.first(b, anchor, pair) + places.scale(scale), n.groups);
@@ -185,7 +185,7 @@ template <class T> class SampleWeights {
     SoftmaxTotals<T> totals;
 
     // Logits become weights.
-    void turn(const T *most, const T *inverse, T scale, T *logits) const {
+    void compute(const T *most, const T *inverse, T scale, T *logits) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {
             constexpr int N = lanes.value;
             const Vec<T, N> e = exp_below_zero<T, N>(load<T, N>(logits + g) - load<T, N>(most + g));
@@ -202,7 +202,7 @@ template <class T> class Totals {
     Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
 
     void operator()(int64_t item) {
-        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.turn(blocks.batch(item), a);
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.compute(blocks.batch(item), a);
     }
 
   private:

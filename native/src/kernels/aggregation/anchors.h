@@ -16,8 +16,8 @@ constexpr int64_t WEIGHTS_AHEAD = 16;
 template <class T> inline T pixel_of(T normalised, T size) { return normalised * size - T(0.5); }
 
 // The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
-// image. With logits the cameras say so. Locations are then known of pairs that are seen; the two anchors before are
-// still known.
+// image. With logits the cameras decide that, and only pairs that are seen have locations, which stay valid for two more
+// anchors.
 template <class T> class AnchorReader {
   public:
     const int64_t *seen = nullptr;
@@ -29,7 +29,7 @@ template <class T> class AnchorReader {
           copy(arena.take<T>(call.with_logits ? 0 : 2 * pairs_of(n))), cameras(c, arena),
           anchors{{c, arena}, {c, arena}, {c, arena}}, last_camera(n.cameras) {}
 
-    // Anchors of this batch are read from now on; with logits, as the cameras first..last-1 see them.
+    // Selects a batch; with logits, only what the cameras first..last-1 see.
     void open(int64_t b, int64_t first, int64_t last) {
         first_camera = first;
         last_camera = last;
@@ -159,13 +159,13 @@ template <class T> struct Bundle {
     bool first = true, last = true; // whether it is its anchor's first bundle, and its last
     int64_t *pairs, num_pairs = 0;  // each has `scales` samples, one after the other
     int64_t *address;
-    T *corner_share;  // of each row, before it is multiplied with a weight
-    Int<T> *inside;   // whether it is on the map
-    T *right, *below; // of each sample, as in Corners
+    T *corner_coefficient; // of each row, before it is multiplied with a weight
+    Int<T> *inside;        // whether it is on the map
+    T *right, *below;      // of each sample, as in Corners
 
     Bundle(const Call &call, const Sizes &n, Arena &arena)
         : samples(call, arena), pairs(arena.take<int64_t>(bundle_room(n))),
-          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)), corner_share(arena.take<T>(4 * bundle_room(n))),
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)), corner_coefficient(arena.take<T>(4 * bundle_room(n))),
           inside(arena.take<Int<T>>(4 * bundle_room(n))), right(arena.take<T>(bundle_room(n))),
           below(arena.take<T>(bundle_room(n))) {}
 
@@ -177,7 +177,7 @@ template <class T> struct Bundle {
             const Corners<T> c = samples.corners(i);
             rows.put<4>(address, i, c);
             for (int k = 0; k < 4; ++k) {
-                put_entries<4>(corner_share, i, k, or_zero(c.inside[k], c.share(k)));
+                put_entries<4>(corner_coefficient, i, k, or_zero(c.inside[k], c.coefficient(k)));
                 put_entries<4>(inside, i, k, c.inside[k]);
             }
             store<T, LANES>(right + i, c.right);
@@ -228,7 +228,7 @@ template <class V, class T> struct AnchorWorker {
             close(true, serve);
         }
         if (!ready) return;
-        for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[ready->num_rows() + i] = rows.nowhere;
+        for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[ready->num_rows() + i] = rows.zero_row;
         serve(*ready);
     }
 
@@ -238,8 +238,8 @@ template <class V, class T> struct AnchorWorker {
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
         locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
-        // a gradient is NaN where softmax is, seen or not
-        if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.turn(b, anchor);
+        // An anchor that no camera sees has its softmax computed as well: where that is NaN, so are its gradients.
+        if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.compute(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }
     // Prefetches the weights of the pair seen[index]: those of pairs lie apart.
@@ -257,7 +257,7 @@ template <class V, class T> struct AnchorWorker {
         filling->find_rows(rows);
         if (ready) {
             const int64_t end = ready->num_rows(), coming = filling->num_rows();
-            for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[end + i] = i < coming ? filling->address[i] : rows.nowhere;
+            for (int64_t i = 0; i < ROWS_AHEAD; ++i) ready->address[end + i] = i < coming ? filling->address[i] : rows.zero_row;
             serve(*ready);
         }
         ready = filling;

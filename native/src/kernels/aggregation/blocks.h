@@ -13,7 +13,7 @@ inline int64_t bundle_room(const Sizes &n) { return round_up(n.scales > 64 ? n.s
 // A pair (point, camera) is numbered point * cameras + camera.
 inline int64_t pairs_of(const Sizes &n) { return n.points * n.cameras; }
 
-// With logits: the rows of one anchor are used when those of the next have been found, and the one after it is turned.
+// With logits: while the rows of one anchor are used, those of the next are found, and the one after it is computed.
 constexpr int64_t KNOWN_ANCHORS = 3;
 
 // Items: (batch, block of anchors).

@@ -14,8 +14,9 @@ template <class T> class FeatureGradient {
     FeatureGradient(const Job &job, Arena &arena)
         : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job), samples(call, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
-          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)), shares(arena.take<T>(4 * bundle_room(n) * n.groups)),
-          band(call, plan, n.channels, arena), reach(arena, call.sizes.levels) {}
+          address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
+          coefficients(arena.take<T>(4 * bundle_room(n) * n.groups)), band(call, plan, n.channels, arena),
+          reach(arena, call.sizes.levels) {}
 
     void operator()(int64_t item) {
         const int64_t b = item / plan.num_bands;
@@ -38,7 +39,7 @@ template <class T> class FeatureGradient {
     T *row;
     T *sink; // never written: prefetched where no row is ahead
     int64_t *address;
-    T *shares; // [row, groups]
+    T *coefficients; // [row, groups]
     Band<T> band;
     BandReach<T> reach;
     int64_t first_map = 0, end_map = 0; // the maps that reach into the band lie between
@@ -68,19 +69,19 @@ template <class T> class FeatureGradient {
         for (int64_t first = 0; first < padded; first += LANES) {
             const Corners<T> c = samples.corners(first);
             Int<T> pixel[4][LANES], inside[4][LANES];
-            T share[4][LANES];
+            T coefficient[4][LANES];
             for (int k = 0; k < 4; ++k) {
                 const IntLanes<T> mine = in_band<T>(c, k, band), from = c.pixel[k] - Int<T>(band.begin);
-                const RealLanes<T> s = c.share(k);
+                const RealLanes<T> s = c.coefficient(k);
                 memcpy(inside[k], &mine, sizeof mine);
                 memcpy(pixel[k], &from, sizeof from);
-                memcpy(share[k], &s, sizeof s);
+                memcpy(coefficient[k], &s, sizeof s);
             }
             for (int i = 0; i < LANES; ++i)
                 for (int k = 0; k < 4; ++k)
                     if (inside[k][i]) {
                         address[count] = band.address + pixel[k][i] * band.step;
-                        scaled<T>(samples.weight(first + i), share[k][i], n.groups, shares + count * n.groups);
+                        scaled<T>(samples.weight(first + i), coefficient[k][i], n.groups, coefficients + count * n.groups);
                         ++count;
                     }
         }
@@ -89,7 +90,7 @@ template <class T> class FeatureGradient {
             for (int64_t at = 0; at < n.channels * int64_t(sizeof(T)); at += 64) ask_for<64>(address[i] + at);
         const Tensor &grad = call.grad_output;
         const T *g = row_as(at(grad, offset_of(grad, b, a)), grad.dtype, grad.strides[CHANNEL], n.channels, row);
-        grouped_add<T>(address, shares, count, n.groups, n.group_channels, g);
+        grouped_add<T>(address, coefficients, count, n.groups, n.group_channels, g);
         samples.count = 0;
     }
 };

@@ -3,7 +3,7 @@
 //   location = (u, v) / max(d, 1e-5) / image_size
 //
 // The gradient of the projection is a sum over all anchors. Each block of anchors has sums of its own, which are added
-// in the order of the blocks, so that threads do not matter.
+// in the order of the blocks, so that the bits do not depend on threads.
 #pragma once
 
 #include "kernels/aggregation/blocks.h"
@@ -100,7 +100,7 @@ template <class T> class Cameras {
         }
     }
 
-    // The same for points p..p+LANES-1.
+    // For points p..p+LANES-1.
     MXD_INLINE void find_seen(int64_t cam, int64_t p, SeenPoints<T> &to) const {
         const T *m = matrices + cam * OF_MATRIX, *size = image_sizes + 2 * cam;
         RealLanes<T> point[3], projected[3]; // u, v, d

@@ -3,9 +3,8 @@
 //   CORNERS                                         rows of value a sample reads
 //   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
 //   reach(query, i, band)                           which of them may read a row of a band; cheaper than rows()
-//   gradients(query, dot, i, grad_xy, grad_weight)  from the products with those rows to the gradients of weights, and
-//   of
-//                                                   locations or, as gradients<true>, of offsets in pixels
+//   gradients(query, dot, i, grad_xy, grad_weight)  from the products with those rows to the gradients of weights and
+//                                                   locations; gradients<true>: of weights and offsets in pixels
 #pragma once
 
 #include "kernels/attention/forward.h"

@@ -28,11 +28,11 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
         this->reader.open(b, h);
         this->queries(
             blocks.begin(item), blocks.end(item),
-            [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
-            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
-                weighted_sum<V, T, SOME_FAR, R>(slot.address, slot.share, next.address, far, this->num_rows, this->n.channels,
-                                                in_place ? reinterpret_cast<V *>(out) : sum);
+                weighted_sum<V, T, SOME_FAR, R>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
+                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) write_sum(out);
             });
     }

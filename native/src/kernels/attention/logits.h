@@ -4,8 +4,8 @@
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
 //   weights  = softmax of the logits of all levels and points
 //
-// Nothing of this goes to memory but a query's scratch. Of geometric_kernel_attention, which has a window instead of
-// offsets, only the weights are found here.
+// Locations and weights exist only in a few queries' scratch memory. geometric_kernel_attention has a window instead of
+// offsets: only its weights are computed here.
 #pragma once
 
 #include "kernels/attention/query_rows.h"
@@ -43,9 +43,9 @@ template <bool SHARED, int N, class T> MXD_INLINE Vec<T, 2 * N> pairs_at(const T
             eight_of<int64_t>(bits_as<Vec<int64_t, 4>>(four), bits_as<Vec<int64_t, 4>>(four_pairs<SHARED>(from, place + 4))));
 }
 
-// Queries that are turned together: two softmaxes of four, of which one does not wait for the other. A query stays
-// while those AHEAD of it are prepared, so there is room for twice as many.
-constexpr int64_t TURNED = 8;
+// Queries that are computed together: two independent softmaxes of four queries are interleaved to hide latency. A
+// query is used until PIPELINE_DEPTH more are prepared, so there is room for twice as many.
+constexpr int64_t COMPUTED_TOGETHER = 8;
 
 template <class T> class Logits {
     typedef PlainRows<T> Rows;
@@ -59,10 +59,10 @@ template <class T> class Logits {
         divisor = arena.take<T>(2 * padded_samples(n));
         inverse = arena.take<T>(2 * padded_samples(n));
         copy = arena.take<T>(4 * longest(n));
-        offset_copies = Rows::ring(2 * TURNED, 2 * padded_samples(n), arena);
-        located = Rows::ring(2 * TURNED, 2 * padded_samples(n), arena);
-        logit_copies = Rows::ring(2 * TURNED, weight_room(n), arena);
-        all_weights = Rows::ring(2 * TURNED, weight_room(n), arena);
+        offset_copies = Rows::ring(2 * COMPUTED_TOGETHER, 2 * padded_samples(n), arena);
+        located = Rows::ring(2 * COMPUTED_TOGETHER, 2 * padded_samples(n), arena);
+        logit_copies = Rows::ring(2 * COMPUTED_TOGETHER, weight_room(n), arena);
+        all_weights = Rows::ring(2 * COMPUTED_TOGETHER, weight_room(n), arena);
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[COORDINATE] == 1;
         reference_step = c.reference.strides[QUERY] * element_size(c.reference.dtype);
     }
@@ -86,8 +86,8 @@ template <class T> class Logits {
         }
     }
 
-    // The queries of this batch and of a head are read from now on, from any query on. Offsets and logits lie at
-    // `offsets` and `logits`, where whole vectors can be read up to query `in_place_until`.
+    // Selects the queries of a batch and head. Offsets and logits lie at `offsets` and `logits`, where whole vectors can
+    // be read up to query `in_place_until`.
     void open(int64_t b, const QueryRows &offsets, const QueryRows &logits, int64_t in_place_until) {
         if (!call.with_logits) return;
         first = reinterpret_cast<int64_t>(at(call.reference, b * call.reference.strides[BATCH]));
@@ -95,22 +95,22 @@ template <class T> class Logits {
         logits_in_place = Rows::in_place(logits);
         until = in_place_until;
         copied_from = INT64_MAX;
-        turned = 0;
+        computed = 0;
     }
 
-    // Of a query that is turned, or about to be.
+    // Valid once compute() has reached the query; the address before that.
     const T *locations(int64_t q) const { return located[q]; }
     const T *weights(int64_t q) const { return all_weights[q] + first_sample; } // of the levels in use
-    int64_t turned_until() const { return turned; }
+    int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
-    // q and its neighbours, because a query by itself waits for each step of its softmax. copy(query, where to its
-    // offsets go, where to its logits): for queries that cannot be read as they lie. Those that are turned together
-    // begin at a multiple of their number, so that they lie side by side in a ring.
-    template <class Copy> __attribute__((noinline)) void turn(int64_t q, Copy &&copy) {
-        q &= -TURNED;
-        const int64_t last = q + TURNED < n.queries ? q + TURNED : n.queries;
-        turned = last;
+    // Computes q and its neighbours, because a query by itself waits for each step of its softmax. copy(query, to its
+    // offsets, to its logits) is called for queries that cannot be read in place. Queries computed together begin at a
+    // multiple of their number, so that they lie side by side in a ring.
+    template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
+        q &= -COMPUTED_TOGETHER;
+        const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
+        computed = last;
         if (last - 1 > until) { // nearly never
             if (copied_from > q) copied_from = q;
             for (int64_t i = q; i < last; ++i) copy(i, offset_copies[i], logit_copies[i]);
@@ -134,13 +134,13 @@ template <class T> class Logits {
     }
 
     // From the gradients of a query's offsets in pixels, or of its locations if it has boxes, to those of its offsets,
-    // and of its reference points where they are wanted. What lies before sample `direct_until` is written to memory of
-    // its own. All levels are in use.
+    // and of its reference points unless of_reference is null. Samples before `direct_until` go to of_offsets, the
+    // others are overwritten in of_xy. All levels are in use.
     MXD_INLINE void offset_gradients(int64_t q, T *of_xy, int64_t direct_until, T *of_offsets, T *of_reference) const {
         if (call.has_window) return;
         if (of_reference) add_reference(offsets_of(q), of_xy, of_reference);
         const T *size = boxes ? references(q) + 2 : nullptr;
-        for (int64_t i = 0; i < samples; i += 4) { // as they were stored: a wider load would wait for the stores
+        for (int64_t i = 0; i < samples; i += 4) { // as wide as the stores before: a wider load would wait for them
             Vec<T, 8> g = raw_load<T, 8>(of_xy + 2 * i);
             // exactly 0 where the sample is not valid, whose box may be infinite
             if (size) {
@@ -150,7 +150,7 @@ template <class T> class Logits {
             store<T, 8>((i < direct_until ? of_offsets : of_xy) + 2 * i, g);
         }
     }
-    // The same from the gradients of weights to those of logits.
+    // From the gradients of a query's weights to those of its logits, in the same way.
     MXD_INLINE void logit_gradients(int64_t q, T *of_weights, int64_t direct_until, T *of_logits) const {
         softmax_gradient<T>(all_weights[q], samples, of_weights, direct_until, of_logits);
     }
@@ -160,16 +160,16 @@ template <class T> class Logits {
     Sizes n;
     bool boxes = false;
     bool shared = true; // four samples belong to the same reference point
-    // Where a sample's reference point is, from the query's first one on, and where its gradient is among their sums.
+    // For each sample: its reference point's offset from the query's first, and its gradient's among their sums.
     int64_t *place = nullptr, *sum_place = nullptr;
-    // Of the offsets, pairs. Locations are divided, so that they are those of torch to the bit: a model's first offsets
-    // are whole pixels, where a slope jumps with the last bit.
+    // What offsets are divided by, in pairs. Divided, not multiplied by the inverse, so that locations have the bits
+    // that torch gives: untrained offsets are whole pixels, where a slope jumps with the last bit.
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
     bool in_place = false;                 // reference points are read as they lie
     int64_t first = 0, reference_step = 0; // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
-    int64_t turned = 0;
+    int64_t computed = 0;
     Rows offsets_in_place, logits_in_place, offset_copies, logit_copies, located, all_weights;
     int64_t until = -1, copied_from = 0; // the last query that can be read in place, the first that was copied
 
@@ -186,7 +186,7 @@ template <class T> class Logits {
         const int64_t references = n.references;
         return call.reference_by_point ? point % references : references == 1 ? 0 : level;
     }
-    // Numbers from a reference point of a query to the next. Levels often have the same one, at a stride of 0.
+    // Elements from a query's reference point to its next. All levels often have the same one, at a stride of 0.
     int64_t reference_apart() const {
         const Tensor &t = call.reference;
         return in_place || t.strides[REFERENCE] == 0 ? t.strides[REFERENCE] : n.coordinates;
@@ -221,7 +221,7 @@ template <class T> class Logits {
     }
     // COUNT: samples, if they are known here.
     template <bool BOXES, bool SHARED, int COUNT> MXD_INLINE void locate(int64_t q, int64_t last, const Rows &offsets) const {
-        // Copies: in registers they stay as they are while locations are written.
+        // Local copies, so that the compiler may keep them in registers across the stores below.
         const Places of{place, divisor};
         const int64_t count = COUNT > 0 ? COUNT : samples, step = reference_step, offset_step = offsets.step,
                       location_step = located.step;
@@ -248,11 +248,11 @@ template <class T> class Logits {
                         pairs_at<SHARED, N>(reference, of.place + i) + offset / raw_load<T, 2 * N>(of.divisor + 2 * i));
     }
 
-    // The gradient of a query's reference points, as this head has it.
+    // This head's part of the gradient of a query's reference points.
     MXD_INLINE void add_reference(const T *offsets, const T *grad_xy, T *sums) const {
         for (int64_t i = 0; i < n.references * n.coordinates; ++i) sums[i] = 0;
         const int64_t fours = shared ? samples / 4 * 4 : 0;
-        for (int64_t i = 0; i < fours; i += 4) { // as they were stored: a wider load would wait for the stores
+        for (int64_t i = 0; i < fours; i += 4) { // as wide as the stores before: a wider load would wait for them
             const Vec<T, 8> given = raw_load<T, 8>(grad_xy + 2 * i),
                             g = boxes ? given : given * raw_load<T, 8>(divisor + 2 * i);
             add_pair(g, sums + sum_place[i]);

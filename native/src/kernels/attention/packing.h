@@ -7,7 +7,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// The rows of a head in a tensor: the first, and bytes from row to row.
+// The rows of a head in a tensor: address of the first, and bytes from row to row.
 struct HeadRows {
     char *first;
     int64_t step;
@@ -27,10 +27,10 @@ inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, H
         else
             rows.set(first, last, head.first, head.step);
     }
-    rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.nowhere), 0); // padding
+    rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding
 }
 
-// Of a query's rows, those on levels that are not near, and all that lie between them in its list.
+// The range of a query's list that holds all rows of levels that are not near.
 template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevels &levels) {
     const int64_t first = levels.far_begin * n.points / ROWS * ROWS, end = round_up(levels.far_end * n.points, ROWS);
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
@@ -68,7 +68,7 @@ inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, in
                 [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
 }
 
-// The same with rows that are T in packed memory, in each_vector's order for V.
+// As pack(), but rows are T in packed memory, in each_vector's order for V.
 template <class V, class T>
 inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
                     int64_t chunks = 1) {

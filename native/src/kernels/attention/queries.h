@@ -8,17 +8,18 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// A query's rows are found AHEAD queries before they are used, and prefetched while earlier rows are added up. With
-// less than three, queries of few rows wait for memory.
-constexpr int AHEAD = 3;
-constexpr int SLOTS = 4; // queries that are prepared at once: a power of two above AHEAD
+// Software pipelining: query q + PIPELINE_DEPTH is prepared, which finds and prefetches its rows, while the rows of q
+// are summed. With a depth below three, queries of few rows wait for memory.
+constexpr int PIPELINE_DEPTH = 3;
+constexpr int IN_FLIGHT = 4; // prepared queries that are kept: a power of two above PIPELINE_DEPTH
 
-// prepare(query, slot) for each query, and AHEAD queries later finish(query, slot, slot prepared last).
+// prepare(query, place) for each query, and PIPELINE_DEPTH queries later finish(query, its place, the place prepared
+// last). Places are 0..IN_FLIGHT-1.
 template <class Prepare, class Finish> MXD_INLINE void ahead(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
-    for (int64_t q = begin; q < end + AHEAD; ++q) {
-        const int64_t slot = (q - begin) & (SLOTS - 1);
-        if (q < end) prepare(q, slot);
-        if (q >= begin + AHEAD) finish(q - AHEAD, (slot - AHEAD) & (SLOTS - 1), slot);
+    for (int64_t q = begin; q < end + PIPELINE_DEPTH; ++q) {
+        const int64_t place = (q - begin) & (IN_FLIGHT - 1);
+        if (q < end) prepare(q, place);
+        if (q >= begin + PIPELINE_DEPTH) finish(q - PIPELINE_DEPTH, (place - PIPELINE_DEPTH) & (IN_FLIGHT - 1), place);
     }
 }
 
@@ -32,7 +33,7 @@ struct QueryBlocks {
     QueryBlocks(const Call &call, bool head_by_head) : n(call.sizes) {
         const int64_t together = (head_by_head ? 1 : n.batch * n.heads) * n.queries;
         const int64_t wanted = together / (8 * (call.num_threads > 1 ? call.num_threads : 1));
-        size = round_up(wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted, TURNED);
+        size = round_up(wanted < SHORTEST ? SHORTEST : wanted > LONGEST ? LONGEST : wanted, COMPUTED_TOGETHER);
         per_head = (n.queries + size - 1) / size;
     }
     int64_t count() const { return n.batch * n.heads * per_head; }
@@ -60,12 +61,12 @@ template <class T> class Query {
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
-    // Integer locations stay integers, because T does not hold all of them: whole_location() reads them then.
+    // Integer locations stay integers, because T cannot represent all of them: whole_location() reads them.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, IntLanes<T> &x, IntLanes<T> &y) const {
         whole_pairs<Int<T>, LANES>(reinterpret_cast<const int64_t *>(xy) + 2 * sample, x, y);
     }
-    // Instead of locations there may be a reference point, around which a window lies: window_pixel() reads them then.
+    // With a window there are no locations but a reference point: window_pixel() reads it.
     bool has_window() const { return window.exists(); }
     MXD_INLINE void window_pixel(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         window.pixel(reference, maps_.at(sample), sample, x, y);
@@ -111,11 +112,11 @@ template <class T> class QueryReader {
     const Maps<T> &maps() const { return maps_; }
     const Window<T> &window() const { return window_; }
 
-    // The queries of this (batch, head) are read from now on.
+    // Selects a (batch, head), whose queries read() reads.
     void open(int64_t b, int64_t h) {
         const int64_t location_skip = first_level * call.locations.strides[LEVEL];
         const int64_t weight_skip = call.with_logits ? 0 : first_level * call.weights.strides[LEVEL];
-        // with the padding, which is read, too
+        // the padding is read as well
         location_rows =
             call.has_window ? QueryRows(call.reference, b, h, 2) : QueryRows(call.locations, b, h, 2 * padded, location_skip);
         weight_rows = QueryRows(call.weights, b, h, weights_padded, weight_skip);
@@ -140,7 +141,7 @@ template <class T> class QueryReader {
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
-        if (call.with_logits) return read_turned(q, location, query);
+        if (call.with_logits) return read_computed(q, location, query);
         if (whole)
             query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, int64_t(0),
                               static_cast<int64_t *>(query.xy_copy));
@@ -168,9 +169,9 @@ template <class T> class QueryReader {
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
     bool whole = false;                               // locations are whole numbers
 
-    MXD_INLINE void read_turned(int64_t q, const char *location, Query<T> &query) {
-        if (q >= logits.turned_until())
-            logits.turn(q, [&](int64_t i, T *offsets, T *of_logits) { copy_to_turn(i, offsets, of_logits); });
+    MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
+        if (q >= logits.computed_until())
+            logits.compute(q, [&](int64_t i, T *offsets, T *of_logits) { copy_inputs(i, offsets, of_logits); });
         if (call.has_window) {
             query.reference = references_in_place ? reinterpret_cast<const T *>(location)
                                                   : row_as(location, call.reference.dtype, call.reference.strides[COORDINATE],
@@ -181,7 +182,7 @@ template <class T> class QueryReader {
         query.weights = logits.weights(q);
     }
     // A query's offsets and logits, as T, in whole vectors.
-    __attribute__((noinline)) void copy_to_turn(int64_t q, T *offsets, T *of_logits) {
+    __attribute__((noinline)) void copy_inputs(int64_t q, T *offsets, T *of_logits) {
         if (!call.has_window)
             widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
                           offsets);

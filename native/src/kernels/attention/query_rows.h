@@ -15,9 +15,8 @@ constexpr int64_t PREFETCH_QUERIES = 8;
 class QueryRows {
   public:
     QueryRows() {}
-    // `count` contiguous elements a query, from element `skipped` on. Inlined, because a constructor that is called
-    // knows the object's address, and then loops read its members again and again: BEVFormer temporal's gradient of
-    // value took 1.06 of the time (Zen 4).
+    // `count` contiguous elements a query, from element `skipped` on. Always inlined: called, it would have the object's
+    // address, so loops would reload its members: BEVFormer temporal's gradient of value took 1.06 of the time (Zen 4).
     MXD_INLINE QueryRows(const Tensor &t, int64_t b, int64_t h, int64_t count, int64_t skipped = 0)
         : first(reinterpret_cast<int64_t>(mxd::MXD_ISA::at(t, offset_of(t, b, 0, h) + skipped))),
           step(t.strides[QUERY] * element_size(t.dtype)) {
@@ -29,8 +28,8 @@ class QueryRows {
     }
     int64_t bytes_of_query() const { return step; }
     MXD_INLINE char *at(int64_t query) const { return reinterpret_cast<char *>(first + query * step); }
-    // The same, for queries that come one after the other: also prefetches what a later query reads or writes. A write
-    // fetches its line, too.
+    // As at(), for queries in ascending order: also prefetches what a later query reads or writes. A write fetches its
+    // cache line, too.
     template <bool TO_WRITE = false> MXD_INLINE char *at_in_turn(int64_t query) const {
         const int64_t address = first + query * step, from = address + ahead;
         __builtin_prefetch(reinterpret_cast<const void *>(from), TO_WRITE);

@@ -1,6 +1,5 @@
-// The gradient of reference points, which all heads share. Each head has sums of its own, at most as many as value's
-// locations have numbers over num_points or num_levels; they are added in the order of the heads, so that threads do
-// not matter.
+// The gradient of reference points, to which all heads add. Each head has sums of its own, which are added in the order
+// of the heads, so that the bits do not depend on threads.
 #pragma once
 
 #include "kernels/shared/job.h"
@@ -19,7 +18,7 @@ template <class T> class ReferenceSums {
     explicit ReferenceSums(const Job &job)
         : n(job.call.sizes), of_query(numbers(job.call)), all(reinterpret_cast<T *>(job.reference_sums)) {}
 
-    // Queries of this (batch, head) are meant from now on.
+    // Selects a (batch, head).
     void open(int64_t b, int64_t h) { opened = all ? all + (b * n.heads + h) * n.queries * of_query : nullptr; }
     MXD_INLINE T *of(int64_t q) const { return opened ? opened + q * of_query : nullptr; }
 

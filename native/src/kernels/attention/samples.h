@@ -64,7 +64,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
             return reader.with_logits().logit_gradients(q, dot, n.levels * n.points, weights.begin(q));
         if constexpr (Rule<T>::CORNERS == 4)
             if (at_once && !reader.with_logits().has_boxes()) return write_at_once(q, query, reader);
-        if (call.with_logits) return write_turned(q, query, reader);
+        if (call.with_logits) return write_computed(q, query, reader);
         T *grad_xy = xy.begin(q), *grad_weight = weights.begin(q);
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
             Rule<T>::gradients(own, dots, i, xy.of_vector(grad_xy, i), weights.of_vector(grad_weight, i));
@@ -79,11 +79,11 @@ template <class T, template <class> class Rule> class SampleOutputs {
     SampleOutput<T, 3, 2> xy;
     SampleOutput<T, 2, 1> weights;
     ReferenceSums<T> sums;
-    // With logits: whole vectors are written in place, and reference points have no gradient.
+    // With logits, where whole vectors are written in place and reference points have no gradient.
     bool at_once = false;
 
-    // op(first of LANES samples, the query, dot) for all samples of a query. The query is a copy, which stays in
-    // registers while gradients are written.
+    // op(first of LANES samples, the query, dot) for all samples of a query. The query is a local copy, so that the
+    // compiler may keep it in registers across the stores of gradients.
     template <class Op> MXD_INLINE void each_vector(const Query<T> &query, int64_t padded, Op &&op) const {
         const Query<T> own = query;
         const T *dots = dot;
@@ -97,7 +97,7 @@ template <class T, template <class> class Rule> class SampleOutputs {
         });
         reader.with_logits().logit_gradients(q, grad_weight, weights.whole_vectors(), weights.begin(q));
     }
-    __attribute__((noinline)) void write_turned(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
+    __attribute__((noinline)) void write_computed(int64_t q, const Query<T> &query, const QueryReader<T> &reader) {
         const Logits<T> &logits = reader.with_logits();
         T *grad_xy = xy.memory(), *grad_weight = weights.memory();
         each_vector(query, reader.padded, [&](int64_t i, const Query<T> &own, const T *dots) {
@@ -131,10 +131,10 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
         samples.open(b, h);
         this->queries(
             blocks.begin(item), blocks.end(item), [](T *, int64_t, const auto &) {},
-            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 const T *g = grad_output.of(q);
-                dots<V, T>(slot.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
-                samples.write(q, slot.query, this->reader);
+                dots<V, T>(prepared.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
+                samples.write(q, prepared.query, this->reader);
             });
     }
 

@@ -32,7 +32,7 @@ template <class T, template <class> class Rule> class ValueByBands {
     Sizes n;
     QueryReader<T> reader;
     Query<T> query;
-    ScatterList<T> lists[SLOTS];
+    ScatterList<T> lists[IN_FLIGHT];
     T *row;
     Band<T> band;
     BandReach<T> reach;
@@ -46,17 +46,18 @@ template <class T, template <class> class Rule> class ValueByBands {
         reader.open(b, h);
         ahead(
             0, n.queries,
-            [&](int64_t q, int64_t slot) {
+            [&](int64_t q, int64_t prepared) {
                 reader.read(q, query);
-                lists[slot].count = 0;
+                lists[prepared].count = 0;
                 for (int64_t i = 0; i < reader.padded; i += LANES)
                     if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
-                        lists[slot].add(Rule<T>::rows(query, i), band);
+                        lists[prepared].add(Rule<T>::rows(query, i), band);
             },
-            [&](int64_t q, int64_t slot, int64_t next) {
-                const ScatterList<T> &list = lists[slot];
+            [&](int64_t q, int64_t prepared, int64_t next) {
+                const ScatterList<T> &list = lists[prepared];
                 if (list.count > 0)
-                    scatter_add<T>(list.address, list.share, lists[next].address, list.count, n.channels, grad_output.of(q));
+                    scatter_add<T>(list.address, list.coefficient, lists[next].address, list.count, n.channels,
+                                   grad_output.of(q));
             });
     }
 };

@@ -24,9 +24,11 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         const OutputGradient<T> grad_output(call, b, h, this->row);
         open(b, h, call.sizes.levels * part / parts(plan), call.sizes.levels * (part + 1) / parts(plan));
         this->queries(
-            0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
-            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
-                scatter_add<T>(slot.address, slot.share, next.address, this->num_rows, this->n.channels, grad_output.of(q));
+            0, this->n.queries,
+            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
+                scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows, this->n.channels,
+                               grad_output.of(q));
             });
         unpack_as<T, T>(call, plan.packed_gradient, packed, b, h, this->row);
     }

@@ -24,16 +24,17 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
         const Call &call = this->call;
         const int64_t h = item % this->n.heads, b = item / this->n.heads;
         const OutputGradient<T> grad_output(call, b, h, this->row);
-        const OtherRows gradient{open_rows(b, h), reinterpret_cast<int64_t>(this->nowhere)};
+        const OtherRows gradient{open_rows(b, h), reinterpret_cast<int64_t>(this->zero_row)};
         this->reader.open(b, h);
         samples.open(b, h);
         this->queries(
-            0, this->n.queries, [](T *shares, int64_t i, const auto &sampled) { Base::put_shares(shares, i, sampled); },
-            [&](int64_t q, const Slot<T> &slot, const Slot<T> &next) {
+            0, this->n.queries,
+            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 const T *g = grad_output.of(q);
-                dots_and_scatter_add<V, T, !PACKED>(slot.address, slot.share, next.address, gradient, this->num_rows,
-                                                    this->n.channels, g, samples.dot);
-                samples.write(q, slot.query, this->reader);
+                dots_and_scatter_add<V, T, !PACKED>(prepared.address, prepared.coefficient, next.address, gradient,
+                                                    this->num_rows, this->n.channels, g, samples.dot);
+                samples.write(q, prepared.query, this->reader);
             });
         if (PACKED) unpack_as<V, T>(call, levels, packed_gradient, b, h, this->row);
     }
@@ -44,7 +45,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
     SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
-    // From now on rows are those of this head. Returns the distance from a row of value to its gradient's.
+    // Selects the rows of a head. Returns the distance from a row of value to that of its gradient.
     int64_t open_rows(int64_t b, int64_t h) {
         const Call &call = this->call;
         const HeadRows value(call.value, b, h), gradient(call.grad_value, b, h);

@@ -7,7 +7,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Each operation rounds by itself, as in torch, because another pixel is another row.
+// No fused multiply-add: each operation rounds as in torch, because another pixel is another row.
 template <int N, class T> MXD_INLINE Vec<T, N> around_reference(T reference, const T *size, const T *place) {
     return rounded(Vec<T, N>(reference * raw_load<T, N>(size))) + raw_load<T, N>(place);
 }

@@ -1,8 +1,8 @@
-// All arithmetic on rows whose channels come in groups: share[i * groups + g] is the share of group g of row i.
+// All arithmetic on rows whose channels come in groups: coefficient[i * groups + g] is that of group g of row i.
 //
-//   grouped_sum    out    += sum over i of  share[i][group] * row[i]
+//   grouped_sum    out    += sum over i of  coefficient[i][group] * row[i]
 //   grouped_dots   dot[i][group] = sum over the group's channels of  g * row[i]
-//   grouped_add    row[i] += share[i][group] * g
+//   grouped_add    row[i] += coefficient[i][group] * g
 //
 // Lists of rows are as in rows.h, with ROWS_AHEAD addresses more, which are prefetched.
 #pragma once
@@ -39,7 +39,8 @@ template <class T, class Op> inline void for_groups(int64_t groups, int64_t chan
 constexpr int64_t SUM_ROWS = 32;
 
 template <class V, class T, int N, int K, int G>
-inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel, T *out) {
+inline void grouped_sum_piece(const int64_t *address, const T *coefficient, int64_t groups, int64_t n, int64_t channel,
+                              T *out) {
     for (int64_t first = 0; first < n; first += SUM_ROWS) {
         const int64_t end = first + SUM_ROWS < n ? first + SUM_ROWS : n;
         Vec<T, N> sums[G][K] = {};
@@ -47,7 +48,8 @@ inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t gr
             const V *row = row_at<const V>(address[i], channel);
             ask_for<G * PIECE_BYTES<V, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(V)));
             MXD_UNROLL
-            for (int g = 0; g < G; ++g) add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(share[i * groups + g]), sums[g]);
+            for (int g = 0; g < G; ++g)
+                add_row<V, T, N, K>(row + g * K * N, broadcast<T, N>(coefficient[i * groups + g]), sums[g]);
         }
         MXD_UNROLL
         for (int g = 0; g < G; ++g) {
@@ -62,10 +64,11 @@ inline void grouped_sum_piece(const int64_t *address, const T *share, int64_t gr
 }
 
 template <class V, class T>
-inline void grouped_sum(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels, T *out) {
+inline void grouped_sum(const int64_t *address, const T *coefficient, int64_t n, int64_t groups, int64_t channels, T *out) {
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t g, int64_t c) {
         const int64_t first = g * channels + c;
-        grouped_sum_piece<V, T, lanes.value, vectors.value, together.value>(address, share + g, groups, n, first, out + first);
+        grouped_sum_piece<V, T, lanes.value, vectors.value, together.value>(address, coefficient + g, groups, n, first,
+                                                                            out + first);
     });
 }
 
@@ -73,7 +76,7 @@ inline void grouped_sum(const int64_t *address, const T *share, int64_t n, int64
 template <class V, class T, int N, int K, int G>
 inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n, int64_t channel, const T *g, T *dot,
                                bool accumulate) {
-    constexpr int R = G < 4 ? 4 / G : 1; // rows a turn: sums come four at a time
+    constexpr int R = G < 4 ? 4 / G : 1; // rows at once: sums come four at a time
     Vec<T, N> factor[G][K];
     MXD_UNROLL
     for (int group = 0; group < G; ++group) read_factors<V, T, N, K>(g + group * K * N, factor[group]);
@@ -111,7 +114,8 @@ inline void grouped_dots(const int64_t *address, int64_t n, int64_t groups, int6
 }
 
 template <class T, int N, int K, int G>
-inline void grouped_add_piece(const int64_t *address, const T *share, int64_t groups, int64_t n, int64_t channel, const T *g) {
+inline void grouped_add_piece(const int64_t *address, const T *coefficient, int64_t groups, int64_t n, int64_t channel,
+                              const T *g) {
     Vec<T, N> factor[G][K];
     MXD_UNROLL
     for (int v = 0; v < G * K; ++v) factor[v / K][v % K] = load<T, N>(g + v * N);
@@ -120,7 +124,7 @@ inline void grouped_add_piece(const int64_t *address, const T *share, int64_t gr
         ask_for<G * PIECE_BYTES<T, N, K>>(address[i + ROWS_AHEAD] + channel * int64_t(sizeof(T)));
         MXD_UNROLL
         for (int group = 0; group < G; ++group) {
-            const Vec<T, N> s = broadcast<T, N>(share[i * groups + group]);
+            const Vec<T, N> s = broadcast<T, N>(coefficient[i * groups + group]);
             MXD_UNROLL
             for (int k = 0; k < K; ++k) {
                 T *to = row + (group * K + k) * N;
@@ -131,10 +135,11 @@ inline void grouped_add_piece(const int64_t *address, const T *share, int64_t gr
 }
 
 template <class T>
-inline void grouped_add(const int64_t *address, const T *share, int64_t n, int64_t groups, int64_t channels, const T *g) {
+inline void grouped_add(const int64_t *address, const T *coefficient, int64_t n, int64_t groups, int64_t channels, const T *g) {
     for_groups<T>(groups, channels, [&](auto lanes, auto vectors, auto together, int64_t group, int64_t c) {
         const int64_t first = group * channels + c;
-        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, share + group, groups, n, first, g + first);
+        grouped_add_piece<T, lanes.value, vectors.value, together.value>(address, coefficient + group, groups, n, first,
+                                                                         g + first);
     });
 }
 

@@ -40,7 +40,7 @@ template <class Mask> MXD_INLINE bool any(Mask mask) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// For each choice of four lanes, a bit for each: those lanes first, by their number; and the same in halves of a lane.
+// For each set of four lanes, a bit for each: a shuffle that puts those lanes first; and one in halves of a lane.
 struct KeptLanes {
     int32_t lanes[16][4], halves[16][8];
 
@@ -59,15 +59,15 @@ constexpr KeptLanes KEPT;
 
 // Compress-store: kept lanes first. Always writes four; returns how many are kept.
 template <class T, class Mask>
-MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share, int64_t *addresses, T *shares) {
+MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> coefficient, int64_t *addresses, T *coefficients) {
 #if defined(__AVX512F__)
     __mmask8 kept;
     if constexpr (same_type<T, float>) {
         kept = _mm_movepi32_mask((__m128i)mask);
-        _mm_storeu_ps(shares, _mm_maskz_compress_ps(kept, (__m128)share));
+        _mm_storeu_ps(coefficients, _mm_maskz_compress_ps(kept, (__m128)coefficient));
     } else {
         kept = _mm256_movepi64_mask((__m256i)mask);
-        _mm256_storeu_pd(shares, _mm256_maskz_compress_pd(kept, (__m256d)share));
+        _mm256_storeu_pd(coefficients, _mm256_maskz_compress_pd(kept, (__m256d)coefficient));
     }
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), _mm256_maskz_compress_epi64(kept, (__m256i)address));
     return __builtin_popcount(kept);
@@ -82,9 +82,9 @@ MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share,
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(addresses), first);
     if constexpr (same_type<T, float>) {
         const __m128i lanes = _mm_loadu_si128(reinterpret_cast<const __m128i *>(KEPT.lanes[kept]));
-        _mm_storeu_ps(shares, _mm_permutevar_ps((__m128)share, lanes));
+        _mm_storeu_ps(coefficients, _mm_permutevar_ps((__m128)coefficient, lanes));
     } else {
-        _mm256_storeu_pd(shares, (__m256d)_mm256_permutevar8x32_epi32((__m256i)share, halves));
+        _mm256_storeu_pd(coefficients, (__m256d)_mm256_permutevar8x32_epi32((__m256i)coefficient, halves));
     }
     return __builtin_popcount(unsigned(kept));
 #else
@@ -92,7 +92,7 @@ MXD_INLINE int64_t put_kept(Mask mask, Vec<int64_t, 4> address, Vec<T, 4> share,
     MXD_UNROLL
     for (int lane = 0; lane < 4; ++lane) {
         addresses[count] = address[lane];
-        shares[count] = share[lane];
+        coefficients[count] = coefficient[lane];
         count -= mask[lane];
     }
     return count;

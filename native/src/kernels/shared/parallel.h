@@ -53,10 +53,10 @@ constexpr int64_t STAGE_CHUNKS = 64;
 
 struct Nothing {};
 
-// What the threads of a loop share. Units are chunks and items, numbered stage by stage, and taken one by one. Who
-// takes a unit waits until those that come before its stage, or before its stage's items, are done. They were taken
-// before it, by threads that are at work. So the loop ends for any number of threads, also if bodies run one after the
-// other. Begin may be Nothing: then there are no chunks, and nobody waits.
+// The state that the threads of a loop share. Units are chunks and items, numbered stage by stage, and taken one by one.
+// A thread that takes a unit waits until the units before its stage, or before its stage's items, are done. They were
+// taken earlier, by threads that are running, so the loop ends for any number of threads, even if bodies run one after
+// the other. Begin may be Nothing: then there are no chunks, and no thread waits.
 template <class Worker, class Args, class Begin> struct Loop {
     int64_t stages, per_stage;
     const Args &args;

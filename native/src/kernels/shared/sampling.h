@@ -1,4 +1,4 @@
-// The one bilinear sample: its four corners, which of them lie on the map, and the share of each.
+// The one bilinear sample: its four corners, which of them lie on the map, and the bilinear coefficient of each.
 #pragma once
 
 #include "kernels/shared/parallel.h"
@@ -18,7 +18,7 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Of a query and head.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
-// The maps that LANES samples are taken from. All that is known of them lies together, so that one register finds it.
+// The maps that LANES samples are taken from. All facts about them lie together, so that one register addresses them.
 template <class T> struct MapLanes {
     T width[LANES], height[LANES];
     Int<T> row[LANES];                   // pixels of a row
@@ -90,9 +90,9 @@ template <class T> class BandReach {
     T *first_y, *last_y;
 };
 
-// The share of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
+// The coefficient of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
 // distances from corner 0, lw and lh.
-template <class Real> MXD_INLINE Real corner_share(int k, Real right, Real below) {
+template <class Real> MXD_INLINE Real corner_coefficient(int k, Real right, Real below) {
     return (k & 1 ? right : 1 - right) * (k & 2 ? below : 1 - below);
 }
 
@@ -103,7 +103,7 @@ template <class T> struct Corners {
     IntLanes<T> row;              // pixels of a row
     RealLanes<T> right, below;    // 0 where not valid
 
-    RealLanes<T> share(int k) const { return corner_share(k, right, below); }
+    RealLanes<T> coefficient(int k) const { return corner_coefficient(k, right, below); }
 };
 
 // x, y in pixels. A sample is valid when -1 < x < width and -1 < y < height, which a NaN is not.
@@ -142,11 +142,11 @@ template <class T> MXD_INLINE void store_pairs(T *xy, RealLanes<T> x, RealLanes<
     memcpy(xy + LANES, &b, sizeof b);
 }
 
-// The rows that LANES samples read: which of them are on the map, and the share of each in the output.
+// The rows that LANES samples read: which of them are on the map, and the coefficient of each in the output.
 template <class T, int CORNERS> struct SampledRows {
     IntLanes<T> inside[CORNERS], pixel[CORNERS];
-    IntLanes<T> row;             // pixels of a row of the map
-    RealLanes<T> share[CORNERS]; // 0 where not inside
+    IntLanes<T> row;                   // pixels of a row of the map
+    RealLanes<T> coefficient[CORNERS]; // 0 where not inside
 };
 
 // Lists of rows take ROWS samples at a time, corner by corner: corner k of sample i is entry_of<CORNERS>(i, k). Summing
@@ -155,7 +155,7 @@ template <int CORNERS> inline int64_t entry_of(int64_t sample, int k) {
     return (sample / ROWS * CORNERS + k) * ROWS + sample % ROWS;
 }
 
-// The same for i a multiple of ROWS, without divisions.
+// entry_of for i a multiple of ROWS, without divisions.
 template <int CORNERS> MXD_INLINE int64_t first_entry_of(int64_t i, int k) { return i * CORNERS + k * ROWS; }
 
 // The LANES entries of one corner of samples i..i+LANES-1, i a multiple of ROWS.
@@ -193,14 +193,14 @@ MXD_INLINE void find_addresses(const Sampled &sampled, AddressLanes base, Addres
 inline bool is_far(int64_t step) { return step != int32_t(step); }
 
 // The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
-// lies at `nowhere`, a row of zeros. A share of 0 for some row of the map would not do: 0 * infinity is NaN.
+// lies at the zero row. A coefficient of 0 for some row of the map would not do: 0 * infinity is NaN.
 struct RowAddresses {
-    int64_t *base, *stride, nowhere;
+    int64_t *base, *stride, zero_row;
     bool far = false; // some stride is
 
-    RowAddresses(Arena &arena, int64_t samples, const void *nowhere_at)
+    RowAddresses(Arena &arena, int64_t samples, const void *zero_row_at)
         : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
-          nowhere(reinterpret_cast<int64_t>(nowhere_at)) {}
+          zero_row(reinterpret_cast<int64_t>(zero_row_at)) {}
 
     void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
         for (int64_t i = first; i < last; ++i) {
@@ -213,10 +213,10 @@ struct RowAddresses {
     template <int CORNERS, class Sampled> MXD_INLINE void put(int64_t *list, int64_t i, const Sampled &sampled) const {
         AddressLanes address[CORNERS];
         find_addresses(sampled, raw_load<int64_t, LANES>(base + i), raw_load<int64_t, LANES>(stride + i), far, address);
-        const AddressLanes off_map = broadcast<int64_t, LANES>(nowhere);
+        const AddressLanes off_map = broadcast<int64_t, LANES>(zero_row);
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k) {
-            if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is nowhere for padding
+            if constexpr (CORNERS == 1) // a clamped pixel is always on its map, and base is the zero row for padding
                 put_entries<CORNERS>(list, i, k, address[k]);
             else
                 put_entries<CORNERS>(list, i, k, choose(sampled.inside[k], address[k], off_map));
@@ -239,7 +239,7 @@ template <class Real> struct CornerSlopes {
 
     MXD_INLINE CornerSlopes(const Real (&d)[4], Real right, Real below) : sample{} {
         MXD_UNROLL
-        for (int k = 0; k < 4; ++k) sample += corner_share(k, right, below) * d[k];
+        for (int k = 0; k < 4; ++k) sample += corner_coefficient(k, right, below) * d[k];
         dx = (1 - below) * (d[1] - d[0]) + below * (d[3] - d[2]);
         dy = (1 - right) * (d[2] - d[0]) + right * (d[3] - d[1]);
     }
@@ -264,12 +264,13 @@ template <class T, class Sampled, class B> MXD_INLINE IntLanes<T> in_band(const 
 // The rows of one query that a band holds, in one list without gaps.
 template <class T> struct ScatterList {
     int64_t *address;
-    T *share;
+    T *coefficient;
     int64_t count = 0;
 
     // Room for LANES entries more: add() writes an entry before it knows whether it stays. Addresses are prefetched
     // before the first is written.
-    ScatterList(Arena &arena, int64_t n) : address(arena.zeros<int64_t>(4 * n + LANES)), share(arena.take<T>(4 * n + LANES)) {}
+    ScatterList(Arena &arena, int64_t n)
+        : address(arena.zeros<int64_t>(4 * n + LANES)), coefficient(arena.take<T>(4 * n + LANES)) {}
 
     // Entries keep the order of lists of rows: ROWS samples at a time, corner by corner. Callers begin at the same
     // samples for all bands, so the order does not depend on where bands are cut.
@@ -296,8 +297,8 @@ template <class T> struct ScatterList {
         int64_t n = count;
         MXD_UNROLL
         for (int k = 0; k < CORNERS; ++k)
-            n += put_kept<T>(four_of<FIRST>(mine[k]), four_of<FIRST>(to[k]), four_of<FIRST>(rows.share[k]), address + n,
-                             share + n);
+            n += put_kept<T>(four_of<FIRST>(mine[k]), four_of<FIRST>(to[k]), four_of<FIRST>(rows.coefficient[k]), address + n,
+                             coefficient + n);
         count = n;
     }
 };

@@ -82,7 +82,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> first_of(const T *row, int64_t co
     return lanes_below<T, N>(count) ? raw_load<T, N>(row) : broadcast<T, N>(-T(__builtin_inf()));
 }
 
-// The same as softmax for rows of at most LANES numbers, half a vector: two rows share one.
+// softmax for rows of at most LANES numbers, half a vector: two rows lie in one.
 template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, LANES> Half;
     struct Two {
@@ -96,7 +96,7 @@ template <class T> MXD_INLINE void softmax_of_halves(const T *const (&rows)[4], 
         store<T, LANES>(weights[r + 1], both.second);
     }
 }
-// For rows of at most 4 numbers where vectors hold 16: all four rows share one.
+// softmax for rows of at most 4 numbers where vectors hold 16: all four rows lie in one.
 template <class T> MXD_INLINE void softmax_of_fours(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     typedef Vec<T, 4> Four;
     struct All {
@@ -135,15 +135,15 @@ MXD_INLINE void softmax_of_vectors(const T *const (&rows)[4], int64_t count, T *
             sums[r] += e;
         }
     }
-    const Vec<T, 4> share = 1 / sums_of_four<T, N>(sums);
+    const Vec<T, 4> coefficient = 1 / sums_of_four<T, N>(sums);
     for (int64_t i = 0; i < last; i += N) {
         MXD_UNROLL
-        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * share[r]);
+        for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + i, raw_load<T, N>(weights[r] + i) * coefficient[r]);
     }
     MXD_UNROLL
-    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * share[r]);
+    for (int r = 0; r < 4; ++r) store<T, N>(weights[r] + last, tail[r] * coefficient[r]);
 }
-// By itself: it is long, and few models need it.
+// Not inlined: it is long, and few models need it.
 template <class T>
 __attribute__((noinline)) void softmax_of_any(const T *const (&rows)[4], int64_t count, T *const (&weights)[4]) {
     softmax_of_vectors<T, 0>(rows, count, weights);

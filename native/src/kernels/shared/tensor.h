@@ -63,7 +63,7 @@ template <int AXES> struct SomeAxes {
         }
     }
 
-    // Of the first of these axes, only so many are meant.
+    // Reads only so many of the first of these axes.
     void shorten(int64_t size) { *shape = size; }
 
     MXD_INLINE int64_t count() const {
@@ -83,7 +83,7 @@ template <int AXES> struct SomeAxes {
     }
 
     template <class T> void read(int64_t offset, T *to) const { read_at(at(tensor, offset), to); }
-    // From the element at this address. One run of 16 bits goes round two calls that take as long as 48 elements.
+    // From the element at this address. One run of 16 bits is widened here: two calls more cost as much as 48 elements.
     template <class T> MXD_INLINE void read_at(const char *from, T *to) const {
         if constexpr (same_type<T, float>) {
             if (contiguous && tensor.dtype == MXD_BFLOAT16)

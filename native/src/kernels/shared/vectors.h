@@ -108,7 +108,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> raw_load(const void *from) {
     return v;
 }
 
-// x as it would be in memory: the compiler cannot make one operation of what gave it and what uses it.
+// Hides x from the optimiser, which then cannot fuse the operation that made it with the one that uses it.
 template <class V> MXD_INLINE V rounded(V x) {
 #if defined(__AVX2__)
     if constexpr (sizeof(V) <= VECTOR_BYTES) {
@@ -120,7 +120,7 @@ template <class V> MXD_INLINE V rounded(V x) {
     return x;
 }
 
-// x is worked out here. Clang puts sums on ARM off until their terms no longer fit into the registers.
+// Forces x to be computed here. On ARM, Clang delays sums until their terms no longer fit into the registers.
 template <class V> MXD_INLINE void finish(V &x) {
 #if defined(__aarch64__)
     __asm__ volatile("" : "+w"(x) : : "memory");

@@ -63,7 +63,7 @@ template <bool ROUND, int N, class Real> MXD_INLINE auto whole_or_largest(Real x
     typedef Vec<Int, N> Ints;
     constexpr T TOO_LARGE = sizeof(T) == 4 ? T(0x1p31) : T(0x1p63); // no integer from here on
 #if defined(__AVX2__)
-    // What does not fit becomes the least integer, whose bits are those of the largest turned round.
+    // What does not fit becomes the least integer, whose bits are the complement of the largest's.
     if constexpr (same_type<Real, Vec<float, 4>>)
         return Ints(ROUND ? _mm_cvtps_epi32((__m128)x) : _mm_cvttps_epi32((__m128)x)) ^ (x >= TOO_LARGE);
     if constexpr (same_type<Real, Vec<float, 8>>)

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kernels/attention/packing.h"
-#include "kernels/window/queries.h"
+#include "kernels/heads_together/queries.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -27,9 +27,9 @@ template <class V, class T> class WindowGradients {
         open(b, h);
         const QueryRows grad_output(call.grad_output, b, h, heads * n.channels);
         const QueryRows grad_logits(call.grad_weights, b, h, heads * samples());
-        queries.go_through(0, n.queries, [&](int64_t q, const WindowSlot<T> &slot) __attribute__((always_inline)) {
-            add_rows(slot, grad_output.at_in_turn(q));
-            write_logits(slot, grad_logits.template at_in_turn<true>(q));
+        queries.go_through(0, n.queries, [&](int64_t q, const PreparedHeads<T> &prepared) __attribute__((always_inline)) {
+            add_rows(prepared, grad_output.at_in_turn(q));
+            write_logits(prepared, grad_logits.template at_in_turn<true>(q));
         });
         close(b, h);
     }
@@ -66,23 +66,23 @@ template <class V, class T> class WindowGradients {
     }
 
     // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
-    MXD_INLINE void add_rows(const WindowSlot<T> &slot, const char *grad_output) {
+    MXD_INLINE void add_rows(const PreparedHeads<T> &prepared, const char *grad_output) {
         const Tensor &t = call.grad_output;
         const int64_t step = t.strides[HEAD] * element_size(t.dtype), address_step = queries.address_step,
                       weight_step = queries.weight_step, dot_step = dots_of_head(n);
         const SameDistance gradient{packed_gradient - packed_value};
         for (int64_t h = 0; h < heads; ++h) {
             const T *g = row_as(grad_output + h * step, t.dtype, t.strides[CHANNEL], n.channels, row);
-            const int64_t *address = slot.address + h * address_step;
-            dots_and_scatter_add<V, T, false>(address, slot.weights + h * weight_step, address, gradient, queries.num_rows,
+            const int64_t *address = prepared.address + h * address_step;
+            dots_and_scatter_add<V, T, false>(address, prepared.weights + h * weight_step, address, gradient, queries.num_rows,
                                               n.channels, g, dots + h * dot_step);
         }
     }
-    MXD_INLINE void write_logits(const WindowSlot<T> &slot, char *to) {
+    MXD_INLINE void write_logits(const PreparedHeads<T> &prepared, char *to) {
         const bool in_place = axes.contiguous && call.grad_weights.dtype == OWN<T> && samples() % LANES == 0;
         T *const out = in_place ? reinterpret_cast<T *>(to) : of_logits;
         for (int64_t h = 0; h < heads; ++h)
-            softmax_gradient<T>(slot.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n), samples(),
+            softmax_gradient<T>(prepared.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n), samples(),
                                 out + h * samples());
         if (!in_place) axes.write_at(to, of_logits);
     }

@@ -1,8 +1,8 @@
 // The forward direction of geometric_kernel_attention_with_logits: the heads of a query one after the other.
 #pragma once
 
+#include "kernels/heads_together/queries.h"
 #include "kernels/shared/job.h"
-#include "kernels/window/queries.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -13,10 +13,10 @@ template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
     WindowForward(const Job &job, Arena &arena)
-        : call(job.call), widened(job.packed_value), n(call.sizes), nowhere(arena.zeros<T>(n.channels)),
+        : call(job.call), widened(job.packed_value), n(call.sizes), zero_row(arena.zeros<T>(n.channels)),
           sums(arena.take<V>(n.heads * n.channels)),
           queries(
-              call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(), nowhere,
+              call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(), zero_row,
               arena) {}
 
     void operator()(int64_t item) {
@@ -28,8 +28,8 @@ template <class V, class T> class WindowForward {
             return widened + h * n.channels * int64_t(sizeof(T));
         });
         const QueryRows outputs(output, b, 0, n.heads * n.channels);
-        queries.go_through(begin, end, [&](int64_t q, const WindowSlot<T> &slot) __attribute__((always_inline)) {
-            sum_rows(slot, outputs.at(q));
+        queries.go_through(begin, end, [&](int64_t q, const PreparedHeads<T> &prepared) __attribute__((always_inline)) {
+            sum_rows(prepared, outputs.at(q));
         });
     }
 
@@ -37,8 +37,8 @@ template <class V, class T> class WindowForward {
     const Call &call;
     const char *widened; // rows of the batch that is worked on
     Sizes n;
-    T *nowhere; // a row of zeros
-    V *sums;    // where output has another dtype or stride
+    T *zero_row; // a row of zeros
+    V *sums;     // where output has another dtype or stride
     WindowQueries<T, true> queries;
 
     // Bytes from a head's row to its next.
@@ -51,7 +51,7 @@ template <class V, class T> class WindowForward {
         return wanted < 1 ? 1 : wanted;
     }
 
-    MXD_INLINE void sum_rows(const WindowSlot<T> &slot, char *to) {
+    MXD_INLINE void sum_rows(const PreparedHeads<T> &prepared, char *to) {
         const Tensor &output = call.output;
         const bool in_place = output.dtype == call.value.dtype && output.strides[CHANNEL] == 1;
         V *const out = in_place ? reinterpret_cast<V *>(to) : sums;
@@ -59,8 +59,8 @@ template <class V, class T> class WindowForward {
                       address_step = queries.address_step, weight_step = queries.weight_step;
         for_pieces<T>(n.channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
             for (int64_t h = 0; h < heads; ++h)
-                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(slot.address + h * address_step,
-                                                                               slot.weights + h * weight_step, nullptr,
+                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(prepared.address + h * address_step,
+                                                                               prepared.weights + h * weight_step, nullptr,
                                                                                FarRows{}, num_rows, c, out + h * step + c);
         });
         if (!in_place) write_sums(to);

@@ -1,5 +1,5 @@
-// The queries of geometric_kernel_attention_with_logits, all heads together: reference points, logits and results of a
-// query lie side by side, and what is known of a window serves all heads.
+// The queries of geometric_kernel_attention_with_logits, several heads together: reference points, logits and results of
+// a query lie side by side, and all heads read the same window.
 #pragma once
 
 #include "kernels/attention/query_rows.h"
@@ -12,15 +12,15 @@ namespace {
 // Samples whose pixels are found together.
 template <class T> constexpr int PIXELS = VECTOR_BYTES / int(sizeof(T)) >= 8 ? 8 : 4;
 
-// What is known of PIXELS samples before a reference point is: their places in the window, and their maps. Bytes are
-// counted from the first row of a head.
+// What PIXELS samples have for every reference point: their places in the window, and their maps. Bytes are counted from
+// the first row of a head.
 template <class T> struct WindowLanes {
     T width[PIXELS<T>], height[PIXELS<T>], x[PIXELS<T>], y[PIXELS<T>];
     Int<T> last_x[PIXELS<T>], last_y[PIXELS<T>], bytes_of_row[PIXELS<T>], bytes_of_pixel[PIXELS<T>], start[PIXELS<T>];
 };
 
 // A query between prepare and finish.
-template <class T> struct WindowSlot {
+template <class T> struct PreparedHeads {
     int64_t *address; // of rows, head by head, padded
     T *weights;       // the same
 };
@@ -35,7 +35,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
 
   public:
     int64_t num_rows;     // of a query and head, padded with rows of zeros
-    int64_t address_step; // from head to head in a slot
+    int64_t address_step; // from head to head of a prepared query
     int64_t weight_step;
 
     // heads: that go together. first_row(level): bytes from a head's first row to the level's; step: from row to row.
@@ -43,8 +43,8 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     WindowQueries(const Call &c, const Sizes &sizes, int64_t num_heads, FirstRow &&first_row, int64_t step,
                   const void *row_of_zeros, Arena &arena)
         : num_rows(round_up(sizes.levels * sizes.points, ROWS)), address_step(vectors(sizes) * N),
-          weight_step(padded_weights(sizes)), call(c), n(sizes), heads(num_heads), together(turned_together(num_heads)),
-          samples(n.levels * n.points), nowhere(reinterpret_cast<int64_t>(row_of_zeros)),
+          weight_step(padded_weights(sizes)), call(c), n(sizes), heads(num_heads), together(computed_together(num_heads)),
+          samples(n.levels * n.points), zero_row(reinterpret_cast<int64_t>(row_of_zeros)),
           lanes(arena.take<WindowLanes<T>>(vectors(n))), base(arena.take<int64_t>(heads * address_step)),
           references(c.reference, {HEAD, COORDINATE}), logits(c.weights, {HEAD, LEVEL, POINT}),
           reference_copy(arena.take<T>(2 * heads)) {
@@ -55,31 +55,32 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             head_of_row[i] = i - query_of_row[i] * heads;
         }
         for (int64_t i = 0; i < 2 * together; ++i)
-            slots[i] = {arena.zeros<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
+            prepared_queries[i] = {arena.zeros<int64_t>(heads * address_step), arena.take<T>(num_weights(n, heads))};
         for (int64_t i = 0; i < together; ++i) // zeros: whole vectors are read, of which not all is written
             logit_copies[i] = arena.zeros<T>(num_logits(n, heads));
         for (int64_t i = 0; i < (arena.counts ? 0 : address_step); ++i) set_lane(i, first_row, step);
         references_in_place = c.reference.dtype == OWN<T> && references.contiguous;
         last_in_place = c.weights.dtype == OWN<T> && logits.contiguous ? last_in_vectors() : -1;
     }
-    MXD_INLINE const WindowSlot<T> &slot(int64_t q) const { return slots[q & (ALL_HEADS ? 1 : 2 * together - 1)]; }
+    MXD_INLINE const PreparedHeads<T> &prepared(int64_t q) const {
+        return prepared_queries[q & (ALL_HEADS ? 1 : 2 * together - 1)];
+    }
 
-    // From now on the queries of this batch are meant, and `heads` heads from h on. rows_of(i): the first row of head
-    // h + i.
+    // Selects a batch and `heads` heads from h on. rows_of(i): the first row of head h + i.
     template <class RowsOf> void open(int64_t b, int64_t h, RowsOf &&rows_of) {
         for (int64_t i = 0; i < heads; ++i)
             for (int64_t s = 0; s < address_step; ++s)
-                base[i * address_step + s] = s < samples ? reinterpret_cast<int64_t>(rows_of(i)) : nowhere;
+                base[i * address_step + s] = s < samples ? reinterpret_cast<int64_t>(rows_of(i)) : zero_row;
         reference_rows = QueryRows(call.reference, b, h, 2 * heads);
         logit_rows = QueryRows(call.weights, b, h, heads * samples);
     }
-    // finish(query, its slot) for queries begin..end-1. Each is prepared while one before it is finished.
+    // finish(query, it as prepared) for queries begin..end-1. Each is prepared while one before it is finished.
     template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
         int64_t ready = begin;
         for (int64_t q = begin; q < end; ++q) {
             if (q == begin) ready = prepare(ready, end);
             if (q + 1 == ready && ready < end) ready = prepare(ready, end);
-            finish(q, slot(q));
+            finish(q, prepared(q));
         }
     }
 
@@ -89,9 +90,9 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t heads;
     int64_t together; // queries that are prepared together: a power of two
     int64_t samples;  // of a query and head
-    int64_t nowhere;  // the address of a row of zeros
+    int64_t zero_row; // the address of a row of zeros
     WindowLanes<T> *lanes;
-    int64_t *base; // of the first row of each head, for each sample; nowhere for padding
+    int64_t *base; // of the first row of each head, for each sample; the zero row for padding
     SomeAxes<2> references;
     SomeAxes<3> logits;
     T *reference_copy, *logit_copies[SOFTMAX_ROWS]; // of queries that cannot be read as they lie
@@ -99,9 +100,9 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t last_in_place = -1; // the last query whose logits are read as they lie
     QueryRows reference_rows, logit_rows;
     int64_t query_of_row[SOFTMAX_ROWS], head_of_row[SOFTMAX_ROWS]; // of a softmax
-    WindowSlot<T> slots[2 * SOFTMAX_ROWS];
+    PreparedHeads<T> prepared_queries[2 * SOFTMAX_ROWS];
 
-    static int64_t turned_together(int64_t heads) { return ALL_HEADS || heads > 2 ? 1 : SOFTMAX_ROWS / heads; }
+    static int64_t computed_together(int64_t heads) { return ALL_HEADS || heads > 2 ? 1 : SOFTMAX_ROWS / heads; }
     static int64_t vectors(const Sizes &n) { return (n.levels * n.points + N - 1) / N; }
     static int64_t padded_weights(const Sizes &n) { return round_up(n.levels * n.points, SOFTMAX_LANES<T>); }
     static int64_t num_weights(const Sizes &n, int64_t heads) {
@@ -112,16 +113,17 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     // Returns how far queries are prepared.
     MXD_INLINE int64_t prepare(int64_t q, int64_t end) const {
         const int64_t together = ALL_HEADS ? 1 : this->together, last = q + together < end ? q + together : end;
-        for (int64_t i = q; i < last; ++i) find_rows(reference_of(i), slot(i).address);
+        for (int64_t i = q; i < last; ++i) find_rows(reference_of(i), prepared(i).address);
         const T *from[SOFTMAX_ROWS];
         for (int64_t i = 0; i < together; ++i) from[i] = logits_of(q + i < last ? q + i : q, logit_copies[i]);
         for (int64_t first = 0; first < heads; first += SOFTMAX_ROWS) {
             const T *row[SOFTMAX_ROWS];
             T *to[SOFTMAX_ROWS];
-            for (int64_t i = 0; i < SOFTMAX_ROWS; ++i) { // what has no head is the last head's, and goes to room of its own
+            for (int64_t i = 0; i < SOFTMAX_ROWS;
+                 ++i) { // rows without a head repeat the last head's, and go to memory that is not read
                 const int64_t query = ALL_HEADS ? 0 : query_of_row[i], h = first + (ALL_HEADS ? i : head_of_row[i]);
                 row[i] = from[query] + (h < heads ? h : heads - 1) * samples;
-                to[i] = slot(q + query).weights + h * weight_step;
+                to[i] = prepared(q + query).weights + h * weight_step;
             }
             softmax<T>(row, samples, to);
         }
