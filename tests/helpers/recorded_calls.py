@@ -1,0 +1,55 @@
+"""Recordings made by hand: calls with results that are right or have a fault, and `mx-driving replay` of them."""
+
+from __future__ import annotations
+
+import json
+
+import cases
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from mx_driving.cli.app import app
+from mx_driving_portable import record
+
+A, G, M = cases.AGGREGATION, cases.GEOMETRIC, cases.MULTI_SCALE
+NAMES = ("value", "shapes", "starts", "locations", "weights")
+
+
+def replay(*args):
+    return CliRunner().invoke(app, ["replay", *map(str, args)])
+
+
+def call(operator, dtype=torch.float32):
+    """The inputs and grad_output of a call, in a dtype that a device has."""
+    inputs = {
+        cases.MULTI_SCALE: lambda: cases.multi_scale(2, 30, 8, 3, [(14, 26), (8, 13)], 3),
+        cases.AGGREGATION: lambda: cases.aggregation(2, 30, 3, 8, 2, [[(14, 26), (8, 13)], [(15, 24), (3, 12)]]),
+        cases.GEOMETRIC: lambda: cases.geometric(2, 30, 8, 3, [(14, 26), (8, 13)], 3, integral=False),
+    }[operator]()
+    inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
+    return inputs, cases.grad_for(operator, inputs).to(dtype)
+
+
+def computed(operator, inputs, grad):
+    """What a device gives: numpy's truth in the value's dtype."""
+    results = [torch.from_numpy(t).to(inputs[0].dtype) for t in cases.truth_of(operator, inputs, grad).results]
+    names = ["grad_" + NAMES[i] for i in cases.DIFFERENTIABLE[operator]]
+    return dict(zip(("output", *names), results, strict=True))
+
+
+def save(folder, operator, inputs, grad, results, name="call-000000", form=record.FORMAT, **more):
+    folder.mkdir(exist_ok=True)
+    about = {
+        "function": "device.function",
+        "operator": operator,
+        "index": 0,
+        "device": "npu:0",
+        "caller": "/a/train.py:7",
+        **more,
+    }
+    tensors = {**dict(zip(NAMES, inputs, strict=True)), "output": results["output"]}
+    gradients = {"grad_output": grad, **{key: t for key, t in results.items() if key != "output"}}
+    metadata = {"format": str(form), "call": json.dumps(about)}
+    for ending, some in (("", tensors), ("-gradients", gradients)):
+        save_file({key: t.contiguous() for key, t in some.items()}, folder / f"{name}{ending}.safetensors", metadata)

@@ -1,0 +1,331 @@
+"""`mx-driving replay` reads all that can be read, and says in a sentence what cannot."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import types
+
+import cases
+import fuzz_recordings
+import pytest
+import torch
+from recorded_calls import NAMES, M, call, computed, replay, save
+from safetensors.torch import save_file
+
+import mx_driving
+from mx_driving._installing import pip_install
+from mx_driving.replay import judge
+from mx_driving_portable import record
+
+
+@pytest.fixture(autouse=True)
+def _wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def off_by_one(results):
+    return {name: t + 1 for name, t in results.items()}
+
+
+def spoil(folder, name, what):
+    file = folder / f"{name}.safetensors"
+    (inputs, grad), more = call(M), {}
+    results = computed(M, inputs, grad)
+    tensors = {**dict(zip(NAMES, inputs, strict=True)), **results, "grad_output": grad}
+    if what == "cut":
+        file.write_bytes(file.read_bytes()[:1000])
+        return
+    if what == "empty":
+        file.write_bytes(b"")
+        return
+    if what == "no locations":
+        del tensors["locations"]
+    if what == "weights":
+        tensors["weights"] = tensors["weights"][:, :-1].contiguous()
+    if what == "table":
+        tensors["starts"] = tensors["starts"] + 5
+    if what == "output":
+        tensors["output"] = tensors["output"][:, :-1].contiguous()
+    if what == "operator":
+        more["operator"] = "convolution"
+    about = {"operator": M, **more}
+    metadata = {"format": "7" if what == "format" else "1", "call": json.dumps(about)}
+    save_file(tensors, file, None if what == "foreign" else metadata)
+
+
+BAD = {
+    "cut": "call-000001.safetensors must be a whole file that record.py wrote; got",
+    "empty": "call-000001.safetensors must be a whole file that record.py wrote; got",
+    "format": "call-000001.safetensors must have format 1, the one that this version reads; got 7",
+    "foreign": "call-000001.safetensors must have format 1, the one that this version reads; got none",
+    "no locations": "call-000001 must hold locations; got grad_locations, grad_output, grad_value, grad_weights, output",
+    "weights": "call-000001 must be a legal call of multi_scale_deformable_attn; got attention_weights must have shape",
+    "table": "call-000001 must be a legal call of multi_scale_deformable_attn; got value_level_start_index[1] must leave room",
+    "output": "output of call-000001 must be floating, of shape (2, 30, 24); got (2, 29, 24) float32",
+    "operator": "the operator of call-000001 must be one of the three; got convolution",
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_read_is_said_and_all_else_is_judged(what, tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    for name in ("call-000000", "call-000001", "call-000002"):
+        save(folder, M, inputs, grad, computed(M, inputs, grad), name)
+    spoil(folder, "call-000001", what)
+    found = replay(folder)
+    assert found.exit_code == 1
+    assert f"not read: {BAD[what]}" in found.output
+    judged = set(re.findall(r"│ (call-\d+) ", found.output))
+    assert {"call-000000", "call-000002"} <= judged
+    assert ("call-000001" in judged) == (what == "output")  # its gradients can be judged
+    assert "Traceback" not in found.output
+
+
+def not_read(folder):
+    """The sentences about what was not read, where call-000000 is right."""
+    found = replay(folder)
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert found.exit_code == 1
+    assert "│ call-000000 " in found.output
+    return re.findall("not read: (.*)", found.output)
+
+
+EDITED = {
+    "a list": ([], "what call-000001 says about its call must be a table; got list"),
+    "text": ("text", "what call-000001 says about its call must be a table; got str"),
+    "null": (None, "what call-000001 says about its call must be a table; got NoneType"),
+    "no operator": ({"index": 3}, "call-000001 must name its operator; got index"),
+    "operator": ({"operator": [M]}, "the operator of call-000001 must be one of the three; got ['multi_scale_"),
+    "with logits": ({"operator": M + "_with_logits"}, "the operator of call-000001 must be one of the three; got multi_scale"),
+    "caller": ({"caller": {"file": 7}}, "the caller of call-000001 must be text; got {'file': 7}"),
+    "function": ({"function": None}, "the function of call-000001 must be text; got None"),
+    "index": ({"index": "7"}, "the index of call-000001 must be a whole number; got 7"),
+    "packed": ({"packed": "no"}, "the packed of call-000001 must be true or false; got no"),
+    "cleared": ({"cleared": 1}, "the cleared of call-000001 must be true or false; got 1"),
+    "strides": ({"strides": [1, 2]}, "the strides of call-000001 must be lists of whole numbers, by input; got [1, 2]"),
+    "stride": ({"strides": {"value": 7}}, "the strides of call-000001 must be lists of whole numbers, by input; got {'val"),
+    "negative": ({"strides": {"value": [-1, 3]}}, "the strides of call-000001 must be lists of whole numbers, by input; got"),
+    "deep": ("[" * 100000, "call-000001.safetensors must be a whole file that record.py wrote; got"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_an_edited_description_is_one_sentence(what, tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    edited, words = EDITED[what]
+    described = {"operator": M, **edited} if isinstance(edited, dict) and what != "no operator" else edited
+    text = edited if what == "deep" else json.dumps(described)
+    tensors = {**dict(zip(NAMES, inputs, strict=True)), **computed(M, inputs, grad)}
+    save_file(tensors, folder / "call-000001.safetensors", {"format": "1", "call": text})
+    (sentence,) = not_read(folder)
+    assert sentence.startswith(words)
+
+
+def expanded(name, queries):
+    """A tensor with many queries and little memory."""
+    return lambda t: {**t, name: t[name][:, :1].expand(-1, queries, *t[name].shape[2:])}
+
+
+FOREIGN = {
+    "none": (lambda t: {**t, "output": None}, "output of call-000001.pt must be a torch.Tensor; got NoneType"),
+    "list": (lambda t: list(t.values()), "the tensors of call-000001.pt must be a table; got list"),
+    "nothing": (lambda t: None, "the tensors of call-000001.pt must be a table; got NoneType"),
+    "sparse": (lambda t: {**t, "value": t["value"].to_sparse()}, "value of call-000001.pt must be a plain strided tensor"),
+    "rank": (lambda t: {**t, "weights": t["weights"].sum()}, "call-000001 must be a legal call of multi_scale_deformable_attn"),
+    "ranks": (lambda t: {name: t.flatten() for name, t in t.items()}, "call-000001 must be a legal call of multi_scale"),
+    "complex": (lambda t: {**t, "value": t["value"] + 0j}, "call-000001 must be a legal call of multi_scale_deformable_attn"),
+    "quantized": (
+        lambda t: {**t, "shapes": torch.quantize_per_tensor(t["shapes"].float(), 1, 0, torch.qint8)},
+        "call-000001 must be a legal call of multi_scale_deformable_attn; got Creation of quantized tensor",
+    ),
+    "2^34": (expanded("locations", 2**34), "locations of call-000001.pt must be contiguous; got strides"),
+    "output": (expanded("output", 2**34), "output of call-000001.pt must be contiguous; got strides"),
+    "empty": (
+        lambda t: {**t, "value": torch.empty(2, 0, 3, 2**34), "shapes": t["shapes"][:0], "starts": t["starts"][:0],
+                   "locations": t["locations"][:, :, :, :0], "weights": t["weights"][:, :, :, :0]},
+        "call-000001 must have at most 1073741824 numbers in its output, to be computed here; got 3092376453120",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("what", FOREIGN)
+def test_foreign_tensors_are_one_sentence(what, tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    edit, words = FOREIGN[what]
+    tensors = edit({**dict(zip(NAMES, inputs, strict=True)), **computed(M, inputs, grad), "grad_output": grad})
+    metadata = {"format": "1", "call": json.dumps({"operator": M})}
+    torch.save({"metadata": metadata, "tensors": tensors}, folder / "call-000001.pt")
+    (sentence,) = not_read(folder)
+    assert sentence.startswith(words)
+
+
+@pytest.mark.parametrize("metadata", ["text", {"format": 1}, {"format": "1"}, {"format": "1", "call": 7}, None])
+def test_foreign_metadata_is_one_sentence(metadata, tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    torch.save({"metadata": metadata, "tensors": dict(zip(NAMES, inputs, strict=True))}, folder / "call-000001.pt")
+    (sentence,) = not_read(folder)
+    assert re.search("call-000001.pt .*must .*; got", sentence)
+
+
+EMPTY = {
+    "batches": lambda: cases.multi_scale(0, 5, 8, 3, [(4, 6)], 2),
+    "queries": lambda: cases.multi_scale(2, 0, 8, 3, [(4, 6)], 2),
+    "points": lambda: cases.multi_scale(2, 5, 8, 3, [(4, 6)], 0),
+    "levels": lambda: (torch.rand(2, 7, 3, 8), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, dtype=torch.int64),
+                       torch.empty(2, 5, 3, 0, 2, 2), torch.empty(2, 5, 3, 0, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axis", EMPTY)
+def test_empty_calls_are_judged(axis, tmp_path):
+    inputs = tuple(t.float() if t.is_floating_point() else t for t in EMPTY[axis]())
+    names, learned = ["grad_value", "grad_locations", "grad_weights"], [0, 3, 4]
+    leaves = [t.clone().requires_grad_(i in learned) for i, t in enumerate(inputs)]
+    output = mx_driving.multi_scale_deformable_attn(*leaves)
+    grad = torch.ones_like(output)
+    gradients = torch.autograd.grad(output, [leaves[i] for i in learned], grad)
+    results = {"output": output.detach(), **dict(zip(names, gradients, strict=True))}
+    save(tmp_path / "right", M, inputs, grad, results)
+    assert replay(tmp_path / "right").exit_code == 0
+    wrong = off_by_one(results)
+    save(tmp_path / "wrong", M, inputs, grad, wrong)
+    assert replay(tmp_path / "wrong").exit_code == int(any(t.numel() for t in wrong.values()))
+
+
+def test_a_call_that_our_code_fails_on_is_one_sentence(tmp_path, monkeypatch):
+    """Whatever it is, such as no memory: the others are judged."""
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    for name in ("call-000000", "call-000001"):
+        save(folder, M, inputs, grad, computed(M, inputs, grad), name)
+    of_all = judge.off_map
+    monkeypatch.setattr(judge, "off_map", lambda call: of_all(call) if "0" in call.name[-1] else 1 / 0)
+    assert not_read(folder) == ["call-000001 must be a call that can be judged; got division by zero"]
+
+
+def test_text_that_no_terminal_takes_is_shown_all_the_same(tmp_path):
+    folder, (inputs, grad) = tmp_path / "$calls$", call(M)
+    save(
+        folder,
+        M,
+        inputs,
+        grad,
+        off_by_one(computed(M, inputs, grad)),
+        "$\\frac-é",
+        caller="/a/\ud800\x1b[31m.py:7",
+        function="\n" * 300,
+    )
+    found = replay(folder, "--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
+    assert isinstance(found.exception, SystemExit), found.exception
+    assert "??[31m.py:7" in found.output
+    assert (tmp_path / "x.png").exists()
+
+
+def test_nothing_read_is_a_sentence_and_no_picture(tmp_path):
+    (tmp_path / "call-000000.pt").write_bytes(b"")
+    found = replay(tmp_path, "--plot", tmp_path / "x.png", "--csv", tmp_path / "x.csv")
+    assert found.output.rstrip().endswith("no call was judged, 1 thing not read")
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("manifest", [{"ended": "the disk is full"}, {"ended_early": "the disk is full", "finished": "2026"}])
+def test_why_a_recording_ended_early(tmp_path, manifest):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    found = replay(folder)
+    assert found.exit_code == 0
+    assert "the recording ended early: the disk is full" in found.output
+    (folder / "manifest.json").write_text("[]")
+    assert not_read(folder) == ["manifest.json must be a manifest that record.py wrote; got list"]
+
+
+def test_what_a_killed_recorder_leaves_is_mentioned(tmp_path):
+    for name in (".tmpV3fYq1", "call-000000.safetensors.part"):
+        (tmp_path / name).write_bytes(b"")
+    found = replay(tmp_path)
+    assert re.fullmatch(r"calls must hold .*; got none in .*; \.tmpV3fYq1 must be whole; got one that .*", str(found.exception))
+
+
+def test_of_a_cut_file_of_gradients_the_call_is_judged(tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    spoil(folder, "call-000000-gradients", "cut")
+    (folder / "call-000009.safetensors.part").write_bytes(b"")
+    found = replay(folder)
+    assert found.exit_code == 1
+    assert "not read: call-000000-gradients.safetensors must be a whole file" in found.output
+    assert "not read: call-000009.safetensors.part must be whole; got one that the recording did not finish" in found.output
+    assert re.search(r"│ call-000000 +│ output +│", found.output)
+
+
+def test_gradients_without_their_call_or_added_to_something(tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    save(folder, M, inputs, grad, computed(M, inputs, grad))
+    save(folder, M, inputs, grad, computed(M, inputs, grad), "call-000001", cleared=False)
+    (folder / "call-000000.safetensors").unlink()
+    found = replay(folder)
+    assert "not read: call-000000-gradients must lie beside call-000000, which has its inputs; got no such file" in found.output
+    assert "not read: gradients of call-000001 must be zero before a function adds to them; got others" in found.output
+    assert re.search(r"│ call-000001 +│ output +│", found.output)
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty"])
+def test_no_recording(what, tmp_path, monkeypatch, capsys):
+    from mx_driving.cli.app import main
+
+    if what == "empty":
+        (tmp_path / what).mkdir()
+    monkeypatch.setattr(sys, "argv", ["mx-driving", "replay", str(tmp_path / what)])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    said = capsys.readouterr()
+    assert (stop.value.code, said.out) == (1, "")
+    assert re.fullmatch(r"mx-driving: calls must .*; got .*\n", said.err)
+
+
+def test_one_file_one_call_and_a_picture(tmp_path):
+    folder, (inputs, grad) = tmp_path / "calls", call(M)
+    for name in ("call-000000", "call-000001"):
+        save(folder, M, inputs, grad, (off_by_one if "1" in name else dict)(computed(M, inputs, grad)), name)
+    assert replay(folder / "call-000000.safetensors").exit_code == 0
+    assert replay(folder, "--call", "*00").exit_code == 0
+    assert replay(folder, "--call", "*01").exit_code == 1
+    assert replay(folder, "--plot", tmp_path / "x.png").exit_code == 1
+    assert (tmp_path / "x.png").stat().st_size > 10000
+
+
+def test_pt_files_are_read_too(tmp_path, monkeypatch):
+    module = types.ModuleType("stand_in")
+    module.attend = lambda *args: mx_driving.multi_scale_deformable_attn(*args)
+    monkeypatch.setitem(sys.modules, "stand_in", module)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    (value, *rest), _ = call(M)
+    with record.recording(tmp_path / "calls", functions={"stand_in.attend": M}):
+        module.attend(value.requires_grad_(), *rest).sum().backward()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    found = replay(tmp_path / "calls")
+    assert found.exit_code == 0, found.output
+    assert "grad_value" in found.output
+
+
+def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
+    inputs, grad = call(M)
+    save(tmp_path / "calls", M, inputs, grad, computed(M, inputs, grad))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    found = replay(tmp_path / "calls")
+    assert found.exit_code == 1
+    assert f"must have safetensors installed ({pip_install('[replay]')})" in found.output
+
+
+def test_broken_recordings_are_sentences_or_are_judged(tmp_path):
+    """Some of what `make fuzz-recordings` tries, and what it found once."""
+    for seed in (*fuzz_recordings.KEPT, *range(25)):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        assert not fuzz_recordings.finding(seed, folder), seed
