@@ -552,6 +552,8 @@ class Recorder:
         for f in self.functions.values():
             if f.not_kept:
                 _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
+            if f.skipped:
+                _say(f"not recorded of {f.name}: {f.skipped} calls, made while {_WAITING / 1e6:g} MB waited for the disk")
         calls, recorded = (sum(getattr(f, what) for f in self.functions.values()) for what in ("calls", "recorded"))
         none = "" if calls else "; under torch.compile none is seen"
         _say(f"{recorded} of {calls} calls recorded, {self.writer.written / 1e6:.0f} MB in {self.folder}{none}")

@@ -390,6 +390,17 @@ def test_no_call_of_the_program_ends_the_recording(attention, tmp_path, capsys, 
     assert len(recorded(tmp_path / "calls")) == function.recorded >= 1
 
 
+def test_calls_that_the_disk_is_too_slow_for_are_counted(attention, tmp_path, capsys, monkeypatch):
+    with record.recording(tmp_path / "calls", every=2, functions=NAMED):
+        attention.attend(*inputs(()))
+        monkeypatch.setattr(record, "_WAITING", -1e6)
+        for _ in range(4):
+            attention.attend(*inputs(()))
+    said = capsys.readouterr().err
+    assert "not recorded of stand_in.attend: 2 calls, made while -1 MB waited for the disk" in said
+    assert "record: 1 of 5 calls recorded" in said
+
+
 def test_what_cannot_be_written_is_counted_and_the_next_call_is_recorded(attention, tmp_path, capsys, monkeypatch):
     whole = record._saver()
 

@@ -233,14 +233,24 @@ def test_nothing_read_is_a_sentence_and_no_picture(tmp_path):
     assert not (tmp_path / "x.png").exists()
 
 
-@pytest.mark.parametrize("manifest", [{"ended": "the disk is full"}, {"ended_early": "the disk is full", "finished": "2026"}])
-def test_why_a_recording_ended_early(tmp_path, manifest):
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({"ended": "the disk is full"}, "the recording ended early: the disk is full"),
+        ({"ended_early": "the disk is full", "finished": "2026"}, "the recording ended early: the disk is full"),
+        ({"ended_early": "", "finished": ""}, "the recording has not ended: its program runs, or was killed"),
+        ({"ended_early": "", "finished": "2026"}, ""),
+        ({"ended": ""}, ""),
+    ],
+)
+def test_why_a_recording_ended_early(tmp_path, manifest, words):
     folder, (inputs, grad) = tmp_path / "calls", call(M)
     save(folder, M, inputs, grad, computed(M, inputs, grad))
     (folder / "manifest.json").write_text(json.dumps(manifest))
     found = replay(folder)
     assert found.exit_code == 0
-    assert "the recording ended early: the disk is full" in found.output
+    assert words in found.output
+    assert ("the recording" in found.output) == bool(words)
     (folder / "manifest.json").write_text("[]")
     assert not_read(folder) == ["manifest.json must be a manifest that record.py wrote; got list"]
 

@@ -115,5 +115,7 @@ def histories(path: Path) -> Iterator[str | Problem]:
                     raise TypeError(type(manifest).__name__)
                 if early := shown(manifest.get("ended_early", manifest.get("ended", ""))):
                     yield f"the recording ended early: {early}"
+                elif not manifest.get("finished", True):
+                    yield "the recording has not ended: its program runs, or was killed"
         except Problem as problem:
             yield Problem(shown(problem, SENTENCE))
