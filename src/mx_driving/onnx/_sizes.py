@@ -18,7 +18,7 @@ from ._search import Sampling
 Size = int | str | None
 
 ANY = _FEW = 2, 7  # batch and queries
-_ELEMENTS = 2**26  # of value or of samples in a trial: 0.25 GB in float32
+_ELEMENTS = 2**26  # of value or of samples in a trial: 0.25 GB in float32; a quarter of that where it is only for its sizes
 _ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
 _SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape alone
@@ -58,16 +58,16 @@ def trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]
             choices.append((size,))
     batches, queries = choices
     sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
-    for bs, count in sizes:
-        _afford(sampling, bs, count)
+    for place, (bs, count) in enumerate(sizes):
+        _afford(sampling, bs, count, _ELEMENTS // 4 if place else _ELEMENTS)
     return sizes
 
 
-def _afford(sampling: Sampling, bs: int, queries: int) -> None:
+def _afford(sampling: Sampling, bs: int, queries: int, most: int) -> None:
     rows = max(sampling.num_keys, queries * sum(sampling.points))
     elements = bs * rows * sampling.num_heads * sampling.channels
-    if elements > _ELEMENTS:
-        raise Unfit(f"a trial of batch {bs} and {queries} queries has {elements} elements; at most {_ELEMENTS} are tried")
+    if elements > most:
+        raise Unfit(f"a trial of batch {bs} and {queries} queries has {elements} elements; at most {most} are tried")
 
 
 def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
