@@ -18,6 +18,7 @@ import test_onnx as forms  # noqa: E402
 import test_onnx_fuse as writings  # noqa: E402
 import test_onnxruntime as nodes  # noqa: E402
 import wrong_runtime  # noqa: E402
+from onnxscript import ir  # noqa: E402
 from small_cases import GROWING  # noqa: E402
 
 from mx_driving._cli_support.problems import Problem  # noqa: E402
@@ -230,8 +231,9 @@ def test_classes_of_the_whole_file(wrong, right):
 
 BAD_RUNTIMES = {
     "raise SystemExit('no licence')": "the program ends with status 1: no licence",
-    "pass": "the program must write an .npz file of outputs by name; got ",
-    "open(sys.argv[3], 'w').write('words')": "the program must write an .npz file of outputs by name; got ",
+    "pass": "what the program writes must be an .npz file; got ",
+    "open(sys.argv[3], 'w').write('words')": "what the program writes must be an .npz file; got ",
+    "open(sys.argv[3], 'wb').write(b'PK' + bytes([3, 4]) + bytes(30))": "what the program writes must be an .npz file; got ",
     "np.savez(sys.argv[3], out=1)": "the runtime must give the output 'output'; got out",
     "np.savez(sys.argv[3], output=np.ones((2, 3)))": "it gives (2, 3); the operator gives (2, 7, 32)",
 }
@@ -317,6 +319,29 @@ def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
         assert problem.count("\n") == 1
     assert command(stacked)[0] == 2
     assert command(stacked, "--runtime", "onnxruntime", "--precision", "int8")[0] == 2
+
+
+def test_a_program_that_does_not_start(stacked, tmp_path):
+    program = tmp_path / "runtime"
+    program.write_bytes(bytes(8))
+    program.chmod(0o755)
+    report = verify(stacked, runtimes.named(str(program)), given())
+    assert all(why.startswith("the program does not start: ") for why in reasons(report))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
+    array = np.linspace(-1, 1, 1000, dtype=dtype)
+    weight = ir.Value(name="w", const_value=ir.tensor(array))
+    model = ir.Model(ir.Graph([], [], nodes=[], initializers=[weight], opset_imports={"": 20}), ir_version=10)
+    fed = {"x": array, "n": np.arange(3), "sentinel": np.array(np.finfo(dtype).max)}
+    for moved in whole.changed(model, fed, 0.0):
+        for found in (moved["x"], weight.const_value.numpy()):
+            ulps = np.abs(found.astype(np.float64) - array) / np.abs(array) / np.finfo(dtype).eps
+            assert found.dtype == dtype
+            assert 1 < ulps.max() < 6
+        assert (moved["n"] == fed["n"]).all()
+        assert np.isfinite(moved["sentinel"])
 
 
 def test_a_package_that_is_missing(monkeypatch):

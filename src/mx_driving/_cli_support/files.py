@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 from .problems import Problem, need
 
@@ -97,3 +98,16 @@ def open_picture(name: str, path: Path, kind: type[Problem] = Problem) -> Any:
         return Image.open(path).convert("RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise kind(f"{name} must be a picture; got {error}") from None
+
+
+def read_arrays(name: str, path: Path) -> dict[str, Any]:
+    """What an .npz file holds, by name."""
+    import numpy
+
+    try:
+        found: Any = numpy.load(path)
+        if isinstance(found, numpy.lib.npyio.NpzFile):
+            return dict(found)
+    except (BadZipFile, EOFError, OSError, ValueError) as error:
+        raise Problem(f"{name} must be an .npz file; got {path}: {error}") from None
+    raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from .._cli_support.problems import Problem
+from .._cli_support.files import read_arrays
 
 
 class DType(str, Enum):
@@ -37,15 +37,5 @@ def use_threads(threads: int) -> None:
 
 
 def arrays(path: Path | None) -> dict[str, Any]:
-    """What an .npz file holds, by name."""
-    import numpy
-
-    if path is None:
-        return {}
-    try:
-        found: Any = numpy.load(path)
-    except (EOFError, OSError, ValueError) as error:
-        raise Problem(f"--inputs must be an .npz file; got {path}: {error}") from None
-    if not isinstance(found, numpy.lib.npyio.NpzFile):
-        raise Problem(f"--inputs must be an .npz file, of arrays by name; got {path}, an array")
-    return dict(found)
+    """What --inputs holds, by name."""
+    return read_arrays("--inputs", path) if path else {}

@@ -41,7 +41,7 @@ def verify(
 
     Example: `mx-driving verify detector.onnx --runtime openvino --inputs picture.npz`
     """
-    need("mx-driving verify", "mx-driving-portable[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
+    need("mx-driving verify", "[onnx] onnxruntime", "onnx", "onnxscript", "onnxruntime")
     from ..verify import runtimes
     from ..verify.verify import verify as verified
 

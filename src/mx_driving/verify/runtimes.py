@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import onnx as ours
+from .._cli_support.files import read_arrays
 from .._cli_support.problems import Problem, need
 from .places import Arrays
 
@@ -128,14 +129,17 @@ def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
     with tempfile.TemporaryDirectory() as folder:
         given, made = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
         np.savez(given, **arrays)  # pyright: ignore[reportArgumentType]
-        done = subprocess.run([*words, str(path), str(given), str(made)], capture_output=True, text=True, errors="replace")
+        try:
+            done = subprocess.run([*words, str(path), str(given), str(made)], capture_output=True, text=True, errors="replace")
+        except OSError as error:
+            raise Failed(f"the program does not start: {error.strerror or error}") from None
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()
             raise Failed(f"the program ends with status {done.returncode}" + (f": {said[-1]}" if said else ""))
         try:
-            return dict(np.load(made))
-        except (OSError, ValueError, EOFError) as error:
-            raise Failed(f"the program must write an .npz file of outputs by name; got {error}") from None
+            return read_arrays("what the program writes", made)
+        except Problem as problem:
+            raise Failed(str(problem)) from None
 
 
 _PYTHON: dict[str, Run] = {"openvino": _openvino, "tensorrt": _tensorrt}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import torch
 
@@ -86,7 +87,7 @@ def _of_reference(
     wanted = as_reference(model, found)
     fed, made = _reference(model, folder, given)
     arrays = {name: _array(v, {**fed, **made}) for name, v in wanted.items()}
-    eps = torch.finfo(precision or torch.float32).eps
+    eps = torch.finfo(precision).eps if precision else 0.0
     return fed, arrays, made, [_reference(model, folder, moved)[1] for moved in whole.changed(model, fed, eps)]
 
 
@@ -176,4 +177,5 @@ def _outputs(path: Path, run: Run, fed: Arrays, true: Arrays, near: list[Arrays]
         got = run(path, fed)
     except Failed as failed:
         return [whole.Output("all outputs", math.inf, 1, 0, str(failed))]
-    return [whole.judged(name, true[name], [one[name] for one in near], got.get(name)) for name in names]
+    arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # others are lists
+    return [whole.judged(name, true[name], [one[name] for one in near], got.get(name)) for name in arrays]

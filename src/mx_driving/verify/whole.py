@@ -41,7 +41,7 @@ class Output:
 
 
 def changed(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and give inputs that are changed, too."""
+    """Change the model's weights in place, and give inputs that are changed, too: by ulps of their dtypes, or of eps."""
     weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
@@ -52,6 +52,7 @@ def changed(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
 
 
 def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
+    eps = max(eps, float(np.finfo(array.dtype).eps))
     with np.errstate(over="ignore"):
         moved = (array * (1 + _ULPS * eps * random.uniform(-1, 1, array.shape))).astype(array.dtype)
     return np.where(np.isfinite(moved), moved, array)
