@@ -183,6 +183,15 @@ def test_planted_faults_are_named(operator, fault, words, tmp_path):
     assert found.output.rstrip().endswith("1 of 1 calls wrong")
 
 
+def test_a_fault_on_some_of_many_parts_is_named(tmp_path):
+    """There are too many sets of heads to try all: the wrong entries say which."""
+    inputs = tuple(t.float() if t.is_floating_point() else t for t in cases.multi_scale(2, 10, 4, 8, [(7, 13), (8, 13)], 2))
+    grad = cases.grad_for(M, inputs).float()
+    save(tmp_path / "calls", M, inputs, grad, partly(turned, 2, 0, 3, 5)(M, inputs, grad))
+    words = f"call-000000, {EVERY}on heads 0, 3 and 5 alone: shapes are read as (W, H)"
+    assert words in replay(tmp_path / "calls").output
+
+
 def test_a_fault_on_the_device_machine_is_recorded_and_named(tmp_path):
     """From the program on one machine to the sentence on the other."""
     folder = device_machine(tmp_path, "mmcv")

@@ -6,10 +6,9 @@ suspect's mistake, on a few queries, and what a mistake on any set of parts give
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from .known_mistakes import KNOWN_MISTAKES, Suspect
 
 _ATTENTION = {"level": 3, "head": 2, "point": 4, "batch": 0}  # axis -> its place in weights
 _GROUPED = {"camera": 3, "level": 4, "group": 5, "point": 2, "batch": 0}
-_MOST, _ALL_SETS = 32, 5  # parts of an axis; of more than 5, sets of one part and of all but one are tried
+_MOST, _ALL_SETS = 32, 5  # parts of an axis; of more than 5, sets of one part, all but one, and those with wrong entries
 
 
 def _nothing(of: Core, *inputs: Tensor) -> Tensor:
@@ -66,8 +65,17 @@ def words(axis: str, parts: Iterable[int]) -> str:
     return f"on {axis}{'s' if most else ''} {', '.join(most) + ' and ' if most else ''}{last}"
 
 
-def mistakes(call: Call, few: Tensor, learned: tuple[int, ...], agrees: Any) -> Iterator[tuple[str, Core]]:
-    """Words and form of each mistake on some parts that gives, by `agrees`, the device's results for a few queries."""
+def mistakes(
+    call: Call, wrong: dict[str, Tensor], few: Tensor, learned: tuple[int, ...], agrees: Callable[[Results], bool]
+) -> Iterator[tuple[str, Core]]:
+    """Words and form of each mistake on some parts that gives, by `agrees`, the device's results for a few queries.
+
+    Args:
+        wrong: the wrong entries of each result.
+        few: the queries.
+        learned: the inputs whose gradients `agrees` compares.
+        agrees: whether results are the device's.
+    """
     wide = replace(call, inputs=tuple(t.double() if t.is_floating_point() else t for t in call.inputs))
 
     def each(form: Core, dim: int, count: int) -> list[Results]:
@@ -76,20 +84,26 @@ def mistakes(call: Call, few: Tensor, learned: tuple[int, ...], agrees: Any) -> 
     right = core(call.row.name)
     for axis, dim in axes(call).items():
         count = call.inputs[WEIGHTS].shape[dim]
-        of_right = each(right, dim, count)
+        of_right, sets = each(right, dim, count), dict.fromkeys((*_seen(call, wrong, axis, dim), *_sets(count)))
         for suspect in (one for one in (*KNOWN_MISTAKES, _LEFT_OUT) if call.row.name in one.operators):
-            wrong = suspect.form(call.row.name)
-            of_wrong = each(wrong, dim, count)
-            for parts in _sets(count):
+            form = suspect.form(call.row.name)
+            of_wrong = each(form, dim, count)
+            for parts in sets:
                 of_each = [of_wrong[k] if k in parts else of_right[k] for k in range(count)]
-                if agrees({name: sum(one[name] for one in of_each) for name in of_each[0]}):
-                    yield f"{words(axis, parts)} alone: {suspect.words}", _mixed(wrong, right, dim, parts, count)
+                if agrees({name: torch.stack([one[name] for one in of_each]).sum(0) for name in of_each[0]}):
+                    yield f"{words(axis, parts)} alone: {suspect.words}", _mixed(form, right, dim, parts, count)
 
 
 def holding(call: Call, name: str, wrong: Tensor) -> str:
     """Where the wrong entries of a result are, if not on all parts of each axis, such as ", on level 1"."""
     found = {axis: _hit(call, name, axis, dim, wrong) for axis, dim in axes(call).items()}
     return "".join(f", {words(axis, hit)}" for axis, (hit, count) in found.items() if 0 < len(hit) < count)
+
+
+def _seen(call: Call, wrong: dict[str, Tensor], axis: str, dim: int) -> Iterator[tuple[int, ...]]:
+    """The parts with wrong entries, of each result that has some without."""
+    found = (_hit(call, name, axis, dim, entries) for name, entries in wrong.items())
+    return (tuple(hit) for hit, count in found if 0 < len(hit) < count)
 
 
 def _hit(call: Call, name: str, axis: str, dim: int, wrong: Tensor) -> tuple[list[int], int]:

@@ -72,9 +72,9 @@ def _partial_trials(bound: ErrorBound, wrong: list[str]) -> Iterator[_Trial]:
     """Mistakes on parts of a call. Queries say which: a call without them, or with a wrong grad_value alone, has none."""
     of_queries = [name for name in wrong if name != "grad_value"]
     if of_queries and all(t.numel() for t in bound.call.inputs):
-        few = _worst(bound, of_queries, _FEW)
+        few, entries = _worst(bound, of_queries, _FEW), {name: bound.wrong(name) for name in wrong}
         agrees = functools.partial(_any_agrees, bound, of_queries, few)
-        for words, form in _parts.mistakes(bound.call, few, _places(of_queries), agrees):
+        for words, form in _parts.mistakes(bound.call, entries, few, _places(of_queries), agrees):
             yield _Trial(words, bound.call, form)
 
 
