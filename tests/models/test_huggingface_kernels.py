@@ -169,5 +169,5 @@ def test_a_repository_without_the_package(tmp_path):
     done = python("-c", program, cwd=folder, check=False)
     assert (
         done.stderr.splitlines()[-1]
-        == "ImportError: This kernel runs on mx_driving's operators: pip install mx-driving-portable"
+        == "ImportError: This kernel runs on mx_driving's operators: the package mx-driving-portable must be installed"
     )
