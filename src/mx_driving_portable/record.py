@@ -31,6 +31,7 @@ import importlib.metadata
 import itertools
 import json
 import math
+import numbers
 import os
 import pathlib
 import platform
@@ -486,9 +487,9 @@ class Recorder:
     def __init__(
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
-        if not isinstance(every, (int, float)) or not every >= 1 or every % 1:
+        if not isinstance(every, numbers.Real) or not every >= 1 or every % 1:
             raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
-        if not isinstance(megabytes, (int, float)) or not megabytes > 0:
+        if not isinstance(megabytes, numbers.Real) or not megabytes > 0:
             raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
         if not isinstance(functions or {}, dict):
             raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
