@@ -12,7 +12,7 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -50,21 +50,20 @@ def write(path: Path, workload: Workload, backward: bool) -> None:
     given = (torch.ones_like(_backends.native.kernel(workload.operator, False)(*args)), *args, mask) if backward else args
     with path.open("wb") as file:
 
-        def function_of(_: str) -> Callable[..., int]:
-            def to_file(*arguments: bytes | int | None) -> int:
-                for argument in (*arguments[:-1], 1):  # one thread
-                    file.write(_argument(argument))
-                return 0
+        def to_file(_: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
+            for argument in (*tensors, *numbers, 1):  # one thread
+                file.write(_argument(argument))
+            return 0
 
-            return to_file
-
-        _backends.native._kernels(workload.operator)[backward](function_of, workload.operator, *given)
+        _backends.native.kernel(workload.operator, backward, to_file)(*given)
 
 
-def _argument(argument: bytes | int | None) -> bytes:
+def _argument(argument: bytes | int) -> bytes:
     """One argument as replay.c reads it: its kind, a number, and what follows."""
     if not isinstance(argument, bytes):
-        return struct.pack("2q", NOTHING, 0) if argument is None else struct.pack("2q", NUMBER, argument)
+        return struct.pack("2q", NUMBER, argument)
+    if argument == _backends.native._NOT_GIVEN:
+        return struct.pack("2q", NOTHING, 0)
     data, dtype, *sizes = struct.unpack("14q", argument)
     shape, strides = sizes[:6], sizes[6:]
     elements = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True) if n)

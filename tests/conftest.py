@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import ctypes
 import gc
 import os
 import pathlib
@@ -60,19 +61,24 @@ def implementation(request):
 
 
 @pytest.fixture
-def every_thread(monkeypatch):
+def every_thread():
     """As many threads as torch may use, however little each has to do."""
-    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
+    _backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(1))
+    yield
+    _backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(0))
 
 
 @pytest.fixture
 def kernel_calls(monkeypatch):
-    """The names of the native functions that were called."""
+    """The names of the operators whose native functions were called."""
     library, called = _backends.native._library(), []
 
     class Recorded:
+        def mxd_run(self, name, *arguments):
+            called.append(name.decode())
+            return library.mxd_run(name, *arguments)
+
         def __getattr__(self, name):
-            called.append(name)
             return getattr(library, name)
 
     monkeypatch.setattr(_backends.native, "_library", Recorded)

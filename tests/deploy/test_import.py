@@ -201,7 +201,7 @@ def test_a_library_of_somebody_else_or_of_another_version_is_not_used(tmp_path):
     missing = f"reference: {LIBRARY.name} is not this package's, or older: it has no function "
     assert served_beside(built("int other(void) { return 0; }")) == [missing + "mxd_version"]
     stub = 'const char *mxd_version(void) { return "0.0.1"; }\n'
-    assert served_beside(built(stub)) == [missing + "mxd_isa"]
+    assert served_beside(built(stub)) == [missing + "mxd_run"]
     stub += "".join(f"int {function}(void) {{ return 0; }}\n" for function in _backends.native._FUNCTIONS[1:])
     version = f"was built for version 0.0.1 of the package, which is {mx_driving.__version__}"
     assert served_beside(built(stub)) == [f"reference: {LIBRARY.name} {version}"]

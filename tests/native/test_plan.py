@@ -176,12 +176,6 @@ ROWS = {
 }
 
 
-@pytest.fixture
-def every_thread(monkeypatch):
-    """As many threads as torch may use, even if each has little to do."""
-    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
-
-
 def levels(text: str) -> int:
     return 0 if text == "none" else int(text.split(" of ")[0])
 
@@ -317,15 +311,14 @@ def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread,
     memory = torch.full((bs, channels, keys, heads + 1), 7.0, dtype=into)
     gradient = memory.permute(0, 2, 3, 1)[:, :, :heads]
 
-    def function_of(function):
-        return lambda *given: _backends.native._library_function(function)(
-            *given[:place], _backends.native._pack(gradient), *given[place + 1 :]
-        )
+    def into_gradient(name, tensors, numbers):
+        given = [*tensors[:place], _backends.native._pack(gradient), *tensors[place + 1 :]]
+        return _backends.native._run(name, given, numbers)
 
     torch.set_num_threads(2)
     mask = [True] * len(cases.DIFFERENTIABLE[operator])
     plain = _backends.native.kernel(operator, True)(grad, *args, mask)
-    others = _backends.native._kernels(operator)[1](function_of, operator, grad, *args, mask)
+    others = _backends.native.kernel(operator, True, into_gradient)(grad, *args, mask)
     if dtype in (torch.float32, torch.float64):
         assert torch.equal(gradient, plain[0].to(into))
     else:

@@ -205,12 +205,11 @@ def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
     grad = cases.grad_for(MULTI_SCALE, args).to(dtype)
     gradient = torch.full(args[0].shape, 7.0)
 
-    def function_of(name):
-        function = _backends.native._library_function(name)
-        return lambda *given: function(*given[:6], _backends.native._pack(gradient), *given[7:])
+    def into_gradient(name, tensors, numbers):
+        return _backends.native._run(name, [*tensors[:6], _backends.native._pack(gradient), *tensors[7:]], numbers)
 
     plain = _backends.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
-    others = _backends.native._kernels(MULTI_SCALE)[1](function_of, MULTI_SCALE, grad, *args, [True] * 3)
+    others = _backends.native.kernel(MULTI_SCALE, True, into_gradient)(grad, *args, [True] * 3)
     assert torch.equal(gradient.to(dtype), plain[0])
     assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))
 

@@ -136,8 +136,7 @@ def own_threads():
 
 
 @pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
-def test_own_threads_give_the_same_bits(monkeypatch, own_threads, case):
-    monkeypatch.setattr(_backends.native, "WORK_OF_A_THREAD", 1)
+def test_own_threads_give_the_same_bits(every_thread, own_threads, case):
     args = cases.cast(case.make(), torch.float32)
     grad = cases.grad_for(case.operator, args).float()
     forward, backward = (_backends.native.kernel(case.operator, is_backward) for is_backward in (False, True))

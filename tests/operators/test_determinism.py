@@ -10,8 +10,6 @@ import torch
 from cases import AGGREGATION, GEOMETRIC, LARGE, MULTI_SCALE, Case
 from programs import python
 
-from mx_driving import _backends
-
 # test_plan.py says which way the native kernels go in such calls, and has one for each way.
 PYRAMID = [(20, 30), (10, 15), (5, 8)]
 
@@ -88,11 +86,11 @@ def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread
 
 
 THREADS = """
-import os, sys, torch
+import ctypes, os, sys, torch
 import mx_driving
 from mx_driving import _backends
 
-_backends.native.WORK_OF_A_THREAD = int(sys.argv[1])
+_backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(int(sys.argv[1])))
 torch.set_num_threads(4)
 value, weights = torch.empty(1, 20, 4, 8).fill_(1.0), torch.empty(1, 9, 4, 1, 2).fill_(0.5)
 before = len(os.listdir("/proc/self/task"))
@@ -108,5 +106,5 @@ def test_a_small_call_wakes_no_thread():
         done = python("-c", THREADS, work)
         return int(done.stdout)
 
-    assert woken(_backends.native.WORK_OF_A_THREAD) == 0
+    assert woken(0) == 0
     assert woken(1) == 3

@@ -10,13 +10,13 @@ import pathlib
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import _checks
-from .._operators import LOCATIONS, OPERATORS, STARTS, gradients
+from .._operators import OPERATORS, Operator, gradients
 
 _DTYPE = {
     torch.float32: 0,
@@ -28,17 +28,12 @@ _DTYPE = {
 }
 _ISAS = ("baseline", "avx2", "avx512")
 _BAD_LEVEL = 3
-_STATUS = {
-    1: "shapes that do not agree, or 2**48 elements or more",
-    2: "a dtype it has no kernel for",
-    4: "not enough memory for its scratch buffers",
-    6: "a tensor without memory for its elements, or results that share memory",
-}
 
 # struct mxd_tensor: data, dtype, shape[6], strides[6]; one packer for each number of axes, the unused axes zero
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
 
 
+_NOT_GIVEN = struct.pack("qq96x", 0, -1)
 _IMPORTED_IN = os.getpid()
 
 
@@ -96,8 +91,8 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 
 _FUNCTIONS = (
     "mxd_version",
-    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_describe_plan"),
-    *(f"mxd_{o.name}{direction}" for o in OPERATORS.values() if not o.bare for direction in ("", "_backward")),
+    *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
+    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
 )
 
 
@@ -106,7 +101,8 @@ def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
         return f"{name} is not this package's, or older: it has no function {missing}"
-    library.mxd_version.restype = library.mxd_isa.restype = library.mxd_threads.restype = ctypes.c_char_p
+    for function in (library.mxd_version, library.mxd_isa, library.mxd_threads, library.mxd_last_error):
+        function.restype = ctypes.c_char_p
     built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
     return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
 
@@ -166,170 +162,99 @@ def threads() -> str:
     return _library().mxd_threads().decode()
 
 
-def _pack(t: Tensor) -> bytes:
+def _pack(t: Tensor | None) -> bytes:
+    if t is None:
+        return _NOT_GIVEN
     shape = t.shape
     return _PACK[len(shape)](t.data_ptr(), _DTYPE[t.dtype], *shape, *t.stride())
 
 
-def _pack_or_none(t: Tensor | None) -> bytes | None:
-    return None if t is None else _pack(t)
+def _pack_apart(t: Tensor, sizes: tuple[int, ...]) -> bytes:
+    """A tensor whose last axis is the product of two, with an axis for each; no view of the tensor is made."""
+    *shape, _ = t.shape
+    *strides, last = t.stride()
+    return _PACK[len(shape) + 2](t.data_ptr(), _DTYPE[t.dtype], *shape, *sizes, *strides, sizes[1] * last, last)
 
 
-def _pack_output(t: Tensor, value_shape: Sequence[int]) -> bytes:
-    """An output, or its gradient. That of attention, [bs, num_queries, num_heads * embed_dims], is seen with the axes of value,
-    [bs, num_queries, num_heads, embed_dims]; no view of the tensor is made.
-    """
-    shape = t.shape
-    if len(shape) == len(value_shape):
-        return _pack(t)
-    batch, query, channel = t.stride()
-    heads, channels = value_shape[2], value_shape[3]
-    return _PACK[4](
-        t.data_ptr(), _DTYPE[t.dtype], shape[0], shape[1], heads, channels, batch, query, channels * channel, channel
-    )
+# Runs a C function: its name, its tensors, and its other numbers -> a status
+Run = Callable[[bytes, list[bytes], Sequence[int]], int]
 
 
-# Waking a thread takes some microseconds, in which about this many elements of rows are read: with fewer for each thread it
-# does not pay.
-WORK_OF_A_THREAD = 2**16
+def _run(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
+    options = (ctypes.c_int64 * len(numbers))(*numbers) if numbers else None
+    return _library().mxd_run(name, b"".join(tensors), len(tensors), options, torch.get_num_threads())
 
 
-def _threads(elements: int) -> int:
-    """How many of the threads that torch may use pay for `elements` of rows read or written."""
-    return max(1, min(torch.get_num_threads(), elements // WORK_OF_A_THREAD))
+class _Function:
+    """A C function of an operator, of the tensors and options that the dispatcher has."""
+
+    def __init__(self, operator: Operator, backward: bool, run: Run):
+        self.operator, self.run = operator, run
+        self.name = (operator.name + "_backward" * backward).encode()
+        self.output_shape = _checks.inputs.OUTPUT_SHAPE[operator.name]
+        inputs = [t.axes for t in operator.tensors]
+        axes = [*inputs, operator.output]
+        if backward:
+            axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
+        # place of a tensor whose last axis is a product -> the number of its axes, and the sizes of the factors
+        self.products = {
+            place: (len(a), _checks.inputs.sizes_of(operator, a[-1].split(" * ")))
+            for place, a in enumerate(axes)
+            if " * " in a[-1]
+        }
+        self.count, self.choices = len(inputs), tuple(operator.choices.values())
+        self.numbers = [i for i, t in enumerate(operator.tensors) if t.elements == "number"]
+
+    def call(self, inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
+        apart = {}
+        for place, (axes, factors) in self.products.items():
+            t = tensors[place]
+            if t is not None and t.dim() == axes:
+                apart[place], tensors[place] = _pack_apart(t, factors(*inputs)), None
+        packed = [*map(_pack, tensors)]
+        for place, t in apart.items():
+            packed[place] = t
+        numbers = [known.index(o) for known, o in zip(self.choices, options, strict=True)] if options else ()
+        status = self.run(self.name, packed, numbers)
+        if status:
+            _refuse(status, self.operator, inputs)
+
+    def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
+        """The inputs, integer locations in a dtype that the C interface has, and the options."""
+        inputs = args[: self.count]
+        for i in self.numbers:
+            if inputs[i].dtype not in _DTYPE:
+                inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
+        return inputs, args[self.count :]
 
 
-def _elements_read(operator: str, value_shape: Sequence[int], weights: Tensor) -> int:
-    """Elements of rows that a forward reads. In deformable_aggregation each point is taken to be seen by one camera."""
-    rows = OPERATORS[operator].rows
-    if len(value_shape) == 4:
-        return weights.numel() * rows * value_shape[3]
-    if OPERATORS[operator].bare:
-        bs, anchors, _, scales, points, _ = weights.shape
-    else:
-        bs, anchors, points, _, scales, _ = weights.shape
-    return bs * anchors * points * scales * rows * value_shape[2]
+class _Forward(_Function):
+    def __call__(self, *args: Any) -> Tensor:
+        inputs, options = self.split(args) if self.numbers or self.choices else (args, ())
+        output = torch.empty(self.output_shape(*inputs), dtype=inputs[0].dtype)
+        self.call(inputs, options, [*inputs, output])
+        return output
 
 
-def _finish(status: int, operator: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
+class _Backward(_Function):
+    def __call__(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        (inputs, options), mask = self.split(rest[:-1]), rest[-1]
+        found = gradients([inputs[i] for i in self.operator.differentiable], mask)
+        wanted = [g if needed else None for g, needed in zip(found, mask, strict=True)]
+        self.call(inputs, options, [grad, *inputs, *wanted])
+        return tuple(found)
+
+
+def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
     if status == _BAD_LEVEL:
-        _checks.inputs.levels(*OPERATORS[operator].tables, shapes, starts, num_keys)
-    if status:
-        raise RuntimeError(f"the native kernel of {operator} was given {_STATUS.get(status, f'status {status}')}")
+        value, shapes, starts, *_ = inputs
+        _checks.inputs.levels(*operator.tables, shapes, starts, value.shape[1])
+    raise RuntimeError(f"the native kernel of {operator.name}: {_library().mxd_last_error().decode()}")
 
 
-def _known(locations: Tensor) -> Tensor:
-    """Integer locations of a dtype that the C interface does not know become int64."""
-    return locations if locations.dtype in _DTYPE else locations.to(torch.int64)
-
-
-def _output(value: Tensor, locations: Tensor) -> Tensor:
-    shape = value.shape
-    last = shape[2] * shape[3] if len(shape) == 4 else shape[2]
-    return torch.empty((shape[0], locations.shape[1], last), dtype=value.dtype)
-
-
-# `function_of` gives the C function of a name, or something else that takes its arguments and returns a status.
-FunctionOf = Callable[[str], Callable[..., int]]
-
-
-def _library_function(name: str) -> Callable[..., int]:
-    return getattr(_library(), "mxd_" + name)
-
-
-def _forward(
-    function_of: FunctionOf, operator: str, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    output = _output(value, locations)
-    locations = _known(locations)  # a copy has to live as long as the call
-    status = function_of(operator)(
-        _pack(value),
-        _pack(shapes),
-        _pack(starts),
-        _pack(locations),
-        _pack(weights),
-        _pack_output(output, value.shape),
-        _threads(_elements_read(operator, value.shape, weights)),
-    )
-    if status:
-        _finish(status, operator, shapes, starts, value.shape[1])
-    return output
-
-
-def _backward(function_of: FunctionOf, operator: str, grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    value, shapes, starts, locations, weights, mask = inputs
-    tensors = (value, shapes, starts, _known(locations), weights)
-    found = gradients([tensors[i] for i in OPERATORS[operator].differentiable], mask)
-    status = function_of(operator + "_backward")(
-        _pack_output(grad, value.shape),
-        *map(_pack, tensors),
-        *[_pack(t) if wanted else None for t, wanted in zip(found, mask, strict=True)],
-        _threads(_elements_read(operator, value.shape, weights) + found[0].numel()),
-    )
-    if status:
-        _finish(status, operator, shapes, starts, value.shape[1])
-    return tuple(found)
-
-
-_REFERENCE_AXIS = {"level": 0, "point": 1}
-
-
-def _taken(operator: str, args: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
-    """The inputs of an operator with logits as its C function takes them, logits over levels and points on two axes, and the
-    numbers that follow them there."""
-    row = OPERATORS[operator]
-    tensors = list(args[: len(row.inputs)])
-    logits, levels = tensors[row.weights], tensors[STARTS].shape[0]
-    if logits.dim() == 4:
-        points = tensors[4].shape[0] if tensors[4].dim() == 2 else tensors[4].shape[4]  # of a window, or of offsets
-        tensors[row.weights] = logits.view(*logits.shape[:3], levels, points)
-    return tensors, [_REFERENCE_AXIS[option] for option in args[len(row.inputs) :]]
-
-
-def _forward_with_logits(function_of: FunctionOf, operator: str, *args: Any) -> Tensor:
-    tensors, numbers = _taken(operator, args)
-    value, logits = tensors[0], tensors[OPERATORS[operator].weights]
-    output = _output(value, tensors[LOCATIONS])
-    status = function_of(operator)(
-        *map(_pack_or_none, tensors),
-        _pack_output(output, value.shape),
-        *numbers,
-        _threads(_elements_read(operator, value.shape, logits)),
-    )
-    if status:
-        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
-    return output
-
-
-def _backward_with_logits(function_of: FunctionOf, operator: str, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *inputs, mask = rest
-    row = OPERATORS[operator]
-    tensors, numbers = _taken(operator, inputs)
-    value = tensors[0]
-    found = gradients([inputs[i] for i in row.differentiable], mask)
-    outputs = [
-        g.view(tensors[i].shape) if needed else None for i, g, needed in zip(row.differentiable, found, mask, strict=True)
-    ]
-    status = function_of(operator + "_backward")(
-        _pack_output(grad, value.shape),
-        *map(_pack_or_none, tensors),
-        *map(_pack_or_none, outputs),
-        *numbers,
-        _threads(_elements_read(operator, value.shape, tensors[row.weights]) + found[0].numel()),
-    )
-    if status:
-        _finish(status, operator, tensors[1], tensors[2], value.shape[1])
-    return tuple(found)
-
-
-def _kernels(operator: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(forward, backward)"""
-    return (_forward_with_logits, _backward_with_logits) if OPERATORS[operator].bare else (_forward, _backward)
-
-
-def kernel(operator: str, backward: bool) -> Callable[..., Any]:
+def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
-    return functools.partial(_kernels(operator)[backward], _library_function, operator)
+    return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
 
 
 def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
@@ -341,18 +266,13 @@ def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None 
     """
     text = ctypes.create_string_buffer(1024)
 
-    def describing(name: str) -> Callable[..., int]:
-        def describe(*arguments: Any) -> int:
-            *given, threads = arguments
-            packed = [a for a in given if not isinstance(a, int)]  # options are integers, and no part of a plan
-            pointers = (ctypes.c_char_p * len(packed))(*packed)
-            return _library().mxd_describe_plan(name.encode(), pointers, threads, text, len(text))
+    def describe(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
+        pointers = (ctypes.c_char_p * len(tensors))(*(None if t is _NOT_GIVEN else t for t in tensors))
+        return _library().mxd_describe_plan(name, pointers, -torch.get_num_threads(), text, len(text))
 
-        return describe
-
-    forward, backward = _kernels(operator)
     if mask is None:
-        forward(describing, operator, *inputs)
+        kernel(operator, False, describe)(*inputs)
     else:
-        backward(describing, operator, _output(inputs[0], inputs[3]), *inputs, mask)
+        grad = torch.empty(_checks.inputs.OUTPUT_SHAPE[operator](*inputs), dtype=inputs[0].dtype)
+        kernel(operator, True, describe)(grad, *inputs, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())

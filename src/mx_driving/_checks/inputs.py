@@ -51,21 +51,26 @@ def _compiled(operator: Operator) -> Callable[..., None]:
         "refuse": functools.partial(_refuse, operator),
         **{name: dtypes for name, (dtypes, _) in _ELEMENTS.items()},
     }
-    exec(compile(_source(operator), f"<the check of {operator.name}>", "exec"), given)
-    return given["check"]
+    return _defined(_source(operator), given)["check"]
 
 
-def _source(operator: Operator) -> str:
-    """The check as Python. Some inputs define all sizes; then each shape is compared with what it has to be."""
+def _defined(source: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
+    """What Python lines define, which may use what is given."""
+    exec("\n".join(source), given)
+    return given
+
+
+def _source(operator: Operator) -> Iterable[str]:
+    """The check as lines of Python. Some inputs define all sizes; then each shape is compared with what it has to be."""
     required = [t for t in operator.tensors if not t.optional]
-    defining = _defining(required)
-    known: set[str] = set()
-    unpacked = []
+    defining, known = _defining(required), set[str]()
+    unpacked, agree = [], []
     for t in defining:
-        names = [_variable(t, place) if axis not in known and not axis.isdigit() else "_" for place, axis in enumerate(t.axes)]
+        names = [axis if axis.isidentifier() and axis not in known else f"{t.name}_{i}" for i, axis in enumerate(t.axes)]
         unpacked.append(f"        {', '.join(names)} = {t.name}.shape")
+        agree += [_size_agrees(name, axis) for name, axis in zip(names, t.axes, strict=True) if name != axis]
         known |= {axis for axis in t.axes if axis.isidentifier()}
-    agree = [_shape_agrees(t) for t in required]
+    agree += [_shape_agrees(t) for t in required if t not in defining]
     agree += [f"{t.name}.dtype in {t.elements}" for t in required]
     agree += [" == ".join(f"{t.name}.device" for t in required)]
     agree += [_optional_agrees(t, required[0]) for t in operator.tensors if t.optional]
@@ -75,15 +80,13 @@ def _source(operator: Operator) -> str:
     parameters = [t.name + "=None" * t.optional for t in operator.tensors]
     parameters += [f"{option}={choices[0]!r}" for option, choices in operator.choices.items()]
     first = [f"isinstance({t.name}, Tensor)" for t in required] + [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
-    return "\n".join(
-        (
-            f"def check({', '.join(parameters)}):",
-            f"    if {' and '.join(first)}:",
-            *unpacked,
-            f"        if {' and '.join(agree)}:",
-            "            return",
-            f"    refuse({', '.join((*operator.inputs, *operator.choices))})",
-        )
+    return (
+        f"def check({', '.join(parameters)}):",
+        f"    if {' and '.join(first)}:",
+        *unpacked,
+        f"        if {' and '.join(agree)}:",
+        "            return",
+        f"    refuse({', '.join((*operator.inputs, *operator.choices))})",
     )
 
 
@@ -98,10 +101,9 @@ def _defining(inputs: list[Input]) -> list[Input]:
     return found
 
 
-def _variable(t: Input, place: int) -> str:
-    """The name of an axis; of `2 or 4`, one that no axis has."""
-    axis = t.axes[place]
-    return axis if axis.isidentifier() else f"_{t.name}_{place}"
+def _size_agrees(size: str, axis: str) -> str:
+    """The comparison of a size with an axis: a name, a number, or `2 or 4`."""
+    return f"{size} in {_tuple(axis.split(' or '))}" if " or " in axis else f"{size} == {axis}"
 
 
 def _tuple(axes: Iterable[str]) -> str:
@@ -109,11 +111,8 @@ def _tuple(axes: Iterable[str]) -> str:
 
 
 def _shape_agrees(t: Input) -> str:
-    either = [(place, axis.split(" or ")) for place, axis in enumerate(t.axes) if " or " in axis]
-    names = [_variable(t, place) if " or " in axis else axis for place, axis in enumerate(t.axes)]
-    forms = [names, names_apart] if (names_apart := _apart(names)) != names else [names]
-    shapes = " or ".join(f"{t.name}.shape == {_tuple(form)}" for form in forms)
-    return " and ".join([f"({shapes})", *(f"{_variable(t, place)} in {_tuple(sizes)}" for place, sizes in either)])
+    forms = dict.fromkeys((t.axes, tuple(_apart(t.axes))))
+    return "(" + " or ".join(f"{t.name}.shape == {_tuple(form)}" for form in forms) + ")"
 
 
 def _optional_agrees(t: Input, first: Input) -> str:
@@ -214,14 +213,22 @@ def _need_divisor(operator: Operator, groups: int, channels: int) -> None:
 INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}
 
 
-def _shape_of_output(operator: Operator) -> Callable[..., tuple[int, ...]]:
-    places = {axis: f"{t.name}.shape[{i}]" for t in reversed(operator.tensors) for i, axis in enumerate(t.axes)}
-    sizes = (" * ".join(places[name] for name in axis.split(" * ")) for axis in operator.output)
-    return eval(f"lambda {', '.join((*operator.inputs, '*options'))}: {_tuple(sizes)}")
+def sizes_of(operator: Operator, axes: Iterable[str]) -> Callable[..., tuple[int, ...]]:
+    """A function of the inputs that gives the sizes of axes."""
+    places = {axis: (t.name, i) for t in reversed(operator.tensors) for i, axis in enumerate(t.axes)}
+    wanted = [axis.split(" * ") for axis in axes]
+    read = dict.fromkeys(places[name][0] for names in wanted for name in names)
+    sizes = (" * ".join("{}_shape[{}]".format(*places[name]) for name in names) for names in wanted)
+    source = (
+        f"def sizes({', '.join((*operator.inputs, '*options'))}):",
+        *(f"    {name}_shape = {name}.shape" for name in read),
+        f"    return {_tuple(sizes)}",
+    )
+    return _defined(source, {})["sizes"]
 
 
 # Operator -> the shape of its output, of its inputs
-OUTPUT_SHAPE = {operator.name: _shape_of_output(operator) for operator in OPERATORS.values()}
+OUTPUT_SHAPE = {operator.name: sizes_of(operator, operator.output) for operator in OPERATORS.values()}
 
 
 def backward(operator: str, grad: Tensor, *rest: Any) -> None:

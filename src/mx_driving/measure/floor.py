@@ -41,7 +41,7 @@ def add_rows(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | N
     tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, output, grad_value)]
     status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())
     if status:
-        raise RuntimeError(f"the gather floor was given {_backends.native._STATUS.get(status, f'status {status}')}")
+        raise RuntimeError(f"the gather floor returned status {status}")
 
 
 def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:
