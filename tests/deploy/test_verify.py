@@ -14,6 +14,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import onnx_stand_ins  # noqa: E402
 import test_onnx as forms  # noqa: E402
 import test_onnx_fuse as writings  # noqa: E402
 import test_onnxruntime as nodes  # noqa: E402
@@ -140,16 +141,6 @@ def test_our_nodes_are_places(operator, tmp_path):
     assert set(reasons(report)) == {"it is 2 times the truth"}
 
 
-class MultiScaleDeformableAttn(forms.MultiscaleDeformableAttnPlugin_TRT):
-    """The vendor's node: as NVIDIA's, with heads and channels in one axis."""
-
-    op_domain = "npu"
-
-    def _run(self, *inputs):
-        (output,) = super()._run(*inputs)
-        return (output.reshape(*output.shape[:2], -1),)
-
-
 @pytest.mark.long
 @pytest.mark.xdist_group("onnx")
 @pytest.mark.needs("An ONNX file of opset 20")
@@ -160,12 +151,11 @@ def test_nodes_of_plugins_are_places(form, tmp_path):
     onnx.save(model, tmp_path / "node.onnx")
     tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
     arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
-    kind = MultiScaleDeformableAttn if form == "npu" else forms.MultiscaleDeformableAttnPlugin_TRT
 
     def stand_in(path, fed, wrong=False):
         fed = {n: a[..., ::-1].copy() if wrong and a.ndim == 6 else a for n, a in fed.items()}
-        evaluator = forms.onnx.reference.ReferenceEvaluator(str(path), new_ops=[kind])
-        return dict(zip(evaluator.output_names, evaluator.run(None, fed), strict=True))
+        running = onnx_stand_ins.evaluator(str(path))
+        return dict(zip(running.output_names, running.run(None, fed), strict=True))
 
     report = verify(tmp_path / "node.onnx", stand_in, arrays)
     assert report.right, reasons(report)

@@ -14,6 +14,7 @@ import faulthandler
 import itertools
 import random
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -32,7 +33,7 @@ from onnx_writings import Joined, Stacked, decomposed, export, masked, on_a_padd
 
 import mx_driving.onnx
 
-SECONDS, GIGABYTES = 60, 6  # a case takes about one second, and less than one gigabyte
+SECONDS, GIGABYTES = 60, 6  # of one core; a case takes one or two, and less than one gigabyte
 CORPUS: dict[str, Callable[[Path], Any]] = {
     "stacked": lambda path: export(Stacked(), path, "older"),
     "unequal points": lambda path: export(Joined([2, 4]), path, "older"),
@@ -161,20 +162,19 @@ def try_one(seed: int, models: dict[str, onnx.ModelProto], folder: Path) -> str:
     data, done = mutated(models[name], dice)
     words = f"seed {seed}, {name} with {'; '.join(done)}"
     (folder.parent / "fuzz_fuse_now").write_text(words)
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + SECONDS, resource.RLIM_INFINITY))
     try:
         return case(data, seed, folder)
     except Exception as error:
         print(f"FINDING {words}: {type(error).__name__}: {error}", flush=True)
         return "findings"
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 def main() -> None:
     seconds, *chosen = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES * 2**30,) * 2)
+    faulthandler.register(signal.SIGXCPU, chain=True)  # shows where, and ends the process
     models, counts = corpus(), Counter()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "files").mkdir()

@@ -38,7 +38,10 @@ class MultiScaleDeformableAttn(onnx.reference.op_run.OpRun):
         return (blocks.reshape(*blocks.shape[:2], -1),)
 
 
+def evaluator(model):
+    return onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT, MultiScaleDeformableAttn])
+
+
 def beside_the_nodes(model, *args):
-    runtime = onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT, MultiScaleDeformableAttn])
     names = [i.name for i in model.graph.input]
-    return torch.from_numpy(runtime.run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])
+    return torch.from_numpy(evaluator(model).run(None, dict(zip(names, (a.numpy() for a in args), strict=True)))[0])

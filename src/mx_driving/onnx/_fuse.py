@@ -151,8 +151,8 @@ def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form
     with silent():
         model = load(source)
         report = _fuse(model, target, form, **options)
-    if not report.replaced:
-        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
-        raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
-    save(model, source, target)
+        if not report.replaced:
+            why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
+            raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
+        save(model, source, target)
     return report
