@@ -148,5 +148,5 @@ def test_nothing_is_divided_by_no_groups_or_references(operator, place, axis):
     """The library itself refuses them: a caller in C has no other check."""
     args = list(cases.cast(GROWING[operator](2, 3), torch.float32))
     args[place] = args[place].narrow(axis, 0, 0)
-    with pytest.raises(RuntimeError, match="must have (a group count that divides|shape)"):
+    with pytest.raises(RuntimeError, match=r"must have (a group count that divides|shape)"):
         _backends.native.describe_plan(operator, args)

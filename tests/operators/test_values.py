@@ -99,11 +99,12 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, changed, strided(cases.grad_for(operator, args).to(dtype), how))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # read in place, and copied to be computed with
 @pytest.mark.parametrize("operator", EVERY)
-def test_one_element_stands_for_many(implementation, operator):
+def test_one_element_stands_for_many(implementation, operator, dtype):
     """Along each axis of each input but value: the same bits as of a copy."""
-    args = first(operator)
-    grad = cases.grad_for(operator, args).float()
+    args = first(operator, dtype)
+    grad = cases.grad_for(operator, args).to(dtype)
     for place, a in [(i, a) for i, a in enumerate(args) if i and cases.is_floating(a)]:
         for axis in [axis for axis, size in enumerate(a.shape) if size > 1]:
             spread = a.narrow(axis, 0, 1).expand(a.shape)
