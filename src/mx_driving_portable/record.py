@@ -352,7 +352,7 @@ class _Writer(threading.Thread):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(name="record", daemon=True)
-        self.recorder, self.waiting, self.written, self.told = recorder, 0, 0, 0.0
+        self.recorder, self.waiting, self.written, self.reported = recorder, 0, 0, 0.0
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.save: Callable[..., None] | None = None
         self.calls: dict[str, Any] = {}
@@ -401,13 +401,13 @@ class _Writer(threading.Thread):
         self.calls[path.name] = {**about, "tensors": {name: list(t.shape) for name, t in tensors.items()}}
         for copied in copies.values():
             copied.buffers.give(copied.tensor)
-        if time.monotonic() > self.told + 2:  # the process may be killed
+        if time.monotonic() > self.reported + 2:  # the process may be killed
             self._manifest()
 
     def _manifest(self) -> None:
         text = json.dumps({**self.recorder.facts(), "calls": self.calls}, indent=1)
         self._whole(self.recorder.folder / "manifest.json", lambda part: part.write_text(text))
-        self.told = time.monotonic()
+        self.reported = time.monotonic()
 
     def _whole(self, path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
         """A file is there whole or not at all."""

@@ -1,4 +1,4 @@
-// Where tensors have their axes: nothing else knows an axis by its number.
+// Where tensors have their axes: no other file has the number of an axis.
 //
 //   shapes, starts       MAP_CAMERA, MAP_SCALE, of shapes HEIGHT_WIDTH      levels are the scales of one camera
 //   value, output        BATCH, KEY or QUERY, HEAD, CHANNEL

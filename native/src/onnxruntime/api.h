@@ -1,5 +1,5 @@
 // What is used of onnxruntime's C interface, version 16 and later: its layout in memory, which versions only append to.
-// Nothing of onnxruntime is included or linked; tests/deploy/test_onnxruntime.py runs every slot.
+// Nothing of onnxruntime is included or linked; tests/deploy/test_onnxruntime.py runs every function.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,7 @@ enum OrtType : int {
     ORT_BFLOAT16 = 16
 };
 
-// A table of functions. A slot is a place in it, with the function's type.
+// A table of functions. An entry is a place in it, with the function's type.
 struct OrtApi {
     typedef void Function();
     Function *functions[1];
@@ -96,7 +96,7 @@ struct OrtCustomOp {
     OrtPresence (*input_presence)(const OrtCustomOp *, size_t);
     OrtPresence (*output_presence)(const OrtCustomOp *, size_t);
     int (*input_memory)(const OrtCustomOp *, size_t); // 0: the execution provider's own
-    int (*variadic[4])(const OrtCustomOp *);          // asked for variadic inputs alone
+    int (*variadic[4])(const OrtCustomOp *);          // called for variadic inputs alone
     OrtStatus *(*create_kernel_v2)(const OrtCustomOp *, const OrtApi *, const OrtKernelInfo *, void **);
     OrtStatus *(*compute_v2)(void *, OrtKernelContext *);
 };

@@ -26,7 +26,7 @@ namespace {
 
 struct Runtime;
 
-struct NodeKernel : OrtCustomOp { // what onnxruntime knows an operator by
+struct NodeKernel : OrtCustomOp { // what onnxruntime registers for an operator
     const Runtime *runtime;
     const Function *function; // forward
     OrtType dtype;
@@ -319,7 +319,7 @@ Runtime &runtime_of(const OrtApi *api, bool has_parallel_for) {
 }
 
 // The newest version of the interface, of those that are used here, that a runtime has; 0: none. The runtime writes to
-// standard error when it is asked for one that it does not have.
+// standard error when a caller wants one that it does not have.
 uint32_t interface_of(const OrtApiBase *base) {
     int major = 0, minor = 0;
     std::sscanf(base->version(), "%d.%d", &major, &minor);

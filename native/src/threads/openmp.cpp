@@ -30,7 +30,7 @@ Library loaded(const char *file) { return GetModuleHandleA(file); }
 
 void *function(Library library, const char *name) { return reinterpret_cast<void *>(GetProcAddress(library, name)); }
 
-// Windows does not tell, and looking is cheap there.
+// Windows has no such notice, and looking is cheap there.
 uint64_t libraries_loaded() {
     static std::atomic<uint64_t> calls{0};
     return ++calls;

@@ -21,7 +21,7 @@ class Pool {
     static Pool &here();
 
     // As run_on_threads. While one call uses the pool, any other runs on its caller's thread alone: it neither waits
-    // for the first, nor makes more threads than were asked for.
+    // for the first, nor makes more threads than the call wants.
     void run(int threads, Body *body, void *context);
 
   private:

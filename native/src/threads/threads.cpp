@@ -54,7 +54,7 @@ void wait_for(const int64_t *number, int64_t least) {
     }
 }
 
-// In a forked child, too, the runtime says how many: torch.set_num_threads told it.
+// In a forked child, too, the runtime has the number that torch.set_num_threads gave it.
 int usable_threads() {
     const OpenMp *found = openmp();
     return found ? found->get_max_threads() : processors();

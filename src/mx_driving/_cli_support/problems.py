@@ -63,7 +63,7 @@ def _say(sentence: str) -> None:
 
 
 def _drop_output() -> None:
-    """Send the rest of the buffer nowhere: Python writes it at exit, and would fail again."""
+    """Drop the rest of the buffer: Python writes it at exit, and would fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

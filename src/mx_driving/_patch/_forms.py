@@ -1,7 +1,7 @@
 """The forms in which libraries write a deformable sampling core, and the operator in each form.
 
 A core that is a function has the four arguments that all libraries name alike, and perhaps some of `_OPTIONS`. What the names
-do not tell (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`, which
+do not show (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`, which
 are tried in turn. A core that is a class is known by its exact parameters.
 """
 
@@ -35,7 +35,7 @@ class Form:
     kind: str
     parameters: tuple[str, ...]
     replacement: Callable[..., Any]
-    called: str = ""  # autograd functions of different operators share parameters; their names tell them apart
+    called: str = ""  # autograd functions of different operators have the same parameters; their names distinguish them
 
     def fits(self, name: str, kind: str, parameters: tuple[str, ...]) -> bool:
         """Whether something of this kind, with this name and these parameters, is written in this form."""

@@ -37,7 +37,7 @@ _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets",
 
 class Found:
     """What a target has, each thing by its name with the forms it may have: cores, and attention modules where they are
-    asked for. `unknown` names the things that look like one of them but have no known form, with the reason."""
+    wanted. `unknown` names the things that look like one of them but have no known form, with the reason."""
 
     def __init__(self, modules: bool) -> None:
         self.cores: dict[str, tuple[list[Core | Form], Any]] = {}

@@ -91,7 +91,7 @@ def _other_attentions(module: nn.Module, levels: int) -> dict[str, tuple[nn.Modu
 def _of_transformers(levels: int) -> tuple[nn.Module, Forward]:
     transformers = importlib.import_module("transformers")
     code = importlib.import_module("transformers.models.deformable_detr.modeling_deformable_detr")
-    backbone = transformers.ResNetConfig()  # not built; without one, transformers 5.1 asks the network for its default
+    backbone = transformers.ResNetConfig()  # not built; without one, transformers 5.1 fetches its default from the network
     config = transformers.DeformableDetrConfig(
         d_model=256, num_feature_levels=levels, use_timm_backbone=False, backbone_config=backbone
     )
@@ -216,10 +216,10 @@ def _plain_spatial(module: Any) -> Forward:
         rows = inner.value_proj(value[0]).unflatten(2, (sizes[0], -1))
         locations = points + offsets / shapes.flip(-1)[:, None]
         found = plain.multi_scale_deformable_attn(rows, shapes, starts, locations, weights)
-        slots = torch.zeros_like(query[0])
+        sums = torch.zeros_like(query[0])
         for of_camera, q in zip(found, visible, strict=True):
-            slots = slots.index_add(0, q, of_camera[: len(q)])
-        mean = slots / seen.sum(0).clamp(min=1)[:, None]
+            sums = sums.index_add(0, q, of_camera[: len(q)])
+        mean = sums / seen.sum(0).clamp(min=1)[:, None]
         return module.output_proj(mean)[None] + query
 
     return run

@@ -16,8 +16,8 @@ _QUEUE = 2  # maps: the previous one and the current one
 
 
 def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
-    """What the layers make of [previous, query], by one product for each half, which the second adds to the first: the whole is
-    not written down."""
+    """What the layers make of [previous, query]: two matrix products, the second accumulating into the first, instead of
+    concatenating the inputs."""
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
     channels = query.shape[-1]
     half = F.linear(query, weight[:, channels:], bias)

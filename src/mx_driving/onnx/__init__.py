@@ -30,7 +30,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
     """The `custom_translation_table` of torch.onnx.export for one form.
 
     In every form an operator that has no node of its own is a gather. An operator with logits becomes standard operators that
-    make locations and weights, and then the bare operator in the form that is asked for, except with "onnxruntime".
+    make locations and weights, and then the bare operator in the wanted form, except with "onnxruntime".
 
     Args:
         form:

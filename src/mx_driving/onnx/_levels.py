@@ -115,7 +115,7 @@ def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool] | None = None) 
 
 
 def _index(node: ir.Node) -> ir.Value | None:
-    """What a gather is told by the graph, rather than by the file."""
+    """What a gather reads from the graph, rather than from the file."""
     chosen = is_node(node, *_GATHERS) and constant(node.inputs[1]) is None
     return node.inputs[1] if chosen else None
 

@@ -1,4 +1,4 @@
-"""The vendor's node in ONNX, as its converter knows it. It imports onnxscript, so only `onnx.translations` imports it."""
+"""The vendor's node in ONNX, as its converter reads it. It imports onnxscript, so only `onnx.translations` imports it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where an ONNX graph samples deformably: samples of levels, weighted and summed up.
 
-Writings differ in how they move values about (Reshape, Transpose, Split, Gather ...), so nothing here asks for one order of
+Writings differ in how they move values about (Reshape, Transpose, Split, Gather ...), so nothing here requires one order of
 nodes. It walks from a sum back to the tensors that the operator would take. `_trial.py` then computes both.
 """
 

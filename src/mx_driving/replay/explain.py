@@ -18,7 +18,7 @@ from .error_bound import ErrorBound
 from .known_mistakes import KNOWN_MISTAKES, out_of_order
 
 _ALIKE = 2  # numbers that have a common factor by chance
-_JUMPS = 1e-3  # the share of entries where float32 and float64 may be on different sides of a jump
+_JUMPS = 1e-3  # the fraction of entries where float32 and float64 may be on different sides of a jump
 _WORST = 121  # queries that a suspect is tried on first, when a call has many
 _FEW = 8  # queries that mistakes on a part of a call are tried on first: there are many
 
@@ -102,7 +102,8 @@ def _any_agrees(bound: ErrorBound, names: list[str], queries: Tensor, tried: Res
 
 
 def _agrees(bound: ErrorBound, name: str, tried: Tensor, queries: Tensor | None = None) -> bool:
-    """Whether the trial gives the device's numbers: what the truth has wrong is right, but for a jump here and there."""
+    """Whether the trial gives the device's numbers. Of the entries that differ from the float64 result it must explain all
+    but a few, which may lie where a gradient jumps."""
     got, truth = bound.call.results[name], bound.truth[name]
     if queries is not None:
         got, truth = got[:, queries], truth[:, queries]
@@ -139,7 +140,7 @@ def _looks_like(bound: ErrorBound, name: str) -> str:
         size = bound.call.inputs[SHAPES].flip(-1).double()
         size = size[:, 0] if bound.call.row.grouped else size[:, None]
         if bool((bound.error(name, got, truth / size) <= 1).all()):
-            return "it is the gradient of pixels, where that of shares of the map is asked for"
+            return "it is the gradient in pixels; it must be in fractions of the map"
     return _partly(bound, name, errors > 1)
 
 

@@ -157,7 +157,7 @@ def _check_seen(call: Call, seen: Tensor) -> None:
         wanted = counts[camera] if len(call.looks) > 1 else max(counts)
         packed = rows == wanted and not OPERATORS[look.operator].grouped
         if rows != len(seen) and not packed:
-            rule = f"have as many rows as {call.name} has queries, or mark as many as it asks {_whom(call, camera)} for"
+            rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {_whom(call, camera)} for"
             _checks.rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
 
 

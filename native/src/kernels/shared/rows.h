@@ -34,7 +34,7 @@ template <int N> struct Count {
 
 // op(Count<lanes>, Count<vectors>, first channel) for each piece of `channels`.
 template <class T, class Op> MXD_INLINE void for_pieces(int64_t channels, Op &&op) {
-    // nearly every model has 32 channels a head: one piece, which the compiler knows to begin at 0
+    // nearly every model has 32 channels a head: one piece, which begins at 0, and the compiler sees that
     if constexpr (sizeof(T) == 4)
         if (channels == 32) return op(Count<WIDTH<T>>(), Count<32 / WIDTH<T>>(), 0);
     int64_t c = 0;

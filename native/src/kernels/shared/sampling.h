@@ -267,7 +267,7 @@ template <class T> struct ScatterList {
     T *coefficient;
     int64_t count = 0;
 
-    // Room for LANES entries more: add() writes an entry before it knows whether it stays. Addresses are prefetched
+    // Room for LANES entries more: add() writes an entry before it is clear whether it stays. Addresses are prefetched
     // before the first is written.
     ScatterList(Arena &arena, int64_t n)
         : address(arena.zeros<int64_t>(4 * n + LANES)), coefficient(arena.take<T>(4 * n + LANES)) {}
