@@ -169,9 +169,9 @@ class PerCamera(nn.Module):
             self.attend = mx_driving.nn.MultiScaleDeformableAttention(channels, 4, 2, 4)
         centres = cell_centres(cells).flatten(0, 1)
         pillar = torch.stack([F.pad(centres, (0, 1), value=height) for height in HEIGHTS], 1)  # [cells, heights, 3]
-        turned = torch.einsum("cij,nhj->cnhi", projections(surround(*SIZE))[:, :3], F.pad(pillar, (0, 1), value=1.0))
-        place = turned[..., :2] / turned[..., 2:].clamp_min(1e-3)
-        seen = ((place > 0) & (place < 1)).all(-1) & (turned[..., 2] > 0.1)
+        projected = torch.einsum("cij,nhj->cnhi", projections(surround(*SIZE))[:, :3], F.pad(pillar, (0, 1), value=1.0))
+        place = projected[..., :2] / projected[..., 2:].clamp_min(1e-3)
+        seen = ((place > 0) & (place < 1)).all(-1) & (projected[..., 2] > 0.1)
         self.register_buffer("place", place)  # [cam, cells, heights, 2]
         self.register_buffer("share", seen.any(-1) / seen.any(-1).sum(0).clamp_min(1))  # [cam, cells]
 

@@ -150,8 +150,8 @@ def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
     sentences = []
     for key in common:
-        yardstick = (*key[:3], "plain torch")
-        pace = new[yardstick] / old[yardstick] if yardstick in new and yardstick in old else 1.0
+        plain = (*key[:3], "plain torch")
+        pace = new[plain] / old[plain] if plain in new and plain in old else 1.0
         ratio = new[key] / old[key] / pace
         if ratio > 1 + tolerance:
             sentences.append(f"{', '.join(key[:3])}: {ratio:.2f} times the earlier {old[key]:.3g} ms (now {new[key]:.3g} ms)")
