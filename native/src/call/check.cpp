@@ -35,7 +35,9 @@ bool too_many_elements(const Given &t) {
 // -1: a factor is not known.
 int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
     const int64_t first = sizes.of[axis.size], second = axis.times < 0 ? 1 : sizes.of[axis.times];
-    return first < 0 || second < 0 ? -1 : first * second;
+    if (first < 0 || second < 0) return -1;
+    int64_t product;
+    return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
 }
 
 // Learns sizes that are not known yet.

@@ -10,8 +10,8 @@ template <class T> struct Bilinear {
     static MXD_INLINE void pixels(const Query<T> &query, int64_t i, RealLanes<T> &x, RealLanes<T> &y) {
         const MapLanes<T> &maps = query.maps().at(i);
         query.location(i, x, y);
-        x = x * raw_load<T, LANES>(maps.width) - T(0.5);
-        y = y * raw_load<T, LANES>(maps.height) - T(0.5);
+        x = pixel_of<T>(x, raw_load<T, LANES>(maps.width));
+        y = pixel_of<T>(y, raw_load<T, LANES>(maps.height));
     }
 
     static MXD_INLINE Corners<T> corners(const Query<T> &query, int64_t i) {

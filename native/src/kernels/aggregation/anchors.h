@@ -13,8 +13,6 @@ namespace {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
-template <class T> inline T pixel_of(T normalised, T size) { return normalised * size - T(0.5); }
-
 // The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
 // image. With logits the cameras decide that, and only pairs that are seen have locations, which stay valid for two more
 // anchors.
@@ -69,7 +67,7 @@ template <class T> class AnchorReader {
     // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
     void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
         const T height = T(call.levels[map].height);
-        const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of(xy[2 * pair + 1], height), map); };
+        const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of<T>(xy[2 * pair + 1], height), map); };
         seen = found;
         num_seen = 0;
         if (!call.with_logits) {
@@ -94,10 +92,7 @@ template <class T> class AnchorReader {
     int64_t first_camera = 0, last_camera;
     const T *xy = nullptr;
 
-    bool inside(int64_t pair) const {
-        const T u = xy[2 * pair], v = xy[2 * pair + 1];
-        return u > 0 && u < 1 && v > 0 && v < 1;
-    }
+    bool inside(int64_t pair) const { return is_inside(xy[2 * pair], xy[2 * pair + 1]); }
 };
 
 // Samples of one anchor: positions, maps, and weights [sample, groups].
@@ -146,8 +141,8 @@ template <class T> class Samples {
 
     void place(T u, T v, const Level &level) {
         maps_.set(count, level);
-        x[count] = pixel_of(u, T(level.width));
-        y[count] = pixel_of(v, T(level.height));
+        x[count] = pixel_of<T>(u, T(level.width));
+        y[count] = pixel_of<T>(v, T(level.height));
         ++count;
     }
 };

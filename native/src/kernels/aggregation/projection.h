@@ -112,7 +112,7 @@ template <class T> class Cameras {
         const RealLanes<T> nearest = broadcast<T, LANES>(NEAREST<T>);
         const RealLanes<T> depth = nearest > projected[2] ? nearest : projected[2]; // a NaN stays
         const RealLanes<T> x = projected[0] / depth / size[0], y = projected[1] / depth / size[1];
-        const IntLanes<T> inside = (x > 0) & (x < 1) & (y > 0) & (y < 1);
+        const IntLanes<T> inside = is_inside(x, y);
         if (!any(inside)) return;
         for (int lane = 0; lane < LANES; ++lane) {
             if (!inside[lane]) continue;

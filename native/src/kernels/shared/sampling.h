@@ -90,6 +90,11 @@ template <class T> class BandReach {
     T *first_y, *last_y;
 };
 
+// The pixel of a normalised location, and whether a location lies strictly inside an image, which a NaN does not. Of
+// numbers or of vectors.
+template <class T, class Real> MXD_INLINE Real pixel_of(Real location, Real size) { return location * size - T(0.5); }
+template <class Real> MXD_INLINE auto is_inside(Real x, Real y) { return (x > 0) & (x < 1) & (y > 0) & (y < 1); }
+
 // The coefficient of corner k of a sample: the corner is right when k & 1, below when k & 2. right and below are the sample's
 // distances from corner 0, lw and lh.
 template <class Real> MXD_INLINE Real corner_coefficient(int k, Real right, Real below) {
