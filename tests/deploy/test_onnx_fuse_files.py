@@ -15,6 +15,7 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass  # noqa: E402
 from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
+from mx_driving.onnx import _sizes  # noqa: E402
 
 
 @pytest.fixture
@@ -85,7 +86,8 @@ def test_bad_files(tmp_path):
         mx_driving.onnx.fuse(tmp_path / "none.onnx", out)
     (tmp_path / "text.onnx").write_text("not a graph")
     (tmp_path / "cut.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes()[:-1000])
-    for name in ("text.onnx", "cut.onnx"):
+    (tmp_path / "letters.onnx").write_bytes((tmp_path / "whole.onnx").read_bytes().replace(b"pytorch", b"pyto\xd3ch"))
+    for name in ("text.onnx", "cut.onnx", "letters.onnx"):
         with pytest.raises(ValueError, match=f"path_in must be an ONNX file; got .*{name}"):
             mx_driving.onnx.fuse(tmp_path / name, out)
     assert not out.exists()
@@ -178,6 +180,13 @@ def test_broken_files_are_refused_in_a_sentence(name, tmp_path, capfd):
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "after.onnx").exists()
+
+
+def test_a_pad_of_one_number():
+    """No Pad has one: onnxruntime says so in the trial. Before that, its number counts for every axis."""
+    pads = onnx_ir.Value(name="pads", const_value=onnx_ir.tensor(np.array([9])))
+    node = onnx_ir.Node("", "Pad", [onnx_ir.Value(name="data", shape=onnx_ir.Shape([4, 4])), pads])
+    assert list(_sizes._picked(node)) == [9]
 
 
 HUGE = """<ir_version: 8, opset_import: ["" : 20]>

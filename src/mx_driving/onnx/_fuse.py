@@ -144,15 +144,28 @@ def silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
+def _write(path_in: Path, path_out: Path, form: str, **options: str | None) -> Fused:
+    model = load(path_in)
+    report = _fuse(model, path_out, form, **options)
+    if not report.replaced:
+        why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
+        raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {path_in} ({why})")
+    save(model, path_in, path_out)
+    return report
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
     source, target = Path(path_in), Path(path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
-    with silent():
-        model = load(source)
-        report = _fuse(model, target, form, **options)
-        if not report.replaced:
-            why = "; ".join(f"{name}: {reason}" for name, reason in report.left.items()) or _what_is_there(model)
-            raise ValueError(f"path_in must hold deformable attention made of GridSample or gathers; got {source} ({why})")
-        save(model, source, target)
-    return report
+    try:
+        with silent():
+            return _write(source, target, form, **options)
+    except ir.serde.SerdeError as error:  # onnx_ir's, of a text that is not UTF-8, for one
+        raise ValueError(f"path_in must be an ONNX file; got {source}: {_first_cause(error)}") from None

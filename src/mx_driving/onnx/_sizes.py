@@ -132,7 +132,7 @@ def _of_gather(node: ir.Node) -> Iterator[tuple[int | None, int]]:
 
 def _of_pad(node: ir.Node) -> Iterator[tuple[int | None, int]]:
     pads, axes = _given(node, 1, "pads"), _given(node, 3, "axes")
-    axes = axes or list(range(len(pads) // 2))
+    axes = axes or list(range(len(pads) // 2)) or [None]
     yield from ((axes[place % len(axes)], n) for place, n in enumerate(pads))
 
 
