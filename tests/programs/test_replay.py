@@ -154,7 +154,7 @@ PLANTED = [
     (M, one_nan, "output: 1 of 1440 entries are NaN, in [1, 7, 3], while the inputs give numbers; all other entries are right"),
     (G, rounded_backward, "grad_value, grad_weights: locations are rounded half to even, as the vendor's backward does"),
     (M, halved, "grad_value: it is 0.5 times the truth"),
-    (M, in_pixels, "grad_locations: it is the gradient of pixels, where that of shares of the map is asked for"),
+    (M, in_pixels, "grad_locations: it is the gradient in pixels; it must be in fractions of the map"),
     (A, never_run, "output, grad_value, grad_locations, grad_weights: it is zero everywhere, as if the kernel had not run"),
     (M, partly(shifted, 3, 1), EVERY + "on level 1 alone: samples lie half a pixel too far right and down"),
     (M, partly(swapped, 3, 1), EVERY + "on level 1 alone: x and y are swapped in the locations"),

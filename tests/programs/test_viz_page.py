@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import re
 import sys
 
 import cases
@@ -13,6 +14,7 @@ import torch
 
 import mx_driving
 from mx_driving import viz
+from mx_driving._installing import pip_install
 
 numpy = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
@@ -237,5 +239,5 @@ def test_weights_that_are_no_numbers_are_counted(path):
 
 def test_a_missing_package_is_named(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(RuntimeError, match=r'mx_driving.viz.page needs Pillow: pip install "mx-driving-portable\[demo\]"'):
+    with pytest.raises(RuntimeError, match=re.escape(f"mx_driving.viz.page needs Pillow: {pip_install('[demo]')}")):
         viz.page(attention(), PICTURE, path)
