@@ -22,6 +22,7 @@ import wrong_runtime  # noqa: E402
 from onnxscript import ir  # noqa: E402
 from small_cases import GROWING  # noqa: E402
 
+import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
 from mx_driving._operators import OPERATORS  # noqa: E402
 from mx_driving.cli.app import main  # noqa: E402
@@ -139,6 +140,28 @@ def test_our_nodes_are_places(operator, tmp_path):
     report = verify(tmp_path / "node.onnx", doubled, arrays)
     assert not report.right
     assert set(reasons(report)) == {"it is 2 times the truth"}
+
+
+@pytest.mark.parametrize("name", ["stacked", "unequal points"])
+def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
+    """Gathers of all levels from one table are not found by themselves. Their names are those of the original."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    writings.export(writings.WRITINGS[name], before, "older")
+    mx_driving.onnx.fuse(before, after, "gather")
+    right = runtimes.named("onnxruntime")
+
+    def swapped(path, arrays):
+        return right(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
+
+    report = verify(after, right, given(3, 11), original=before)
+    assert report.right, reasons(report)
+    assert len(report.places) == 2
+    report = verify(after, swapped, given(3, 11), original=before)
+    assert not any(one.right for one in report.places)
+    assert all("x and y are swapped" in why for why in reasons(report))
+    writings.export(writings.Projected(), after, "older")
+    with pytest.raises(Problem, match=r"path_in must be made of --original, with its names of tensors; got .*: it has no "):
+        verify(after, right, given(3, 11), original=before)
 
 
 @pytest.mark.long

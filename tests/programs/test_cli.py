@@ -72,7 +72,7 @@ COMMANDS = {
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads"},
-    "verify": {"path_in", "--runtime", "--inputs", "--precision", "--threads"},
+    "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads"},
 }
 
 

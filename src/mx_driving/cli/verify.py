@@ -17,6 +17,7 @@ _RUNTIME = (
     "onnxruntime, openvino, tensorrt, or a program: it is called with three more words, the paths of a file to run, of its "
     "inputs (.npz), and of its outputs (.npz), which it writes."
 )
+_ORIGINAL = "The file that path_in was made of, by `mx-driving fuse` in another form; it says where the places are."
 _PRECISION = "Dtype that the runtime computes in, if it is narrower than the file's."
 
 
@@ -24,6 +25,7 @@ def verify(
     path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
     runtime: Annotated[str, typer.Option(metavar="NAME", help=_RUNTIME)],
     inputs: Inputs = None,
+    original: Annotated[Path | None, typer.Option(help=_ORIGINAL)] = None,
     precision: Annotated[DType | None, typer.Option(metavar="NAME", help=_PRECISION)] = None,
     threads: Threads = 0,
 ) -> None:
@@ -48,7 +50,7 @@ def verify(
     use_threads(threads)
     given, run = arrays(inputs), runtimes.named(runtime)
     console = open_console(f"mx-driving verify: {path_in} on {runtime}")
-    report = verified(path_in, run, given, getattr(torch, precision.value) if precision else None)
+    report = verified(path_in, run, given, getattr(torch, precision.value) if precision else None, original)
     show(console, _places(report))
     show(console, _outputs(report))
     for sentence in _sentences(report):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _composition
 from .._operators import OPERATORS, SHAPES, STARTS
-from ..onnx import _trial
+from ..onnx import _file, _trial
 from ..onnx._fuse import certain, in_words
 from ..onnx._graph import Unfit, constant, dims
 from ..onnx._search import Sampling, sums
@@ -84,6 +84,22 @@ def _of_node(model: ir.Model, node: ir.Node) -> Place:
     graph = ir.convenience.extract(model.graph, list(dict.fromkeys(given.values())), [node.outputs[0]])
     part = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
     return Place(str(node.outputs[0].name), f"one node {node.op_type}", fed, fixed, part, node)
+
+
+def rewritten(place: Place, model: ir.Model) -> Place:
+    """The place in another file that was made of its own, with the same names of tensors.
+
+    Raises:
+        Unfit: a tensor is not there.
+    """
+    values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.outputs(model))}
+    names = [*(str(v.name) for v in place.fed.values()), place.name]
+    if missing := [name for name in names if name not in values]:
+        raise Unfit(f"it has no {missing[0]}")
+    ends = [values[name] for name in (*names[:-1], *place.fixed) if name in values]
+    graph = ir.convenience.extract(model.graph, ends, [values[place.name]])
+    part = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+    return replace(place, part=part)
 
 
 def write(place: Place, arrays: Arrays, path: Path) -> None:

@@ -17,11 +17,11 @@ from .._operators import LOCATIONS, VALUE
 from ..measure import onnx_files
 from ..onnx import _file
 from ..onnx._fuse import silent
-from ..onnx._graph import constant
+from ..onnx._graph import Unfit, constant
 from ..replay.calls import Call
 from ..replay.judge import WRONG, Verdict, judge
 from . import whole
-from .places import Array, Arrays, Place, across_borders, as_reference, call, places, write
+from .places import Array, Arrays, Place, across_borders, as_reference, call, places, rewritten, write
 from .runtimes import Failed, Run
 
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -54,19 +54,28 @@ class Verified:
         return all(one.right for one in (*self.places, *self.outputs))
 
 
-def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = None) -> Verified:
-    """`given`: the file's inputs by name, random where they are missing. `precision`: what the runtime computes in, if that is
-    narrower than the file's dtypes."""
+def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: Path | None = None) -> Verified:
+    """Args:
+    given: the file's inputs by name, random where they are missing.
+    precision: what the runtime computes in, if that is narrower than the file's dtypes.
+    original: the file that this one was made of, which then says where the places are, and what is true.
+    """
     try:
         with silent():
-            model = _file.load(path)
+            model = _file.load(original or path)
             found, left = places(model)
+            if original:
+                written = _file.load(path)
+                found = [rewritten(place, written) for place in found]
+    except Unfit as unfit:
+        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {unfit}") from None
     except ValueError as error:
         raise Problem(str(error)) from None
     outputs = [str(v.name) for v in model.graph.outputs]
     if not found:
         why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no weighted samples"
-        raise Problem(f"path_in must hold deformable attention that is certain, or a node of it; got {path} ({why})")
+        rule = "must hold deformable attention that is certain, or a node of it"
+        raise Problem(f"{'--original' if original else 'path_in'} {rule}; got {original or path} ({why})")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         defaults = {str(v.name): v.meta["default"].numpy() for v in model.graph.inputs if "default" in v.meta}
