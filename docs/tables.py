@@ -243,11 +243,15 @@ def tested_libraries() -> str:
     rows = _rows("libraries.csv")
     if not rows:
         return NOTHING_YET
-    lines = [
-        [f"{row['library']} {row['version']}", row["tried"], row["outcome"] + (f": {row['message']}" if row["message"] else "")]
-        for row in rows
-    ]
-    return f"{markdown(['library', 'tried', 'outcome'], lines)}\n{made(rows, 'made')}\n"
+    lines: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        module, slot, way = row["tried"].partition(", slot, ")  # attention modules of LibreYOLO in one line for each way
+        outcome = row["outcome"] + (f": {row['message']}" if row["message"] else "")
+        line = f"{row['library']} {row['version']}", f"slot of kernels, {way}" if slot else module, outcome
+        lines[line] = lines.get(line, 0) + 1
+    several = {line: f": {n} attention modules" if n > 1 else "" for line, n in lines.items()}
+    counted = [[library, tried + more, outcome] for (library, tried, outcome), more in several.items()]
+    return f"{markdown(['library', 'tried', 'outcome'], counted)}\n{made(rows, 'made')}\n"
 
 
 def transformers() -> str:
