@@ -166,6 +166,8 @@ build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
 build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_BASELINE_ONLY=ON
 HUGE_ALLOCATIONS_FAIL := ASAN_OPTIONS=allocator_may_return_null=1 TSAN_OPTIONS=allocator_may_return_null=1
 FUZZ_SECONDS := 30
+# The first seed of recordings and of files for `fuse`: the same in each run; FUZZ_FIRST= begins anywhere.
+FUZZ_FIRST := 0
 
 .PHONY: $(SANITIZERS)
 $(SANITIZERS): $(VENV)/made
@@ -210,11 +212,11 @@ fuzz-onnx: build/asan $(STAMP)
 # Files that mx-driving replay reads. A finding names its seed: FUZZ_SECONDS=0 SEEDS=1234 repeats it.
 .PHONY: fuzz-recordings fuzz-fuse
 fuzz-recordings: $(STAMP)
-	$(BIN)/python -W ignore tests/helpers/fuzz_recordings.py $(FUZZ_SECONDS) $(SEEDS)
+	FUZZ_FIRST=$(FUZZ_FIRST) $(BIN)/python -W ignore tests/helpers/fuzz_recordings.py $(FUZZ_SECONDS) $(SEEDS)
 
 # ONNX files that mx-driving fuse reads, likewise.
 fuzz-fuse: $(STAMP)
-	$(BIN)/python -W ignore tests/helpers/fuzz_fuse.py $(FUZZ_SECONDS) $(SEEDS)
+	FUZZ_FIRST=$(FUZZ_FIRST) $(BIN)/python -W ignore tests/helpers/fuzz_fuse.py $(FUZZ_SECONDS) $(SEEDS)
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
 TOOLS := .venv-wheels

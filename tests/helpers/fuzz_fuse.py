@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import faulthandler
 import itertools
+import os
 import random
 import resource
 import signal
@@ -154,9 +155,9 @@ def case(data: bytes, seed: int, folder: Path) -> str:
 
 
 def seeds(seconds: float, chosen: list[int]) -> Iterator[int]:
-    """Those that are chosen, or others in each run, for so long."""
+    """Those that are chosen, or for so long those from FUZZ_FIRST on, without it others in each run."""
     yield from chosen
-    first, end = int(time.time()) * 1000, time.monotonic() + seconds
+    first, end = int(os.environ.get("FUZZ_FIRST") or time.time() * 1000), time.monotonic() + seconds
     yield from itertools.takewhile(lambda seed: not chosen and time.monotonic() < end, itertools.count(first))
 
 

@@ -260,7 +260,7 @@ def main(seconds: float, *seeds: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         finding(0, pathlib.Path(folder))  # imports what is imported late, once for all processes
     begin, upcoming = time.monotonic(), list(seeds or KEPT)
-    first = random.randrange(2**40)
+    first = int(os.environ.get("FUZZ_FIRST") or random.randrange(2**40))
     while upcoming or time.monotonic() < begin + seconds:
         batch = upcoming or list(range(first + tried, first + tried + BATCH))
         upcoming, now = [], context.Value("q", 0)

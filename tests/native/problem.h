@@ -31,6 +31,7 @@ template <class T> struct View {
     void fill(T from, T to, std::mt19937 &random) {
         for (int64_t i = 0; i < count; ++i) data[i] = from + (to - from) * T(random()) / T(4294967296.0);
     }
+    bool all_are(T number) const { return std::count(data.get(), data.get() + count, number) == count; }
     mxd_tensor described() const; // for the functions of mx_driving.h
     std::vector<T> numbers() const { return {data.get(), data.get() + count}; }
 };

@@ -29,10 +29,10 @@ void known_answer() {
     for (View<float> *view : {&p.value, &p.weight, &p.grad_output}) view->fill(1);
     p.location.fill(0);
     p.run(nullptr);
-    CHECK(p.output.numbers() == std::vector<float>(256, 0.25f));
-    CHECK(p.grad_value.numbers() == std::vector<float>(8, 8));
-    CHECK(p.grad_location.numbers() == std::vector<float>(64, 4));
-    CHECK(p.grad_weight.numbers() == std::vector<float>(32, 2));
+    CHECK(p.output.count == 256 && p.output.all_are(0.25f));
+    CHECK(p.grad_value.count == 8 && p.grad_value.all_are(8));
+    CHECK(p.grad_location.count == 64 && p.grad_location.all_are(4));
+    CHECK(p.grad_weight.count == 32 && p.grad_weight.all_are(2));
 }
 
 void handles() {
