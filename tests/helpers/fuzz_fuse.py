@@ -179,6 +179,7 @@ def main() -> None:
     seconds, *chosen = map(int, sys.argv[1:])
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES * 2**30,) * 2)
+    faulthandler.enable()
     faulthandler.register(signal.SIGXCPU, chain=True)  # shows where, and ends the process
     models, counts = corpus(), Counter()
     with tempfile.TemporaryDirectory() as folder:
