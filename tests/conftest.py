@@ -12,6 +12,7 @@ import gc
 import os
 import pathlib
 import shutil
+import sys
 import tempfile
 
 import pytest
@@ -69,6 +70,17 @@ def every_thread():
 
 
 @pytest.fixture
+def poisoned_allocations():
+    """torch.empty comes filled with NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def kernel_calls(monkeypatch):
     """The names of the operators whose native functions were called."""
     library, called = _backends.native._library(), []
@@ -83,6 +95,21 @@ def kernel_calls(monkeypatch):
 
     monkeypatch.setattr(_backends.native, "_library", Recorded)
     return called
+
+
+@pytest.fixture
+def mx(monkeypatch, capsys):
+    """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
+    from mx_driving.cli.app import main
+
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["mx-driving", *map(str, args)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        said = capsys.readouterr()
+        return stop.value.code or 0, said.out, said.err
+
+    return run
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import GEOMETRIC, MULTI_SCALE
 from onnx_stand_ins import beside_the_nodes
-from small_cases import GROWING
+from small_cases import GROWING, One
 
 import mx_driving
 from mx_driving._operators import OPERATORS
@@ -26,15 +26,6 @@ BATCH, QUERIES = torch.export.Dim("batch"), torch.export.Dim("queries")
 DYNAMIC = ({0: BATCH}, None, None, {0: BATCH, 1: QUERIES}, {0: BATCH, 1: QUERIES})
 PLUGIN = "MultiscaleDeformableAttnPlugin_TRT"
 FORMS = [(op, form) for op in cases.OPERATORS for form in ("gather", "grid_sample") if (op, form) != (GEOMETRIC, "grid_sample")]
-
-
-class Calls(torch.nn.Module):
-    def __init__(self, operator):
-        super().__init__()
-        self.operator = operator
-
-    def forward(self, value, shapes, starts, locations, weights):
-        return getattr(mx_driving, self.operator)(value, shapes, starts, locations, weights)
 
 
 class Attention(torch.nn.Module):
@@ -63,7 +54,8 @@ def in_onnx(module, args, form=None, opset=20, **options):
 
 @functools.cache
 def exported(operator, form, opset=20, dtype=torch.float32):
-    return in_onnx(Calls(operator), cases.cast(GROWING[operator](3, 5), dtype), form, opset, dynamic_shapes=DYNAMIC)
+    args = cases.cast(GROWING[operator](3, 5), dtype)
+    return in_onnx(One(operator, args), args, form, opset, dynamic_shapes=(DYNAMIC,))
 
 
 def run(model, *args):
@@ -117,7 +109,7 @@ def test_border_of_the_map(form):
     for case in cases.LATTICE:
         if (case.operator, form) in FORMS:
             args = cases.cast(case.make(), torch.float32)
-            check(in_onnx(Calls(case.operator), args, form), case.operator, args)
+            check(in_onnx(One(case.operator, args), args, form), case.operator, args)
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
@@ -133,7 +125,7 @@ def test_sixteen_bit_values_with_float32_locations(form):
         value, shapes, starts, *rest = GROWING[MULTI_SCALE](bs, queries)
         return value.half(), shapes.int(), starts.int(), *(t.float() for t in rest)
 
-    model = in_onnx(Calls(MULTI_SCALE), mixed(3, 5), form)
+    model = in_onnx(One(MULTI_SCALE, ()), mixed(3, 5), form)
     got, expected = run(model, *mixed(3, 5)), mx_driving.multi_scale_deformable_attn(*mixed(3, 5))
     assert got.dtype == torch.float16
     torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)  # one ulp of the last rounding
@@ -196,7 +188,7 @@ def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
     """One dtype for all floating inputs: float16 where all have it, else float32."""
     value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
     args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
-    model = in_onnx(Calls(MULTI_SCALE), args, "tensorrt")
+    model = in_onnx(One(MULTI_SCALE, args), args, "tensorrt")
     assert [n.op_type for n in model.graph.node].count("Cast") == casts
     found, expected = beside_the_nodes(model, *args), mx_driving.multi_scale_deformable_attn(*args)
     assert found.dtype == dtypes[0]
@@ -220,7 +212,7 @@ def test_with_logits_the_bare_operators_node(form, node):
     """Locations and weights are made by standard operators, as patched models need it."""
     args = cases.cast(GROWING[MULTI_SCALE + "_with_logits"](3, 5), torch.float32)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
-    model = in_onnx(AllBut(MULTI_SCALE + "_with_logits", args), tensors, form)
+    model = in_onnx(One(MULTI_SCALE + "_with_logits", args), tensors, form)
     kinds = [n.op_type for n in model.graph.node]
     assert node in kinds
     assert "Softmax" in kinds
@@ -237,17 +229,6 @@ def test_unknown_form_is_refused():
         mx_driving.onnx.translations("plugin")
 
 
-class AllBut(torch.nn.Module):
-    """An operator with logits; what is no tensor is fixed."""
-
-    def __init__(self, operator, args):
-        super().__init__()
-        self.operator, self.rest = operator, [a for a in args if not isinstance(a, torch.Tensor)]
-
-    def forward(self, *tensors):
-        return getattr(mx_driving, self.operator)(*tensors, *self.rest)
-
-
 @pytest.mark.parametrize("operator", cases.WITH_LOGITS)
 def test_operators_with_logits_for_any_batch_and_queries(operator):
     row, args = OPERATORS[operator], cases.cast(GROWING[operator](3, 5), torch.float32)
@@ -255,7 +236,7 @@ def test_operators_with_logits_for_any_batch_and_queries(operator):
     free = []
     for at_batch, at_query in zip(row.axes["bs"], row.axes[row.queries], strict=True):
         free.append({at: dim for at, dim in ((at_batch, BATCH), (at_query, QUERIES)) if at is not None} or None)
-    model = in_onnx(AllBut(operator, args), tensors, dynamic_shapes=(tuple(free[:-1]),))
+    model = in_onnx(One(operator, args), tensors, dynamic_shapes=(tuple(free[:-1]),))
     assert not {"GridSample", "Loop"} & {node.op_type for node in model.graph.node}
     for bs, queries in ((3, 5), (1, 7), (4, 1)):
         args = cases.cast(GROWING[operator](bs, queries), torch.float32)

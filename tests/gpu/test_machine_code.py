@@ -35,7 +35,7 @@ SCRIPT = ROOT / "tests" / "helpers" / "machine_code.py"
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """All figures, from one process of its own: in this one Triton interprets."""
-    done = subprocess.run([sys.executable, str(SCRIPT), "--json"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -1,9 +1,6 @@
 """Compiles the GPU kernels for GPUs that are not here, through the operators' own launches, and reads their machine code.
 
-    python tests/helpers/machine_code.py                 the figures of every kernel and target, as a table
-    python tests/helpers/machine_code.py --json          the same for the tests, which run where Triton interprets
-    python tests/helpers/machine_code.py --compilations  how often each kernel is compiled over calls that differ in size
-    python tests/helpers/machine_code.py --variants      compiles all flags, dtypes and layouts together; prints how many
+    python tests/helpers/machine_code.py    # a table as JSON, also for the tests, which run where Triton interprets
 
 A stand-in for the driver says which GPU is there, and `JITFunction.run` stops after compiling. A target is a number, sm_<n> of
 NVIDIA, or a name of AMD's.
@@ -11,7 +8,6 @@ NVIDIA, or a name of AMD's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -318,40 +314,9 @@ def compilations() -> dict[str, int]:
     return found
 
 
-def _table(found: list[dict[str, Any]], amd: list[dict[str, Any]]) -> str:
-    lines = ["target operator                      dtype     direction  regs stack occupancy  16 B / 8 B reads  instructions"]
-    for row in found:
-        count = row.get("instructions per row") or row.get("instructions per row and point")
-        text = f"{count:.1f} per row{' and point' if row['direction'] == 'backward' else ''}" if count else ""
-        lines.append(
-            f"sm_{row['target']:<4}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
-            f"{row['stack']:>6}{row['occupancy']:>10.0%}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}{text}"
-        )
-    lines += ["", "target  operator                     dtype     direction  regs scratch lanes  16 B / 8 B reads  add / swap"]
-    for row in amd:
-        lines.append(
-            f"{row['target']:<8}{row['operator']:<29}{row['dtype']:<10}{row['direction']:<10}{row['registers']:>5}"
-            f"{row['scratch']:>8}{row['lanes']:>6}{row['reads of 16 bytes']:>10} / {row['reads of 8 bytes']:<10}"
-            f"{row['additions']} / {row['compare and swap']}"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Machine code of the GPU kernels")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--compilations", action="store_true")
-    parser.add_argument("--variants", action="store_true")
-    options = parser.parse_args()
-    if options.json:
-        code = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}
-        json.dump({**code, "variants": variants(), "compilations": compilations()}, sys.stdout)
-    elif options.variants:
-        json.dump(variants(), sys.stdout)
-    elif options.compilations:
-        json.dump(compilations(), sys.stdout)
-    else:
-        print(_table(list(rows()), list(amd_rows())))
+    code = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}
+    json.dump({**code, "variants": variants(), "compilations": compilations()}, sys.stdout, indent=1)
 
 
 if __name__ == "__main__":

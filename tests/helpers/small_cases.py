@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cases
 import logits_cases
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+
+import mx_driving
 
 # legal inputs, of which a test makes one illegal
 GOOD = {
@@ -28,8 +32,19 @@ GROWING = {
 }
 
 # what Triton's interpreter runs in a moment
-INTERPRETED = {
-    MULTI_SCALE: lambda: cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3, margin=0.5),
-    AGGREGATION: lambda: cases.aggregation(2, 3, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
-    GEOMETRIC: lambda: cases.geometric(2, 5, 8, 2, [(3, 4), (2, 2)], 3),
+INTERPRETED = GOOD | {
+    MULTI_SCALE: lambda: cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2, margin=0.5),
+    AGGREGATION: lambda: cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
+    GEOMETRIC: lambda: cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
 }
+
+
+class One(torch.nn.Module):
+    """An operator alone, to be exported. What is no tensor among its arguments is fixed."""
+
+    def __init__(self, operator: str, args: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.operator, self.rest = operator, [a for a in args if not isinstance(a, torch.Tensor)]
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        return getattr(mx_driving, self.operator)(*tensors, *self.rest)

@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import cases
+import logits_cases
 import pytest
 import torch
+from small_cases import INTERPRETED
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 MIXED = [
@@ -18,6 +20,37 @@ MIXED = [
     (torch.float32, torch.float16, torch.float64),
     (torch.float64, torch.float32, torch.float16),
 ]
+
+
+# Inputs are small, or those of `first`.
+everywhere = pytest.mark.parametrize("implementation", cases.wanted_implementations(interpreted=True), indirect=True)
+
+
+def everywhere_each(operators: Sequence[str]) -> Any:
+    """Marks a test of (implementation, operator). The interpreter has the bare operators: the others are composed of these."""
+    pairs = [(i, o) for o in operators for i in cases.wanted_implementations(interpreted=o in cases.OPERATORS)]
+    return pytest.mark.parametrize(("implementation", "operator"), pairs, indirect=["implementation"])
+
+
+def first(operator: str, implementation: str = "native", dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
+    """The inputs of an operator's first case, or small ones for Triton's interpreter."""
+    if implementation == "triton" and cases.INTERPRETED:
+        return cases.cast(INTERPRETED[operator](), dtype)
+    return cases.cast(next(c for c in (*cases.CASES, *logits_cases.CASES) if c.operator == operator).make(), dtype)
+
+
+def assert_same_sums(implementation: str, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same bits; a GPU's atomics add in any order."""
+    near = 1e-4 if implementation == "triton" and not cases.INTERPRETED else 0
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+def run(
+    implementation: str, operator: str, args: Sequence[Any], grad: torch.Tensor, mask: list[bool] | None = None
+) -> list[torch.Tensor]:
+    """The output and the gradients."""
+    args = tuple(args)
+    return [cases.forward_of(implementation, operator)(*args), *cases.gradients_of(implementation, operator, grad, args, mask)]
 
 
 def covering(

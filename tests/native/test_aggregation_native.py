@@ -14,6 +14,7 @@ import cases
 import logits_cases
 import pytest
 import torch
+import values
 from cases import AGGREGATION_LOGITS as NAME
 from cases import wanted_implementations
 from logits_cases import TWO_CAMERAS
@@ -24,7 +25,6 @@ from mx_driving import _backends
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 INF, NAN = float("inf"), float("nan")
-FOUR = [True] * 4
 BACKWARD = f"mxd_{NAME}_backward"
 
 
@@ -40,15 +40,8 @@ def drawn(*sizes: Any, dtype: torch.dtype = torch.float32, **options: bool) -> t
     return args, cases.grad_for(NAME, args).to(dtype)
 
 
-def run(args: Sequence[Any], grad: Tensor, mask: list[bool] = FOUR) -> list[Tensor]:
-    return [cases.forward_of("native", NAME)(*args), *cases.gradients_of("native", NAME, grad, tuple(args), mask)]
-
-
-def test_a_logit_of_minus_infinity_is_weight_zero():
-    args, grad = drawn(2, 9, 7, 16, 4, TWO_CAMERAS)
-    args[5][:, :, 1, 0, ::2, 1:3] = -INF
-    compare("native", NAME, args, grad)
-    assert not run(args, grad)[4][:, :, 1, 0, ::2, 1:3].any()
+def run(args: Sequence[Any], grad: Tensor) -> list[Tensor]:
+    return values.run("native", NAME, args, grad)
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])

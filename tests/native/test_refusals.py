@@ -136,7 +136,13 @@ def test_a_gradient_that_is_not_wanted_may_be_of_any_size_and_dtype(name):
 
 
 @pytest.mark.parametrize("name", ["samples", "window"])
-@pytest.mark.parametrize("size", [(0, 3), (3, 0), (-1, 3), (3, -1), (2, 12), (22, 1), (1, 22)])
+@pytest.mark.parametrize(
+    "size",
+    [
+        *((0, 3), (3, 0), (-1, 3), (3, -1), (2, 12), (22, 1), (1, 22)),
+        *((2**31, 2**31), (2**62, 4), (1, 2**63 - 1), (-(2**63), 1)),  # products beyond 64 bits
+    ],
+)
 def test_levels_have_rows_and_lie_in_value(name, size):
     """Of 21 rows."""
     call = call_of(name, False)

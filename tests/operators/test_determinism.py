@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 
 import cases
+import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, LARGE, MULTI_SCALE, Case
 from programs import python
+from values import run
 
 # test_plan.py says which way the native kernels go in such calls, and has one for each way.
-PYRAMID = [(20, 30), (10, 15), (5, 8)]
-
-
 # The reference is plain torch, whose scatter is deterministic on a CPU: one dtype and few numbers of threads will do.
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 PAIRS = [(i, dtype) for i in cases.wanted_implementations() for dtype in DTYPES if i != "reference" or dtype == torch.float64]
@@ -68,21 +67,31 @@ def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, c
     assert torch.equal(narrow, wide.bfloat16())
 
 
+IN_ONE_PASS_OR_SEVERAL = [
+    *((case, torch.float32) for case in (*cases.CASES, *logits_cases.CASES)),
+    *((case, torch.bfloat16) for case in logits_cases.CASES),
+]
+
+
 @pytest.mark.parametrize("implementation", [i for i in cases.wanted_implementations() if i != "reference"], indirect=True)
-@pytest.mark.parametrize("case", cases.CASES, ids=cases.case_id)
-def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case):
+@pytest.mark.parametrize(
+    ("case", "dtype"), [pytest.param(c, d, id=f"{cases.case_id(c)}-{d}") for c, d in IN_ONE_PASS_OR_SEVERAL]
+)
+def test_gradients_asked_for_together_or_one_by_one(implementation, every_thread, case, dtype):
     """One pass through the queries may give all gradients, or each may take a pass: the bits are the same.
 
     The reference has no ways to choose from; test_autograd.py asks it for some gradients alone."""
-    args = cases.cast(cases.made(case), torch.float32)
-    grad = cases.grad_for(case.operator, args).float()
-    places = range(len(cases.DIFFERENTIABLE[case.operator]))
+    args = cases.cast(cases.made(case), dtype)
+    grad = cases.grad_for(case.operator, args).to(dtype)
+    places, first = range(len(cases.DIFFERENTIABLE[case.operator])), None
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        together = cases.gradients_of(implementation, case.operator, grad, args)
+        together = run(implementation, case.operator, args, grad)
+        first = first or together
+        assert all(torch.equal(a, b) for a, b in zip(first, together, strict=True))
         for i in places:
             alone = cases.gradients_of(implementation, case.operator, grad, args, [i == j for j in places])
-            assert torch.equal(alone[i], together[i])
+            assert torch.equal(alone[i], together[1 + i])
 
 
 THREADS = """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import cases
 import pytest
 import torch
-from values import covering, last_pixels
+from values import covering, everywhere, last_pixels
 
 from mx_driving import _backends
 
@@ -57,6 +57,7 @@ def test_every_pixel_is_found(implementation, value, dtype, axis):
         assert torch.equal(found.flatten(), expected), (points, apart)
 
 
+@everywhere
 @pytest.mark.parametrize("size", [2**26 + 3, 2**26 + 5], ids=["rounds down", "rounds up"])
 def test_what_lies_beyond_the_map_goes_to_its_last_pixel(implementation, size):
     args = last_pixels(size)

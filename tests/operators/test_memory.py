@@ -11,17 +11,6 @@ from values import DTYPES, covering
 from mx_driving import _backends
 
 
-@pytest.fixture
-def poisoned_allocations():
-    """torch.empty comes filled with NaN, so that an element nobody wrote shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    before = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = before
-    torch.use_deterministic_algorithms(False)
-
-
 def embedded(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """t in the middle of a buffer of NaN (or of an absurd integer), and the buffer."""
     canary = float("nan") if t.is_floating_point() else -(2**30)
@@ -56,33 +45,6 @@ def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allo
         assert torch.equal(a, b)
     for a, b in zip(buffers, before, strict=True):
         assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-
-
-GARBAGE = [
-    [[0, 4], [2, 2]],
-    [[3, 4], [2, -2]],
-    [[2**31, 2**31], [2, 2]],
-    [[2**62, 4], [2, 2]],
-    [[1, 2**63 - 1], [2, 2]],
-    [[-(2**63), 1], [2, 2]],
-    [[17, 1], [2, 2]],
-]
-STARTS = [[-1, 0], [0, 16], [2**62, 0], [0, 2**63 - 1], [-(2**63), 0], [5, 12]]
-
-
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_garbage_tables_are_refused(implementation, operator):
-    good = GOOD[operator]()
-    backward = getattr(torch.ops.mx_driving, operator + "_backward").default
-    mask = [True] * len(cases.DIFFERENTIABLE[operator])
-    for place, tables in ((1, GARBAGE), (2, STARTS)):
-        for table in tables:
-            args = list(good)
-            args[place] = torch.tensor(table).view(good[place].shape)
-            with pytest.raises(ValueError, match="must"):
-                getattr(torch.ops.mx_driving, operator).default(*args)
-            with pytest.raises(ValueError, match="must"):
-                backward(cases.grad_for(operator, good).float(), *args, mask)
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
@@ -136,46 +98,9 @@ def test_nothing_to_do_ends_at_once(poisoned_allocations, operator, nothing):
     assert all(g.numel() == 0 for g in others)
 
 
-@pytest.mark.parametrize("nothing", ["maps", "points"])
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_no_samples_give_zeros(implementation, poisoned_allocations, operator, nothing):
-    *args, grad = (t[:, :3] if t.dim() > 2 and t.shape[1] == ENDLESS else t for t in _endless(operator, {nothing: 0}))
-    out = cases.forward_of(implementation, operator)(*args)
-    assert out.numel()
-    assert not out.any()
-    for g in cases.gradients_of(implementation, operator, grad, tuple(args)):
-        assert not g.any()
-
-
-BAD_SHAPE, BAD_DTYPE, OUT_OF_MEMORY = 1, 2, 4
-
-
 @pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_the_c_interface_says_what_is_wrong_with_a_gradient(operator):
-    """The sentence is the one that the header promises, and nothing is written."""
-    args = GOOD[operator]()
-    grad = cases.grad_for(operator, args).float()
-    grad = grad if operator == cases.AGGREGATION else grad.unflatten(2, args[0].shape[2:])
-    gradients = [torch.full_like(args[i], 7) for i in cases.DIFFERENTIABLE[operator]]
-
-    def status(gradients, grad=grad, args=args):
-        function = getattr(_backends.native._library(), f"mxd_{operator}_backward")
-        return function(*map(_backends.native._pack, (grad, *args, *gradients)), 1)
-
-    for i, good in enumerate(gradients):
-        for wrong, expected in ((good.long(), BAD_DTYPE), (good.int(), BAD_DTYPE), (good[..., :1], BAD_SHAPE)):
-            assert status([*gradients[:i], wrong, *gradients[i + 1 :]]) == expected
-    assert status(gradients, grad=grad.int()) == BAD_DTYPE
-    assert status(gradients, grad=grad[..., :1]) == BAD_SHAPE
-    assert status(gradients, grad=grad[:, :1]) == BAD_SHAPE
-    assert all((g == 7).all() for g in gradients)
-    assert status(gradients) == 0
-
-
-@pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-@pytest.mark.parametrize(("places", "expected"), [(2**34, OUT_OF_MEMORY), (2**56, BAD_SHAPE)])
+@pytest.mark.parametrize(("places", "expected"), [(2**34, "not enough memory"), (2**56, r"2\*\*48 elements")])
 def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected):
     """One query has so many points (one expanded element) that no memory, or no size in bytes, holds the scratch for them."""
     args = GOOD[operator]()
@@ -186,5 +111,5 @@ def test_inputs_that_count_beyond_memory_are_refused(operator, places, expected)
         size[axis] = places
     locations, weights = (args[i].select(axis, 0).unsqueeze(axis).expand(size) for i, size in zip((3, 4), sizes, strict=True))
     args = [*args[:3], locations, weights]
-    with pytest.raises(RuntimeError, match={OUT_OF_MEMORY: "not enough memory", BAD_SHAPE: r"2\*\*48 elements"}[expected]):
+    with pytest.raises(RuntimeError, match=expected):
         getattr(torch.ops.mx_driving, operator)(*args)

@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 import torch._inductor.config as inductor
-from small_cases import GROWING
+from small_cases import GROWING, One
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
@@ -60,17 +60,6 @@ def program():
     return torch.export.export(Three(), inputs_of(3, 5), dynamic_shapes=((each,) * 3,))
 
 
-def targets(program):
-    return [node.target for node in program.graph.nodes if node.op == "call_function"]
-
-
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_export_keeps_the_operator_whole(program, operator):
-    op = getattr(torch.ops.mx_driving, operator).default
-    assert targets(program).count(op) == 1
-    assert targets(program.run_decompositions()).count(op) == 1
-
-
 def test_export_saved_loaded_and_run_elsewhere(program, tmp_path):
     torch.export.save(program, tmp_path / "program.pt2")
     found = in_a_fresh_process("export", tmp_path / "program.pt2", tmp_path)
@@ -103,9 +92,15 @@ def test_aot_inductor_package(program, tmp_path, monkeypatch):
             torch.testing.assert_close(got, expected)
 
 
-class One(torch.nn.Module):
-    def forward(self, *inputs):
-        return mx_driving.geometric_kernel_attention(*inputs)
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_export_keeps_the_operator_whole(operator):
+    args = cases.cast(GROWING[operator](3, 5), torch.float32)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    program = torch.export.export(One(operator, args), tensors)
+    op = getattr(torch.ops.mx_driving, operator).default
+    for graph in (program.graph, program.run_decompositions().graph):
+        assert [node.target for node in graph.nodes if node.op == "call_function"] == [op]
+    assert torch.equal(program.module()(*tensors), getattr(mx_driving, operator)(*args))
 
 
 def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
@@ -115,12 +110,12 @@ def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_
     table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}
     options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
     package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(One(), inputs).run_decompositions(table),
+        torch.export.export(One(cases.GEOMETRIC, inputs), inputs).run_decompositions(table),
         package_path=str(tmp_path / "model.pt2"),
         inductor_configs=options,
     )
     (found,) = in_a_fresh_process("aoti", package, tmp_path, RUN.replace(", mx_driving", ""), [inputs])
-    torch.testing.assert_close(found, One()(*inputs))
+    torch.testing.assert_close(found, mx_driving.geometric_kernel_attention(*inputs))
 
 
 def trained(module, size):

@@ -69,16 +69,6 @@ def test_grad_and_vjp_are_autograds(operator):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_jvp_is_the_transpose_of_vjp(operator):
-    function, tensors = floating(operator)
-    direction = direction_of(tensors)
-    output, tangent = torch.func.jvp(function, tensors, direction)
-    torch.testing.assert_close(output, function(*tensors))
-    pulled = torch.func.vjp(function, *tensors)[1](output)
-    torch.testing.assert_close((tangent * output).sum(), sum((a * b).sum() for a, b in zip(pulled, direction, strict=True)))
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
 def test_dual_tensors(operator):
     function, tensors = floating(operator)
     direction = direction_of(tensors)
@@ -104,15 +94,6 @@ def test_hessian_vector_products_agree(operator):
     double = torch.autograd.grad(first, leaves, grad_outputs=direction)
     assert_all_close(forward, double)
     assert_all_close(reverse, double)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_jacobians_agree(operator):
-    function, tensors = floating(operator)
-    everything = tuple(range(len(tensors)))
-    assert_all_close(
-        torch.func.jacfwd(function, argnums=everything)(*tensors), torch.func.jacrev(function, argnums=everything)(*tensors)
-    )
 
 
 def stacked(operator, in_dims):
