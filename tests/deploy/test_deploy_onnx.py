@@ -15,7 +15,7 @@ from programs import Done, python
 
 import mx_driving.onnx
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("detector")]  # so that it is exported once
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
 
@@ -25,30 +25,14 @@ def run(*options: str) -> Done:
 
 
 @pytest.fixture(scope="module")
-def detector(tmp_path_factory):
-    """The folder of a saved detector of one stage, so that no ranking chooses queries."""
-    from PIL import Image
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("saved")
-    stages = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
-    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **stages)
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, num_queries=30, num_labels=3, **layers
-    )
-    transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)
-    transformers.DeformableDetrImageProcessor(size={"height": 96, "width": 128}).save_pretrained(folder)
-    Image.radial_gradient("L").resize((128, 96)).save(folder / "photo.png")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def exported(detector, tmp_path_factory):
+def exported(tmp_path_factory):
     """The folder of the exported detector, and what the program said."""
-    folder = tmp_path_factory.mktemp("exported")
-    photo = str(detector / "photo.png")
-    said = run("--checkpoint", str(detector), "--photo", photo, "--folder", str(folder), "--forms", "onnxruntime")
+    import detectors
+
+    detector, folder = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("exported")
+    photo = detector / "photo.png"
+    detectors.saved(detector, photo)
+    said = run("--checkpoint", str(detector), "--photo", str(photo), "--folder", str(folder), "--forms", "onnxruntime")
     assert said.returncode == 0, said.stderr
     return folder, said.stdout
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -25,7 +26,6 @@ from small_cases import GROWING  # noqa: E402
 import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
 from mx_driving._operators import OPERATORS  # noqa: E402
-from mx_driving.cli.app import main  # noqa: E402
 from mx_driving.verify import runtimes, whole  # noqa: E402
 from mx_driving.verify.verify import verify  # noqa: E402
 
@@ -276,18 +276,9 @@ def test_a_runtime_s_own_error_is_reported(tmp_path):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """`mx-driving verify` as a shell runs it: exit status, standard output and standard error."""
+def command(mx, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*args):
-        monkeypatch.setattr("sys.argv", ["mx-driving", "verify", *map(str, args)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        return stop.value.code or 0, said.out, said.err
-
-    return run
+    return functools.partial(mx, "verify")
 
 
 @pytest.mark.parametrize(("fault", "status"), [("none", 0), ("swapped axes", 1)])

@@ -16,7 +16,6 @@ from pages import samples, written  # noqa: E402
 
 from mx_driving._installing import pip_install  # noqa: E402
 from mx_driving.cli import demo as demos  # noqa: E402
-from mx_driving.cli.app import main  # noqa: E402
 from mx_driving.demo import lift, scene  # noqa: E402
 from mx_driving.demo.rig import Camera, Extent, RigError, load_rig, looking, project, surround  # noqa: E402
 
@@ -143,24 +142,10 @@ def test_the_street_is_lifted_and_recovered(tmp_path):
     assert len(samples(facts)) > 96 * 96 * 0.7  # a cell that is seen looks at one camera or more
 
 
-@pytest.fixture
-def mx(monkeypatch, capsys):
-    """`mx-driving demo` as a shell runs it: (exit status, standard output, standard error)."""
-
-    def run(*options):
-        monkeypatch.setattr(sys, "argv", ["mx-driving", "demo", *map(str, options)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        said = capsys.readouterr()
-        return stop.value.code, said.out, said.err
-
-    return run
-
-
 def test_the_example_rig_runs(mx, tmp_path):
     pytest.importorskip("sklearn")
     out = tmp_path / "rig.png"
-    code, shown, said = mx("--rig", EXAMPLE, "--out", out)
+    code, shown, said = mx("demo", "--rig", EXAMPLE, "--out", out)
     assert (code, said) == (0, "")
     assert "all is well" in shown
     assert out.stat().st_size > 100_000
@@ -168,17 +153,17 @@ def test_the_example_rig_runs(mx, tmp_path):
 
 def test_the_page_is_written_and_its_place_looked_at_first(mx, folder, monkeypatch):
     rig = write(folder, {"cameras": [camera()], "bev": {"cells": 16}})
-    _, shown, _ = mx("--rig", rig, "--out", folder / "x.png", "--page", folder / "looks.html")
+    _, shown, _ = mx("demo", "--rig", rig, "--out", folder / "x.png", "--page", folder / "looks.html")
     assert f"the page is in {folder / 'looks.html'}" in shown.replace("\n", "")
     assert written(folder / "looks.html")[1]["queries"]["total"] == 256
     monkeypatch.setattr(demos, "run_demo", None)
-    code, _, said = mx("--out", folder / "y.png", "--page", folder / "none" / "looks.html")
+    code, _, said = mx("demo", "--out", folder / "y.png", "--page", folder / "none" / "looks.html")
     assert code == 1
     assert said.startswith("mx-driving: the folder of --page must exist; got ")
 
 
 def test_a_failure_is_a_sentence_and_an_exit_status(mx, tmp_path):
-    code, _, said = mx("--rig", tmp_path / "none.json", "--out", tmp_path / "x.png")
+    code, _, said = mx("demo", "--rig", tmp_path / "none.json", "--out", tmp_path / "x.png")
     assert (code, said) == (1, f"mx-driving: the rig file must exist; got {tmp_path / 'none.json'}\n")
 
 

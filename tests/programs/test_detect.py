@@ -61,19 +61,10 @@ def run(*options: str) -> str:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoint_and_photo_of_ones_own(tmp_path):
+    import detectors
     from PIL import Image
 
-    # one stage, because in two a ranking chooses the queries, and a rounding error may choose others on some processor
-    stages = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
-    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **stages)
-    layers = {"encoder_layers": 1, "decoder_layers": 2, "d_model": 64}
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, num_queries=30, num_labels=3, **layers
-    )
-    transformers.DeformableDetrForObjectDetection(config).save_pretrained(tmp_path / "detector")
-    size = {"height": 160, "width": 224}
-    transformers.DeformableDetrImageProcessor(size=size).save_pretrained(tmp_path / "detector")
-    Image.radial_gradient("L").resize((200, 120)).save(tmp_path / "photo.png")
+    detectors.saved(tmp_path / "detector", tmp_path / "photo.png", 160, 224)
     out = tmp_path / "seen.png"
     said = run("--checkpoint", str(tmp_path / "detector"), "--photo", str(tmp_path / "photo.png"), "--out", str(out))
     assert "replaced transformers.models.deformable_detr.modeling_deformable_detr.MultiScaleDeformableAttention" in said

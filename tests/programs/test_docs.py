@@ -78,19 +78,9 @@ def test_code_fits_its_column(page):
 
 def a_detector_and_a_photograph() -> None:
     """What docs/models.md would download: a small Deformable DETR with random weights, saved under the name it asks for."""
-    transformers = pytest.importorskip("transformers")
-    from PIL import Image
+    import detectors
 
-    backbone = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 1, 1], out_features=["stage2", "stage3", "stage4"]
-    )
-    config = transformers.DeformableDetrConfig(
-        backbone_config=backbone, use_timm_backbone=False, encoder_layers=1, decoder_layers=2, num_queries=10
-    )
-    folder = pathlib.Path("SenseTime/deformable-detr")
-    transformers.DeformableDetrForObjectDetection(config).save_pretrained(folder)
-    transformers.DeformableDetrImageProcessor(size={"height": 64, "width": 96}).save_pretrained(folder)
-    Image.radial_gradient("L").resize((96, 64)).save("street.jpg")
+    detectors.saved(pathlib.Path("SenseTime/deformable-detr"), pathlib.Path("street.jpg"))
 
 
 PREPARED = {"docs/models.md": a_detector_and_a_photograph}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import dataclasses
 import errno
 import importlib.util
@@ -19,6 +20,7 @@ import pytest
 import torch
 from device_machine import FILE, KINDS, device_machine, recorded, run
 from programs import python
+from recorded_calls import replay
 
 import mx_driving
 from mx_driving_portable import record
@@ -32,7 +34,7 @@ FILES = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_program_is_recorded_and_computes_the_same(kind, tmp_path):
+def test_a_program_is_recorded_computes_the_same_and_is_right(kind, tmp_path):
     folder = device_machine(tmp_path, kind)
     alone = run(folder, "program.py", "a", "--b")
     named = ["--function", "own.kernels.sample=multi_scale_deformable_attn"] if kind == "by name" else []
@@ -54,6 +56,16 @@ def test_a_program_is_recorded_and_computes_the_same(kind, tmp_path):
             assert set(tensors) == {"value", "shapes", "starts", "locations", "weights", "output"}
         assert about["caller"].endswith(".py:" + about["caller"].rpartition(":")[2])
         assert "program.py" in about["caller"]
+    replayed = replay(folder / "calls", "--csv", tmp_path / "x.csv")
+    assert replayed.exit_code == 0, replayed.output
+    calls = {name for name in found if "gradients" not in name}
+    assert replayed.output.rstrip().endswith(f"all is well: {len(calls)} calls are right")
+    with (tmp_path / "x.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    assert {row["call"] for row in rows} == calls
+    assert {row["result"] for row in rows} == {"output", "grad_value", "grad_locations", "grad_weights"}
+    assert {row["verdict"] for row in rows} == {"right"}
+    assert all(0 < float(row[column]) <= 1 for row in rows for column in ("device", "float32", "ours"))
 
 
 def test_python_m_runs_scripts_and_modules(tmp_path):
