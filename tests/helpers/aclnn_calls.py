@@ -8,17 +8,8 @@ import torch
 from mx_driving import aclnn
 from mx_driving.aclnn import Status
 
-NAMES = (
-    "value",
-    "spatialShape",
-    "levelStartIndex",
-    "location",
-    "attnWeight",
-    "gradOutput",
-    "gradValue",
-    "gradLocation",
-    "gradAttnWeight",
-)
+NAMES = ("value", "spatialShape", "levelStartIndex", "location", "attnWeight")
+NAMES += ("gradOutput", "gradValue", "gradLocation", "gradAttnWeight")
 OK, NULLPTR, INVALID = Status.ACLNN_SUCCESS, Status.ACLNN_ERR_PARAM_NULLPTR, Status.ACLNN_ERR_PARAM_INVALID
 FAULT = Status.ACL_ERROR_RT_AICORE_EXCEPTION
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -7,6 +7,7 @@ loaded or about the interpreter's own options needs a process of its own: subpro
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import multiprocessing
 import os
 import pathlib
@@ -24,6 +25,16 @@ if "forkserver" in multiprocessing.get_all_start_methods():
     _FORKS.set_forkserver_preload(["torch"])
 else:  # Windows
     _FORKS = multiprocessing.get_context("spawn")
+
+
+def example(name: str) -> types.ModuleType:
+    """A program of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, _TESTS.parent / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
 
 
 Done = subprocess.CompletedProcess[str]

@@ -20,8 +20,7 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def tried(*what: str):
     """All attention modules that consult the slot, and words for the record."""
     return pytest.mark.parametrize(
-        ("library", "model", "how"),
-        [("libreyolo", f"{model}, slot, {words}", how) for words in what for model, how in MODULES],
+        ("library", "model", "how"), [("libreyolo", f"{model}, slot, {words}", how) for words in what for model, how in MODULES]
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import pathlib
@@ -25,50 +26,40 @@ from mx_driving.ops.geometric_kernel_attention import GeometricKernelAttentionFu
 from mx_driving.ops.multi_scale_deformable_attn import MultiScaleDeformableAttnFunction
 from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
 
-MULTI_SCALE_KEYS = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
-OLD_KEYS = ("value", "shape", "offset", "locations", "weights")
-AGGREGATION_KEYS = ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight")
-GEOMETRIC_KEYS = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
-
-NAMES = [
-    ("mx_driving", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
-    ("mx_driving", "MultiScaleDeformableAttnFunction.apply", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.point", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
-    ("mx_driving.fused", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.fused", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving.fused", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
-    ("mx_driving.fused", "MultiScaleDeformableAttnFunction.apply", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving.fused", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.fused", "npu_geometric_kernel_attention_func", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.common", "npu_multi_scale_deformable_attn_function", MULTI_SCALE, OLD_KEYS),
-    ("mx_driving.ops", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving.ops", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.ops", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.ops", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.ops.multi_scale_deformable_attn", "multi_scale_deformable_attn", MULTI_SCALE, MULTI_SCALE_KEYS),
-    ("mx_driving.ops.npu_deformable_aggregation", "npu_deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.ops.geometric_kernel_attention", "geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.ops.npu_deformable_aggregation", "deformable_aggregation", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.ops.npu_deformable_aggregation", "AdsDeformableAggregation.apply", AGGREGATION, AGGREGATION_KEYS),
-    ("mx_driving.ops.geometric_kernel_attention", "GeometricKernelAttentionFunc.apply", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.ops.npu_geometric_kernel_attention", "npu_geometric_kernel_attention", GEOMETRIC, GEOMETRIC_KEYS),
-    ("mx_driving.ops.npu_geometric_kernel_attention", "GeometricKernelAttentionFunc.apply", GEOMETRIC, GEOMETRIC_KEYS),
-]
+ATTENTION = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
+OLD = ("value", "shape", "offset", "locations", "weights")
+# a part of a name -> the names of its arguments; the first that fits
+KEYS = {
+    "npu_multi_scale": OLD,
+    "aggregation": ("feature_maps", "spatial_shape", "scale_start_index", "sample_locations", "weight"),
+    "geometric": ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights"),
+    "multi_scale": ATTENTION,
+}
+WHOLE = ["multi_scale_deformable_attn", "deformable_aggregation", "npu_deformable_aggregation", "geometric_kernel_attention"]
+APPLIED, OLDER = "MultiScaleDeformableAttnFunction.apply", "npu_multi_scale_deformable_attn_function"
+NPU_GEOMETRIC, OF_GEOMETRIC = "npu_geometric_kernel_attention", "GeometricKernelAttentionFunc.apply"
+NAMES = {
+    "mx_driving": [*WHOLE, OLDER, APPLIED, NPU_GEOMETRIC],
+    "mx_driving.point": [OLDER],
+    "mx_driving.common": [OLDER],
+    "mx_driving.fused": [WHOLE[0], WHOLE[2], OLDER, APPLIED, NPU_GEOMETRIC, NPU_GEOMETRIC + "_func"],
+    "mx_driving.ops": WHOLE,
+    "mx_driving.ops.multi_scale_deformable_attn": WHOLE[:1],
+    "mx_driving.ops.npu_deformable_aggregation": [*WHOLE[1:3], "AdsDeformableAggregation.apply"],
+    "mx_driving.ops.geometric_kernel_attention": [WHOLE[3], OF_GEOMETRIC],
+    "mx_driving.ops.npu_geometric_kernel_attention": [NPU_GEOMETRIC, OF_GEOMETRIC],
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("module", "name", "operator", "keys"), NAMES)
-def test_by_position_and_by_keyword(module, name, operator, keys):
-    function = importlib.import_module(module)
-    for part in name.split("."):
-        function = getattr(function, part)
-    args = GOOD[operator]()
-    expected = getattr(torch.ops.mx_driving, operator).default(*args)
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
+def test_by_position_and_by_keyword(module, name):
+    function = functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    words = name.lower().replace("multiscale", "multi_scale")
+    part, keys = next((part, keys) for part, keys in KEYS.items() if part in words)
+    bare = next(o for o in cases.OPERATORS if part.removeprefix("npu_") in o)
+    args = GOOD[bare]()
+    expected = getattr(torch.ops.mx_driving, bare).default(*args)
     assert torch.equal(function(*args), expected)
     assert torch.equal(function(**dict(zip(keys, args, strict=True))), expected)
 

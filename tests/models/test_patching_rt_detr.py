@@ -6,15 +6,7 @@ import pytest
 import torch
 from test_patching import plain_core
 from test_patching_attention import Layers, locations_of
-from test_patching_forms import (
-    KEYS,
-    SIZES,
-    agrees,
-    agrees_with_its_own_code,
-    attention_inputs,
-    by_level_core,
-    library,
-)
+from test_patching_forms import KEYS, SIZES, agrees, agrees_with_its_own_code, attention_inputs, by_level_core, library
 from torch import nn
 
 import mx_driving

@@ -6,15 +6,7 @@ import ctypes
 
 import pytest
 import torch
-from aclnn_calls import (
-    INVALID,
-    NAMES,
-    NULLPTR,
-    OK,
-    nine,
-    phase_one,
-    replaced,
-)
+from aclnn_calls import INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
 
 from mx_driving import aclnn
 

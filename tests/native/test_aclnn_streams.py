@@ -9,19 +9,7 @@ import threading
 
 import pytest
 import torch
-from aclnn_calls import (
-    FAULT,
-    INVALID,
-    MARK,
-    NULLPTR,
-    OK,
-    nine,
-    phase_one,
-    phase_two,
-    replaced,
-    run,
-    same_bits,
-)
+from aclnn_calls import FAULT, INVALID, MARK, NULLPTR, OK, nine, phase_one, phase_two, replaced, run, same_bits
 
 from mx_driving import aclnn
 from mx_driving.aclnn import Status

@@ -6,17 +6,7 @@ import cases
 import pytest
 import torch
 import values
-from aclnn_calls import (
-    DTYPES,
-    MARK,
-    OK,
-    nine,
-    phase_one,
-    phase_two,
-    run,
-    same_bits,
-    with_outputs,
-)
+from aclnn_calls import DTYPES, MARK, OK, nine, phase_one, phase_two, run, same_bits, with_outputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from values import first

@@ -27,10 +27,7 @@ CALLS = {
     "cameras": (AGGREGATION, lambda: cases.aggregation(4, 7, 6, 5, 5, CAMERAS)),
     "a reference for each level": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6)),
     "one reference": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 1)),
-    "a reference for each point": (
-        MULTI_SCALE_LOGITS,
-        lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 6, POINT),
-    ),
+    "a reference for each point": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 6, POINT)),
     "three references": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, 3, POINT)),
     "boxes": (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6, box=True)),
     "logits on two axes": (MULTI_SCALE_LOGITS, lambda: with_two_axes(logits_cases.multi_scale(3, 5, 7, 4, SIZES, 6))),

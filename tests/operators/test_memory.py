@@ -30,10 +30,7 @@ def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allo
     }[operator]
     plain = cases.cast(make(), dtype)
     grad = cases.grad_for(operator, plain).to(dtype)
-    expected = [
-        cases.forward_of(implementation, operator)(*plain),
-        *cases.gradients_of(implementation, operator, grad, plain),
-    ]
+    expected = [cases.forward_of(implementation, operator)(*plain), *cases.gradients_of(implementation, operator, grad, plain)]
     inner, buffers = zip(*(embedded(t) for t in (*plain, grad)), strict=True)
     before = [b.clone() for b in buffers]
     got = [

@@ -374,11 +374,7 @@ def test_a_device_that_is_not_there(mx, no_work, device):
     [
         ("transformers", ["models"], "mx-driving models must have transformers installed (pip install 'transformers>=5'); got"),
         ("sklearn", ["models"], "mx-driving models must have sklearn installed"),
-        (
-            "matplotlib",
-            ["bench", "--plot", "x.png"],
-            f"have matplotlib installed ({pip_install('[demo]')}); got",
-        ),
+        ("matplotlib", ["bench", "--plot", "x.png"], f"have matplotlib installed ({pip_install('[demo]')}); got"),
         ("PIL", ["demo"], "the demo must have PIL installed"),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -12,7 +11,7 @@ import types
 import pytest
 import torch
 from pages import written
-from programs import python
+from programs import example, python
 
 transformers = pytest.importorskip("transformers")
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
@@ -21,12 +20,7 @@ FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
 @pytest.fixture(scope="module")
 def detect():
     """The example as a module."""
-    spec = importlib.util.spec_from_file_location("detect", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return example("detect")
 
 
 @pytest.fixture

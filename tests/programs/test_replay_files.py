@@ -25,15 +25,25 @@ def _wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
 
 
+INPUTS, GRAD = call(M)
+RIGHT = M, INPUTS, GRAD, computed(M, INPUTS, GRAD)  # what `save` takes
+TENSORS = {**dict(zip(NAMES, INPUTS, strict=True)), **RIGHT[3], "grad_output": GRAD}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A recording of a right call, call-000000."""
+    save(tmp_path / "calls", *RIGHT)
+    return tmp_path / "calls"
+
+
 def off_by_one(results):
     return {name: t + 1 for name, t in results.items()}
 
 
 def spoil(folder, name, what):
     file = folder / f"{name}.safetensors"
-    (inputs, grad), more = call(M), {}
-    results = computed(M, inputs, grad)
-    tensors = {**dict(zip(NAMES, inputs, strict=True)), **results, "grad_output": grad}
+    tensors, more = dict(TENSORS), {}
     if what == "cut":
         file.write_bytes(file.read_bytes()[:1000])
         return
@@ -69,10 +79,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_cannot_be_read_is_said_and_all_else_is_judged(what, tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    for name in ("call-000000", "call-000001", "call-000002"):
-        save(folder, M, inputs, grad, computed(M, inputs, grad), name)
+def test_what_cannot_be_read_is_said_and_all_else_is_judged(what, folder):
+    for name in ("call-000001", "call-000002"):
+        save(folder, *RIGHT, name)
     spoil(folder, "call-000001", what)
     found = replay(folder)
     assert found.exit_code == 1
@@ -107,14 +116,11 @@ EDITED = {
 
 
 @pytest.mark.parametrize("what", EDITED)
-def test_an_edited_description_is_one_sentence(what, tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
+def test_an_edited_description_is_one_sentence(what, folder):
     edited, words = EDITED[what]
     described = {"operator": M, **edited} if isinstance(edited, dict) and what != "no operator" else edited
     text = edited if what == "deep" else json.dumps(described)
-    tensors = {**dict(zip(NAMES, inputs, strict=True)), **computed(M, inputs, grad)}
-    save_file(tensors, folder / "call-000001.safetensors", {"format": "1", "call": text})
+    save_file(TENSORS, folder / "call-000001.safetensors", {"format": "1", "call": text})
     (sentence,) = not_read(folder)
     assert sentence.startswith(words)
 
@@ -145,11 +151,9 @@ FOREIGN = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("what", FOREIGN)
-def test_foreign_tensors_are_one_sentence(what, tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
+def test_foreign_tensors_are_one_sentence(what, folder):
     edit, words = FOREIGN[what]
-    tensors = edit({**dict(zip(NAMES, inputs, strict=True)), **computed(M, inputs, grad), "grad_output": grad})
+    tensors = edit(TENSORS)
     metadata = {"format": "1", "call": json.dumps({"operator": M})}
     torch.save({"metadata": metadata, "tensors": tensors}, folder / "call-000001.pt")
     (sentence,) = not_read(folder)
@@ -157,10 +161,8 @@ def test_foreign_tensors_are_one_sentence(what, tmp_path):
 
 
 @pytest.mark.parametrize("metadata", ["text", {"format": 1}, {"format": "1"}, {"format": "1", "call": 7}, None])
-def test_foreign_metadata_is_one_sentence(metadata, tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
-    torch.save({"metadata": metadata, "tensors": dict(zip(NAMES, inputs, strict=True))}, folder / "call-000001.pt")
+def test_foreign_metadata_is_one_sentence(metadata, folder):
+    torch.save({"metadata": metadata, "tensors": TENSORS}, folder / "call-000001.pt")
     (sentence,) = not_read(folder)
     assert re.search("call-000001.pt .*must .*; got", sentence)
 
@@ -190,28 +192,17 @@ def test_empty_calls_are_judged(axis, tmp_path):
     assert replay(tmp_path / "wrong").exit_code == int(any(t.numel() for t in wrong.values()))
 
 
-def test_a_call_that_our_code_fails_on_is_one_sentence(tmp_path, monkeypatch):
+def test_a_call_that_our_code_fails_on_is_one_sentence(folder, monkeypatch):
     """Whatever it is, such as no memory: the others are judged."""
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    for name in ("call-000000", "call-000001"):
-        save(folder, M, inputs, grad, computed(M, inputs, grad), name)
+    save(folder, *RIGHT, "call-000001")
     of_all = judge.off_map
     monkeypatch.setattr(judge, "off_map", lambda call: of_all(call) if "0" in call.name[-1] else 1 / 0)
     assert not_read(folder) == ["call-000001 must be a call that can be judged; got division by zero"]
 
 
 def test_text_that_no_terminal_takes_is_shown_all_the_same(tmp_path):
-    folder, (inputs, grad) = tmp_path / "$calls$", call(M)
-    save(
-        folder,
-        M,
-        inputs,
-        grad,
-        off_by_one(computed(M, inputs, grad)),
-        "$\\frac-é",
-        caller="/a/\ud800\x1b[31m.py:7",
-        function="\n" * 300,
-    )
+    folder, wrong = tmp_path / "$calls$", (M, INPUTS, GRAD, off_by_one(RIGHT[3]))
+    save(folder, *wrong, "$\\frac-é", caller="/a/\ud800\x1b[31m.py:7", function="\n" * 300)
     found = replay(folder, "--csv", tmp_path / "x.csv", "--plot", tmp_path / "x.png")
     assert isinstance(found.exception, SystemExit), found.exception
     assert "??[31m.py:7" in found.output
@@ -235,9 +226,7 @@ def test_nothing_read_is_a_sentence_and_no_picture(tmp_path):
         ({"ended": ""}, ""),
     ],
 )
-def test_why_a_recording_ended_early(tmp_path, manifest, words):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
+def test_why_a_recording_ended_early(folder, manifest, words):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     found = replay(folder)
     assert found.exit_code == 0
@@ -254,9 +243,7 @@ def test_what_a_killed_recorder_leaves_is_mentioned(tmp_path):
     assert re.fullmatch(r"calls must hold .*; got none in .*; \.tmpV3fYq1 must be whole; got one that .*", str(found.exception))
 
 
-def test_of_a_cut_file_of_gradients_the_call_is_judged(tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
+def test_of_a_cut_file_of_gradients_the_call_is_judged(folder):
     spoil(folder, "call-000000-gradients", "cut")
     (folder / "call-000009.safetensors.part").write_bytes(b"")
     found = replay(folder)
@@ -266,10 +253,8 @@ def test_of_a_cut_file_of_gradients_the_call_is_judged(tmp_path):
     assert re.search(r"│ call-000000 +│ output +│", found.output)
 
 
-def test_gradients_without_their_call_or_added_to_something(tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    save(folder, M, inputs, grad, computed(M, inputs, grad))
-    save(folder, M, inputs, grad, computed(M, inputs, grad), "call-000001", cleared=False)
+def test_gradients_without_their_call_or_added_to_something(folder):
+    save(folder, *RIGHT, "call-000001", cleared=False)
     (folder / "call-000000.safetensors").unlink()
     found = replay(folder)
     assert "not read: call-000000-gradients must lie beside call-000000, which has its inputs; got no such file" in found.output
@@ -286,10 +271,8 @@ def test_no_recording(mx, what, tmp_path):
     assert re.fullmatch(r"mx-driving: calls must .*; got .*\n", err)
 
 
-def test_one_file_one_call_and_a_picture(tmp_path):
-    folder, (inputs, grad) = tmp_path / "calls", call(M)
-    for name in ("call-000000", "call-000001"):
-        save(folder, M, inputs, grad, (off_by_one if "1" in name else dict)(computed(M, inputs, grad)), name)
+def test_one_file_one_call_and_a_picture(folder, tmp_path):
+    save(folder, M, INPUTS, GRAD, off_by_one(RIGHT[3]), "call-000001")
     assert replay(folder / "call-000000.safetensors").exit_code == 0
     assert replay(folder, "--call", "*00").exit_code == 0
     assert replay(folder, "--call", "*01").exit_code == 1
@@ -311,11 +294,9 @@ def test_pt_files_are_read_too(tmp_path, monkeypatch):
     assert "grad_value" in found.output
 
 
-def test_without_safetensors_it_says_what_to_install(tmp_path, monkeypatch):
-    inputs, grad = call(M)
-    save(tmp_path / "calls", M, inputs, grad, computed(M, inputs, grad))
+def test_without_safetensors_it_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    found = replay(tmp_path / "calls")
+    found = replay(folder)
     assert found.exit_code == 1
     assert f"must have safetensors installed ({pip_install('[replay]')})" in found.output
 

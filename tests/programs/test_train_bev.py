@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
 import os
 import pathlib
 import re
@@ -18,6 +17,7 @@ from PIL import Image
 pytest.importorskip("matplotlib")
 
 from pages import samples, written
+from programs import example
 
 from mx_driving._installing import pip_install
 from mx_driving.demo import rig
@@ -26,17 +26,7 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("train_bev")]  # so that
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
 
 
-def _example():
-    spec = importlib.util.spec_from_file_location("train_bev", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_bev"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-train_bev = _example()
+train_bev = example("train_bev")
 TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
 
 
