@@ -159,16 +159,22 @@ PASS_WEIGHTS_ON = {"grounding_dino", "mm_grounding_dino", "mask2former", "onefor
 
 @pytest.mark.filterwarnings("ignore")
 @per_carrier
-def test_weights_have_the_operators_gradients(name):
-    """What is returned on request is what the operator was given: the output's gradient reaches it. Otherwise layers that drop
-    the weights go on with the operator with logits while the model learns."""
+def test_layers_drop_weights_or_pass_them_on(name):
+    """Those that drop them go on with the operator with logits while the model learns."""
     subject = _in_double(name)
-    models.forget(subject.model)
-    subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     with mx_driving.patched(subject.model), _Calls() as unasked:
         models.forget(subject.model)
         subject.forward()
     assert {"_with_logits" in func._opname for func, _, _ in unasked.kept} == {name not in PASS_WEIGHTS_ON}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", in_one_process(FIRST))
+def test_weights_have_the_operators_gradients(name):
+    """What is returned on request is what the operator was given: the output's gradient reaches it."""
+    subject = _in_double(name)
+    models.forget(subject.model)
+    subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     expected = _gradients_of_weights(subject)
     with mx_driving.patched(subject.model), _Calls() as asked:
         found = _gradients_of_weights(subject)
