@@ -17,32 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mx_driving
 from mx_driving import _checks
+from mx_driving._operators import OPERATORS
 
+FLOATING = {name: [i for i, t in enumerate(row.tensors) if t.elements != "index"] for name, row in OPERATORS.items()}
 # The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
 SHARDED = {
-    MULTI_SCALE: {
-        "batch": (0, 0, 0, 0),
-        "heads": (2, 2, 2, 2),
-        "queries": (None, 1, 1, 1),
-        "levels": (None, 3, 3, None),
-        "points": (None, 4, 4, None),
-    },
-    AGGREGATION: {
-        "batch": (0, 0, 0, 0),
-        "groups": (2, None, 5, 2),
-        "anchors": (None, 1, 1, 1),
-        "cameras": (None, 3, 3, None),
-        "points": (None, 2, 2, None),
-    },
+    name: {axis: tuple(row.axes[axis][i] for i in (*FLOATING[name], -1)) for axis in row.sharded}
+    for name, row in OPERATORS.items()
 }
-SHARDED[GEOMETRIC] = SHARDED[MULTI_SCALE]
-SHARDED[MULTI_SCALE_LOGITS] = {"batch": (0,) * 5, "heads": (2, None, 2, 2, 2), "queries": (None, 1, 1, 1, 1)}
-SHARDED[AGGREGATION_LOGITS] = {
-    "batch": (0,) * 7,
-    "groups": (2, None, None, 5, None, None, 2),
-    "anchors": (None, 1, None, 1, None, 1, 1),
-}
-SHARDED[GEOMETRIC_LOGITS] = {"batch": (0,) * 4, "heads": (2,) * 4, "queries": (None, 1, 1, 1)}
 # The rules do not know how many processes there are: four try them for one operator of each kind of input.
 MEASURED = {2: cases.EVERY, 4: (MULTI_SCALE, AGGREGATION_LOGITS)}
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
@@ -68,11 +50,6 @@ UNEVEN = {
     MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(5, 7, 2, 3, LEVELS, 3, box=True),
     AGGREGATION_LOGITS: lambda: logits_cases.aggregation(5, 7, 3, 6, 3, [[(3, 4)]] * 2),
     GEOMETRIC_LOGITS: lambda: logits_cases.geometric(5, 7, 2, 3, LEVELS, (3, 1)),
-}
-FLOATING = dict.fromkeys(cases.OPERATORS, (0, 3, 4)) | {
-    MULTI_SCALE_LOGITS: (0, 3, 4, 5),
-    AGGREGATION_LOGITS: (0, 3, 4, 5, 6, 7),
-    GEOMETRIC_LOGITS: (0, 3, 5),
 }
 
 
@@ -177,7 +154,7 @@ def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
 def compiled(operator: str, mesh: Any) -> float:
     """Compile a function that calls the operator with DTensors -> its largest error."""
     args = list(INPUTS[operator]())
-    layout = SHARDED[operator]["batch"]
+    layout = SHARDED[operator]["bs"]
     expected = getattr(mx_driving, operator)(*args)
     for at, i in enumerate(FLOATING[operator]):
         args[i] = placed(args[i], mesh, (layout[at],))
@@ -213,21 +190,21 @@ def run(rank: int, world: int, folder: str) -> None:
     for operator in cases.EVERY:
         for axis, layout in SHARDED[operator].items() if operator in MEASURED[world] else ():
             found[operator, axis] = measure(operator, INPUTS[operator](), mesh, [layout])
-            if axis in ("batch", "queries", "anchors", "heads", "groups"):
+            if layout[-1] is not None:
                 found[operator, axis, "uneven"] = measure(operator, UNEVEN[operator](), mesh, [layout])
         if operator in MEASURED[world]:
-            layouts, wanted = [SHARDED[operator]["batch"]], (cases.WEIGHTS[operator],)
+            layouts, wanted = [SHARDED[operator]["bs"]], (cases.WEIGHTS[operator],)
             found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, layouts, wanted)
         if world == 2:
             found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
         if world == 4 and _checks.needs.lacks(MESH):
             grid = init_device_mesh("cpu", (2, 2))
-            layouts = [SHARDED[operator]["batch"]] * 2
+            layouts = [SHARDED[operator]["bs"]] * 2
             found[operator, "refused"] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
         elif world == 4:
             grid = init_device_mesh("cpu", (2, 2))
-            blocks, places = [SHARDED[operator][k] for k in SHARDED[operator] if k in ("heads", "groups", "queries", "anchors")]
-            batch = SHARDED[operator]["batch"]
+            blocks, places = (SHARDED[operator][k] for k in (OPERATORS[operator].blocks, OPERATORS[operator].queries))
+            batch = SHARDED[operator]["bs"]
             found[operator, "batch x blocks"] = measure(operator, INPUTS[operator](), grid, [batch, blocks])
             found[operator, "blocks x places"] = measure(operator, INPUTS[operator](), grid, [blocks, places])
             found[operator, "blocks x blocks"] = measure(operator, INPUTS[operator](), grid, [blocks, blocks])

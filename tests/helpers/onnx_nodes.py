@@ -7,7 +7,10 @@ sanitizer starts quickly:
 from __future__ import annotations
 
 import functools
+import pathlib
 import random
+import re
+import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,44 +24,23 @@ from onnx import TensorProto, helper
 
 FLOATS = ("float32", "float16", "bfloat16", "double")
 INTEGERS = ("int64", "int32")
-ATTENTION = ("bs", "num_queries", "num_heads", "num_levels", "num_points")
-VALUE, TABLES = ("bs", "num_keys", "num_heads", "embed_dims"), (("num_levels", "2"), ("num_levels",))
-MAPS, MAP_TABLES = ("bs", "num_keys", "c"), (("cam", "scale", "2"), ("cam", "scale"))
-# The axes of each input. A number is a size.
-AXES = {
-    "multi_scale_deformable_attn": (VALUE, *TABLES, (*ATTENTION, "2"), ATTENTION),
-    "geometric_kernel_attention": (VALUE, *TABLES, (*ATTENTION, "2"), ATTENTION),
-    "deformable_aggregation": (
-        MAPS,
-        *MAP_TABLES,
-        ("bs", "anchor", "pts", "cam", "2"),
-        ("bs", "anchor", "pts", "cam", "scale", "group"),
-    ),
-    "multi_scale_deformable_attn_with_logits": (
-        VALUE,
-        *TABLES,
-        ("bs", "num_queries", "num_levels", "box"),
-        (*ATTENTION, "2"),
-        ATTENTION,
-    ),
-    "geometric_kernel_attention_with_logits": (
-        VALUE,
-        *TABLES,
-        ("bs", "num_queries", "num_heads", "2"),
-        ("num_points", "2"),
-        ATTENTION,
-    ),
-    "deformable_aggregation_with_logits": (
-        MAPS,
-        *MAP_TABLES,
-        ("bs", "anchor", "pts", "3"),
-        ("bs", "cam", "4", "4"),
-        ("bs", "anchor", "cam", "scale", "pts", "group"),
-        ("bs", "cam", "2"),
-        ("bs", "anchor", "cam", "pts"),
-    ),
-}
-WHOLE = {1, 2}  # the places of the index tables
+DESCRIPTIONS = pathlib.Path(__file__).parents[2] / "src" / "mx_driving" / "_descriptions.py"
+OTHER_NAMES = {"R": "num_levels", "2 or 4": "box", "num_feat": "num_keys"}
+
+
+def described() -> dict[str, list[tuple[str, list[str]]]]:
+    """What the elements of each input are, and its axes. A number is a size."""
+    found: dict[str, list[tuple[str, list[str]]]] = {}
+    for line in runpy.run_path(str(DESCRIPTIONS))["TEXT"].splitlines():
+        words = re.split(r" {2,}", line.strip())
+        if line and line[0] != " ":
+            found[line] = inputs = []
+        elif len(words) > 2 and words[1] in ("floating", "index", "number"):
+            inputs.append((words[1], [OTHER_NAMES.get(axis, axis) for axis in re.split(r", | \* ", words[2])]))
+    return found
+
+
+INPUTS = described()
 
 
 class Graph(NamedTuple):
@@ -115,14 +97,10 @@ def session_of(graph: Graph, library: str, threads: int) -> onnxruntime.Inferenc
 
 
 def random_graph(dice: random.Random) -> Graph:
-    operator = dice.choice(list(AXES))
+    operator = dice.choice(list(INPUTS))
     types = []
-    for place in range(len(AXES[operator])):
-        whole = place in WHOLE or (place == 4 and operator == "geometric_kernel_attention_with_logits")
-        kinds = INTEGERS if whole else FLOATS
-        if operator == "geometric_kernel_attention" and place == 3:
-            kinds = FLOATS + INTEGERS
-        types.append(dice.choice(kinds))
+    for place, (elements, _) in enumerate(INPUTS[operator]):
+        types.append(dice.choice({"floating": FLOATS, "index": INTEGERS, "number": FLOATS + INTEGERS}[elements]))
         if dice.random() < 0.02:
             types[-1] = dice.choice(["uint8", "int16", "bool"]) if place else types[-1]
         if place >= 6 and dice.random() < 0.3:
@@ -162,7 +140,7 @@ def random_tables(dice: random.Random, maps: tuple[int, ...], num_keys: int) -> 
 def random_arrays(dice: random.Random, graph: Graph) -> list[np.ndarray]:
     sizes = random_sizes(dice, graph)
     numbers = np.random.default_rng(dice.randrange(2**32))
-    shapes = [[sizes[axis] for axis in axes] for axes in AXES[graph.operator]]
+    shapes = [[sizes[axis] for axis in axes] for _, axes in INPUTS[graph.operator]]
     if dice.random() < 0.2:  # shapes that do not agree
         wrong = dice.choice(shapes)
         change = dice.random()
@@ -182,7 +160,7 @@ def random_arrays(dice: random.Random, graph: Graph) -> list[np.ndarray]:
         array = numbers.standard_normal(shape) * dice.choice([0.5, 1, 1, 30])
         if place == 3 and dice.random() < 0.1:
             array = np.where(numbers.random(shape) < 0.2, dice.choice([np.nan, np.inf, -np.inf, 1e30]), array)
-        if place in WHOLE and list(tables[place - 1].shape) == shape:
+        if place in (1, 2) and list(tables[place - 1].shape) == shape:
             array = tables[place - 1]
         if kind:
             with np.errstate(all="ignore"):

@@ -10,13 +10,13 @@ from cases import EVERY
 from distributed_worker import MEASURED, MESH, SHARDED
 
 from mx_driving import _checks
+from mx_driving._operators import OPERATORS
 
 # The processes of each world start once, not once per worker.
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
 
 AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
-SUMMED = ("levels", "cameras", "points")  # axes that the output is a sum over
-BLOCKS = ("heads", "groups")  # axes that need shards of one size
+SUMMED = [(operator, axis) for operator, axis in AXES if SHARDED[operator][axis][-1] is None]  # the output is a sum over it
 
 
 two, four = (pytest.mark.parametrize("world", [n], ids=[f"{n} processes"], indirect=True) for n in (2, 4))
@@ -72,15 +72,15 @@ def test_sharded_without_communication(measured, operator, axis):
     assert_same_numbers(result)
     assert_silent(result)
     place = SHARDED[operator][axis][-1]
-    assert result["placements"] == ["P(sum)" if axis in SUMMED else f"S({place})"]
+    assert result["placements"] == ["P(sum)" if place is None else f"S({place})"]
 
 
-@pytest.mark.parametrize(("operator", "axis"), [a for a in AXES if a[1] not in SUMMED])
+@pytest.mark.parametrize(("operator", "axis"), [each for each in AXES if each not in SUMMED])
 def test_uneven_shards(measured, operator, axis):
     """Batch and queries may have uneven shards. Uneven heads and groups are gathered, since the output's would not fit."""
     result = measured[operator, axis, "uneven"]
     assert_same_numbers(result)
-    if axis in BLOCKS:
+    if axis == OPERATORS[operator].blocks:
         assert result["forward"] > 0
     else:
         assert_silent(result)
