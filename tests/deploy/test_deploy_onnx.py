@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import sys
 
 import onnx
 import onnx_nodes
 import onnxruntime.quantization
 import pytest
 import torch
-from programs import Done, python
+from programs import Done, example, python
 
 import mx_driving.onnx
 
@@ -76,7 +77,10 @@ def test_a_quantised_detector_runs_with_our_nodes(exported):
     assert (outputs(folder / "onnxruntime.onnx", other)[0] - logits).abs().max() > 3 * (found[0] - logits).abs().max()
 
 
-def test_what_is_no_detector_is_refused():
-    said = run("--model", "bert")
-    assert said.returncode == 1
-    assert re.search(r"--model must be one of .*; got bert\n", said.stderr)
+def test_what_is_no_detector_is_refused(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(FILE.parent)  # it takes from examples/detect.py
+    monkeypatch.setattr(sys, "argv", ["deploy_onnx.py", "--model", "bert"])
+    with pytest.raises(SystemExit) as stop:
+        example("deploy_onnx").main()
+    assert stop.value.code == 1
+    assert re.search(r"--model must be one of .*; got bert\n", capsys.readouterr().err)

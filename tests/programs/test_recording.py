@@ -33,13 +33,17 @@ FILES = {
 }
 
 
+ALONE: list[str] = []  # what the program says that is not recorded
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_recorded_computes_the_same_and_is_right(kind, tmp_path):
     folder = device_machine(tmp_path, kind)
-    alone = run(folder, "program.py", "a", "--b")
+    if not ALONE:  # all kinds compute alike
+        ALONE.append(run(folder, "program.py", "a", "--b").stdout)
     named = ["--function", "own.kernels.sample=multi_scale_deformable_attn"] if kind == "by name" else []
     done = run(folder, "record.py", "--every", "3", *named, "program.py", "a", "--b")
-    assert done.stdout == alone.stdout != ""
+    assert done.stdout == ALONE[0] != ""
     calls = 7 * len(FILES[kind])
     assert done.stderr == f"record: {3 * len(FILES[kind])} of {calls} calls recorded, {done.stderr.split(', ')[1]}"
     manifest = json.loads((folder / "calls/manifest.json").read_text())

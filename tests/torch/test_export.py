@@ -79,14 +79,15 @@ def test_exported_module_trains(program):
         assert torch.equal(got.grad, expected.grad)
 
 
+def packaged(program, folder):
+    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"), inductor_configs=options)
+
+
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
     """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
-    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
-    package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "model.pt2"), inductor_configs=options
-    )
-    found = in_a_fresh_process("aoti", package, tmp_path)
+    found = in_a_fresh_process("aoti", packaged(program, tmp_path), tmp_path)
     for size, outputs in zip(SIZES, found, strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
             torch.testing.assert_close(got, expected)
@@ -108,12 +109,7 @@ def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_
     inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)
     operators = [getattr(torch.ops.mx_driving, name).default for name in mx_driving.backends()["cpu"]]
     table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}
-    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
-    package = torch._inductor.aoti_compile_and_package(
-        torch.export.export(One(cases.GEOMETRIC, inputs), inputs).run_decompositions(table),
-        package_path=str(tmp_path / "model.pt2"),
-        inductor_configs=options,
-    )
+    package = packaged(torch.export.export(One(cases.GEOMETRIC, inputs), inputs).run_decompositions(table), tmp_path)
     (found,) = in_a_fresh_process("aoti", package, tmp_path, RUN.replace(", mx_driving", ""), [inputs])
     torch.testing.assert_close(found, mx_driving.geometric_kernel_attention(*inputs))
 
