@@ -152,3 +152,36 @@ def test_the_command_writes_each_form(tmp_path, capsys):
     assert "form must be one of gather, npu, onnxruntime, tensorrt; got 'plugin'" in capsys.readouterr().err
     assert command(before, after, "--form", "npu", "--time") == 1
     assert "--time must come with a form that onnxruntime runs; got npu" in capsys.readouterr().err
+
+
+def beside(path, name, kind, dtype, numbers):
+    """One node more in the file, of a constant: an output of its own."""
+    model = onnx.load(path)
+    table = onnx.helper.make_tensor(f"{name}/table", dtype, [len(numbers)], numbers)
+    model.graph.node.append(onnx.helper.make_node("Constant", [], [table.name], value=table))
+    model.graph.node.append(onnx.helper.make_node(kind, [table.name] * (4 if kind == "Slice" else 1), [name]))
+    model.graph.output.append(onnx.helper.make_tensor_value_info(name, dtype, [1]))
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_a_file_that_cannot_run_is_refused_in_each_form(form, tmp_path):
+    """A Slice along axis 1 of a tensor that has one axis."""
+    before = tmp_path / "before.onnx"
+    export(Stacked(), before, "fixed sizes")
+    beside(before, "cut", "Slice", onnx.TensorProto.INT64, [1])
+    with pytest.raises(ValueError, match=r"^path_in must be a file that can be run .*Unexpected axis value: 1"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx", form=form)
+    assert not list(tmp_path.glob("*after*"))
+
+
+@pytest.mark.parametrize("form", FUSED_FORMS)
+def test_another_runtime_may_have_a_kernel_that_onnxruntime_lacks(form, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(), before, "fixed sizes")
+    beside(before, "error", "Erf", onnx.TensorProto.BFLOAT16, [1.0])
+    if form in ("npu", "tensorrt"):
+        assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
+        return
+    with pytest.raises(ValueError, match="Could not find an implementation for Erf"):
+        mx_driving.onnx.fuse(before, after, form=form)

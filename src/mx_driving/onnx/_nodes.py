@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from ._forms import NODES, TENSORRT, WRITE, Call, Sizes
+from ._forms import NODES, OURS, TENSORRT, WRITE, Call, Sizes
 from ._graph import Unfit, constant, dims
 from ._writer import Writer, written
 
@@ -23,6 +23,23 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
         new = WRITE[form](write, call, **options)
         write.put_in_place(_with_heads(write, new, call) if node.domain == TENSORRT else new)
     return f"a node {node.domain}::{node.op_type}"
+
+
+def as_ours(node: ir.Node) -> None:
+    """Our node in place of one of another form, so that onnxruntime runs it."""
+    tape, old, value, graph = ir.tape.Tape(), node.outputs[0], node.inputs[0], node.graph
+    assert value is not None
+    assert graph is not None
+    new = tape.op(NODES[OURS], node.inputs, domain=OURS)
+    if node.op_type == NODES[TENSORRT]:  # its output has an axis for heads and one for channels
+        zeros, blocks = (tape.op("Constant", (), {"value": ir.tensor(numbers)}) for numbers in ([0, 0], [2, 3]))
+        sizes = tape.op("Gather", (tape.op("Shape", (value,)), blocks))
+        new = tape.op("Reshape", (new, tape.op("Concat", (zeros, sizes), {"axis": 0})))
+    graph.insert_after(node, tape.nodes)
+    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+    new.shape, new.type, name = old.shape, value.type, old.name
+    graph.remove(node)
+    new.name = name
 
 
 def _call(node: ir.Node) -> Call:

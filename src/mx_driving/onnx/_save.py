@@ -14,6 +14,7 @@ from .. import config
 from ._file import outputs, outside, said_by_the_checker
 from ._forms import NODES, OURS
 from ._graph import dims
+from ._nodes import as_ours
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
@@ -36,21 +37,43 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
 
 
 def _why_not(model: ir.Model, path: Path) -> str | None:
-    """What onnx or onnxruntime says against the file. Nodes of others need others' libraries, so they are not loaded."""
-    import onnxruntime
-
+    """What onnx or onnxruntime says against the file. Nodes of others need others' libraries, so they are not loaded; for those
+    of a form our node is loaded. What onnxruntime has no kernel for, their runtime may have."""
     try:
         onnx.checker.check_model(path)
     except Exception as error:  # its own, or of a letter in it
         return said_by_the_checker(error)
-    domains = {node.domain for node in ir.traversal.RecursiveGraphIterator(model.graph)}
-    if domains - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
+    nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
+    used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
+    if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
         return None
+    used = {node.domain for node in nodes} & NODES.keys()
+    if used <= {OURS}:
+        return _refused(path, bool(used))
+    reason = _refused(_with_ours(path), True)
+    return None if reason and "NOT_IMPLEMENTED" in reason else reason
+
+
+def _with_ours(path: Path) -> Path:
+    """A file beside it that has our node in place of each of another form."""
+    model = ir.load(path)
+    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.domain in NODES and node.domain != OURS:
+            as_ours(node)
+    model.graph.opset_imports[OURS] = 1
+    ir.save(model, tried := path.with_name(f"tried.{path.name}"), format="protobuf")
+    return tried
+
+
+def _refused(path: Path, has_ours: bool) -> str | None:
+    """What onnxruntime says against the file."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        if OURS in domains:
+        if has_ours:
             options.register_custom_ops_library(str(config.library_path()))
         onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # it has a dozen kinds of its own

@@ -14,15 +14,16 @@ from torch import Tensor
 from .. import _composition
 from .._operators import OPERATORS, SHAPES, STARTS
 from ..onnx import _file, _trial
+from ..onnx._forms import NODES, OURS
 from ..onnx._fuse import certain, in_words
-from ..onnx._graph import Unfit, constant, dims
+from ..onnx._graph import Unfit, constant
+from ..onnx._nodes import as_ours
 from ..onnx._search import Sampling, sums
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
-OURS, SCALE = "mx_driving", "multi_scale_deformable_attn"
-TENSORRT = "MultiscaleDeformableAttnPlugin_TRT"
-PLUGINS = {TENSORRT, "MultiScaleDeformableAttn"}  # NVIDIA's, and the vendor's for its converter
+SCALE = NODES[OURS]
+PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's, and the vendor's for its converter
 
 
 @dataclass(frozen=True)
@@ -160,26 +161,9 @@ def as_reference(model: ir.Model, found: list[Place]) -> dict[str, ir.Value]:
     """Change the model into one that onnxruntime runs, and that gives the places' inputs, too. Returns those by name."""
     for place in found:
         if isinstance(place.of, ir.Node) and place.of.op_type in PLUGINS:
-            _replace_plugin(model, place.of)
+            as_ours(place.of)
+            model.graph.opset_imports[OURS] = 1
     wanted = {str(v.name): v for place in found for v in (*place.fed.values(), *place.fixed.values())}
     computed = (v for v in wanted.values() if v.producer() is not None and constant(v) is None)
     model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
     return wanted
-
-
-def _replace_plugin(model: ir.Model, node: ir.Node) -> None:
-    """Our node in place of a plugin's. NVIDIA's gives an axis of heads and one of channels."""
-    tape, old, value = ir.tape.Tape(), node.outputs[0], node.inputs[0]
-    assert value is not None
-    assert value.dtype is not None
-    new = tape.op(SCALE, node.inputs[:5], domain=OURS)
-    if node.op_type == TENSORRT:
-        shape = tape.op("Constant", (), {"value_ints": [0, 0, int(dims(value)[2] or 0), -1]})
-        new = tape.op("Reshape", (new, shape))
-    new.dtype = value.dtype
-    model.graph.insert_after(node, tape.nodes)
-    ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-    name = old.name
-    model.graph.remove(node)
-    new.name = name
-    model.graph.opset_imports[OURS] = 1
