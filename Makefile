@@ -1,8 +1,8 @@
 # make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
 # make test    the same environment, linters and the whole test suite
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
-#              as many of fuzzing our nodes through onnxruntime, recordings that `mx-driving replay` reads; make fuzz-fuse: files for `fuse`
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and as
+#              many of our nodes through onnxruntime, recordings that `mx-driving replay` reads, and files that `mx-driving fuse` reads
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -198,8 +198,7 @@ aarch64: native-tests
 	$(QEMU) build/aarch64/tests/native/native_tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
-# fuzz-fuse joins them when seed 157 is mended: a fused file whose Slice lost an axis is refused when another form is made of it.
-sanitize: $(SANITIZERS) fuzz-onnx fuzz-recordings
+sanitize: $(SANITIZERS) fuzz-onnx fuzz-recordings fuzz-fuse
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 # Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
