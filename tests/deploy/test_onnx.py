@@ -176,18 +176,19 @@ def test_tensorrt_plugin_for_any_batch_and_queries():
 
 
 @pytest.mark.parametrize(
-    ("dtypes", "casts"),
+    ("form", "dtypes", "casts"),
     [
-        ((torch.float16, torch.float16), 2),  # the index tables
-        ((torch.float16, torch.float32), 4),  # and value, there and back
-        ((torch.float64, torch.float64), 6),
+        ("tensorrt", (torch.float16, torch.float16), 2),  # the index tables
+        ("npu", (torch.float16, torch.float16), 6),
+        *((form, (torch.float16, torch.float32), 4) for form in ("npu", "tensorrt")),  # and value, there and back
+        *((form, (torch.float64, torch.float64), 6) for form in ("npu", "tensorrt")),
     ],
 )
-def test_tensorrt_plugin_with_other_dtypes(dtypes, casts):
-    """One dtype for all floating inputs: float16 where all have it, else float32."""
+def test_nodes_of_others_with_other_dtypes(form, dtypes, casts):
+    """One dtype for all floating inputs: the plugin's is float16 where all have it. Else it is float32."""
     value, shapes, starts, *rest = cases.cast(GROWING[MULTI_SCALE](3, 5), torch.float32)
     args = value.to(dtypes[0]), shapes, starts, *(t.to(dtypes[1]) for t in rest)
-    model = in_onnx(One(MULTI_SCALE, args), args, "tensorrt")
+    model = in_onnx(One(MULTI_SCALE, args), args, form)
     assert [n.op_type for n in model.graph.node].count("Cast") == casts
     found, expected = beside_the_nodes(model, *args), mx_driving.multi_scale_deformable_attn(*args)
     assert found.dtype == dtypes[0]

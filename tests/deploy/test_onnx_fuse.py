@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,6 +38,7 @@ from onnx_writings import (  # noqa: E402
 from tolerance import allowed  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
+from mx_driving.onnx import _fuse  # noqa: E402
 
 
 def judge(writing, before, after, arguments):
@@ -168,6 +171,36 @@ def test_a_near_miss_stays(name, tmp_path):
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert why in str(error.value)
     assert not (tmp_path / "after.onnx").exists()
+
+
+def with_views(path, count):
+    """So many Identity nodes one behind the other on value, locations and weights, before they are sampled."""
+    model = onnx.load(path)
+    for end in "vlw":
+        (made,) = (node for node in model.graph.node if end in node.input)
+        names = [f"{end}/{number}" for number in range(count)] + [made.output[0]]
+        made.output[0] = names[0]
+        chain = [onnx.helper.make_node("Identity", [a], [b]) for a, b in itertools.pairwise(names)]
+        place = list(model.graph.node).index(made) + 1
+        rest = list(model.graph.node)[place:]
+        del model.graph.node[place:]
+        model.graph.node.extend(chain + rest)
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["right", "wrong"])
+def test_of_many_candidates_few_are_tried(order, tmp_path):
+    """Each view of a tensor is a candidate: these are more than a thousand combinations."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Stacked(order=order), before, "older, fixed sizes")
+    with_views(before, 10)
+    with mock.patch.object(_fuse, "prove", wraps=_fuse.prove) as tried:
+        if order == (0, 1):
+            assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
+        else:
+            with pytest.raises(ValueError, match="it computes something else"):
+                mx_driving.onnx.fuse(before, after)
+    assert tried.call_count in (range(1, 6) if order == (0, 1) else range(6, 60))
 
 
 class Both(torch.nn.Module):

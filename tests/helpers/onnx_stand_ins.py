@@ -34,6 +34,7 @@ class MultiScaleDeformableAttn(onnx.reference.op_run.OpRun):
     op_domain = "npu"
 
     def _run(self, value, shapes, starts, locations, weights):
+        assert value.dtype == locations.dtype == weights.dtype == np.float32
         blocks = _output(value, shapes, starts, locations, weights)
         return (blocks.reshape(*blocks.shape[:2], -1),)
 

@@ -216,21 +216,21 @@ def inputs(bs=2, queries=7):
     return torch.rand(bs, 42, 4, 8, generator=random), locations, torch.rand(bs, queries, 4, 6, generator=random)
 
 
-def export(module, path, exporter, opset=17):
+def export(module, path, exporter, opset=17, given=None):
     names, free = ["v", "l", "w"], {"v": {0: "bs"}, "l": {0: "bs", 1: "q"}, "w": {0: "bs", 1: "q"}}
     dynamo = {"dynamo": True, "opset_version": 20, "verbose": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if "older" in exporter:
             old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if exporter == "older" else None}
-            return torch.onnx.export(module, inputs(), path, input_names=names, **old)
+            return torch.onnx.export(module, given or inputs(), path, input_names=names, **old)
         if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
             pytest.skip(sentence)
         shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
         more = {"dynamic_shapes": shapes} if exporter in ("free sizes", "our nodes") else {}
         if exporter == "our nodes":
             more["custom_translation_table"] = mx_driving.onnx.translations("onnxruntime")
-        torch.onnx.export(module.eval(), inputs(), path, input_names=names, **dynamo, **more)
+        torch.onnx.export(module.eval(), given or inputs(), path, input_names=names, **dynamo, **more)
 
 
 def run(path, arguments, **more):

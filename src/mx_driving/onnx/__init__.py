@@ -38,8 +38,8 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 Samples that are not on the map contribute exactly 0, even where weights or values are NaN.
             "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 20 or later; TensorRT has
                 miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
-            "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, its two
-                index tables cast to int32. The vendor has no node for the other two, which stay gathers.
+            "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, cast to
+                float32 and its two index tables to int32. The vendor has no node for the other two, which stay gathers.
             "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after
                 `options.register_custom_ops_library(mx_driving.onnx.library())`.
             "tensorrt": multi_scale_deformable_attn is one node `trt.plugins::MultiscaleDeformableAttnPlugin_TRT`, NVIDIA's
@@ -105,7 +105,7 @@ def fuse(
         form:
             "onnxruntime": our node, which onnxruntime runs with the library that `library` names.
             "tensorrt": NVIDIA's plugin, as of `translations`.
-            "npu": the vendor's node, as of `translations`.
+            "npu": the vendor's node, as of `translations`. Here and with "tensorrt" float64 is refused: a cast loses digits.
             "gather": standard operators without GridSample, for runtimes that lack it or have a wrong one.
         plugin_version: with "tensorrt", the attribute `plugin_version` of each node, "2" say; none by default.
 

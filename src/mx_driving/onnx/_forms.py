@@ -71,21 +71,27 @@ def _int32(write: Writer, call: Call) -> tuple[ir.Value, ir.Value]:
     return write.cast(call.shapes, ir.DataType.INT32), write.cast(call.starts, ir.DataType.INT32)
 
 
+def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
+    """NVIDIA's node or the vendor's: in float16 where all tensors have that and the node takes it, else in float32."""
+    dtypes = {call.dtype(), *(v.dtype for v in call.floating)}
+    if _DOUBLE in dtypes:
+        raise Unfit(f"its tensors are float64; {domain}::{NODES[domain]} has float32, which would lose digits")
+    dtype = _HALF if halves and dtypes == {_HALF} else _FLOAT
+    value, locations, weights = (write.cast(v, dtype) for v in call.floating)
+    output = write.op(NODES[domain], value, *_int32(write, call), locations, weights, domain=domain, **attributes)
+    output.dtype = dtype
+    return output
+
+
 def _npu(write: Writer, call: Call, **options: Any) -> ir.Value:
-    call.dtype()
-    inputs = call.value, *_int32(write, call), call.locations, call.weights
-    return write.op(NODES[NPU], *inputs, domain=NPU)
+    return write.cast(_of_others(write, call, NPU), call.dtype())
 
 
 def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> ir.Value:
-    """The plugin has one floating dtype, float32 or float16, and an axis for heads and one for channels in its output."""
-    given = call.dtype()
-    dtype = _HALF if all(v.dtype == _HALF for v in call.floating) else _FLOAT
-    value, locations, weights = (write.cast(v, dtype) for v in call.floating)
+    """The plugin has an axis for heads and one for channels in its output."""
     version = {"plugin_version": plugin_version} if plugin_version else {}
-    blocks = write.op(NODES[TENSORRT], value, *_int32(write, call), locations, weights, domain=TENSORRT, **version)
-    output = write.op("Reshape", blocks, write.table("shape", [0, 0, -1]))
-    return output if dtype == given else write.op("Cast", output, to=given.value)
+    blocks = _of_others(write, call, TENSORRT, halves=True, **version)
+    return write.cast(write.like(blocks, "Reshape", write.table("shape", [0, 0, -1])), call.dtype())
 
 
 def _gather(write: Writer, call: Call, **options: Any) -> ir.Value:

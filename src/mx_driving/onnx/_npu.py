@@ -9,22 +9,27 @@ from onnxscript import opset20
 from onnxscript.values import Op, Opset
 
 op: Any = opset20
-_INPUTS = {"value": "T", "spatial_shapes": "I", "level_start_index": "I", "locations": "L", "weights": "W"}
-_FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+_FLOAT, _INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
+_INPUTS = {"value": "T", "spatial_shapes": "I", "level_start_index": "I", "locations": "T", "weights": "T"}
 _SCHEMA = onnx.defs.OpSchema(
     "MultiScaleDeformableAttn",
     "npu",
     1,
     inputs=[onnx.defs.OpSchema.FormalParameter(name, kind) for name, kind in _INPUTS.items()],
     outputs=[onnx.defs.OpSchema.FormalParameter("output", "T")],
-    type_constraints=[("I", ["tensor(int32)"], ""), *((kind, _FLOATING, "") for kind in "TLW")],
+    type_constraints=[("I", ["tensor(int32)"], ""), ("T", ["tensor(float)"], "")],  # of CANN's operator
 )
 _node = Op(Opset("npu", 1), "MultiScaleDeformableAttn", _SCHEMA)
 
 
+def _cast(tensor: Any, dtype: int) -> Any:
+    return tensor if tensor.dtype == dtype else op.Cast(tensor, to=dtype)
+
+
 def multi_scale_deformable_attn(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
-    int32 = onnx.TensorProto.INT32
-    return _node(value, op.Cast(shapes, to=int32), op.Cast(starts, to=int32), locations, weights)
+    inputs = [_cast(value, _FLOAT), _cast(shapes, _INT), _cast(starts, _INT), _cast(locations, _FLOAT), _cast(weights, _FLOAT)]
+    output = _node(*inputs)
+    return output if value.dtype == _FLOAT else op.Cast(output, to=value.dtype)
 
 
 NODES = {"multi_scale_deformable_attn": multi_scale_deformable_attn}

@@ -101,7 +101,7 @@ def _restore_sizes(model: ir.Model) -> None:
     said = model.meta.pop("said")
     for value in outputs(model):
         before, node = said.get(value.name), value.producer()
-        if before is None and node is not None and node.domain in NODES:
+        if before is None and value.shape is not None and node is not None and node.domain in NODES:
             before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
         value.shape = before
 
