@@ -332,20 +332,21 @@ def recorded(run, given):
     return seen.names
 
 
+def agrees(module, given, operator=WITH_LOGITS):
+    """The module's own outputs and gradients, by this operator."""
+    kind, expected = type(module), results(module, given)
+    with mx_driving.patched(library(kind)) as done:
+        assert done.replaced == (f"{__name__}.attention_core", f"{__name__}.{kind.__name__}")
+        assert operators(module, given) == [operator]
+        torch.testing.assert_close(results(module, given), expected, rtol=1e-10, atol=1e-10)
+    assert operators(module, given) == []
+
+
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize(("kind", "numbers"), [(kind, n) for kind in KINDS for n in (2, 4) if (kind, n) != (Pillars, 4)])
 def test_outputs_weights_and_gradients(kind, numbers, masked):
     module = build(kind)
-    given = arguments(module, numbers, masked)
-    expected = results(module, given)
-    with mx_driving.patched(library(kind)) as done:
-        assert done.replaced == (f"{__name__}.attention_core", f"{__name__}.{kind.__name__}")
-        assert operators(module, given) == [WITH_LOGITS]
-        found = results(module, given)
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
-    assert operators(module, given) == []
+    agrees(module, arguments(module, numbers, masked))
 
 
 @pytest.mark.parametrize("kind", [HuggingFace, Mask2Former])
@@ -422,30 +423,21 @@ def test_checkpointing_takes_the_same_operator_again(reentrant):
 @pytest.mark.parametrize("kind", [Mmcv, Pillars, Temporal])
 def test_a_module_may_look_at_its_own_queries(kind):
     module = build(kind, batch_first=True)
-    given = {n: t for n, t in arguments(module).items() if n not in ("value", "identity", "query_pos")}
-    expected = results(module, given)
-    with mx_driving.patched(library(kind)):
-        assert operators(module, given) == [WITH_LOGITS]
-        torch.testing.assert_close(results(module, given), expected, rtol=1e-10, atol=1e-10)
+    agrees(module, {n: t for n, t in arguments(module).items() if n not in ("value", "identity", "query_pos")})
 
 
-def test_a_mask_that_hides_nothing_and_one_that_hides_all():
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attention_mask": torch.ones(2, KEYS).bool()},
+        {"attention_mask": torch.zeros(2, KEYS).bool()},
+        {"reference_points": torch.rand(1, 1, 1, 2, dtype=torch.float64)},
+    ],
+    ids=["a mask that hides nothing", "one that hides all", "one reference for all batches, queries and levels"],
+)
+def test_other_inputs(change):
     module = build(HuggingFace)
-    given = arguments(module)
-    for kept in (torch.ones(2, KEYS).bool(), torch.zeros(2, KEYS).bool()):
-        given["attention_mask"] = kept
-        expected = module(**given)
-        with mx_driving.patched(library(HuggingFace)):
-            torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_one_reference_for_all_batches_queries_and_levels():
-    module = build(HuggingFace)
-    given = arguments(module)
-    given["reference_points"] = given["reference_points"][:1, :1, :1]
-    expected = module(**given)
-    with mx_driving.patched(library(HuggingFace)):
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    agrees(module, {**arguments(module), **change})
 
 
 @pytest.mark.parametrize(
@@ -539,10 +531,7 @@ def test_mmcvs_former_name_of_identity_goes_to_its_own_code():
     module = build(Mmcv)
     given = arguments(module)
     given["residual"] = given.pop("identity")
-    expected = module(**given)
-    with mx_driving.patched(library(Mmcv)):
-        assert operators(module, given) == [BARE]
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    agrees(module, given, BARE)
 
 
 def test_arguments_by_place():
