@@ -58,12 +58,15 @@ FIRST = sorted({_attention(TREES[name]): name for name in reversed(CARRIERS)}.va
 
 
 def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, object]:
-    """A backbone of one block a stage, where its configuration counts them."""
+    """A backbone of one block a stage, or of as many layers as are read, where its configuration counts them."""
     recipe = models.RECIPES.get(name, models.Recipe())
     backbone = copy.deepcopy(getattr(type(config)(**recipe.changes(type(config))), "backbone_config", None))
     counts = [key for key in ("depths", "stage_num_blocks") if hasattr(backbone, key)]
     for key in counts:
         setattr(backbone, key, [1] * len(getattr(backbone, key)))
+    if not counts and getattr(backbone, "num_hidden_layers", 0) > 4:
+        counts = backbone.num_hidden_layers = len(backbone.out_features)
+        backbone.out_features = [f"stage{n + 1}" for n in range(counts)]
     return {"backbone_config": backbone} if counts else {}
 
 
