@@ -97,26 +97,29 @@ def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
     assert out.item() == INF
 
 
-@everywhere
-@pytest.mark.parametrize(("x", "column"), [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_geometric_clamps_before_it_converts(implementation, x, column, dtype):
-    value = torch.arange(4.0).view(1, 4, 1, 1)
-    location = torch.tensor([x, 0.0], dtype=dtype).view(1, 1, 1, 1, 1, 2)
-    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), location, torch.ones(1, 1, 1, 1, 1))
-    assert cases.forward_of(implementation, GEOMETRIC)(*args).item() == column
-    grad_value, grad_weight = cases.gradients_of(implementation, GEOMETRIC, torch.ones(1, 1, 1), args)
-    assert grad_value.view(-1).tolist() == [float(i == column) for i in range(4)]
-    assert grad_weight.item() == column
+# x on a map of four columns, and the column that it reads
+FAR = [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)]
+COLUMNS = {
+    torch.int64: [(2**62, 3), (-(2**62), 0), (2**31, 3), (-(2**31), 0), (3, 3), (-5, 0)],
+    torch.uint8: [(0, 0), (1, 1), (3, 3), (200, 3), (255, 3)],
+    torch.float16: [(NAN, 0), (-INF, 0), (INF, 3), (6e4, 3), (-6e4, 0), (2.9, 2), (-0.9, 0)],
+    torch.float32: FAR,
+    torch.float64: FAR,
+    torch.bfloat16: FAR,
+}
 
 
 @everywhere
-@pytest.mark.parametrize("pixel", [2**62, -(2**62), 2**31, -(2**31), 3])
-def test_geometric_huge_integers(implementation, pixel):
-    value = torch.arange(4.0).view(1, 4, 1, 1)
-    location = torch.tensor([pixel, 0]).view(1, 1, 1, 1, 1, 2)
-    args = (value, torch.tensor([[1, 4]]), torch.tensor([0]), location, torch.ones(1, 1, 1, 1, 1))
-    assert cases.forward_of(implementation, GEOMETRIC)(*args).item() == max(0, min(3, pixel))
+@pytest.mark.parametrize("dtype", COLUMNS, ids=str)
+def test_geometric_clamps_before_it_converts(implementation, dtype):
+    xs, columns = zip(*COLUMNS[dtype], strict=True)
+    x = torch.tensor(xs, dtype=dtype)
+    locations = torch.stack([x, torch.zeros_like(x)], -1).view(1, -1, 1, 1, 1, 2)
+    weights, grad = torch.ones(1, len(xs), 1, 1, 1), torch.ones(1, len(xs), 1)
+    args = (torch.arange(4.0).view(1, 4, 1, 1), torch.tensor([[1, 4]]), torch.tensor([0]), locations, weights)
+    output, grad_value, grad_weight = run(implementation, GEOMETRIC, args, grad)
+    assert output.flatten().tolist() == grad_weight.flatten().tolist() == [*columns]
+    assert grad_value.flatten().tolist() == [columns.count(i) for i in range(4)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
