@@ -202,6 +202,18 @@ def test_a_refused_call_leaves_the_session_as_it_was():
     check(MULTI_SCALE, args)
 
 
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_axes_are_counted(operator):
+    """One more or one less of any input."""
+    args = cases.cast(GROWING[operator](2, 5), torch.float32)
+    for place, a in enumerate(args):
+        for other in (a[0], a[None]) if isinstance(a, torch.Tensor) else ():
+            given = (*args[:place], other, *args[place + 1 :])
+            with pytest.raises(ValueError, match="must have shape") as expected:
+                getattr(mx_driving, operator)(*given)
+            assert refusal(operator, given) == str(expected.value)
+
+
 def in_torch(graph, arrays):
     """What the operator in torch does with the same inputs: its output, or its sentence."""
     rest = iter(arrays)

@@ -50,6 +50,7 @@ TESTS = (
     *(f"native/test_{name}.py" for name in NATIVE.split()),
     *(f"torch/test_{name}.py" for name in ("transforms", "compile", "decompositions")),
     *("deploy/test_beside.py", "models/test_nn_errors.py", "models/test_patching.py"),
+    "deploy/test_onnxruntime.py::test_axes_are_counted",
     "deploy/test_onnxruntime.py::test_anything_gives_the_bits_or_the_sentence_of_torch",
 )
 LEFT_OUT = ("test_vendor_full_size", "test_sums_of_more_than_2_to_the_24_ones", "test_nothing_of_the_size")  # slow
