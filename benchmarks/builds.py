@@ -23,7 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
-from mx_driving import _backends
+from mx_driving import _backends, config
 from mx_driving._operators import OPERATORS
 from mx_driving.measure.timing import interleaved
 from mx_driving.measure.workloads import WORKLOADS, Workload
@@ -67,7 +67,7 @@ def main(
 ) -> None:
     if threads:
         torch.set_num_threads(threads)
-    builds = libraries or [_backends.native._library_path()]
+    builds = libraries or [config.library_path()]
     chosen = [w for w in WORKLOADS if fnmatch(w.name.lower(), workload.lower())]
     table = Table("workload", "call", *(f"{build.parent.name}/{build.name}" for build in builds))
     with tempfile.TemporaryDirectory() as folder:

@@ -14,6 +14,7 @@ import pathlib
 import shutil
 import sys
 import tempfile
+import warnings
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import cases
 import outcomes
 
 from mx_driving import _backends, _checks
+from mx_driving._operators import OPERATORS
 
 collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
 
@@ -81,20 +83,26 @@ def poisoned_allocations():
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch):
-    """The names of the operators whose native functions were called."""
-    library, called = _backends.native._library(), []
+def kernel_calls():
+    """The names of the operators whose kernels for the CPU were called."""
+    called, library = [], torch.library.Library("mx_driving", "IMPL")
 
-    class Recorded:
-        def mxd_run(self, name, *arguments):
-            called.append(name.decode())
-            return library.mxd_run(name, *arguments)
+    def recorded(name, backward):
+        kernel = _backends.native.kernel(name, backward)
 
-        def __getattr__(self, name):
-            return getattr(library, name)
+        def run(*args):
+            called.append(name + "_backward" * backward)
+            return kernel(*args)
 
-    monkeypatch.setattr(_backends.native, "_library", Recorded)
-    return called
+        return run
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name in OPERATORS:
+            for backward in (False, True):
+                library.impl(name + "_backward" * backward, recorded(name, backward), "CPU")
+    yield called
+    library._destroy()
 
 
 @pytest.fixture

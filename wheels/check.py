@@ -52,12 +52,17 @@ def output_of(*command: object) -> str:
     return done.stdout
 
 
+def for_torch(platform: Platform) -> str:
+    """The name of the library that registers the operators with PyTorch."""
+    return platform.library.replace("mx_driving", "mx_driving_torch")
+
+
 def check_inside(platform: Platform, folder: pathlib.Path) -> None:
-    """One library, no floor, no leftovers."""
+    """The library and the one that registers it with PyTorch, no floor, no leftovers."""
     holds(platform.wheel.stat().st_size < MOST_BYTES, f"{platform.wheel.name} has 2 MB or more")
     allowed = {".py", ".h", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
     others = {file.name for file in (folder / "mx_driving").rglob("*") if file.is_file() and file.suffix not in allowed}
-    holds(others == {platform.library}, f"{platform.wheel.name} holds {others}")
+    holds(others == {platform.library, for_torch(platform)}, f"{platform.wheel.name} holds {others}")
 
 
 # ---- what a library imports and exports; the oldest system
@@ -133,6 +138,9 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
     holds(functions and functions <= set(declared), f"undeclared functions are exported: {functions - set(declared)}")
     more = exported - functions
     holds(more == {FOR_ONNXRUNTIME}, f"{library.name} must export {FOR_ONNXRUNTIME} beside its functions; got {sorted(more)}")
+    registers, _, _ = READERS[library.suffix](library.with_name(for_torch(platform)), platform)
+
+    holds(platform.library in {pathlib.PurePath(n).name for n in registers}, f"{for_torch(platform)} needs {registers}")
     if "aarch64-linux" in platform.target:
         facts += "; " + neon.check(library)
     facts += "; " + check_bill(platform.wheel)

@@ -2,6 +2,7 @@
 
 import sys
 
+__version__ = "0.2.0"  # the native library must have the same
 __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 
 if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
@@ -30,7 +31,6 @@ from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformab
 # By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
 sys.modules[f"{__name__}._C"] = _C
 
-__version__ = "0.2.0"
 __all__ = [
     "DataWarning",
     "MultiScaleDeformableAttnFunction",

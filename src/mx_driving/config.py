@@ -13,17 +13,16 @@ from __future__ import annotations
 import argparse
 import pathlib
 import shlex
-import sys
 
-__all__ = ["cflags", "cmakedir", "includedir", "libdir", "library_path", "libs", "main"]
+from ._library_path import library_path
+
+__all__ = ["cflags", "cmakedir", "includedir", "libdir", "library_path", "libs", "main", "torch_library"]
 
 
-def library_path() -> pathlib.Path:
-    """The shared library: beside this file, or, in an editable installation, in the package's other folder."""
-    suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-    name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
-    places = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
-    return next((place for place in places if place.exists()), places[0])
+def torch_library() -> str:
+    """The library that registers the operators with PyTorch when it is loaded: by torch.ops.load_library, or a C++ program."""
+    library = library_path()
+    return str(_folder() / library.name.replace("mx_driving", "mx_driving_torch"))
 
 
 def _folder() -> pathlib.Path:
@@ -60,15 +59,16 @@ def libs() -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the answers on one line, in the order cflags, libs, cmakedir."""
+    """Print the answers on one line, in the order cflags, libs, cmakedir, torch_library."""
     parser = argparse.ArgumentParser("python -m mx_driving.config", description="What a C or C++ build needs.")
-    answers = (cflags, libs, cmakedir)
+    answers = (cflags, libs, cmakedir, torch_library)
     for answer in answers:
-        parser.add_argument("--" + answer.__name__, action="store_true", help=(answer.__doc__ or "").rstrip("."))
+        option = "--" + answer.__name__.replace("_", "-")
+        parser.add_argument(option, action="store_true", help=(answer.__doc__ or "").rstrip("."))
     options = parser.parse_args(arguments)
     wanted = [answer for answer in answers if getattr(options, answer.__name__)]
     if not wanted:
-        parser.error("one of --cflags, --libs, --cmakedir is required")
+        parser.error("one of --cflags, --libs, --cmakedir, --torch-library is required")
     print(*(answer() for answer in wanted))
 
 

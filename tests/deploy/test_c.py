@@ -137,7 +137,7 @@ def test_config_refuses_an_empty_question(capsys):
     with pytest.raises(SystemExit) as caught:
         config.main([])
     assert caught.value.code == 2
-    assert "one of --cflags, --libs, --cmakedir is required" in capsys.readouterr().err
+    assert "one of --cflags, --libs, --cmakedir, --torch-library is required" in capsys.readouterr().err
 
 
 def test_config_quotes_a_folder_with_a_space(monkeypatch, tmp_path):

@@ -18,7 +18,7 @@ import torch
 from programs import python
 
 import mx_driving
-from mx_driving import _backends
+from mx_driving import _backends, config
 
 WATCH = """
 import json, sys, torch
@@ -33,8 +33,8 @@ print(json.dumps({"events": done, "new": new, "folders": list(mx_driving.__path_
 
 
 def test_import_only_registers():
-    """After torch, the import loads only the package and Python's own modules. It opens no other file, loads no library and
-    starts no process. `mx-driving bench --traits` measures its time."""
+    """After torch, the import loads only the package, Python's own modules, and the native library where torch calls it from
+    C++. It opens no other file and starts no process. `mx-driving bench --traits` measures its time."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", WATCH], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     found = json.loads(done.stdout)  # nothing was printed beside it
@@ -42,7 +42,7 @@ def test_import_only_registers():
     assert others <= sys.stdlib_module_names
     assert not [name for name in found["new"] if name.startswith(PROGRAMS)]
     events = [(event, name) for event, name in found["events"] if event != "open"]
-    assert events == []
+    assert events == [("ctypes.dlopen", str(LIBRARY))] * (_backends.native.why_by_ctypes() is None)
     folders = (*found["folders"], sysconfig.get_path("stdlib"))
     opened = [name for event, name in found["events"] if event == "open"]
     assert opened  # the watch works
@@ -66,7 +66,7 @@ def test_without_the_library_the_reference_serves_and_says_why():
     code = (
         "import pathlib, torch, mx_driving\n"
         "from mx_driving import _backends\n"
-        "_backends.native._library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
+        "_backends.native.library_path = lambda: pathlib.Path('/nowhere/libmx_driving.so')\n"
         "print(mx_driving.backends()['cpu']['multi_scale_deformable_attn'])\n"
         "args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))\n"
         "rest = (torch.full((1, 1, 1, 1, 1, 2), 0.5), torch.ones(1, 1, 1, 1, 1))\n"
@@ -76,7 +76,7 @@ def test_without_the_library_the_reference_serves_and_says_why():
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    done = python("-c", code)
+    done = python("-c", code, env={**os.environ, "MX_DRIVING_CTYPES": "1"})
     lines = done.stdout.splitlines()
     assert lines[0] == "reference: libmx_driving.so is not in the package: it was not built or not installed"
     assert lines[1] == "1.0"
@@ -136,14 +136,14 @@ def test_environment_switches_the_gpu_kernels_off():
         assert len(said.splitlines()) == 1 or not begin
 
 
-LIBRARY = _backends.native._library_path()
+LIBRARY = config.library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
-from mx_driving import _backends
+from mx_driving import _backends, config
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):
-    _backends.native._library_path = lambda: path
+    _backends.native.library_path = lambda: path
     _backends.native._load.cache_clear()
     print(mx_driving.backends()["cpu"]["geometric_kernel_attention"])
     assert mx_driving.geometric_kernel_attention(*args).item() == 1
@@ -152,7 +152,7 @@ for path in map(pathlib.Path, sys.argv[1:]):
 
 def served_beside(*libraries):
     """What backends() says beside each library, in a process that calls an operator too."""
-    return python("-c", SAYS, *libraries).stdout.splitlines()
+    return python("-c", SAYS, *libraries, env={**os.environ, "MX_DRIVING_CTYPES": "1"}).stdout.splitlines()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
@@ -215,7 +215,7 @@ def test_unknown_isa_is_refused():
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF symbols")
 def test_only_the_c_interface_is_exported():
     """No C++ symbol leaks, so no other library in the process can replace a function of this one."""
-    library = _backends.native._library_path()
+    library = config.library_path()
     names = subprocess.run(["nm", "-C", "--defined-only", "-D", str(library)], capture_output=True, text=True, check=True)
     exported = [line.split(maxsplit=2)[2] for line in names.stdout.splitlines()]
     assert all(re.match(r"(mxd|acl|RegisterCustomOps$)", name) for name in exported), exported
@@ -225,7 +225,7 @@ def test_only_the_c_interface_is_exported():
 def test_version_is_the_distributions():
     text = (pathlib.Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'version = "{mx_driving.__version__}"' in text
-    assert os.path.isfile(_backends.native._library_path())
+    assert os.path.isfile(config.library_path())
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="need make")

@@ -20,7 +20,7 @@ FLOORS = (
     ("kernels/heads_together",),
     (KERNELS,),
     (".",),
-    ("cann", "onnxruntime"),
+    ("cann", "onnxruntime", "torch"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # of C, and of the compilers; containers and algorithms of the standard library would be merged between instruction sets

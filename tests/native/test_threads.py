@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import LARGE
 
-from mx_driving import _backends
+from mx_driving import _backends, config
 
 ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -20,7 +20,7 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"
 START = """
 import hashlib, os, re, signal, torch
 import mx_driving
-from mx_driving import _backends
+from mx_driving import _backends, config
 
 torch.set_num_threads(4)
 torch.manual_seed(0)
@@ -165,6 +165,6 @@ def test_a_runtime_that_is_loaded_later_is_found():
     runtime = next(pathlib.Path(torch.__file__).parent.glob("lib/lib*omp*.so*"), None)
     if runtime is None:
         pytest.skip("this torch brings no runtime")
-    command = [sys.executable, "-c", LATER, str(_backends.native._library_path()), str(runtime)]
+    command = [sys.executable, "-c", LATER, str(config.library_path()), str(runtime)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == ["threads of its own", f"threads of {runtime.name}"]

@@ -13,8 +13,8 @@ import mx_driving
 SOURCES = pathlib.Path(mx_driving.__file__).parent
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
-    ("_descriptions", "_geometry", "_installing", "_import_guard", "config"),
-    ("_operators",),
+    ("_descriptions", "_geometry", "_installing", "_import_guard", "_library_path"),
+    ("_operators", "config"),
     ("_composition",),
     ("_checks", "reference"),
     ("_backends",),

@@ -119,6 +119,11 @@ bool fits(const Function &function, Given *given, int count, int64_t option, Axi
         t.side_by_side = side_by_side ? int64_t(elements) : -1;
     }
     if (signs < 0) return false;
+    // a product whose factors were not known when its tensor was looked at
+    for (int i = 0; i < count; ++i)
+        if (is_given(given[i]) && given[i].axes != function.arguments[size_t(i)].places.count &&
+            !shape_fits(function.arguments[size_t(i)], given[i], sizes))
+            return false;
     if (!all_are_small(op, sizes) && std::any_of(given, given + count, too_many_elements)) return false;
     return sizes_fit(op, sizes) && references_fit(op, option, sizes);
 }

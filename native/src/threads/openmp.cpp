@@ -5,30 +5,17 @@
 #include <cstring>
 #include <memory>
 
-#ifdef _WIN32
-#define WIN32_LEAN_AND_MEAN
-#include <windows.h>
-#else
-#include <dlfcn.h>
-#endif
-#ifdef __APPLE__
-#include <mach-o/dyld.h>
-#elif !defined(_WIN32)
+#include "threads/loaded_library.h"
+#if !defined(_WIN32) && !defined(__APPLE__)
 #include <link.h>
 #endif
 
 namespace mxd {
 namespace {
 
-// ---- what differs between systems: a loaded library, its functions, and a number that grows when libraries are loaded
+// ---- a number that grows when libraries are loaded
 
 #ifdef _WIN32
-
-typedef HMODULE Library;
-
-Library loaded(const char *file) { return GetModuleHandleA(file); }
-
-void *function(Library library, const char *name) { return reinterpret_cast<void *>(GetProcAddress(library, name)); }
 
 // Windows has no such notice, and looking is cheap there.
 uint64_t libraries_loaded() {
@@ -36,28 +23,11 @@ uint64_t libraries_loaded() {
     return ++calls;
 }
 
-#else
-
-typedef void *Library;
-
-void *function(Library library, const char *name) { return dlsym(library, name); }
-
-#ifdef __APPLE__
-
-Library loaded(const char *file) {
-    for (uint32_t i = 0; i < _dyld_image_count(); ++i) {
-        const char *path = _dyld_get_image_name(i), *last = path ? std::strrchr(path, '/') : nullptr;
-        if (last && std::strcmp(last + 1, file) == 0) return dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
-    }
-    return nullptr;
-}
+#elif defined(__APPLE__)
 
 uint64_t libraries_loaded() { return _dyld_image_count(); }
 
 #else
-
-// By the name that the library has for others (SONAME), wherever its file is.
-Library loaded(const char *file) { return dlopen(file, RTLD_LAZY | RTLD_NOLOAD); }
 
 uint64_t libraries_loaded() {
     uint64_t count = 0;
@@ -71,14 +41,8 @@ uint64_t libraries_loaded() {
 }
 
 #endif
-#endif
 
 // ---- which runtime
-
-template <class Fn> bool find(Library library, const char *name, Fn *&fn) {
-    fn = reinterpret_cast<Fn *>(function(library, name));
-    return fn;
-}
 
 bool find_functions(Library library, OpenMp &found) {
     if (!find(library, "omp_get_thread_num", found.get_thread_num) ||
@@ -108,10 +72,8 @@ bool look(OpenMp &found) {
 #else
 
 #ifdef __APPLE__
-const char TORCH[] = "libtorch_cpu.dylib";
 const char *const FILES[] = {"libomp.dylib", "libiomp5.dylib", "libgomp.1.dylib"};
 #else
-const char TORCH[] = "libtorch_cpu.so";
 const char *const FILES[] = {"libgomp.so.1", "libomp.so.5", "libomp.so", "libiomp5.so"};
 #endif
 
@@ -128,14 +90,14 @@ void *torchs_entry() {
 #ifndef __APPLE__ // there a library calls the one that it was linked to, whatever others see
     if (void *const found = entry(RTLD_DEFAULT)) return found;
 #endif
-    const Library torch = loaded(TORCH);
+    const Library torch = loaded(TORCH_LIBRARY);
     void *found = torch ? entry(torch) : nullptr;
-    if (torch) dlclose(torch);
+    if (torch) close(torch);
     for (const char *file : FILES) {
         if (found) break;
         if (const Library library = loaded(file)) {
             found = entry(library);
-            dlclose(library);
+            close(library);
         }
     }
     return found;
@@ -151,7 +113,7 @@ bool look(OpenMp &found) {
     const char *last = std::strrchr(of_entry.dli_fname, '/');
     found.name = last ? last + 1 : of_entry.dli_fname;
     if (find_functions(library, found)) return true;
-    dlclose(library);
+    close(library);
     return false;
 }
 

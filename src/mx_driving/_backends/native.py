@@ -1,4 +1,7 @@
-"""The C interface (native/include/mx_driving.h) as Python sees it. Loaded at the first call, not at import."""
+"""The native library: the C interface (native/include/mx_driving.h) as Python sees it.
+
+torch 2.10 and later call its kernels from C++, without Python. Older ones call them through this file, by ctypes.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks.flags import flag
+from .._library_path import library_path
 from .._operators import OPERATORS, Operator, gradients
 
 _DTYPE = {
@@ -35,18 +40,15 @@ _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n 
 
 _NOT_GIVEN = struct.pack("qq96x", 0, -1)
 _IMPORTED_IN = os.getpid()
-
-
-def _library_path() -> pathlib.Path:
-    from ..config import library_path  # not before, or runpy warns of a config that it finds imported
-
-    return library_path()
+_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
+_OLDEST_STABLE = (2, 10)
+_KERNELS, _NOTHING = 1, 2  # enum mxd_torch: what is registered in C++
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
     """The library, or why there is none."""
-    path = _library_path()
+    path = library_path()
     if not path.exists():
         return f"{path.name} is not in the package: it was not built or not installed"
     try:
@@ -58,6 +60,8 @@ def _load() -> ctypes.CDLL | str:
     problem = _not_ours(path.name, library)
     if problem:
         return problem
+    if _BY_CTYPES:
+        library.mxd_register_with_torch(_NOTHING)
     if os.getpid() != _IMPORTED_IN:  # a fork came first, and the library had no fork handler then
         library.mxd_use_own_threads(1)
     return library
@@ -92,6 +96,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
 _FUNCTIONS = (
     "mxd_version",
     *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
+    "mxd_register_with_torch",
     *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
 )
 
@@ -101,7 +106,8 @@ def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
         return f"{name} is not this package's, or older: it has no function {missing}"
-    for function in (library.mxd_version, library.mxd_isa, library.mxd_threads, library.mxd_last_error):
+    texts = ("mxd_version", "mxd_isa", "mxd_threads", "mxd_last_error", "mxd_register_with_torch")
+    for function in (getattr(library, text) for text in texts):
         function.restype = ctypes.c_char_p
     built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
     return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
@@ -111,6 +117,18 @@ def why_not() -> str | None:
     """Why the native kernels cannot be used, or None when they can."""
     library = _load()
     return library if isinstance(library, str) else None
+
+
+@functools.cache
+def why_by_ctypes() -> str | None:
+    """Why torch calls the kernels through Python, or None when they are registered with it in C++, which this does."""
+    if _BY_CTYPES:
+        return "MX_DRIVING_CTYPES is on"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_STABLE:
+        return f"torch {torch.__version__} is older than 2.10"
+    library = _load()
+    problem = library if isinstance(library, str) else library.mxd_register_with_torch(_KERNELS)
+    return problem.decode() if isinstance(problem, bytes) else problem
 
 
 @functools.cache

@@ -24,6 +24,7 @@ from .flags import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
+_when_enabled: list[Callable[[], None]] = []  # what is done once, when the checks are enabled first
 _given: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
 
 _MOST = 0.5  # "most" of something is more than this fraction of it
@@ -64,6 +65,8 @@ def data_checks() -> Iterator[None]:
     if not _open:
         _given.clear()
     _open += 1
+    while _when_enabled:
+        _when_enabled.pop()()
     try:
         yield
     finally:
@@ -72,6 +75,14 @@ def data_checks() -> Iterator[None]:
 
 def enabled() -> bool:
     return _open > 0
+
+
+def when_enabled(action: Callable[[], None]) -> None:
+    """Calls `action` once, as soon as the checks are enabled."""
+    if _open:
+        action()
+    else:
+        _when_enabled.append(action)
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:

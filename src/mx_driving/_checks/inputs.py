@@ -209,6 +209,14 @@ def _need_divisor(operator: Operator, groups: int, channels: int) -> None:
         fail(ValueError, name, f"have a {axis} count that divides {whole}={channels}", groups)
 
 
+def _needs_gradient(operator: Operator) -> Callable[..., bool]:
+    """Whether one of an operator's inputs has a gradient to find."""
+    wanted = " or ".join(f"{operator.inputs[i]}.requires_grad" for i in operator.differentiable)
+    return _defined((f"def needs({', '.join((*operator.inputs, '*options'))}):", f"    return {wanted}"), {})["needs"]
+
+
+NEEDS_GRADIENT = {operator.name: _needs_gradient(operator) for operator in OPERATORS.values()}
+
 # Operator -> the check of its inputs. Kernels run it too, because torch.ops can be called without a public function.
 INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}
 

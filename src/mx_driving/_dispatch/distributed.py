@@ -33,13 +33,6 @@ def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(_replicated(a, mesh) if i in shared else a for i, a in enumerate(args))
 
 
-def call(op: Any, *args: Any) -> Tensor:
-    """Call an operator from a public function. The Autograd kernel prepares DTensors, but inference mode skips it."""
-    if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-        args = prepared(args, OPERATORS[op._opname].shared)
-    return op(*args)
-
-
 def _check_torch(mesh: Any, local: Tensor) -> None:
     if mesh.ndim > 1:
         _checks.needs.check("DTensor on a mesh of several dimensions")

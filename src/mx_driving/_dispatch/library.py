@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,10 @@ from torch import Tensor
 
 from .. import _backends, _checks, _composition, reference
 from .._operators import OPERATORS, VALUE, Operator, gradients
-from . import decompositions, distributed, flops, transforms
+from . import decompositions, flops, transforms
 
+# Kernels for the CPU are registered in C++ here. A program may have registered schemas so, too; these are taken back.
+_BY_CTYPES = _backends.native.why_by_ctypes() is not None
 _library = torch.library.Library("mx_driving", "DEF")
 
 
@@ -63,7 +66,7 @@ def _composed(name: str, backward: bool, device: Callable[..., Any]) -> Callable
 
 
 def _cpu(name: str, backward: bool) -> Callable[..., Any]:
-    """The native kernel, or the reference for what it does not serve. The first call looks for the library; import does not."""
+    """The native kernel by ctypes, or the reference for what it does not serve."""
     native, plain, check = _backends.native.kernel(name, backward), _reference(name, backward), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
@@ -170,38 +173,70 @@ def _to_float32(a: Any) -> Any:
     return a.to(torch.float32) if cast else a
 
 
+def _explained(name: str, backward: bool) -> Callable[..., Any]:
+    """Answers an error of a kernel: with Python's own about the inputs, or with the reference where the kernel cannot serve."""
+    plain = _reference(name, backward)
+
+    def explain(error: RuntimeError, *args: Any) -> Any:
+        value = args[backward]
+        if type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu":
+            _check_of(name, backward)(*args)
+            if not _backends.native.serves(value):
+                return plain(*args)
+            _checks.inputs.levels(*OPERATORS[name].tables, *args[backward + 1 : backward + 3], value.shape[1])
+        raise error
+
+    return explain
+
+
+def _follow_data() -> None:
+    """Kernels for the CPU in Python, which look at the data. They stay: a call may run while the checks end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name, operator in OPERATORS.items():
+            _library.impl(name, _checks.data.followed(operator, _cpu(name, False)), "CPU")
+
+
 def _register(operator: Operator) -> None:
     _define(operator)
     name = operator.name
-    for key, kernel in (("CompositeExplicitAutograd", _reference), ("CPU", _cpu), ("CUDA", _cuda)):
+    kernels = [("CompositeExplicitAutograd", _reference), ("CUDA", _cuda)]
+    if _BY_CTYPES:
+        kernels.append(("CPU", _cpu))
+    for key, kernel in kernels:
         _library.impl(name, _checks.data.followed(operator, kernel(name, False)), key)
         _library.impl(name + "_backward", kernel(name, True), key)
     torch.library.register_fake(f"mx_driving::{name}", lambda *args: _output_like(name, args), lib=_library)
     decompositions.register(_op(name), name, lambda *args: _output_like(name, args))
     torch.library.register_fake(f"mx_driving::{name}_backward", lambda *args: _gradients_like(name, args), lib=_library)
     setup, formula = gradient(name)
-    transforms.register(_library, operator, _op(name), setup, formula, getattr(reference, name), first=0)
+    explain = _explained(name, False)
+    transforms.register(_library, operator, _op(name), setup, formula, getattr(reference, name), explain, first=0)
     setup_second, second_formula = _second_gradient(name)
     reference_backward = getattr(reference, name + "_backward")
     backward_op = _op(name + "_backward")
-    transforms.register(_library, operator, backward_op, setup_second, second_formula, reference_backward, first=1)
+    explain = _explained(name, True)
+    transforms.register(_library, operator, backward_op, setup_second, second_formula, reference_backward, explain, first=1)
     _library.impl(name, _autocast(name, "cpu"), "AutocastCPU")
     _library.impl(name, _autocast(name, "cuda"), "AutocastCUDA")
 
 
 for _operator in OPERATORS.values():
     _register(_operator)
+if not _BY_CTYPES:
+    _checks.data.when_enabled(_follow_data)
 
 
 def public(name: str) -> Callable[..., Tensor]:
     """The operator as its public function calls it: of its inputs and options, which are checked first."""
     check, op = _checks.inputs.INPUTS[name], _op(name)
+    without_gradient = transforms.without_gradient(OPERATORS[name], op, _explained(name, False))
 
     def call(*inputs: Any) -> Tensor:
         check(*inputs)
         if _checks.limits.enforced():
             _checks.limits.hold(name, *inputs)
-        return distributed.call(op, *inputs)
+        return (op if torch.compiler.is_compiling() else without_gradient)(*inputs)
 
     return call
 
@@ -231,7 +266,8 @@ def _on_cpu() -> str:
     reason = _backends.native.why_not()
     if reason is not None:
         return f"reference: {reason}"
-    return f"native C++, {_backends.native.isa()}, {_backends.native.threads()}; float32, float64, float16, bfloat16"
+    way = "" if _backends.native.why_by_ctypes() is None else f", called by ctypes ({_backends.native.why_by_ctypes()})"
+    return f"native C++, {_backends.native.isa()}, {_backends.native.threads()}{way}; float32, float64, float16, bfloat16"
 
 
 def _on_cuda(name: str) -> str:

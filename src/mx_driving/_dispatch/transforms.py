@@ -16,14 +16,37 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from .. import _checks
 from .._operators import Operator
 from . import distributed
 
 Formula = Callable[..., Any]
 
 
+def without_gradient(operator: Operator, op: Any, explain: Formula) -> Formula:
+    """An operator that leaves the Autograd kernel out where that would do nothing."""
+    shared, needs_gradient = operator.shared, _checks.inputs.NEEDS_GRADIENT[operator.name]
+
+    def call(*inputs: Any) -> Any:
+        if (
+            (torch.is_grad_enabled() and needs_gradient(*inputs))
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return op(*inputs)
+        inputs = distributed.prepared(inputs, shared)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*inputs)
+        except RuntimeError as error:
+            problem = error
+        return explain(problem, *inputs)
+
+    return call
+
+
 def autograd_kernel(
-    operator: Operator, op: Any, setup_context: Formula, backward: Formula, run: Formula, first: int
+    operator: Operator, op: Any, setup_context: Formula, backward: Formula, run: Formula, explain: Formula, first: int
 ) -> Formula:
     """The kernel of an operator's Autograd key; `run` is the operator in differentiable torch.
 
@@ -35,8 +58,12 @@ def autograd_kernel(
 
     def below(*args: Any) -> Any:
         *inputs, keyset = args
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+        except RuntimeError as error:
+            problem = error
+        return explain(problem, *inputs)
 
     def forward(*args: Any) -> Any:
         if not torch._C._are_functorch_transforms_active():
@@ -125,8 +152,9 @@ def register(
     setup_context: Formula,
     backward: Formula,
     run: Formula,
+    explain: Formula,
     first: int,
 ) -> None:
-    kernel = autograd_kernel(operator, op, setup_context, backward, run, first)
+    kernel = autograd_kernel(operator, op, setup_context, backward, run, explain, first)
     library.impl(op._opname, kernel, "Autograd", with_keyset=True)
     torch.library.register_vmap(f"mx_driving::{op._opname}", vmap_rule(operator, op, first), lib=library)

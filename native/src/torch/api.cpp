@@ -1,0 +1,61 @@
+// Finds the functions of torch's stable C interface in the process.
+#include "torch/api.h"
+
+#include "call/words.h"
+#include "threads/loaded_library.h"
+
+namespace mxd::torch {
+namespace {
+
+// Before torch 2.13 the value of an optional argument is what C++'s own `new` made.
+typedef Status DeleteValue(Value *);
+DeleteValue *delete_value;
+void (*delete_of_cpp)(void *);
+
+void free_optional(Value *value) {
+    if (delete_value)
+        delete_value(value);
+    else
+        delete_of_cpp(value);
+}
+
+std::string no_function(const char *name) {
+    return sentence("torch", "be 2.10 or later, with the stable C interface", std::string("one without ") + name);
+}
+
+const char *first_missing(Library torch, Api &api) {
+#define MXD_FIND(result, name, parameters)                                                                                     \
+    if (!find(torch, #name, api.name)) return #name;
+    MXD_TORCH_FUNCTIONS(MXD_FIND)
+#undef MXD_FIND
+    if (!find(torch, "torch_delete_stable_ivalue", delete_value) && !find(torch, "_ZdlPv", delete_of_cpp))
+        return "torch_delete_stable_ivalue";
+    if (!find(torch, "torch_tag_pt2_compliant_tag", api.torch_tag_pt2_compliant_tag) ||
+        !find(torch, "torch_library_def_with_tags", api.torch_library_def_with_tags))
+        api.torch_library_def_with_tags = nullptr;
+    api.free_optional = free_optional;
+    return nullptr;
+}
+
+} // namespace
+
+const Api *find_api(std::string &why) {
+    static Api api;
+    static bool found = false;
+    if (found) return &api;
+    const Library torch = loaded(TORCH_LIBRARY);
+    if (!torch) {
+        why = sentence("torch", "be loaded before the operators are registered", std::string("no ") + TORCH_LIBRARY);
+        return nullptr;
+    }
+    const char *missing = first_missing(torch, api);
+    if (missing) {
+        close(torch);
+        why = no_function(missing);
+        return nullptr;
+    }
+    found = true; // the handle is kept, so that nobody can unload torch
+    return &api;
+}
+
+} // namespace mxd::torch

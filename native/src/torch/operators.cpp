@@ -1,0 +1,396 @@
+// The operators as PyTorch's own, for programs with and without Python: schemas, kernels for the CPU, shapes for tracing.
+//
+// torch hands a kernel its arguments on a stack and owns what the kernel leaves there. A kernel owns its arguments.
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <mutex>
+#include <utility>
+
+#include "call/make_call.h"
+#include "call/make_plan.h"
+#include "call/words.h"
+#include "mx_driving_torch.h"
+#include "run.h"
+#include "torch/api.h"
+
+namespace mxd::torch {
+namespace {
+
+const Api *api; // set before torch has any kernel
+
+template <class Handle> Handle handle_of(Value value) { return reinterpret_cast<Handle>(uintptr_t(value)); }
+Value value_of(void *handle) { return Value(reinterpret_cast<uintptr_t>(handle)); }
+
+// What becomes torch's exception.
+struct Refused {
+    std::string why;
+};
+
+void need(Status status, const char *what) {
+    if (status) throw Refused{std::string("torch could not ") + what};
+}
+
+// ---- dtypes, whose numbers torch tells
+
+struct Dtype {
+    int32_t (*Api::*number)();
+    const char *name;
+    int64_t dtype; // or NARROW, or -1: no operator takes it
+};
+constexpr int64_t NARROW = -2; // an integer that a kernel is given as int64
+constexpr Dtype DTYPES[] = {
+    {&Api::aoti_torch_dtype_float32, "float32", MXD_FLOAT32}, {&Api::aoti_torch_dtype_int64, "int64", MXD_INT64},
+    {&Api::aoti_torch_dtype_float16, "float16", MXD_FLOAT16}, {&Api::aoti_torch_dtype_bfloat16, "bfloat16", MXD_BFLOAT16},
+    {&Api::aoti_torch_dtype_float64, "float64", MXD_FLOAT64}, {&Api::aoti_torch_dtype_int32, "int32", MXD_INT32},
+    {&Api::aoti_torch_dtype_int16, "int16", NARROW},          {&Api::aoti_torch_dtype_int8, "int8", NARROW},
+    {&Api::aoti_torch_dtype_uint8, "uint8", NARROW},          {&Api::aoti_torch_dtype_bool, "bool", -1}};
+constexpr Dtype UNKNOWN{nullptr, "another dtype", -1};
+
+const Dtype &dtype_of(int32_t number) {
+    static const std::array<int32_t, std::size(DTYPES)> numbers = [] {
+        std::array<int32_t, std::size(DTYPES)> all;
+        for (size_t i = 0; i < all.size(); ++i) all[i] = (api->*DTYPES[i].number)();
+        return all;
+    }();
+    for (size_t i = 0; i < numbers.size(); ++i)
+        if (numbers[i] == number) return DTYPES[i];
+    return UNKNOWN;
+}
+
+// ---- tensors
+
+class Tensor {
+  public:
+    Tensor() = default;
+    explicit Tensor(TensorHandle owned) : handle(owned) {}
+    Tensor(Tensor &&other) : handle(other.release()) {}
+    Tensor &operator=(Tensor &&other) {
+        std::swap(handle, other.handle);
+        return *this;
+    }
+    ~Tensor() {
+        if (handle) api->aoti_torch_delete_tensor_object(handle);
+    }
+    TensorHandle release() { return std::exchange(handle, nullptr); }
+    TensorHandle get() const { return handle; }
+
+    int32_t dtype() const { return number(api->aoti_torch_get_dtype); }
+    int32_t device_index() const { return number(api->aoti_torch_get_device_index); }
+    int32_t device() const { return number(api->aoti_torch_get_device_type); }
+    const void *data() const {
+        const void *found;
+        need(api->torch_get_const_data_ptr(handle, &found), "read a tensor's address");
+        return found;
+    }
+    void *memory() const {
+        void *found;
+        need(api->torch_get_mutable_data_ptr(handle, &found), "read a tensor's address");
+        return found;
+    }
+    // Sizes and strides are the tensor's own.
+    Given given() const {
+        int64_t axes, *shape, *strides;
+        need(api->aoti_torch_get_dim(handle, &axes), "read a tensor's axes");
+        need(api->aoti_torch_get_sizes(handle, &shape), "read a tensor's sizes");
+        need(api->aoti_torch_get_strides(handle, &strides), "read a tensor's strides");
+        const Dtype &dtype = dtype_of(this->dtype());
+        static const int64_t no_axes = 0;
+        return {axes ? shape : &no_axes, int(axes), dtype.dtype, nullptr, axes ? strides : &no_axes, -1, dtype.name};
+    }
+
+  private:
+    TensorHandle handle = nullptr;
+
+    int32_t number(Status (*of)(TensorHandle, int32_t *)) const {
+        int32_t found;
+        need(of(handle, &found), "read a tensor's dtype or device");
+        return found;
+    }
+};
+
+// A contiguous tensor like another, but for its shape.
+Tensor made(const Tensor &like, const int64_t *shape, int axes) {
+    int64_t strides[MOST_AXES];
+    for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
+    TensorHandle handle;
+    need(api->aoti_torch_empty_strided(axes, shape, strides, like.dtype(), like.device(), like.device_index(), &handle),
+         "allocate a result");
+    return Tensor(handle);
+}
+
+// int8, int16 and uint8, which this library does not read, as int64.
+Tensor as_int64(Tensor &&narrow) {
+    Value stack[] = {value_of(narrow.release()), Value(uint32_t(api->aoti_torch_dtype_int64())), false, false, 0};
+    need(api->torch_call_dispatcher("aten::to", "dtype", stack, VERSION), "convert a tensor to int64");
+    return Tensor(handle_of<TensorHandle>(stack[0]));
+}
+
+// ---- a call
+
+enum class Device { CPU, META };
+
+class BoxedCall {
+  public:
+    // Takes all arguments, whatever they are.
+    BoxedCall(const Function &of, Value *arguments) : function(of) {
+        for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
+        if (!function.op->option.empty()) take_option(handle_of<StringHandle>(*arguments++));
+        if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
+    }
+
+    void run(Device device, Value *results) {
+        for (int i = 0; i < function.first_written; ++i)
+            if (tensors[i].get()) describe(i, device);
+        check_option();
+        if (!fits(function, given, function.first_written, option, sizes))
+            refuse(refusal_of(function, given, function.first_written, option));
+        if (function.backward)
+            make_gradients();
+        else
+            make_output();
+        if (device == Device::CPU) compute();
+        for (int i = function.first_written; i < count(); ++i) *results++ = value_of(tensors[i].release());
+    }
+
+  private:
+    const Function &function;
+    Tensor tensors[MOST_ARGUMENTS];
+    Given given[MOST_ARGUMENTS] = {};
+    AxisSizes sizes;
+    std::string word; // the option's
+    int64_t option = 0;
+    size_t mask_size = 0;
+    bool mask[MOST_ARGUMENTS] = {};
+
+    int count() const { return int(function.arguments.size()); }
+    const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
+
+    void take_tensor(int i, Value value) {
+        if (argument(i).required) {
+            tensors[i] = Tensor(handle_of<TensorHandle>(value));
+        } else if (Value *const optional = handle_of<Value *>(value)) {
+            tensors[i] = Tensor(handle_of<TensorHandle>(*optional));
+            api->free_optional(optional);
+        }
+    }
+    void take_option(StringHandle text) {
+        const char *letters = "";
+        size_t length = 0;
+        if (!api->torch_string_length(text, &length) && !api->torch_string_c_str(text, &letters)) word.assign(letters, length);
+        api->torch_delete_string(text);
+    }
+    void take_mask(ListHandle list) {
+        Value wanted;
+        api->torch_list_size(list, &mask_size);
+        for (size_t i = 0; i < mask_size && i < MOST_ARGUMENTS; ++i)
+            mask[i] = !api->torch_list_get_item(list, i, &wanted) && (wanted & 0xff);
+        api->torch_delete_list(list);
+    }
+
+    [[noreturn]] void refuse(const Refusal &why) const {
+        throw Refused{sentence(argument(why.argument).name, why.rule, why.fact)};
+    }
+
+    void describe(int i, Device device) {
+        const bool cpu = device == Device::CPU;
+        if (tensors[i].device() != (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
+            throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};
+        given[i] = tensors[i].given();
+        if (cpu && argument(i).elements == Elements::NUMBER && given[i].dtype == NARROW) {
+            tensors[i] = as_int64(std::move(tensors[i]));
+            given[i] = tensors[i].given();
+        }
+        if (cpu) given[i].data = tensors[i].data();
+    }
+
+    void check_option() {
+        const Description &op = *function.op;
+        std::string rule;
+        for (size_t i = 0; i < op.choices.size(); ++i) {
+            if (op.choices[i] == word) {
+                option = int64_t(i);
+                return;
+            }
+            rule += (i ? " or '" : "be '") + std::string(op.choices[i]) + "'";
+        }
+        if (!rule.empty()) throw Refused{sentence(std::string(op.option), rule, "'" + word + "'")};
+    }
+
+    int64_t size(const NamedAxis &axis) const { return sizes.of[axis.size] * (axis.times < 0 ? 1 : sizes.of[axis.times]); }
+
+    void make_output() {
+        const int place = function.first_written;
+        int64_t shape[MOST_AXES], *next = shape;
+        for (const NamedAxis &axis : argument(place).axes) *next++ = size(axis);
+        tensors[place] = made(tensors[function.first_input], shape, int(next - shape));
+        given[place] = tensors[place].given();
+    }
+
+    // The gradient of each input that has one; empty where it is not wanted.
+    void make_gradients() {
+        const size_t gradients = size_t(count() - function.first_written);
+        if (mask_size != gradients)
+            throw Refused{sentence("output_mask", "have " + std::to_string(gradients) + " entries, one for each gradient",
+                                   std::to_string(mask_size))};
+        int input = function.first_input;
+        const int64_t nothing = 0;
+        for (size_t i = 0; i < gradients; ++i, ++input) {
+            const int place = function.first_written + int(i);
+            while (argument(place).name.compare(5, std::string::npos, argument(input).name)) ++input; // behind "grad_"
+            tensors[place] =
+                mask[i] ? made(tensors[input], given[input].shape, given[input].axes) : made(tensors[input], &nothing, 1);
+            if (mask[i]) given[place] = tensors[place].given();
+        }
+    }
+
+    // A tensor with both factors of a product.
+    mxd_tensor described(int i) const {
+        const Given &t = given[i];
+        mxd_tensor to{i < function.first_written ? const_cast<void *>(t.data) : tensors[i].memory(), t.dtype, {}, {}};
+        const OfAxes<NamedAxis> &axes = *argument(i).axes_of(t.axes);
+        for (int from = 0, a = 0; from < axes.count; ++from, ++a) {
+            to.shape[a] = t.shape[from];
+            to.strides[a] = t.strides[from];
+            if (axes[from].times < 0) continue;
+            const int64_t inner = sizes.of[axes[from].times];
+            to.shape[a] = sizes.of[axes[from].size];
+            to.strides[a] *= inner;
+            to.shape[++a] = inner;
+            to.strides[a] = t.strides[from];
+        }
+        return to;
+    }
+
+    void compute() {
+        const Refusal memory = check_memory_of_inputs();
+        if (memory.status != MXD_OK) refuse(memory);
+        mxd_tensor all[MOST_ARGUMENTS];
+        const mxd_tensor *places[MOST_ARGUMENTS] = {};
+        for (int i = 0; i < count(); ++i) {
+            if (!given[i].shape) continue;
+            all[i] = described(i);
+            places[i] = &all[i];
+        }
+        Call call = make_call(function, places, sizes, option, 1);
+        uint32_t threads = 1;
+        need(api->torch_get_num_threads(&threads), "count its threads");
+        call.num_threads = threads_that_pay(call, int(threads));
+        const int status = mxd::run(call);
+        if (status != MXD_OK) throw Refused{sentence_of(status, function, call)};
+    }
+
+    // Results are fresh memory.
+    Refusal check_memory_of_inputs() const {
+        Given inputs[MOST_ARGUMENTS] = {};
+        std::copy(given, given + function.first_written, inputs);
+        return check_memory(function, inputs);
+    }
+};
+
+// ---- kernels: torch says only by a kernel's address which operator it calls, so each has one of its own
+
+uint64_t arguments_of(const Function &f) { return uint64_t(f.first_written + !f.op->option.empty() + f.backward); }
+
+const char *why_refused(const Function &function, Device device, Value *stack, uint64_t arguments) {
+    thread_local std::string why;
+    try {
+        if (arguments != arguments_of(function)) throw Refused{function.name + " has another schema in this process"};
+        BoxedCall(function, stack).run(device, stack);
+        return nullptr;
+    } catch (const Refused &refused) {
+        why = refused.why;
+    } catch (const std::exception &error) {
+        why = error.what();
+    }
+    return why.c_str();
+}
+
+// aoti_torch_check throws: nothing here needs a destructor.
+template <Device device, size_t i> void kernel(Value *stack, uint64_t arguments, uint64_t) {
+    const char *const why = why_refused(functions()[i], device, stack, arguments);
+    if (why) api->aoti_torch_check(false, "kernel", "mx_driving", __LINE__, why);
+}
+
+constexpr size_t MOST_FUNCTIONS = 24;
+template <Device device, size_t... i> constexpr std::array<Kernel *, sizeof...(i)> kernels(std::index_sequence<i...>) {
+    return {kernel<device, i>...};
+}
+template <Device device>
+constexpr std::array<Kernel *, MOST_FUNCTIONS> KERNELS = kernels<device>(std::make_index_sequence<MOST_FUNCTIONS>());
+
+// ---- registration
+
+std::string schema(const Function &f) {
+    std::string inputs, results;
+    for (int i = 0; i < f.first_written; ++i)
+        inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[size_t(i)].required ? " " : "? ") +
+                  f.arguments[size_t(i)].name;
+    if (!f.op->option.empty()) inputs += ", str " + std::string(f.op->option);
+    if (!f.backward) return f.name + "(" + inputs + ") -> Tensor";
+    const size_t gradients = f.arguments.size() - size_t(f.first_written);
+    for (size_t i = 0; i < gradients; ++i) results += i ? ", Tensor" : "Tensor";
+    return f.name + "(" + inputs + ", bool[" + std::to_string(gradients) + "] output_mask) -> (" + results + ")";
+}
+
+// What is registered in this process; torch keeps it for as long as the library lives.
+struct Registered {
+    LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
+};
+
+void add_kernels(LibraryHandle &to, const char *key, const std::array<Kernel *, MOST_FUNCTIONS> &kernels) {
+    need(api->aoti_torch_library_init_impl("mx_driving", key, "mx_driving", 0, &to), "open the library mx_driving");
+    for (size_t i = 0; i < functions().size(); ++i)
+        need(api->torch_library_impl(to, functions()[i].name.c_str(), kernels[i], VERSION), "register a kernel");
+}
+
+void define(LibraryHandle &to) {
+    need(api->aoti_torch_library_init_fragment("mx_driving", "mx_driving", 0, &to), "open the library mx_driving");
+    for (const Function &each : functions()) {
+        const std::string text = schema(each);
+        const int32_t tag = api->torch_library_def_with_tags ? api->torch_tag_pt2_compliant_tag() : 0;
+        need(api->torch_library_def_with_tags ? api->torch_library_def_with_tags(to, text.c_str(), &tag, 1)
+                                              : api->aoti_torch_library_def(to, text.c_str()),
+             "define an operator that it may have already");
+    }
+}
+
+void withdraw(LibraryHandle &library) {
+    if (library) api->aoti_torch_delete_library_object(std::exchange(library, nullptr));
+}
+
+void set(Registered &registered, int what) {
+    static bool by_others = false; // schemas and shapes
+    by_others |= what != MXD_TORCH_ALL;
+    if (what == MXD_TORCH_NOTHING) withdraw(registered.kernels);
+    if (by_others) {
+        withdraw(registered.schemas);
+        withdraw(registered.shapes);
+    }
+    if (what != MXD_TORCH_NOTHING && !registered.kernels) add_kernels(registered.kernels, "CPU", KERNELS<Device::CPU>);
+    if (by_others || registered.schemas) return;
+    define(registered.schemas);
+    add_kernels(registered.shapes, "Meta", KERNELS<Device::META>);
+}
+
+} // namespace
+} // namespace mxd::torch
+
+extern "C" const char *mxd_register_with_torch(int what) {
+    using namespace mxd::torch;
+    static std::mutex mutex;
+    static Registered registered;
+    thread_local std::string why;
+    const std::lock_guard<std::mutex> lock(mutex);
+    try {
+        if (!api) api = find_api(why);
+        if (!api) return why.c_str();
+        set(registered, what);
+        return nullptr;
+    } catch (const Refused &refused) {
+        why = refused.why;
+    } catch (const std::exception &error) {
+        why = error.what();
+    }
+    return why.c_str();
+}

@@ -1,0 +1,16 @@
+// Registers the operators with PyTorch when the library mx_driving_torch is loaded, or a program starts that is linked with
+// the CMake target mx_driving::torch, which compiles this file into it.
+#include <cstdio>
+
+#include "mx_driving_torch.h"
+
+namespace {
+
+const struct AtLoad {
+    AtLoad() {
+        const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);
+        if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // nothing that is loaded has another way to say it
+    }
+} at_load;
+
+} // namespace

@@ -1,0 +1,197 @@
+"""PyTorch knows the operators in C++, with the Python package and without it, in either order."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import cases
+import pytest
+import torch
+from programs import python
+from small_cases import GROWING
+
+from mx_driving import _backends, _operators, config
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "cpp"
+BY_CTYPES = _backends.native.why_by_ctypes()
+pytestmark = pytest.mark.skipif(BY_CTYPES is not None, reason=str(BY_CTYPES))
+
+
+def printed(code, *arguments, **environment):
+    return python("-c", code, *arguments, env={**os.environ, **environment}).stdout
+
+
+SCHEMAS = """
+import sys, torch
+for action in sys.argv[1:]:
+    if action == "python":
+        import mx_driving
+    elif action != "ask":
+        torch.ops.load_library(action)
+    else:
+        print(*sorted(f"{s} {sorted(map(str, getattr(torch.ops.mx_driving, s.name.partition('::')[2]).default.tags))}"
+                      for s in torch._C._jit_get_all_schemas() if s.name.startswith("mx_driving::")), sep="\\n")
+"""
+
+
+def test_schemas_are_those_of_python():
+    """As C++ defines them, as Python does, and as they stay when either comes second."""
+    library = config.torch_library()
+    of_cpp = printed(SCHEMAS, library, "ask").splitlines()
+    assert len(of_cpp) == 2 * len(cases.EVERY)
+    assert printed(SCHEMAS, "python", "ask").splitlines() == of_cpp
+    assert printed(SCHEMAS, library, library, "python", "python", "ask").splitlines() == of_cpp
+    assert printed(SCHEMAS, "python", library, "ask").splitlines() == of_cpp
+
+
+CALLS = """
+import sys, torch
+library, file = sys.argv[1:]
+if library:
+    torch.ops.load_library(library)
+else:
+    import mx_driving
+    assert "MX_DRIVING_CTYPES is on" in mx_driving.backends()["cpu"]["deformable_aggregation"]
+calls, found, said = torch.load(file), [], []
+for name, args, mask in calls:
+    op, backward = (getattr(torch.ops.mx_driving, name + end).default for end in ("", "_backward"))
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return op(*args)
+
+    output = op(*args)
+    found += [output, *backward(torch.ones_like(output), *args, mask)]
+    assert torch.equal(torch.export.export(Module(), args).module()(*args), output)
+    for place, wrong in ((1, args[1].to(torch.float32)), (0, args[0][..., None]), (1, args[1] * 9)):
+        try:
+            op(*args[:place], wrong, *args[place + 1:])
+        except Exception as error:
+            said.append((type(error).__name__, str(error)))
+assert bool(library) == ("mx_driving" not in sys.modules)
+torch.save((found, said), file)
+"""
+
+
+def called(folder, library, **environment):
+    """What every operator gives in a program of its own, and its errors."""
+    calls = []
+    for name in cases.EVERY:
+        mask = [i != 1 for i in range(len(cases.DIFFERENTIABLE[name]))]
+        calls.append((name, cases.cast(GROWING[name](2, 3), torch.float32), mask))
+    torch.save(calls, folder / "calls.pt")
+    printed(CALLS, library, str(folder / "calls.pt"), **environment)
+    return calls, *torch.load(folder / "calls.pt")
+
+
+def expected_of(calls):
+    for name, args, mask in calls:
+        op, backward = (getattr(torch.ops.mx_driving, name + end).default for end in ("", "_backward"))
+        output = op(*args)
+        yield from (output, *backward(torch.ones_like(output), *args, mask))
+
+
+def sentences(calls):
+    for name, _, _ in calls:
+        value, table, starts, *_ = _operators.OPERATORS[name].inputs
+        yield f"{table} must have dtype int32 or int64; got "
+        yield f"{value} must have shape ("
+        yield f"{starts}[0"
+
+
+def test_without_the_package_numbers_are_the_same_and_faults_are_sentences(tmp_path):
+    calls, found, said = called(tmp_path, config.torch_library())
+    assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
+    for (kind, line), begin in zip(said, sentences(calls), strict=True):
+        assert kind == "RuntimeError"  # of C++; Python's own are checked in tests/operators
+        assert line.startswith(begin)
+
+
+def test_by_ctypes_numbers_and_faults_are_the_same(tmp_path):
+    calls, found, said = called(tmp_path, "", MX_DRIVING_CTYPES="1")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected_of(calls), strict=True))
+    for (kind, line), begin in zip(said, sentences(calls), strict=True):
+        assert kind in ("ValueError", "TypeError")
+        assert line.startswith(begin)
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_integer_locations_that_kernels_do_not_read_are_converted(operator):
+    args = cases.cast(GROWING[operator](2, 3), torch.float32)
+    op = getattr(torch.ops.mx_driving, operator).default
+    for dtype in (torch.int8, torch.uint8, torch.int16):
+        whole = args[3].abs().to(dtype)
+        with torch.inference_mode():  # no Python before C++
+            if operator == cases.GEOMETRIC:
+                assert torch.equal(op(*args[:3], whole, args[4]), op(*args[:3], whole.long(), args[4]))
+            else:
+                with pytest.raises(
+                    RuntimeError, match="must have dtype float32, float64, float16 or bfloat16; got " + str(dtype)[6:]
+                ):
+                    op(*args[:3], whole, args[4])
+
+
+def test_data_checks_look_at_calls_from_cpp():
+    code = (
+        "import torch, warnings, mx_driving\n"
+        "op = torch.ops.mx_driving.multi_scale_deformable_attn.default\n"
+        "args = torch.ones(1, 16, 1, 1), torch.tensor([[4, 4]]), torch.tensor([0])\n"
+        "args += torch.full((1, 1, 1, 1, 1, 2), 3.0), torch.ones(1, 1, 1, 1, 1)\n"
+        "warnings.simplefilter('error')\n"
+        "op(*args)\n"
+        "with mx_driving.data_checks():\n"
+        "    try:\n"
+        "        op(*args)\n"
+        "    except mx_driving.DataWarning as found:\n"
+        "        print(found)\n"
+        "op(*args)\n"
+    )
+    assert "look like pixels" in printed(code)
+
+
+ASK = """
+import ctypes, sys
+{}
+register = ctypes.CDLL(sys.argv[1]).mxd_register_with_torch
+register.restype = ctypes.c_char_p
+print(register(0).decode())
+"""
+
+
+def answer_without_torch(first="pass"):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK.format(first), str(config.library_path())], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the names of Linux's libraries")
+def test_where_torch_is_missing_or_older_the_answer_is_a_sentence(tmp_path):
+    assert answer_without_torch() == "torch must be loaded before the operators are registered; got no libtorch_cpu.so"
+    older = tmp_path / "libtorch_cpu.so"
+    source = 'extern "C" int aoti_torch_get_dim(void *, long *) { return 0; }'
+    build = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(older), "-Wl,-soname,libtorch_cpu.so"]
+    subprocess.run(build, input=source, text=True, check=True)
+    said = "torch must be 2.10 or later, with the stable C interface; got one without aoti_torch_get_sizes"
+    assert answer_without_torch(f"ctypes.CDLL({str(older)!r})") == said
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
+def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
+    """A package of AOTInductor and a traced module, by a program in which there is no Python."""
+    python("-W", "ignore", EXAMPLE / "export_decoder.py", str(tmp_path))
+    build, torch_folder = tmp_path / "build", torch.utils.cmake_prefix_path
+    for command in (
+        f"cmake -S {EXAMPLE} -B {build} -Dmx_driving_DIR={config.cmakedir()} -DCMAKE_PREFIX_PATH={torch_folder}",
+        f"cmake --build {build}",
+    ):
+        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    done = subprocess.run([build / "decoder", tmp_path], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["AOTInductor: 100 boxes, the bits of Python", "traced: 100 boxes, the bits of Python"]
+    assert (done.returncode, done.stderr) == (0, "")
