@@ -211,11 +211,23 @@ def _need_divisor(operator: Operator, groups: int, channels: int) -> None:
 
 def _needs_gradient(operator: Operator) -> Callable[..., bool]:
     """Whether one of an operator's inputs has a gradient to find."""
-    wanted = " or ".join(f"{operator.inputs[i]}.requires_grad" for i in operator.differentiable)
-    return _defined((f"def needs({', '.join((*operator.inputs, '*options'))}):", f"    return {wanted}"), {})["needs"]
+    wanted = (f"{operator.inputs[i]}.requires_grad" for i in operator.differentiable)
+    return _predicate(operator, " or ".join(wanted))
+
+
+def _are_plain(operator: Operator) -> Callable[..., bool]:
+    """Whether all required inputs are tensors or parameters, of no class derived from them."""
+    plain = (f"type({t.name}) in classes" for t in operator.tensors if not t.optional)
+    return _predicate(operator, " and ".join(plain))
+
+
+def _predicate(operator: Operator, text: str) -> Callable[..., bool]:
+    parameters = ", ".join((*operator.inputs, "*options"))
+    return _defined((f"def holds({parameters}):", f"    return {text}"), {"classes": (Tensor, torch.nn.Parameter)})["holds"]
 
 
 NEEDS_GRADIENT = {operator.name: _needs_gradient(operator) for operator in OPERATORS.values()}
+ARE_PLAIN = {operator.name: _are_plain(operator) for operator in OPERATORS.values()}
 
 # Operator -> the check of its inputs. Kernels run it too, because torch.ops can be called without a public function.
 INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}

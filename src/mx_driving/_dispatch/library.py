@@ -109,7 +109,9 @@ def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
 def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The formula of an operator: what is saved, its inputs alone, and the call of its backward."""
     places, count = OPERATORS[name].differentiable, len(OPERATORS[name].inputs)
+    has_options = bool(OPERATORS[name].options)
     backward_op = _op(name + "_backward")
+    below = transforms.below_autograd(backward_op, _explained(name, True))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[:count])
@@ -117,8 +119,9 @@ def gradient(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask = [ctx.needs_input_grad[i] for i in places]
-        options = ctx.options if OPERATORS[name].options else ()
-        found = backward_op(grad, *ctx.saved_tensors, *options, mask)
+        options = ctx.options if has_options else ()
+        run = backward_op if torch.compiler.is_compiling() or torch.is_grad_enabled() or transforms.transformed() else below
+        found = run(grad, *ctx.saved_tensors, *options, mask)
         by_input: list[Tensor | None] = [None] * (count + len(options))
         for i, wanted, g in zip(places, mask, found, strict=True):
             by_input[i] = g if wanted else None
@@ -230,13 +233,14 @@ if not _BY_CTYPES:
 def public(name: str) -> Callable[..., Tensor]:
     """The operator as its public function calls it: of its inputs and options, which are checked first."""
     check, op = _checks.inputs.INPUTS[name], _op(name)
-    without_gradient = transforms.without_gradient(OPERATORS[name], op, _explained(name, False))
+    below = transforms.below_autograd(op, _explained(name, False))
+    run = transforms.directly(OPERATORS[name], op, below, *gradient(name))
 
     def call(*inputs: Any) -> Tensor:
         check(*inputs)
         if _checks.limits.enforced():
             _checks.limits.hold(name, *inputs)
-        return (op if torch.compiler.is_compiling() else without_gradient)(*inputs)
+        return run(*inputs)
 
     return call
 

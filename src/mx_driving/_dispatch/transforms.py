@@ -23,26 +23,58 @@ from . import distributed
 Formula = Callable[..., Any]
 
 
-def without_gradient(operator: Operator, op: Any, explain: Formula) -> Formula:
-    """An operator that leaves the Autograd kernel out where that would do nothing."""
-    shared, needs_gradient = operator.shared, _checks.inputs.NEEDS_GRADIENT[operator.name]
+def below_autograd(op: Any, explain: Formula) -> Formula:
+    """An operator that leaves its Autograd kernel out."""
 
-    def call(*inputs: Any) -> Any:
-        if (
-            (torch.is_grad_enabled() and needs_gradient(*inputs))
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        ):
-            return op(*inputs)
-        inputs = distributed.prepared(inputs, shared)
+    def call(*args: Any) -> Any:
         try:
             with torch._C._AutoDispatchBelowAutograd():
-                return op(*inputs)
+                return op(*args)
         except RuntimeError as error:
             problem = error
-        return explain(problem, *inputs)
+        return explain(problem, *args)
 
     return call
+
+
+def transformed() -> bool:
+    """Whether something beside reverse mode needs the Autograd kernel."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def directly(operator: Operator, op: Any, below: Formula, setup_context: Formula, backward: Formula) -> Formula:
+    """The operator without its Autograd kernel, which is in Python, where this does the same: nothing without a gradient, and
+    a function otherwise, unless torch has something between the caller and that kernel."""
+    shared = operator.shared
+    needs_gradient, are_plain = _checks.inputs.NEEDS_GRADIENT[operator.name], _checks.inputs.ARE_PLAIN[operator.name]
+    function = _function(op._opname, below, setup_context, backward)
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling() or transformed():
+            return op(*inputs)
+        if not (torch.is_grad_enabled() and needs_gradient(*inputs)):
+            return below(*distributed.prepared(inputs, shared))
+        if are_plain(*inputs) and not _between():
+            return function.apply(*inputs)
+        return op(*inputs)
+
+    return call
+
+
+def _between() -> bool:
+    """Whether torch changes or records a call of an operator before its Autograd kernel."""
+    return (
+        torch._C._is_any_autocast_enabled()
+        or torch._C._is_tracing()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > 0
+    )
+
+
+def _function(name: str, forward: Formula, setup_context: Formula, backward: Formula) -> Any:
+    """A function of a single level, named as the operator in the graph of autograd."""
+    parts = {"forward": forward, "setup_context": setup_context, "backward": backward}
+    return type(name, (_SingleLevelFunction,), {part: staticmethod(f) for part, f in parts.items()})
 
 
 def autograd_kernel(
@@ -72,13 +104,12 @@ def autograd_kernel(
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return below(*args)
 
-    names = {
-        "forward": forward,
-        "setup_context": lambda ctx, inputs, output: setup_context(ctx, inputs[:-1], output),
-        "backward": lambda ctx, *grads: (*backward(ctx, *grads), None),
-    }
-    function: Any = type(op._opname, (_SingleLevelFunction,), {name: staticmethod(f) for name, f in names.items()})
-
+    function = _function(
+        op._opname,
+        forward,
+        lambda ctx, inputs, output: setup_context(ctx, inputs[:-1], output),
+        lambda ctx, *grads: (*backward(ctx, *grads), None),
+    )
     shared = tuple(first + i for i in operator.shared)
 
     def kernel(keyset: Any, *args: Any) -> Any:
