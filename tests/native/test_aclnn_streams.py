@@ -42,6 +42,8 @@ def test_the_workspace_is_as_large_as_is_said():
     assert status == OK
     with pytest.raises(ValueError, match="workspace must have workspace_size="):
         phase_two(torch.empty(8, dtype=torch.uint8), size, executor)
+    memory = torch.empty(size, dtype=torch.uint8)
+    assert aclnn.multi_scale_deformable_attn_function(memory, size, executor) == INVALID  # it is the gradient's
 
 
 def test_streams_run_side_by_side_and_keep_their_tensors():
