@@ -1,6 +1,6 @@
 """MX_DRIVING_TEST_BACKENDS names the implementations to test; without it all here run. A named one that is missing fails.
 
-Without a GPU the Triton kernels run in Triton's interpreter, on the small inputs of gpu/test_triton.py alone.
+Without a GPU the Triton kernels run in Triton's interpreter, on small inputs alone: `values.everywhere`, gpu/test_triton.py.
 """
 
 from __future__ import annotations
