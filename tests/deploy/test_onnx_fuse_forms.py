@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from unittest import mock
 
 import numpy as np
@@ -64,20 +65,56 @@ def test_each_form_gives_the_same(writing, form, tmp_path):
     judge(after, form, WRITINGS[writing])
 
 
-@pytest.mark.parametrize("old", NODES)
+@pytest.mark.parametrize("old", FUSED_FORMS)
 @pytest.mark.parametrize("form", FUSED_FORMS)
 def test_one_form_becomes_another(old, form, tmp_path):
     whole, before, after = (tmp_path / f"{name}.onnx" for name in ("whole", "before", "after"))
     export(WRITINGS["unequal points"], whole, "older")
     mx_driving.onnx.fuse(whole, before, form=old)
     if old == form:
-        with pytest.raises(ValueError, match=f"it has 1 of the node .*::{NODES[old]} already"):
+        with pytest.raises(ValueError, match=f"it has 1 (of the node .*::{NODES.get(old)}|in the form {old}) already"):
             mx_driving.onnx.fuse(before, after, form=form)
         return
     report = mx_driving.onnx.fuse(before, after, form=form)
-    assert next(iter(report.replaced.values())).endswith(f"::{NODES[old]}")
-    assert NODES[old] not in kinds(after)
+    assert not report.left
+    (words,) = report.replaced.values()
+    assert words.endswith(f"::{NODES[old]}" if old in NODES else "3 x 4")
+    assert not {NODES.get(old), *(["Floor"] if form != "gather" else [])} & set(kinds(after))
     judge(after, form, WRITINGS["unequal points"])
+
+
+LIES = {
+    "no JSON": ("{", "cannot be read"),
+    "a list": ("[]", "cannot be read"),
+    "nothing": ("{}", "cannot be read"),
+    "no such tensor": ({"value": "none"}, "does not fit the file"),
+    "another tensor": ({"value": "l"}, "does not fit the file"),
+    "no level": ({"maps": []}, "does not fit the file"),
+    "levels swapped": ({"maps": [[3, 4], [6, 5]]}, "it computes something else"),
+    "sides swapped": ({"maps": [[5, 6], [3, 4]]}, "it computes something else"),
+    "sizes swapped": ({"heads": 8, "channels": 4}, "a trial in onnxruntime failed"),
+    "no size": ({"points": -1}, "cannot be read"),
+    "a huge size": ({"channels": 2**40}, "are tried"),
+    "another operator": (None, r"Ceil \(.*\) takes part"),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_mark_of_gathers_proves_nothing(name, tmp_path):
+    """It only says what to try."""
+    whole, before = tmp_path / "whole.onnx", tmp_path / "before.onnx"
+    export(Calls(), whole, "our nodes")
+    mx_driving.onnx.fuse(whole, before, form="gather")
+    model = onnx.load(before)
+    ((node, mark),) = ((n, entry) for n in model.graph.node for entry in n.metadata_props if entry.key.startswith("mx_driving"))
+    change, why = LIES[name]
+    if change is None:
+        next(n for n in model.graph.node if n.op_type == "Floor").op_type = "Ceil"
+    else:
+        mark.value = change if isinstance(change, str) else json.dumps(json.loads(mark.value) | change)
+    onnx.save(model, before)
+    with pytest.raises(ValueError, match=f"{node.output[0]}: .*{why}"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
 
 
 @pytest.mark.parametrize("opset", [11, 13])
@@ -124,6 +161,9 @@ def test_a_node_of_mixed_dtypes(form, bits, tmp_path):
     arguments = tuple(t.to(getattr(torch, f"float{n}")) for t, n in zip(inputs(), bits, strict=True))
     export(Calls(), before, "our nodes", given=arguments)
     judge_dtypes(before, after, form, Calls(), arguments)
+    if form == "gather":
+        again = tmp_path / "again.onnx"
+        judge_dtypes(after, again, "onnxruntime", Calls(), arguments)
 
 
 def test_what_is_not_on_the_map_contributes_zero(tmp_path):

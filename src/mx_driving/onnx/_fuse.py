@@ -7,8 +7,9 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import onnx_ir as ir
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from ._file import load
 from ._forms import DOMAIN, WRITE, Call, Sizes
 from ._graph import Unfit, dims, is_node, source
+from ._marks import KEY, inside, mark, marked, read
 from ._nodes import nodes, rewrite
 from ._save import save
 from ._search import Sampling, candidates, nearest, sums
@@ -57,6 +59,22 @@ def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir
     raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
 
 
+def _as_marked(model: ir.Model, node: ir.Node) -> Sampling:
+    prove(model, sampling := read(model.graph, node))
+    return sampling
+
+
+def places(model: ir.Model) -> dict[ir.Node, Callable[[], Sampling]]:
+    """The last node of each place that `fuse` wrote as gathers, and of each that others wrote; and what proves it or raises
+    Unfit."""
+    found, written = {node: partial(_as_marked, model, node) for node in marked(model.graph)}, set()
+    for node in found:
+        with contextlib.suppress(Unfit):
+            written |= inside(read(model.graph, node))
+    others = {node: both for node, both in sums(model.graph).items() if node not in written}
+    return found | {node: partial(certain, model, node, *both) for node, both in others.items()}
+
+
 def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
     """Locations or weights with an axis of levels and one of points, the same number for each level."""
     points = sampling.points
@@ -82,7 +100,10 @@ def _call(write: Writer, sampling: Sampling) -> Call:
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
     with written(model, sampling.output) as write:
-        write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
+        new = WRITE[form](write, call := _call(write, sampling), **options)
+        if form == "gather":
+            mark(new, call)
+        write.put_in_place(new)
 
 
 def in_words(sampling: Sampling) -> str:
@@ -92,14 +113,16 @@ def in_words(sampling: Sampling) -> str:
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
-    report, seen, others = Fused(path), set(), nodes(model.graph)
+    report, others = Fused(path), nodes(model.graph)
+    seen = {source(part).producer() for samples, _ in sums(model.graph).values() for part in samples}
     for node in nearest(model.graph):
         report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
-    for node, (samples, weights) in sums(model.graph).items():
-        seen.update(source(part).producer() for part in samples)
+    for node, proved in places(model).items():
+        if form == "gather" and KEY in node.metadata_props:
+            continue
         name = str(node.outputs[0].name)
         try:
-            sampling = certain(model, node, samples, weights)
+            sampling = proved()
             _replace(model, sampling, form, **options)
             report.replaced[name] = in_words(sampling)
         except Unfit as unfit:
@@ -114,7 +137,9 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
 def _what_is_there(model: ir.Model) -> str:
     there = Counter(f"{node.domain}::{node.op_type}" for node in nodes(model.graph))
     words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
-    return f"it has {words} already, and no other weighted samples" if there else "it has no weighted samples"
+    if gathers := len(marked(model.graph)):
+        words += f"{', ' * bool(words)}{gathers} in the form gather"
+    return f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
 
 
 def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:

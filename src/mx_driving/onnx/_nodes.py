@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ._forms import NODES, OURS, TENSORRT, WRITE, Call, Sizes
 from ._graph import Unfit, constant, dims
+from ._marks import mark
 from ._writer import Writer, written
 
 
@@ -21,6 +22,8 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
     call = _call(node)
     with written(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
+        if form == "gather":
+            mark(new, call)
         write.put_in_place(_with_heads(write, new, call) if node.domain == TENSORRT else new)
     return f"a node {node.domain}::{node.op_type}"
 

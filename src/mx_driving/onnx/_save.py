@@ -50,11 +50,11 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     used = {node.domain for node in nodes} & NODES.keys()
     if used <= {OURS}:
         return _refused(path, bool(used))
-    reason = _refused(_with_ours(path), True)
+    reason = _refused(with_ours(path), True)
     return None if reason and "NOT_IMPLEMENTED" in reason else reason
 
 
-def _with_ours(path: Path) -> Path:
+def with_ours(path: Path) -> Path:
     """A file beside it that has our node in place of each of another form."""
     model = ir.load(path)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):

@@ -190,17 +190,20 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
         return onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
 
 
-def _precision(dtype: ir.DataType | None) -> tuple[Any, float]:
-    if dtype is None or dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
-        raise Unfit(f"its values are {dtype}; a trial needs float32, float64 or float16")
-    return dtype.numpy(), float(np.finfo(dtype.numpy()).eps)
+def _dtypes(sampling: Sampling) -> list[Any]:
+    """Of value, locations and weights."""
+    dtypes = [end.dtype for end in (sampling.value, sampling.locations, sampling.weights)]
+    for dtype in dtypes:
+        if dtype is None or dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
+            raise Unfit(f"its values are {dtype}; a trial needs float32, float64 or float16")
+    return [dtype.numpy() for dtype in dtypes if dtype is not None]
 
 
 def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
     """The output of the part of the graph, and the inputs that gave it."""
     names = _sizes.names(sampling, _sizes.ANY)
     nodes, sizes = _part(sampling, names)
-    _precision(sampling.value.dtype)
+    _dtypes(sampling)
     tried = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _session(model, sampling, sizes)
     for place, (bs, queries) in enumerate(tried):
@@ -214,9 +217,8 @@ def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple
 def _run(
     session: Any, sampling: Sampling, fixed: dict[str, Any], given: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype, _ = _precision(sampling.value.dtype)
     ends = sampling.value, sampling.locations, sampling.weights
-    arrays = [t.numpy().astype(dtype) for t in given]
+    arrays = [t.numpy().astype(dtype) for t, dtype in zip(given, _dtypes(sampling), strict=True)]
     feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
     taken = {i.name for i in session.get_inputs()}
     with _onnxruntime():
@@ -239,7 +241,7 @@ def _onnxruntime() -> Iterator[None]:
 
 
 def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    _, eps = _precision(sampling.value.dtype)
+    eps = max(float(np.finfo(dtype).eps) for dtype in _dtypes(sampling))
     expected, scale = _ours(sampling, inputs)
     if result.shape != expected.shape:
         raise Unfit(f"it gives {tuple(result.shape)}; the operator gives {tuple(expected.shape)}")

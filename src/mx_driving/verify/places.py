@@ -13,12 +13,11 @@ from torch import Tensor
 
 from .. import _composition
 from .._operators import OPERATORS, SHAPES, STARTS
-from ..onnx import _file, _trial
+from ..onnx import _file, _fuse, _trial
 from ..onnx._forms import NODES, OURS
-from ..onnx._fuse import certain, in_words
 from ..onnx._graph import Unfit, constant
 from ..onnx._nodes import as_ours
-from ..onnx._search import Sampling, sums
+from ..onnx._search import Sampling
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
@@ -58,9 +57,9 @@ class Place:
 def places(model: ir.Model) -> tuple[list[Place], dict[str, str]]:
     """All places, and name -> why weighted samples are none."""
     found, left = [], {}
-    for node, (samples, weights) in sums(model.graph).items():
+    for node, proved in _fuse.places(model).items():
         try:
-            found.append(_of_sampling(model, certain(model, node, samples, weights)))
+            found.append(_of_sampling(model, proved()))
         except Unfit as unfit:
             left[str(node.outputs[0].name)] = str(unfit)
     return found + [_of_node(model, node) for node in model.graph if _samples(node)], left
@@ -74,7 +73,7 @@ def _of_sampling(model: ir.Model, sampling: Sampling) -> Place:
     fed = {"value": sampling.value, "locations": sampling.locations, "weights": sampling.weights}
     sizes = _trial.sizes_read(sampling)
     part = _trial.cut(model, sampling, sizes)
-    return Place(str(sampling.output.name), in_words(sampling), fed, {str(v.name): v for v in sizes}, part, sampling)
+    return Place(str(sampling.output.name), _fuse.in_words(sampling), fed, {str(v.name): v for v in sizes}, part, sampling)
 
 
 def _of_node(model: ir.Model, node: ir.Node) -> Place:
