@@ -6,6 +6,7 @@
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
+# make onnx-forms  the files that these libraries export in every form of `fuse`: docs/support/onnx-forms.csv; the same downloads
 # make test-transformers   its own tests of models with deformable attention, plain and patched: docs/support/transformers.csv
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
@@ -121,7 +122,7 @@ $(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.
 	$(LIBRARIES_PIP) --no-build-isolation --no-deps --requirement tests/libraries/requirements.txt
 	touch $@
 
-.PHONY: test-libraries time-libraries time-onnx-files
+.PHONY: test-libraries time-libraries time-onnx-files onnx-forms
 test-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
 
@@ -145,6 +146,10 @@ time-libraries: $(LIBRARIES)/installed
 # For a quiet machine: the files that libraries export themselves, before and after `fuse`, about half an hour.
 time-onnx-files: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --csv benchmarks/results/onnx-files.csv
+
+# The same files in every form of `fuse`, and how far their outputs are from those of the file; some minutes.
+onnx-forms: $(LIBRARIES)/installed
+	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --forms --side 320 --csv docs/support/onnx-forms.csv
 
 # Warnings are errors; building fetches nothing.
 docs: $(STAMP)

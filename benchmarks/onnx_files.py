@@ -2,7 +2,9 @@
 
     python benchmarks/onnx_files.py --only '*rt_detr*' --seconds 30 --csv benchmarks/results/onnx-files.csv
 
-Models have random weights; nothing is downloaded. `make time-onnx-files` runs all.
+    python benchmarks/onnx_files.py --forms --side 320 --csv docs/support/onnx-forms.csv
+
+Models have random weights; nothing is downloaded. `make time-onnx-files` and `make onnx-forms` run all.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import sys
 import tempfile
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +30,8 @@ from libraries import silent
 import mx_driving.onnx
 from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving.measure import models, onnx_files, report
+from mx_driving.onnx._forms import NODES
+from mx_driving.onnx._save import with_ours
 
 Export = Callable[[Path, int], Path]  # from a folder and the picture's side to the file
 
@@ -168,11 +172,32 @@ def row(exporter: Exporter, side: int, seconds: float) -> dict[str, Any]:
     }
 
 
+def rows_of_forms(exporter: Exporter, side: int) -> Iterator[dict[str, Any]]:
+    """What each form writes, and its difference in onnxruntime. Our node stands in for NVIDIA's and the vendor's there."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, _ = fused(exporter, Path(folder), side)
+        for form in mx_driving.onnx.FUSED_FORMS:
+            found = mx_driving.onnx.fuse(before, Path(folder, f"{form}.onnx"), form)
+            nodes = [f"{node.domain}::{node.op_type}" for node in onnx_ir.load(found.path).graph if node.domain in NODES]
+            compared = compare(before, with_ours(found.path) if nodes else found.path, 0)
+            yield {
+                "library": f"{exporter.distribution} {importlib.metadata.version(exporter.distribution)}",
+                "model": exporter.model,
+                "form": form,
+                "replaced": len(found.replaced),
+                "left": len(found.left),
+                "written": f"{len(nodes)} of {nodes[0]}" if nodes else "standard operators",
+                "difference": f"{compared.difference:.0e}",
+                "off": compared.off,
+            }
+
+
 def main(
     only: Annotated[list[str] | None, typer.Option(help="Only models whose name matches; may be repeated.")] = None,
     side: Annotated[int, typer.Option(help="Height and width of the picture.")] = 640,
     seconds: Annotated[float, typer.Option(help="Time each pair of files about this long.")] = 30.0,
     threads: Annotated[int, typer.Option(help="Threads of onnxruntime.")] = 1,
+    forms: Annotated[bool, typer.Option("--forms", help="Compare what each form writes; measure no times.")] = False,
     csv: Annotated[Path | None, typer.Option(help="Write the rows to this file, anew after each model.")] = None,
 ) -> None:
     torch.set_num_threads(threads)
@@ -181,8 +206,9 @@ def main(
     rows = []
     for exporter in EXPORTERS:
         if exporter.model in names:
-            rows.append(row(exporter, side, seconds))
-            print(*(f"{name} {cell}" for name, cell in rows[-1].items()), sep=", ", flush=True)
+            for found in rows_of_forms(exporter, side) if forms else [row(exporter, side, seconds)]:
+                rows.append(found)
+                print(*(f"{name} {cell}" for name, cell in found.items()), sep=", ", flush=True)
             if csv:
                 report.write(rows, csv)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
-# libraries.csv: `make test-libraries`; transformers.csv: `make test-transformers`
+# libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`; transformers.csv: `make test-transformers`
 # mutants.csv, mutants_equivalent.csv: `make mutants`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
@@ -303,6 +303,18 @@ def onnx_files() -> str:
     return f"{renamed(rows, columns | {'speed-up': 'speed-up'})}\n{made(rows)}\n"
 
 
+def onnx_forms() -> str:
+    """The same files in each form of `fuse`: how far outputs are from the file's own."""
+    files: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in _rows("onnx-forms.csv"):
+        files.setdefault((row["library"], row["model"], row["replaced"], row["left"]), {})[row["form"]] = row
+    if not files:
+        return NOT_YET
+    forms = list(next(iter(files.values())))
+    table = [[*file, *(by[form]["difference"] if form in by else "" for form in forms)] for file, by in files.items()]
+    return f"{markdown(['library', 'model', 'replaced', 'left', *forms], table)}\n{made(_rows('onnx-forms.csv'))}\n"
+
+
 def _sentence(row: Row) -> str:
     """The first of a message."""
     return row["message"].split(". ")[0]
@@ -345,6 +357,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "libraries": libraries,
     "onnxruntime": onnxruntime,
     "onnx_files": onnx_files,
+    "onnx_forms": onnx_forms,
     "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen5-2-cores-train-bev.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
