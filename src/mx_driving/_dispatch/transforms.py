@@ -111,6 +111,7 @@ def autograd_kernel(
         lambda ctx, *grads: (*backward(ctx, *grads), None),
     )
     shared = tuple(first + i for i in operator.shared)
+    needs_gradient = _any_gradient if first else _checks.inputs.NEEDS_GRADIENT[operator.name]
 
     def kernel(keyset: Any, *args: Any) -> Any:
         args = distributed.prepared(args, shared)
@@ -118,12 +119,16 @@ def autograd_kernel(
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             return run(*args)
-        if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+        if not (torch.is_grad_enabled() and needs_gradient(*args)):
             return below(*args, keyset)
         with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
             return function.apply(*args, keyset)
 
     return kernel
+
+
+def _any_gradient(*args: Any) -> bool:
+    return any(isinstance(a, Tensor) and a.requires_grad for a in args)
 
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:
