@@ -83,6 +83,17 @@ def check_actions() -> str:
     return f"{len(uses)} uses, all by commit: {', '.join(sorted(set(uses)))}"
 
 
+def check_measurements() -> str:
+    """README's table is measured at a commit, and not between two."""
+    name = found("docs/tables.py", r'BENCH, WITH_LOGITS = "(.+?)"')
+    rows = text_of(f"benchmarks/results/{name}").splitlines()[1:]
+    commits = {commit for row in rows for commit in re.findall(r"commit ([\w-]+)", row)}
+    holds(
+        commits and not any(c.endswith("-dirty") for c in commits), f"{name} must be of a clean commit; got {sorted(commits)}"
+    )
+    return f"{len(rows)} rows of {name}, at {', '.join(sorted(commits))}"
+
+
 def git(*words: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout.strip()
 
@@ -112,6 +123,7 @@ QUICK = {
     "changelog": check_changelog,
     "interface": check_interface,
     "actions": check_actions,
+    "measurements": check_measurements,
     "commit": check_clean,
 }
 BUILDING = {

@@ -33,19 +33,23 @@ for action in sys.argv[1:]:
     elif action != "ask":
         torch.ops.load_library(action)
     else:
-        print(*sorted(f"{s} {sorted(map(str, getattr(torch.ops.mx_driving, s.name.partition('::')[2]).default.tags))}"
-                      for s in torch._C._jit_get_all_schemas() if s.name.startswith("mx_driving::")), sep="\\n")
+        tags = lambda s: [t.name for t in getattr(torch.ops.mx_driving, s.name.partition("::")[2]).default.tags]
+        ours = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("mx_driving::")]
+        print(*sorted(f"{s} {tags(s)}" for s in ours), sep=chr(10))
 """
 
 
 def test_schemas_are_those_of_python():
     """As C++ defines them, as Python does, and as they stay when either comes second."""
     library = config.torch_library()
+    of_python = printed(SCHEMAS, "python", "ask").splitlines()
+    assert len(of_python) == 2 * len(cases.EVERY)
     of_cpp = printed(SCHEMAS, library, "ask").splitlines()
-    assert len(of_cpp) == 2 * len(cases.EVERY)
-    assert printed(SCHEMAS, "python", "ask").splitlines() == of_cpp
-    assert printed(SCHEMAS, library, library, "python", "python", "ask").splitlines() == of_cpp
-    assert printed(SCHEMAS, "python", library, "ask").splitlines() == of_cpp
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.12":  # whose C++ interface has no tags
+        of_cpp = [line.replace("[]", "['pt2_compliant_tag']") for line in of_cpp]
+    assert of_cpp == of_python
+    assert printed(SCHEMAS, library, library, "python", "python", "ask").splitlines() == of_python
+    assert printed(SCHEMAS, "python", library, "ask").splitlines() == of_python
 
 
 CALLS = """
@@ -180,6 +184,7 @@ def test_where_torch_is_missing_or_older_the_answer_is_a_sentence(tmp_path):
 
 
 @pytest.mark.long
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CMake files want the CUDA toolkit")
 @pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
 def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
     """A package of AOTInductor and a traced module, by a program in which there is no Python."""
