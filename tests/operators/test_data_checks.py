@@ -14,7 +14,7 @@ from programs import python
 from small_cases import INTERPRETED
 
 import mx_driving
-from mx_driving import _checks, _dispatch
+from mx_driving import _backends, _checks, _dispatch
 
 NAN = float("nan")
 SIZES = [(12, 20), (6, 10)]
@@ -268,6 +268,15 @@ def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
         call(operator, [a.to("meta") for a in GOOD[operator]])
         with torch._subclasses.FakeTensorMode() as mode:
             call(operator, [mode.from_tensor(a) for a in GOOD[operator]])
+
+
+@pytest.mark.parametrize("operator", cases.OPERATORS)
+def test_what_the_native_kernels_do_not_serve_is_the_references(operator, monkeypatch):
+    expected = cases.forward_of("reference", operator)(*GOOD[operator])
+    monkeypatch.setattr(_backends.native, "_MOST_ROWS", 15)
+    monkeypatch.setattr(_backends.native, "_library", lambda: pytest.fail("the native library was called"))
+    with mx_driving.data_checks():
+        assert torch.equal(call(operator, GOOD[operator]), expected)
 
 
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "XPU"])
