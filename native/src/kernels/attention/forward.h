@@ -31,11 +31,8 @@ template <class V, class T, class Rule, bool SOME_FAR, class R = V> class Forwar
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
             [&](int64_t q, const auto &prepared, const auto &next) {
                 char *out = outputs.template at_in_turn<true>(q);
-                V *const to = in_place ? reinterpret_cast<V *>(out) : sum;
-                if constexpr (Rule::CORNERS == 1)
-                    sum_rows(prepared.address, prepared.coefficient, next.address, to);
-                else
-                    sum_rows_apart(prepared.address, prepared.coefficient, next.address, to);
+                weighted_sum<V, T, SOME_FAR, R>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
+                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
                 if (!in_place) write_sum(out);
             });
     }
@@ -46,15 +43,6 @@ template <class V, class T, class Rule, bool SOME_FAR, class R = V> class Forwar
     FarRows far;
     V *sum; // of a query, where output has another dtype or stride
 
-    MXD_INLINE void sum_rows(const int64_t *address, const T *coefficient, const int64_t *next, V *to) const {
-        weighted_sum<V, T, SOME_FAR, R>(address, coefficient, next, far, this->num_rows, this->n.channels, to);
-    }
-    // A function of its own where a sample has four rows: inlined, the forward of RT-DETR's decoder takes 1.03 to 1.05 of
-    // the time. With one row a call costs MapTR nano 1.07 (AVX-512, 2026-11-25, Zen 4).
-    __attribute__((noinline)) void sum_rows_apart(const int64_t *address, const T *coefficient, const int64_t *next,
-                                                  V *to) const {
-        sum_rows(address, coefficient, next, to);
-    }
     void write_sum(char *out) const {
         const Tensor &output = this->call.output;
         if constexpr (same_type<V, T>)
