@@ -2,17 +2,14 @@
 //
 //   shapes, starts       MAP_CAMERA, MAP_SCALE, of shapes HEIGHT_WIDTH      levels are the scales of one camera
 //   value, output        BATCH, KEY or QUERY, HEAD, CHANNEL
-//   locations, offsets   BATCH, QUERY, HEAD, LEVEL, POINT, XY
-//   weights, logits      BATCH, QUERY, HEAD, LEVEL, POINT
+//   locations, weights   BATCH, QUERY, HEAD, LEVEL, POINT, of locations XY
 //   reference            BATCH, QUERY, REFERENCE or HEAD, COORDINATE
 //   window               PLACE, PLACE_XY
 //
 // In deformable_aggregation a query is an anchor, and value and output have one head:
 //
-//   weights, logits      BATCH, QUERY, KEY_POINT, CAMERA, SCALE, GROUP
-//   pair_scale           BATCH, QUERY, KEY_POINT, CAMERA
-//   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY
-//   key_points           BATCH, QUERY, KEY_POINT, XYZ
+//   weights, pair_scale  BATCH, QUERY, KEY_POINT, CAMERA, of weights SCALE, GROUP
+//   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY; or key points: BATCH, QUERY, KEY_POINT, XYZ
 //   projection           BATCH, MATRIX, ROW, COLUMN
 //   image_size           BATCH, MATRIX, EXTENT
 #pragma once

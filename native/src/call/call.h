@@ -28,26 +28,22 @@ struct Sizes {
 struct Call {
     Operator op;
     bool backward;
+    // Then weights are logits, and locations are offsets from reference points, or the key points of
+    // deformable_aggregation.
+    bool with_logits;
+    bool has_window;         // geometric_kernel_attention with logits
     bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
     int num_threads;
     Sizes sizes;
-    // Those that the operator does not have, and optional ones that are not given, have no axes and no data.
-    Tensor value, shapes, starts;              // value: feature_maps for deformable_aggregation
-    Tensor locations, weights;                 // of samples, or instead of both:
-    Tensor logits, offsets, reference, window; //   logits, offsets from reference points or a window around them
-    Tensor key_points, projection;             //   of deformable_aggregation: key points and cameras
-    Tensor image_size, pair_scale;             //   of deformable_aggregation: optional
-    Tensor output;                             // forward: written
-    Tensor grad_output;                        // backward: read
+    Tensor value, shapes, starts, locations, weights; // value: feature_maps for deformable_aggregation
+    Tensor reference, window;                         // window: in place of locations
+    Tensor projection, image_size, pair_scale;        // of deformable_aggregation; data == nullptr: not given
+    Tensor output;                                    // forward: written
+    Tensor grad_output;                               // backward: read
     // backward: written; data == nullptr: not wanted
-    Tensor grad_value, grad_locations, grad_weights, grad_logits, grad_offsets, grad_reference, grad_key_points,
-        grad_projection;
+    Tensor grad_value, grad_locations, grad_weights, grad_reference, grad_projection;
     // Set by prepare(), which also makes value's channels contiguous, and value double as soon as one input is.
     const Level *levels;
 };
-
-constexpr Tensor Call::*SAMPLE_GRADIENTS[] = {&Call::grad_locations, &Call::grad_weights,   &Call::grad_logits,
-                                              &Call::grad_offsets,   &Call::grad_reference, &Call::grad_key_points,
-                                              &Call::grad_projection};
 
 } // namespace mxd

@@ -328,7 +328,6 @@ namespace {
 
 // Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
-constexpr Tensor Call::*SAMPLES[] = {&Call::locations, &Call::weights, &Call::logits, &Call::offsets, &Call::key_points};
 
 bool too_many_samples(const Call &call, const Tensor &t) {
     if (is_empty(t)) return false;
@@ -337,20 +336,20 @@ bool too_many_samples(const Call &call, const Tensor &t) {
     return samples > MOST_SAMPLES;
 }
 
-// Of key points: no tensor has the pairs (point, camera) of an anchor where there is no scale.
+// With logits, no tensor has the pairs (point, camera) of an anchor where there is no scale.
 bool too_many_pairs(const Call &call) {
     int64_t pairs;
-    return exists(call.key_points) &&
+    return call.op == AGGREGATION && call.with_logits &&
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
 // Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
 void forget_queries_without_samples(Call &call) {
-    if (!call.backward || (!is_empty(call.weights) && !is_empty(call.logits))) return;
-    for (const Tensor *wanted : {&call.grad_locations, &call.grad_offsets, &call.grad_key_points, &call.grad_reference})
+    if (!call.backward || !is_empty(call.weights)) return;
+    for (const Tensor *wanted : {&call.grad_locations, &call.grad_reference})
         if (wanted->data && !is_empty(*wanted)) return;
     const int point = call.op == AGGREGATION ? KEY_POINT : POINT;
-    for (Tensor Call::*each : SAMPLES) (call.*each).shape[QUERY] = (call.*each).shape[point] = 0;
+    for (Tensor *t : {&call.locations, &call.weights}) t->shape[QUERY] = t->shape[point] = 0;
     call.sizes.queries = call.sizes.points = 0;
 }
 
@@ -358,8 +357,7 @@ void forget_queries_without_samples(Call &call) {
 
 bool query_is_too_large(Call &call) {
     forget_queries_without_samples(call);
-    return too_many_pairs(call) ||
-           std::any_of(std::begin(SAMPLES), std::end(SAMPLES), [&](auto each) { return too_many_samples(call, call.*each); });
+    return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }
 
 } // namespace mxd

@@ -35,12 +35,12 @@ constexpr Name TENSORS[] = {{"value", &Call::value, &Call::grad_value},
                             {"scale_start_index", &Call::starts, nullptr},
                             {"sampling_locations", &Call::locations, &Call::grad_locations},
                             {"sample_locations", &Call::locations, &Call::grad_locations},
-                            {"sampling_offsets", &Call::offsets, &Call::grad_offsets},
-                            {"key_points", &Call::key_points, &Call::grad_key_points},
+                            {"sampling_offsets", &Call::locations, &Call::grad_locations},
+                            {"key_points", &Call::locations, &Call::grad_locations},
                             {"attention_weights", &Call::weights, &Call::grad_weights},
                             {"weight", &Call::weights, &Call::grad_weights},
-                            {"attention_logits", &Call::logits, &Call::grad_logits},
-                            {"logits", &Call::logits, &Call::grad_logits},
+                            {"attention_logits", &Call::weights, &Call::grad_weights},
+                            {"logits", &Call::weights, &Call::grad_weights},
                             {"reference_points", &Call::reference, &Call::grad_reference},
                             {"window", &Call::window, nullptr},
                             {"projection", &Call::projection, &Call::grad_projection},
@@ -223,7 +223,8 @@ struct Text {
         op.points = op.size("num_points");
         op.rows = inputs.front().axes[KEY].size;
         for (std::string_view name : op.sizes) op.members.push_back(entry_of(SIZES, name).size);
-        Function forward{&op, kernel.op, std::string(op.name), false, inputs, 0, int(inputs.size()), int(inputs.size())};
+        Function forward{&op,    kernel.op, std::string(op.name), op.bare != op.name, false,
+                         inputs, 0,         int(inputs.size()),   int(inputs.size())};
         Function backward = forward;
         forward.arguments.push_back(outputs.front());
         backward.name += "_backward";

@@ -75,7 +75,7 @@ struct Function {
     const Description *op;
     Operator kernel;
     std::string name; // "multi_scale_deformable_attn_backward"
-    bool backward;
+    bool with_logits, backward;
     // In the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
     std::vector<Argument> arguments;
     int first_input, num_inputs;

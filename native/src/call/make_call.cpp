@@ -36,6 +36,8 @@ Call make_call(const Function &function, const mxd_tensor *const *tensors, const
                int num_threads) {
     Call call{};
     call.op = function.kernel;
+    call.with_logits = function.with_logits;
+    call.has_window = call.with_logits && call.op == GEOMETRIC;
     call.backward = function.backward;
     call.num_threads = num_threads;
     call.reference_by_point = option == 1;

@@ -13,12 +13,8 @@ int64_t num_rows(const Level &level) { return level.height * level.width; }
 // prepare.cpp widens value to double as soon as one input is double.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
-Source source_of(const Call &call) {
-    return exists(call.window) ? Source::FROM_WINDOW : exists(call.logits) ? Source::FROM_LOGITS : Source::GIVEN;
-}
-
 bool samples_wanted(const Call &call) {
-    return std::any_of(std::begin(SAMPLE_GRADIENTS), std::end(SAMPLE_GRADIENTS), [&](auto each) { return (call.*each).data; });
+    return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data || call.grad_projection.data;
 }
 
 int64_t num_threads(const Call &call) { return std::max(1, call.num_threads); }
@@ -169,12 +165,12 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- heads that go together
 
-// With a window. Forward: all heads of a query go together where a batch's value is small.
+// geometric_kernel_attention_with_logits. Forward: all heads of a query go together where a batch's value is small.
 // That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
 // heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
 
-bool heads_can_go_together(const Call &call) { return exists(call.window) && call.sizes.levels * call.sizes.points > 0; }
+bool heads_can_go_together(const Call &call) { return call.has_window && call.sizes.levels * call.sizes.points > 0; }
 
 // Rows of 16 bits are all widened before the first is read. Value may be expanded: then they take more memory than it.
 bool widening_pays(const Call &call) {
@@ -333,7 +329,6 @@ std::string value_gradient_text(const Plan &plan) {
 
 Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
-    plan.source = source_of(call);
     if (call.backward) {
         plan_gradients(call, choose_packed_value(call, lists.packed_value), plan, lists);
         return plan;
@@ -356,7 +351,7 @@ void set_work_of_a_thread(int64_t elements) { work_of_a_thread = elements > 0 ? 
 std::string describe(const Call &call, const Plan &plan) {
     std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
     text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
-    if (plan.source == Source::FROM_WINDOW) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
+    if (call.has_window) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
     if (!call.backward) return text + "prefetched_rows: " + prefetched_text(call, plan.packed_value) + "\n";
     text += "sample_gradients: ";
     text += plan.sample_gradients ? "ALONE" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";

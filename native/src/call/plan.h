@@ -18,13 +18,6 @@ enum class ValueGradient {
     BY_BANDS,     // a band: a range of rows of a head; deformable_aggregation: of all channels
 };
 
-// What the samples of queries are read from; each has a type of its own in the kernels.
-enum class Source {
-    GIVEN,       // locations and weights
-    FROM_LOGITS, // offsets from reference points, of deformable_aggregation key points and cameras; logits
-    FROM_WINDOW, // a window around reference points; logits
-};
-
 // Levels of one head that get memory of their own, where their rows lie side by side. In value the rows of a head lie
 // about a kilobyte apart, so that they use an eighth of the caches' sets.
 struct PackedLevels {
@@ -35,7 +28,6 @@ struct PackedLevels {
 
 // Where a field is of no use to the way that is taken, it is zero.
 struct Plan {
-    Source source;
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
     bool packed_as_computed;   // packed_value has rows of the type computed in, not of value's, and all stay near
     bool sample_gradients;     // in a pass of their own
@@ -43,7 +35,7 @@ struct Plan {
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,
                                   // of the type computed in
     bool all_rows_are_packed;     // the same two: so grad_value is written once, and need not be set to zero before
-    int64_t heads_together;       // FROM_WINDOW; 0: one head after the other
+    int64_t heads_together;       // of geometric_kernel_attention_with_logits; 0: one head after the other
     int64_t parts;                // BY_PARTS: of each head
     const int64_t *band_starts;   // BY_BANDS: num_bands + 1 rows of value
     int64_t num_bands;

@@ -91,10 +91,10 @@ void prefer_huge_pages(const Tensor &t) {
 } // namespace
 
 bool nothing_to_do(const Call &call) {
-    const auto is_wanted = [](const Tensor &result) { return result.data && !is_empty(result); };
-    return !is_wanted(call.output) && !is_wanted(call.grad_value) &&
-           std::none_of(std::begin(SAMPLE_GRADIENTS), std::end(SAMPLE_GRADIENTS),
-                        [&](auto each) { return is_wanted(call.*each); });
+    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
+                                 &call.grad_projection})
+        if (result->data && !is_empty(*result)) return false;
+    return true;
 }
 
 Level read_level(const Call &call, int64_t camera, int64_t scale) {
@@ -130,8 +130,8 @@ int read_levels(Call &call, Prepared &prepared) {
 Tensor readable_value(const Call &call) {
     const Tensor &value = call.value;
     bool wide = false;
-    for (const Tensor *t : {&value, &call.locations, &call.weights, &call.logits, &call.offsets, &call.reference,
-                            &call.key_points, &call.projection, &call.image_size, &call.pair_scale})
+    for (const Tensor *t :
+         {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size, &call.pair_scale})
         wide = wide || t->dtype == MXD_FLOAT64;
     const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
     return channels_lie_apart(value) || dtype != value.dtype ? contiguous(value, dtype) : value;
@@ -156,8 +156,7 @@ int prepare(Call &call, Prepared &prepared, bool reads_value) {
     const Tensor readable = readable_value(call);
     if (!reads_value) return call.value = readable, MXD_OK;
     if (nothing_to_do(call)) return MXD_OK;
-    for (const Tensor *t : {&call.output, &call.grad_value}) prefer_huge_pages(*t);
-    for (Tensor Call::*each : SAMPLE_GRADIENTS) prefer_huge_pages(call.*each);
+    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
     return copy_value(call, readable, prepared);
 }
 

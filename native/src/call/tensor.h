@@ -7,7 +7,6 @@
 
 namespace mxd {
 
-inline bool exists(const Tensor &t) { return t.axes > 0; }
 inline bool is_empty(const Tensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
 inline int64_t floating_size(int64_t dtype) { return dtype == MXD_FLOAT64 ? 8 : dtype == MXD_FLOAT32 ? 4 : 2; }

@@ -1,18 +1,99 @@
-// How deformable_aggregation reads its anchors: bundles of samples of the pairs (point, camera) that are seen. Samples are
-// read from what a caller gives (given.h), or from key points, cameras and logits (from_logits.h). Each file has a
-// Reader<T>: its Pairs, their Weights, those of single samples, and Gradients.
+// How deformable_aggregation reads its anchors: which pairs (point, camera) are seen, and bundles of their samples.
 //
 // A bundle holds all samples of an anchor that are seen, or as many as there is room for. While the rows of one bundle
 // are used, the first rows of the next are prefetched.
 #pragma once
 
-#include "kernels/aggregation/pairs.h"
+#include "kernels/aggregation/anchor_weights.h"
+#include "kernels/aggregation/projection.h"
 #include "kernels/shared/grouped_rows.h"
 
 namespace mxd::MXD_ISA {
 namespace {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
+
+// The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
+// image. With logits the cameras decide that, and only pairs that are seen have locations, which stay valid for two more
+// anchors.
+template <class T> class AnchorReader {
+  public:
+    const int64_t *seen = nullptr;
+    int64_t num_seen = 0;
+
+    AnchorReader(const Call &c, Arena &arena)
+        : call(c), n(c.sizes), axes(c.locations, {KEY_POINT, CAMERA, PAIR_XY}),
+          in_place(axes.contiguous && c.locations.dtype == OWN<T>), found(arena.take<int64_t>(pairs_of(n))),
+          copy(arena.take<T>(call.with_logits ? 0 : 2 * pairs_of(n))), cameras(c, arena),
+          anchors{{c, arena}, {c, arena}, {c, arena}}, last_camera(n.cameras) {}
+
+    // Selects a batch; with logits, only what the cameras first..last-1 see.
+    void open(int64_t b, int64_t first, int64_t last) {
+        first_camera = first;
+        last_camera = last;
+        if (call.with_logits) cameras.open(b);
+    }
+    void read(int64_t b, int64_t anchor) {
+        const int64_t offset = offset_of(call.locations, b, anchor);
+        if (call.with_logits) {
+            cameras.find_seen(offset, first_camera, last_camera, anchors[anchor % KNOWN_ANCHORS]);
+            xy = anchors[anchor % KNOWN_ANCHORS].xy;
+        } else if (in_place) {
+            xy = reinterpret_cast<const T *>(at(call.locations, offset));
+        } else {
+            axes.read(offset, copy);
+            xy = copy;
+        }
+    }
+    const T *location(int64_t pair) const { return xy + pair * 2; }
+    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
+    const Cameras<T> &all_cameras() const { return cameras; }
+
+    // Finds all pairs that are seen; calls skip(pair) for the others where locations are given.
+    template <class Skip> void find_seen(int64_t anchor, Skip &&skip) {
+        num_seen = 0;
+        if (call.with_logits) {
+            seen = points_of(anchor).pairs;
+            num_seen = points_of(anchor).count;
+            return;
+        }
+        for (int64_t pair = 0; pair < pairs_of(n); ++pair)
+            if (inside(pair))
+                found[num_seen++] = pair;
+            else
+                skip(pair);
+        seen = found;
+    }
+    // Finds the pairs of one camera that may read rows of a band on the camera's map `map`.
+    void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
+        const T height = T(call.levels[map].height);
+        const auto reaches = [&](int64_t pair) { return band.holds_one(pixel_of<T>(xy[2 * pair + 1], height), map); };
+        seen = found;
+        num_seen = 0;
+        if (!call.with_logits) {
+            for (int64_t pair = camera; pair < pairs_of(n); pair += n.cameras)
+                if (inside(pair) && reaches(pair)) found[num_seen++] = pair;
+            return;
+        }
+        const SeenPoints<T> &points = points_of(anchor);
+        for (int64_t i = points.begins[camera]; i < points.begins[camera + 1]; ++i)
+            if (reaches(points.pairs[i])) found[num_seen++] = points.pairs[i];
+    }
+
+  private:
+    const Call &call;
+    Sizes n;
+    SomeAxes<3> axes;
+    bool in_place; // locations are read where they lie
+    int64_t *found;
+    T *copy;
+    Cameras<T> cameras;
+    SeenPoints<T> anchors[KNOWN_ANCHORS];
+    int64_t first_camera = 0, last_camera;
+    const T *xy = nullptr;
+
+    bool inside(int64_t pair) const { return is_inside(xy[2 * pair], xy[2 * pair + 1]); }
+};
 
 // Samples of one anchor: positions, maps, and weights [sample, groups].
 template <class T> class Samples {
@@ -102,12 +183,12 @@ template <class T> struct Bundle {
 
 // Goes through the anchors begin..end-1: skip(anchor, pair (point, camera)) for pairs that are not seen, where
 // locations are given; serve(bundle) for bundles in order, at least one for each anchor.
-template <class V, class T, class Reader> struct AnchorWorker {
+template <class V, class T> struct AnchorWorker {
     const Call &call;
     Sizes n;
     AnchorBlocks blocks;
-    typename Reader::Pairs locations;
-    typename Reader::Weights weights;
+    AnchorReader<T> locations;
+    AnchorWeights<T> weights;
     Bundle<T> bundles[2];
     V *zeros; // a row, for corners that are not on the map
     T *row;
@@ -152,7 +233,8 @@ template <class V, class T, class Reader> struct AnchorWorker {
     template <class Skip> void see(int64_t b, int64_t anchor, Skip &&skip) {
         locations.read(b, anchor);
         locations.find_seen(anchor, [&](int64_t pair) { skip(anchor, pair); });
-        weights.open(b, anchor, locations.num_seen > 0);
+        // An anchor that no camera sees has its softmax computed as well: where that is NaN, so are its gradients.
+        if (call.with_logits && (call.backward || locations.num_seen > 0)) weights.compute(b, anchor);
         for (int64_t i = 0; i < WEIGHTS_AHEAD; ++i) ask_for_weights(b, anchor, i);
     }
     // Prefetches the weights of the pair seen[index]: those of pairs lie apart.

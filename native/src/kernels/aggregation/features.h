@@ -8,11 +8,11 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, band).
-template <class T, class Reader> class FeatureGradient {
+template <class T> class FeatureGradient {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.plan.num_bands; }
     FeatureGradient(const Job &job, Arena &arena)
-        : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job, arena), samples(call, arena),
+        : call(job.call), plan(job.plan), n(call.sizes), locations(call, arena), weights(job), samples(call, arena),
           row(arena.take<T>(n.channels)), sink(arena.take<T>(n.channels)),
           address(arena.take<int64_t>(4 * bundle_room(n) + ROWS_AHEAD)),
           coefficients(arena.take<T>(4 * bundle_room(n) * n.groups)), band(call, plan, n.channels, arena),
@@ -33,8 +33,8 @@ template <class T, class Reader> class FeatureGradient {
     const Call &call;
     const Plan &plan;
     Sizes n;
-    typename Reader::Pairs locations;
-    typename Reader::SampleWeights weights;
+    AnchorReader<T> locations;
+    SampleWeights<T> weights;
     Samples<T> samples;
     T *row;
     T *sink; // never written: prefetched where no row is ahead

@@ -7,8 +7,8 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
-template <class V, class T, class Reader> class Forward : AnchorWorker<V, T, Reader> {
-    typedef AnchorWorker<V, T, Reader> Base;
+template <class V, class T> class Forward : AnchorWorker<V, T> {
+    typedef AnchorWorker<V, T> Base;
 
   public:
     using Base::items;

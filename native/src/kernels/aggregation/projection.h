@@ -1,4 +1,4 @@
-// Locations from key points and cameras: (u, v, d) = projection (point, 1), and
+// With logits, deformable_aggregation's locations: (u, v, d) = projection (point, 1), and
 //
 //   location = (u, v) / max(d, 1e-5) / image_size
 //
@@ -6,7 +6,7 @@
 // in the order of the blocks, so that the bits do not depend on threads.
 #pragma once
 
-#include "kernels/aggregation/pairs.h"
+#include "kernels/aggregation/blocks.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -17,21 +17,31 @@ constexpr int64_t OF_MATRIX = 12; // of a projection's numbers three rows are re
 
 // What the cameras see of one anchor's key points.
 template <class T> struct SeenPoints {
-    int64_t room;            // of each coordinate
-    T *points;               // [3, room]: all x, all y, all z
-    int64_t *pairs, *begins; // the pairs that are seen, camera by camera; where each camera's begin
+    int64_t room = 0;                            // of each coordinate
+    T *points = nullptr;                         // [3, room]: all x, all y, all z
+    int64_t *pairs = nullptr, *begins = nullptr; // the pairs that are seen, camera by camera; where each camera's begin
     int64_t count = 0;
-    T *xy, *depth; // of pairs that are seen, by their number: the location, and d
+    T *xy = nullptr, *depth = nullptr; // of pairs that are seen, by their number: the location, and d
 
-    SeenPoints(const Sizes &n, Arena &arena)
-        : room(round_up(n.points, LANES)), points(arena.take<T>(3 * room)), pairs(arena.take<int64_t>(pairs_of(n))),
-          begins(arena.take<int64_t>(n.cameras + 1)), xy(arena.take<T>(2 * pairs_of(n))), depth(arena.take<T>(pairs_of(n))) {}
+    SeenPoints(const Call &call, Arena &arena) {
+        if (!call.with_logits) return;
+        const Sizes &n = call.sizes;
+        room = round_up(n.points, LANES);
+        points = arena.take<T>(3 * room);
+        pairs = arena.take<int64_t>(pairs_of(n));
+        begins = arena.take<int64_t>(n.cameras + 1);
+        xy = arena.take<T>(2 * pairs_of(n));
+        depth = arena.take<T>(pairs_of(n));
+    }
 };
 
 template <class T> class Cameras {
   public:
-    Cameras(const Call &c, Arena &arena)
-        : call(c), n(c.sizes), matrices(arena.take<T>(OF_MATRIX * n.cameras)), image_sizes(arena.take<T>(2 * n.cameras)) {}
+    Cameras(const Call &c, Arena &arena) : call(c), n(c.sizes) {
+        if (!call.with_logits) return;
+        matrices = arena.take<T>(OF_MATRIX * n.cameras);
+        image_sizes = arena.take<T>(2 * n.cameras);
+    }
 
     void open(int64_t b) {
         const Tensor &m = call.projection, &s = call.image_size;
@@ -78,11 +88,11 @@ template <class T> class Cameras {
   private:
     const Call &call;
     Sizes n;
-    T *matrices, *image_sizes; // [camera, 3, 4], [camera, 2]
+    T *matrices = nullptr, *image_sizes = nullptr; // [camera, 3, 4], [camera, 2]
 
     // Padding is NaN, which no camera sees.
     void read_points(int64_t offset, SeenPoints<T> &to) const {
-        const Tensor &t = call.key_points;
+        const Tensor &t = call.locations;
         for (int64_t k = 0; k < 3; ++k) {
             T *of_axis = to.points + k * to.room;
             read_elements(at(t, offset + k * t.strides[XYZ]), t.dtype, t.strides[KEY_POINT], n.points, of_axis);
@@ -113,44 +123,6 @@ template <class T> class Cameras {
             to.depth[pair] = projected[2][lane];
         }
     }
-};
-
-// The pairs that the cameras see. They alone have locations, which stay valid for two more anchors.
-template <class T> class ProjectedPairs : public SeenPairs<T> {
-  public:
-    ProjectedPairs(const Call &c, Arena &arena)
-        : SeenPairs<T>(c, arena), cameras(c, arena), anchors{{c.sizes, arena}, {c.sizes, arena}, {c.sizes, arena}} {}
-
-    // Selects a batch, and what the cameras first..last-1 see.
-    void open(int64_t b, int64_t first, int64_t last) {
-        first_camera = first;
-        last_camera = last;
-        cameras.open(b);
-    }
-    void read(int64_t b, int64_t anchor) {
-        cameras.find_seen(offset_of(this->call.key_points, b, anchor), first_camera, last_camera,
-                          anchors[anchor % KNOWN_ANCHORS]);
-        this->xy = points_of(anchor).xy;
-    }
-    const SeenPoints<T> &points_of(int64_t anchor) const { return anchors[anchor % KNOWN_ANCHORS]; }
-    const Cameras<T> &all_cameras() const { return cameras; }
-
-    template <class Skip> void find_seen(int64_t anchor, Skip &&) {
-        this->seen = points_of(anchor).pairs;
-        this->num_seen = points_of(anchor).count;
-    }
-    void find_seen(int64_t anchor, int64_t camera, int64_t map, const BandReach<T> &band) {
-        const SeenPoints<T> &points = points_of(anchor);
-        this->seen = this->found;
-        this->num_seen = 0;
-        for (int64_t i = points.begins[camera]; i < points.begins[camera + 1]; ++i)
-            if (this->reaches(points.pairs[i], map, band)) this->found[this->num_seen++] = points.pairs[i];
-    }
-
-  private:
-    Cameras<T> cameras;
-    SeenPoints<T> anchors[KNOWN_ANCHORS];
-    int64_t first_camera = 0, last_camera = 0;
 };
 
 // The sums of blocks of anchors: [batch, block, camera, 12].

@@ -1,43 +1,64 @@
-// The gradients of samples: of all inputs but feature_maps.
+// The gradients of sample_locations and weights; with logits, of key points, the projection and logits.
 #pragma once
 
+#include "kernels/aggregation/anchor_gradients.h"
 #include "kernels/aggregation/anchors.h"
 
 namespace mxd::MXD_ISA {
 namespace {
 
 // Items: AnchorBlocks.
-template <class V, class T, class Reader> class SampleGradients : AnchorWorker<V, T, Reader> {
-    typedef AnchorWorker<V, T, Reader> Base;
+template <class V, class T> class SampleGradients : AnchorWorker<V, T> {
+    typedef AnchorWorker<V, T> Base;
 
   public:
     using Base::items;
     SampleGradients(const Job &job, Arena &arena)
-        : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)), gradients(job, arena) {}
+        : Base(job, arena), dot(arena.take<T>(4 * bundle_room(this->n) * this->n.groups)),
+          pair(arena.take<T>(pair_size(this->n))), weights_out(job.call.grad_weights, {SCALE, GROUP}), of_anchor(job, arena) {}
 
     void operator()(int64_t item) {
         const int64_t b = this->blocks.batch(item);
-        gradients.open(item);
+        of_anchor.open(item);
         this->each(
             b, this->blocks.begin(item), this->blocks.end(item),
-            [&](int64_t anchor, int64_t pair) { gradients.skip(b, anchor, pair); },
+            [&](int64_t a, int64_t unseen) {
+                memset(pair, 0, size_t(pair_size(this->n)) * sizeof(T));
+                write(b, a, unseen, pair, pair);
+            },
             [&](const Bundle<T> &bundle) { serve(b, bundle); });
     }
 
   private:
-    T *dot; // [row, groups]
-    typename Reader::Gradients gradients;
+    T *dot;  // [row, groups]
+    T *pair; // gradients of the weights of one pair (point, camera), [scales, groups]
+    SomeAxes<2> weights_out;
+    AnchorGradients<T> of_anchor; // with logits
+
+    static int64_t pair_size(const Sizes &n) { return n.scales * n.groups > 2 ? n.scales * n.groups : 2; }
+
+    void write(int64_t b, int64_t a, int64_t pair_index, const T *location, const T *weight) {
+        const Tensor &l = this->call.grad_locations, &w = this->call.grad_weights;
+        const int64_t p = pair_index / this->n.cameras, cam = pair_index % this->n.cameras;
+        if (l.data)
+            write_elements(location, at(l, offset_of(l, b, a) + p * l.strides[KEY_POINT] + cam * l.strides[CAMERA]), l.dtype,
+                           l.strides[PAIR_XY], 2);
+        if (w.data) weights_out.write(offset_of(w, b, a) + p * w.strides[KEY_POINT] + cam * w.strides[CAMERA], weight);
+    }
 
     void serve(int64_t b, const Bundle<T> &bundle) {
         const Sizes &n = this->n;
-        if (bundle.first) gradients.begin();
+        if (this->call.with_logits && bundle.first) of_anchor.begin();
         if (bundle.num_pairs > 0) find_dots(b, bundle);
         for (int64_t i = 0; i < bundle.num_pairs; ++i) {
-            T location[2] = {0, 0}, *weight = gradients.of_next_pair();
+            T location[2] = {0, 0}, *weight = this->call.with_logits ? of_anchor.of_next_pair() : pair;
             for (int64_t s = 0; s < n.scales; ++s) sample(bundle, i * n.scales + s, location, weight + s * n.groups);
-            gradients.add(b, bundle, i, this->locations, location, weight);
+            if (this->call.with_logits)
+                of_anchor.add(this->locations, bundle, i, location, weight);
+            else
+                write(b, bundle.anchor, bundle.pairs[i], location, weight);
         }
-        if (bundle.last) gradients.end(b, bundle.anchor, this->locations, this->weights);
+        if (this->call.with_logits && bundle.last) of_anchor.write(b, bundle.anchor, this->locations, this->weights);
     }
 
     void find_dots(int64_t b, const Bundle<T> &bundle) {

@@ -1,7 +1,5 @@
-// The workers of an attention operator, and which of them run. A Rule<T, Reader> says what an operator does with a
-// location:
+// The workers of an attention operator, and which of them run. A Rule<T> says what an operator does with a location:
 //
-//   Reader, Query                                   what reads the queries of a call, and what it reads
 //   CORNERS                                         rows of value a sample reads
 //   rows(query, i)                                  what samples i..i+LANES-1 read, a SampledRows
 //   reach(query, i, band)                           which of them may read a row of a band; cheaper than rows()
@@ -10,9 +8,6 @@
 #pragma once
 
 #include "kernels/attention/forward.h"
-#include "kernels/attention/from_logits.h"
-#include "kernels/attention/from_window.h"
-#include "kernels/attention/given.h"
 #include "kernels/attention/samples.h"
 #include "kernels/attention/value_by_bands.h"
 #include "kernels/attention/value_by_heads.h"
@@ -21,17 +16,15 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-template <template <class, template <class> class> class Rule, template <class> class Reader>
-inline bool attention(const Call &call, const Plan &plan) {
+template <template <class> class Rule> inline bool attention(const Call &call, const Plan &plan) {
     const Job job{call, plan, nullptr, nullptr};
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        typedef Rule<T, Reader> R;
-        if constexpr (R::CORNERS == 1) {
-            if (plan.packed_as_computed) return over_queries<V, Forward<V, T, R, false, T>>(job);
+        if constexpr (Rule<T>::CORNERS == 1) {
+            if (plan.packed_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
         }
-        return over_queries<V, Forward<V, T, R, true>>(job);
+        return over_queries<V, Forward<V, T, Rule, true>>(job);
     });
 }
 
@@ -58,12 +51,12 @@ template <class T, class Worker> inline bool add_to_zero(const Job &job) {
                                    [&](int64_t, int64_t chunk) { set_to_zero<T>(job.call, chunk); });
 }
 
-template <class V, class T, class Rule> inline bool all_gradients(const Job &job) {
+template <class V, class T, template <class> class Rule> inline bool all_gradients(const Job &job) {
     if (job.plan.sample_gradients && !over_queries<V, SampleGradients<V, T, Rule>>(job)) return false;
     switch (job.plan.value_gradient) {
     case ValueGradient::NOT_WANTED: return true;
     case ValueGradient::WITH_SAMPLES:
-        if constexpr (Rule::CORNERS == 1) {
+        if constexpr (Rule<T>::CORNERS == 1) {
             if (job.plan.packed_gradient.bytes > 0) return add_to_zero<T, AllGradients<V, T, Rule, true>>(job);
         }
         if constexpr (same_type<V, T>) return add_to_zero<T, AllGradients<V, T, Rule, false>>(job);
@@ -75,16 +68,14 @@ template <class V, class T, class Rule> inline bool all_gradients(const Job &job
     return false;
 }
 
-template <template <class, template <class> class> class Rule, template <class> class Reader>
-inline bool attention_backward(const Call &call, const Plan &plan) {
+template <template <class> class Rule> inline bool attention_backward(const Call &call, const Plan &plan) {
     return with_types(call, [&](auto *v, auto *t) {
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
-        typedef Rule<T, Reader> R;
-        if (!call.grad_reference.data) return all_gradients<V, T, R>({call, plan, nullptr, nullptr});
+        if (!call.grad_reference.data) return all_gradients<V, T, Rule>({call, plan, nullptr, nullptr});
         const Memory sums(ReferenceSums<T>::bytes(call));
         const Job job{call, plan, nullptr, sums.begin()};
-        return sums.begin() && all_gradients<V, T, R>(job) && over_items<ReferenceGradient<T>>(job);
+        return sums.begin() && all_gradients<V, T, Rule>(job) && over_items<ReferenceGradient<T>>(job);
     });
 }
 

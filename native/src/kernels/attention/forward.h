@@ -8,14 +8,14 @@ namespace {
 
 // Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
 // all near, so without SOME_FAR.
-template <class V, class T, class Rule, bool SOME_FAR, class R = V> class Forward : QueryWorker<R, T, Rule> {
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V> class Forward : QueryWorker<R, T, Rule> {
     typedef QueryWorker<R, T, Rule> Base;
 
   public:
     typedef R Row;
     Forward(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
-          far(j.packed_value ? far_rows<Rule::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
+          far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
           sum(arena.take<V>(this->n.channels)) {}
 
     void operator()(int64_t item) {
@@ -29,7 +29,7 @@ template <class V, class T, class Rule, bool SOME_FAR, class R = V> class Forwar
         this->queries(
             blocks.begin(item), blocks.end(item),
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
-            [&](int64_t q, const auto &prepared, const auto &next) {
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
                 weighted_sum<V, T, SOME_FAR, R>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
                                                 this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);

@@ -9,7 +9,7 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // Items: (batch, head, band).
-template <class T, class Rule> class ValueByBands {
+template <class T, template <class> class Rule> class ValueByBands {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * job.call.sizes.heads * job.plan.num_bands; }
     ValueByBands(const Job &job, Arena &arena)
@@ -30,8 +30,8 @@ template <class T, class Rule> class ValueByBands {
     const Call &call;
     const Plan &plan;
     Sizes n;
-    typename Rule::Reader reader;
-    typename Rule::Query query;
+    QueryReader<T> reader;
+    Query<T> query;
     ScatterList<T> lists[IN_FLIGHT];
     T *row;
     Band<T> band;
@@ -50,8 +50,8 @@ template <class T, class Rule> class ValueByBands {
                 reader.read(q, query);
                 lists[prepared].count = 0;
                 for (int64_t i = 0; i < reader.padded; i += LANES)
-                    if (any(Rule::reach(query, i, reach))) // few vectors do: a band covers little of a map
-                        lists[prepared].add(Rule::rows(query, i), band);
+                    if (any(Rule<T>::reach(query, i, reach))) // few vectors do: a band covers little of a map
+                        lists[prepared].add(Rule<T>::rows(query, i), band);
             },
             [&](int64_t q, int64_t prepared, int64_t next) {
                 const ScatterList<T> &list = lists[prepared];

@@ -9,7 +9,7 @@ namespace {
 
 // Items: (batch, head, part). Value is not read, so its type is that of the gradient. All of grad_value has been set to
 // zero.
-template <class T, class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
+template <class T, template <class> class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
     typedef QueryWorker<T, T, Rule> Base;
 
   public:
@@ -26,7 +26,7 @@ template <class T, class Rule> class ValueByHeads : QueryWorker<T, T, Rule> {
         this->queries(
             0, this->n.queries,
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
-            [&](int64_t q, const auto &prepared, const auto &next) {
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows, this->n.channels,
                                grad_output.of(q));
             });

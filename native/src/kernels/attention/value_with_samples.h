@@ -2,7 +2,7 @@
 // of the gradient are added to.
 #pragma once
 
-#include "kernels/attention/worker.h"
+#include "kernels/attention/samples.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -10,7 +10,7 @@ namespace {
 // Items: (batch, head). Value and its gradient are laid out alike: in their tensors, which are of T; or PACKED in
 // memory of the worker, all rows of both, and the tensors are of any dtype. Where they are not packed, all of
 // grad_value has been set to zero.
-template <class V, class T, class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
+template <class V, class T, template <class> class Rule, bool PACKED> class AllGradients : QueryWorker<T, T, Rule> {
     static_assert(PACKED || same_type<V, T>, "rows that are added to are of the type computed in");
     typedef QueryWorker<T, T, Rule> Base;
 
@@ -30,7 +30,7 @@ template <class V, class T, class Rule, bool PACKED> class AllGradients : QueryW
         this->queries(
             0, this->n.queries,
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
-            [&](int64_t q, const auto &prepared, const auto &next) {
+            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 const T *g = grad_output.of(q);
                 dots_and_scatter_add<V, T, !PACKED>(prepared.address, prepared.coefficient, next.address, gradient,
                                                     this->num_rows, this->n.channels, g, samples.dot);
@@ -42,7 +42,7 @@ template <class V, class T, class Rule, bool PACKED> class AllGradients : QueryW
   private:
     const Job job;
     const PackedLevels &levels;
-    typename Rule::Reader::template Gradients<Rule> samples;
+    SampleOutputs<T, Rule> samples;
     char *packed_value, *packed_gradient;
 
     // Selects the rows of a head. Returns the distance from a row of value to that of its gradient.

@@ -20,9 +20,13 @@ template <int N, class Ints> MXD_INLINE Ints on_map(Ints x, Ints last) {
 
 template <class T> class Window {
   public:
-    Window(const Call &call, Arena &arena)
-        : points(call.sizes.points), x_of(arena.zeros<T>(padded_samples(call.sizes))),
-          y_of(arena.zeros<T>(padded_samples(call.sizes))) {}
+    Window() {}
+    Window(const Call &call, Arena &arena) : points(call.sizes.points) {
+        if (!call.has_window) return;
+        x_of = arena.zeros<T>(padded_samples(call.sizes)); // with padding, which stays 0
+        y_of = arena.zeros<T>(padded_samples(call.sizes));
+    }
+    bool exists() const { return x_of != nullptr; }
 
     // For samples in the order of Maps::set_levels.
     void set(const Tensor &window, int64_t samples) {
@@ -41,8 +45,8 @@ template <class T> class Window {
     }
 
   private:
-    int64_t points;
-    T *x_of, *y_of; // of each sample, with padding, which stays 0
+    int64_t points = 0;
+    T *x_of = nullptr, *y_of = nullptr; // of each sample
 };
 
 } // namespace

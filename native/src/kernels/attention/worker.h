@@ -7,8 +7,8 @@ namespace mxd::MXD_ISA {
 namespace {
 
 // A query between prepare and finish: its inputs, the addresses of its rows, and the coefficient of each.
-template <class T, class Query> struct alignas(64) PreparedQuery { // a power of two, so that an index is a shift
-    Query query;
+template <class T> struct alignas(64) PreparedQuery { // a power of two, so that an index is a shift
+    Query<T> query;
     int64_t *address;
     T *coefficient;
 
@@ -19,13 +19,12 @@ template <class T, class Query> struct alignas(64) PreparedQuery { // a power of
 };
 
 // V: the type of the rows, of value or of its gradient.
-template <class V, class T, class Rule> struct QueryWorker {
-    static constexpr int CORNERS = Rule::CORNERS;
-    typedef typename Rule::Query Query;
+template <class V, class T, template <class> class Rule> struct QueryWorker {
+    static constexpr int CORNERS = Rule<T>::CORNERS;
     const Call &call;
     Sizes n; // n.levels: those that are worked on
-    typename Rule::Reader reader;
-    PreparedQuery<T, Query> prepared_queries[IN_FLIGHT];
+    QueryReader<T> reader;
+    PreparedQuery<T> prepared_queries[IN_FLIGHT];
     V *zero_row; // a row of zeros, for corners that are not on the map
     T *row;      // memory for a row of another dtype
     RowAddresses rows;
@@ -56,16 +55,16 @@ template <class V, class T, class Rule> struct QueryWorker {
         ahead(
             begin, end,
             [&](int64_t q, int64_t number) __attribute__((always_inline)) {
-                PreparedQuery<T, Query> &prepared = prepared_queries[number];
+                PreparedQuery<T> &prepared = prepared_queries[number];
                 reader.read(q, prepared.query);
                 // Local copies, so that the compiler may keep them in registers across the stores below.
-                const Query query = prepared.query;
+                const Query<T> query = prepared.query;
                 const RowAddresses to = rows;
                 int64_t *const address = prepared.address;
                 T *const coefficient = prepared.coefficient;
                 const int64_t padded = reader.padded;
                 for (int64_t i = 0; i < padded; i += LANES) {
-                    const auto sampled = Rule::rows(query, i);
+                    const auto sampled = Rule<T>::rows(query, i);
                     to.put<CORNERS>(address, i, sampled);
                     prepare(coefficient, i, sampled);
                 }

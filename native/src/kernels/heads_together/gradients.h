@@ -16,9 +16,9 @@ template <class V, class T> class WindowGradients {
         : job(j), call(j.call), n(call.sizes), heads(j.plan.heads_together), packed_value(arena.take<char>(bytes(j))),
           packed_gradient(arena.take<char>(bytes(j))), row(arena.take<T>(n.channels)),
           dots(arena.take<T>(heads * dots_of_head(n))), of_logits(arena.take<T>(heads * samples() + LANES)),
-          axes(call.grad_logits, {HEAD, LEVEL, POINT}), queries(
-                                                            call, n, heads, [&](int64_t l) { return levels().offset[l]; },
-                                                            row_bytes(), packed_value + heads * levels().bytes, arena) {
+          axes(call.grad_weights, {HEAD, LEVEL, POINT}), queries(
+                                                             call, n, heads, [&](int64_t l) { return levels().offset[l]; },
+                                                             row_bytes(), packed_value + heads * levels().bytes, arena) {
         axes.shorten(heads);
     }
 
@@ -26,7 +26,7 @@ template <class V, class T> class WindowGradients {
         const int64_t h = item % (n.heads / heads) * heads, b = item / (n.heads / heads);
         open(b, h);
         const QueryRows grad_output(call.grad_output, b, h, heads * n.channels);
-        const QueryRows grad_logits(call.grad_logits, b, h, heads * samples());
+        const QueryRows grad_logits(call.grad_weights, b, h, heads * samples());
         queries.go_through(0, n.queries, [&](int64_t q, const PreparedHeads<T> &prepared) __attribute__((always_inline)) {
             add_rows(prepared, grad_output.at_in_turn(q));
             write_logits(prepared, grad_logits.template at_in_turn<true>(q));
@@ -79,7 +79,7 @@ template <class V, class T> class WindowGradients {
         }
     }
     MXD_INLINE void write_logits(const PreparedHeads<T> &prepared, char *to) {
-        const bool in_place = axes.contiguous && call.grad_logits.dtype == OWN<T> && samples() % LANES == 0;
+        const bool in_place = axes.contiguous && call.grad_weights.dtype == OWN<T> && samples() % LANES == 0;
         T *const out = in_place ? reinterpret_cast<T *>(to) : of_logits;
         for (int64_t h = 0; h < heads; ++h)
             softmax_gradient<T>(prepared.weights + h * queries.weight_step, samples(), dots + h * dots_of_head(n), samples(),

@@ -46,7 +46,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
           weight_step(padded_weights(sizes)), call(c), n(sizes), heads(num_heads), together(computed_together(num_heads)),
           samples(n.levels * n.points), zero_row(reinterpret_cast<int64_t>(row_of_zeros)),
           lanes(arena.take<WindowLanes<T>>(vectors(n))), base(arena.take<int64_t>(heads * address_step)),
-          references(c.reference, {HEAD, COORDINATE}), logits(c.logits, {HEAD, LEVEL, POINT}),
+          references(c.reference, {HEAD, COORDINATE}), logits(c.weights, {HEAD, LEVEL, POINT}),
           reference_copy(arena.take<T>(2 * heads)) {
         references.shorten(heads);
         logits.shorten(heads);
@@ -60,7 +60,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             logit_copies[i] = arena.zeros<T>(num_logits(n, heads));
         for (int64_t i = 0; i < (arena.counts ? 0 : address_step); ++i) set_lane(i, first_row, step);
         references_in_place = c.reference.dtype == OWN<T> && references.contiguous;
-        last_in_place = c.logits.dtype == OWN<T> && logits.contiguous ? last_in_vectors() : -1;
+        last_in_place = c.weights.dtype == OWN<T> && logits.contiguous ? last_in_vectors() : -1;
     }
     MXD_INLINE const PreparedHeads<T> &prepared(int64_t q) const {
         return prepared_queries[q & (ALL_HEADS ? 1 : 2 * together - 1)];
@@ -72,7 +72,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
             for (int64_t s = 0; s < address_step; ++s)
                 base[i * address_step + s] = s < samples ? reinterpret_cast<int64_t>(rows_of(i)) : zero_row;
         reference_rows = QueryRows(call.reference, b, h, 2 * heads);
-        logit_rows = QueryRows(call.logits, b, h, heads * samples);
+        logit_rows = QueryRows(call.weights, b, h, heads * samples);
     }
     // finish(query, it as prepared) for queries begin..end-1. Each is prepared while one before it is finished.
     template <class Finish> MXD_INLINE void go_through(int64_t begin, int64_t end, Finish &&finish) {
@@ -159,7 +159,7 @@ template <class T, bool ALL_HEADS> class WindowQueries {
     int64_t last_in_vectors() const {
         if (samples % SOFTMAX_LANES<T> == 0) return n.queries - 1;
         const int64_t of_query = n.heads * samples;
-        return call.logits.strides[QUERY] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
+        return call.weights.strides[QUERY] >= of_query && of_query >= SOFTMAX_LANES<T> ? n.queries - 2 : -1;
     }
     MXD_INLINE const T *reference_of(int64_t q) const {
         const char *from = ALL_HEADS ? reference_rows.at(q) : reference_rows.at_in_turn(q);

@@ -172,8 +172,8 @@ inline void weighted_sum_piece(const int64_t *address, const T *coefficient, con
 
 // Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
 template <class V, class T, bool SOME_FAR, class Row = V>
-MXD_INLINE void weighted_sum(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
-                             int64_t channels, V *out) {
+inline void weighted_sum(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
+                         int64_t channels, V *out) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, coefficient, next, far, n, c, out + c);
     });

@@ -1,12 +1,29 @@
-// The weights of anchors' pairs from logits: the softmax of each group over all samples of an anchor, times the pair's
-// scale.
+// The weights of anchors' pairs: as they are given, or with logits the softmax of each group over all samples of an
+// anchor, times the pair's scale.
 #pragma once
 
+#include "kernels/aggregation/blocks.h"
 #include "kernels/aggregation/grouped_softmax.h"
-#include "kernels/aggregation/pairs.h"
 
 namespace mxd::MXD_ISA {
 namespace {
+
+// Where the weights of samples are, or their logits.
+class WeightPlaces {
+  public:
+    explicit WeightPlaces(const Call &c)
+        : call(c), cameras(c.sizes.cameras), of_point(c.weights.strides[KEY_POINT]), of_camera(c.weights.strides[CAMERA]),
+          of_scale(c.weights.strides[SCALE]) {}
+    // Of a pair, on the first scale.
+    int64_t first(int64_t b, int64_t anchor, int64_t pair) const {
+        return offset_of(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
+    }
+    int64_t scale(int64_t s) const { return s * of_scale; }
+
+  private:
+    const Call &call;
+    int64_t cameras, of_point, of_camera, of_scale;
+};
 
 // Of each anchor and group: the largest logit, and 1 / the sum of exps. The gradient of feature_maps goes through the
 // anchors once for each band, and makes the weights of that band's samples from these two.
@@ -14,7 +31,7 @@ template <class T> class SoftmaxTotals {
   public:
     static int64_t bytes(const Call &call) {
         const Sizes &n = call.sizes;
-        return n.batch * n.queries * 2 * n.groups * int64_t(sizeof(T));
+        return call.with_logits ? n.batch * n.queries * 2 * n.groups * int64_t(sizeof(T)) : 0;
     }
     explicit SoftmaxTotals(const Job &job) : n(job.call.sizes), all(reinterpret_cast<T *>(job.softmax_totals)) {}
     explicit operator bool() const { return all; }
@@ -54,22 +71,18 @@ template <class T> struct AnchorSoftmax {
           inverse(most + n.groups) {}
 };
 
-template <class T> class LogitsWeights {
+template <class T> class AnchorWeights {
   public:
-    LogitsWeights(const Job &job, Arena &arena)
-        : call(job.call), n(call.sizes), of_anchor(job.call.logits, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call),
-          totals(job), softmax(rows_of(call), n.groups, arena),
+    AnchorWeights(const Job &job, Arena &arena)
+        : call(job.call), n(call.sizes), places(job.call), of_pair(job.call.weights, {SCALE, GROUP}),
+          of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call), totals(job),
+          softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
-    // Before the weights of an anchor's pairs are read. An anchor that no camera sees has its softmax computed as well
-    // where gradients are: where it is NaN, so are they.
-    void open(int64_t b, int64_t anchor, bool is_seen) {
-        if (call.backward || is_seen) compute(b, anchor);
-    }
-    // The weights of the two anchors before stay valid.
+    // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
     void compute(int64_t b, int64_t anchor) {
         AnchorSoftmax<T> &to = anchors[anchor % KNOWN_ANCHORS];
-        const int64_t offset = offset_of(call.logits, b, anchor);
+        const int64_t offset = offset_of(call.weights, b, anchor);
         if (totals) {
             to.most = totals.most(b, anchor);
             to.inverse = totals.inverse(b, anchor);
@@ -78,25 +91,29 @@ template <class T> class LogitsWeights {
             softmax(logits, reinterpret_cast<int64_t>(logits + step), to.exps, to.most, to.inverse);
         };
         if (of_anchor.contiguous)
-            return with_elements(at(call.logits, offset), call.logits.dtype,
-                                 [&](auto *logits) { compute_elements(logits, call.logits.strides[QUERY]); });
+            return with_elements(at(call.weights, offset), call.weights.dtype,
+                                 [&](auto *logits) { compute_elements(logits, call.weights.strides[QUERY]); });
         of_anchor.read(offset, to.exps);
         compute_elements(static_cast<const T *>(to.exps), 0);
     }
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
+        if (!call.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
         const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
-    MXD_INLINE void ask_for(int64_t, int64_t, int64_t) const {} // they were computed just before
+    // Prefetches the weights of a pair. With logits they were computed just before.
+    MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
+        if (!call.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
+    }
 
     // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
     // mean[group]: the sum of weights times gradients. of_weights and the anchor's exps are written over.
     void write_gradient(int64_t b, int64_t anchor, const int64_t *pairs, int64_t count, T *of_weights, T *mean) {
         AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
-        const Tensor &grad = call.grad_logits;
+        const Tensor &grad = call.grad_weights;
         const SomeAxes<4> out(grad, {CAMERA, SCALE, KEY_POINT, GROUP});
         const bool direct = out.contiguous && grad.dtype == OWN<T>;
         const int64_t offset = offset_of(grad, b, anchor);
@@ -119,13 +136,15 @@ template <class T> class LogitsWeights {
   private:
     const Call &call;
     Sizes n;
+    WeightPlaces places;
+    SomeAxes<2> of_pair;
     SomeAxes<4> of_anchor;
     PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
 
-    static int64_t rows_of(const Call &call) { return call.sizes.levels * call.sizes.points; }
+    static int64_t rows_of(const Call &call) { return call.with_logits ? call.sizes.levels * call.sizes.points : 0; }
     // Of logits, on the first scale; `points` rows follow until the next scale.
     int64_t first_row(int64_t pair) const { return pair % n.cameras * n.scales * n.points + pair / n.cameras; }
     void multiply(const T *exps, const T *inverse, T scale, T *to) const {
@@ -144,23 +163,24 @@ template <class T> class LogitsWeights {
     }
 };
 
-// The weights of single samples.
-template <class T> class LogitsSampleWeights {
+// The weights of single samples, from SoftmaxTotals where logits are given.
+template <class T> class SampleWeights {
   public:
-    LogitsSampleWeights(const Job &job, Arena &)
-        : n(job.call.sizes), logits(job.call.logits, n), pair_scale(job.call), totals(job) {}
+    explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), places(call), pair_scale(call), totals(job) {}
 
     void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
-        logits.read(b, anchor, pair, scale, to);
-        compute(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+        read_elements(at(call.weights, places.first(b, anchor, pair) + places.scale(scale)), call.weights.dtype,
+                      call.weights.strides[GROUP], n.groups, to);
+        if (call.with_logits) compute(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
     }
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
-        logits.ask_for(b, anchor, pair, scale);
+        prefetch(call.weights, places.first(b, anchor, pair) + places.scale(scale), n.groups);
     }
 
   private:
+    const Call &call;
     Sizes n;
-    PairElements<T> logits;
+    WeightPlaces places;
     PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
 
@@ -172,6 +192,23 @@ template <class T> class LogitsSampleWeights {
             store<T, N>(logits + g, e * load<T, N>(inverse + g) * scale);
         });
     }
+};
+
+// Where only the gradient of feature_maps is wanted: SoftmaxTotals, which the gradients of samples else write. Items:
+// AnchorBlocks.
+template <class T> class Totals {
+  public:
+    static int64_t items(const Job &job) { return job.call.sizes.batch * AnchorBlocks(job.call).blocks; }
+    Totals(const Job &job, Arena &arena) : n(job.call.sizes), blocks(job.call), weights(job, arena) {}
+
+    void operator()(int64_t item) {
+        for (int64_t a = blocks.begin(item); a < blocks.end(item); ++a) weights.compute(blocks.batch(item), a);
+    }
+
+  private:
+    Sizes n;
+    AnchorBlocks blocks;
+    AnchorWeights<T> weights;
 };
 
 } // namespace
