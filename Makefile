@@ -160,7 +160,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c* examples/openvino/*.cpp benchmarks/*.c)
+	$(BIN)/clang-format --dry-run --Werror $(filter %.cpp %.h,$(NATIVE)) $(wildcard tests/native/*.cpp tests/native/*.h examples/c/*.c* examples/openvino/*.cpp examples/cpp/*.cpp benchmarks/*.c)
 
 native: $(STAMP)
 

@@ -181,12 +181,12 @@ def _explained(name: str, backward: bool) -> Callable[..., Any]:
     plain = _reference(name, backward)
 
     def explain(error: RuntimeError, *args: Any) -> Any:
-        value = args[backward]
+        value, shapes, starts = args[backward : backward + 3]
         if type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu":
             _check_of(name, backward)(*args)
             if not _backends.native.serves(value):
                 return plain(*args)
-            _checks.inputs.levels(*OPERATORS[name].tables, *args[backward + 1 : backward + 3], value.shape[1])
+            _checks.inputs.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
         raise error
 
     return explain
