@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -190,9 +191,11 @@ def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
     """A package of AOTInductor and a traced module, by a program in which there is no Python."""
     python("-W", "ignore", EXAMPLE / "export_decoder.py", str(tmp_path))
     build, torch_folder = tmp_path / "build", torch.utils.cmake_prefix_path
+    cmake = pathlib.Path(sys.executable).with_name("cmake")
+    cmake = cmake if cmake.exists() else shutil.which("cmake")
     for command in (
-        f"cmake -S {EXAMPLE} -B {build} -Dmx_driving_DIR={config.cmakedir()} -DCMAKE_PREFIX_PATH={torch_folder}",
-        f"cmake --build {build}",
+        f"{cmake} -S {EXAMPLE} -B {build} -Dmx_driving_DIR={config.cmakedir()} -DCMAKE_PREFIX_PATH={torch_folder}",
+        f"{cmake} --build {build}",
     ):
         done = subprocess.run(shlex.split(command), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
