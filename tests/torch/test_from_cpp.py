@@ -184,12 +184,24 @@ def test_where_torch_is_missing_or_older_the_answer_is_a_sentence(tmp_path):
     assert answer_without_torch(f"ctypes.CDLL({str(older)!r})") == said
 
 
+PACKAGE = """
+import sys, torch
+torch.ops.load_library(sys.argv[1])
+folder = sys.argv[2]
+example = torch.jit.load(folder + "/example.pt")
+found = torch._inductor.aoti_load_package(folder + "/decoder.pt2")(example.queries, example.memory)
+print(torch.equal(found, example.of_package), "mx_driving" in sys.modules)
+"""
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CMake files want the CUDA toolkit")
 @pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
 def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
-    """A package of AOTInductor and a traced module, by a program in which there is no Python."""
+    """A package of AOTInductor and a traced module, by a program in which there is no Python; the package in Python,
+    too, without ours."""
     python("-W", "ignore", EXAMPLE / "export_decoder.py", str(tmp_path))
+    assert printed(PACKAGE, config.torch_library(), str(tmp_path)) == "True False\n"
     build, torch_folder = tmp_path / "build", torch.utils.cmake_prefix_path
     cmake = pathlib.Path(sys.executable).with_name("cmake")
     cmake = cmake if cmake.exists() else shutil.which("cmake")
