@@ -292,18 +292,28 @@ class BoxedCall {
 
 uint64_t arguments_of(const Function &f) { return uint64_t(f.first_written + !f.op->option.empty() + f.backward); }
 
-const char *why_refused(const Function &function, Device device, Value *stack, uint64_t arguments) {
+// Null, or why fn could not do its work: a sentence that stays until this thread's next.
+template <class Fn> const char *why_not(Fn &&fn) {
     thread_local std::string why;
     try {
-        if (arguments != arguments_of(function)) throw Refused{function.name + " has another schema in this process"};
-        BoxedCall(function, stack).run(device, stack);
+        fn();
         return nullptr;
     } catch (const Refused &refused) {
         why = refused.why;
     } catch (const std::exception &error) {
-        why = error.what();
+        why = std::string("mx_driving could not go on: ") + error.what();
     }
     return why.c_str();
+}
+
+const char *why_refused(const Function &function, Device device, Value *stack, uint64_t arguments) {
+    return why_not([&] {
+        if (arguments != arguments_of(function))
+            throw Refused{sentence(
+                function.name, "have the schema of this library, with " + std::to_string(arguments_of(function)) + " arguments",
+                std::to_string(arguments))};
+        BoxedCall(function, stack).run(device, stack);
+    });
 }
 
 // aoti_torch_check throws: nothing here needs a destructor.
@@ -380,17 +390,16 @@ extern "C" const char *mxd_register_with_torch(int what) {
     using namespace mxd::torch;
     static std::mutex mutex;
     static Registered registered;
-    thread_local std::string why;
     const std::lock_guard<std::mutex> lock(mutex);
-    try {
-        if (!api) api = find_api(why);
-        if (!api) return why.c_str();
-        set(registered, what);
-        return nullptr;
-    } catch (const Refused &refused) {
-        why = refused.why;
-    } catch (const std::exception &error) {
-        why = error.what();
-    }
-    return why.c_str();
+    return why_not([&] {
+        std::string missing;
+        if (!api) api = find_api(missing);
+        if (!api) throw Refused{missing};
+        try {
+            set(registered, what);
+        } catch (...) { // nothing stays half registered
+            for (LibraryHandle *each : {&registered.kernels, &registered.schemas, &registered.shapes}) withdraw(*each);
+            throw;
+        }
+    });
 }
