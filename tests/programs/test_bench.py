@@ -168,6 +168,12 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 10
 
 
+def test_bars_of_more_implementations_than_there_are_colours(tmp_path):
+    row = {"workload": "w", "dtype": "float32", "direction": "forward", "milliseconds": 1.0, "times ours": 1.0}
+    report.plot([{**row, "implementation": str(number)} for number in range(21)], tmp_path / "rows.png")
+    assert len(Image.open(tmp_path / "rows.png").convert("RGB").getcolors(1 << 20)) > 20
+
+
 @pytest.mark.parametrize(("factor", "code"), [(1000.0, 0), (0.001, 1)])
 def test_compare_with_an_earlier_file(tmp_path, factor, code):
     """The earlier run took `factor` times as long. It is a failure only if that run was faster."""

@@ -8,7 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator
 from datetime import date
-from itertools import chain, groupby, repeat
+from itertools import chain, cycle, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +115,7 @@ def plot(rows: list[Row], path: Path) -> None:
 
     directions = list(dict.fromkeys(r["direction"] for r in rows))
     names = list(dict.fromkeys(r["implementation"] for r in rows))
-    colours = dict(zip(names, plt.get_cmap("tab10").colors, strict=False))  # pyright: ignore
+    colours = dict(zip(names, cycle(plt.get_cmap("tab20").colors), strict=False))  # pyright: ignore
     groups = list(dict.fromkeys((r["workload"], r["dtype"]) for r in rows))
     height = 0.6 + 0.22 * len(groups) * len(names)
     figure, panels = plt.subplots(1, len(directions), figsize=(5.5 * len(directions), height), sharey=True, squeeze=False)
