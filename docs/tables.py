@@ -11,8 +11,12 @@ RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`; transformers.csv: `make test-transformers`
 # mutants.csv, mutants_equivalent.csv: `make mutants`
 SUPPORT = pathlib.Path(__file__).parent / "support"
-BENCH, WITH_LOGITS = "epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"
-OTHERS = {"zen3": "epyc-zen3-2-cores.csv", "zen4": "epyc-zen4-2-cores.csv"}  # other processors
+BENCH = "epyc-zen4-2-cores.csv"
+# Other processors: the file of bare operators, and that of operators with logits
+OTHERS = {
+    "zen5": ("epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"),
+    "zen3": ("epyc-zen3-2-cores.csv", "epyc-zen3-2-cores.csv"),
+}
 ZEN3_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
 Row = dict[str, str]
 
@@ -56,7 +60,7 @@ MODULES = ("plain torch", "torch.compile", "transformers", "transformers, compil
 NOT_YET = "*The recorded run has no such row yet.*\n"
 
 
-def workloads_with(implementation: str, direction: str, file: str = WITH_LOGITS) -> dict[str, dict[str, Row]]:
+def workloads_with(implementation: str, direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
     return {name: by for name, by in by_implementation(direction, file).items() if implementation in by}
 
 
@@ -82,7 +86,7 @@ def ratio(by: dict[str, Row], other: str) -> str:
     return f"{float(by['mx_driving']['milliseconds']) / float(by[other]['milliseconds']):.2f}"
 
 
-def beside(other: str, rivals: Iterable[str], file: str = WITH_LOGITS) -> str:
+def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
     """Of rows that have `other` beside them: our time, its ratio to that of `other`, and the speed-up over each rival."""
     rows = [
         [f"{name}; {direction}", milliseconds(by["mx_driving"]), ratio(by, other), *_cells(by, rivals)]
@@ -351,7 +355,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "floors": floors,
     "modules_zen3": lambda: f"{beside(PARTS, ('plain torch', 'transformers'), ZEN3_MODULES)}\n{made(read(ZEN3_MODULES))}\n",
     "measured": lambda: made(read(BENCH)) + "\n",
-    "measured_with_logits": lambda: made(read(WITH_LOGITS)) + "\n",
     "whole_models": whole_models,
     "attention_modules": attention_modules,
     "libraries": libraries,
@@ -375,20 +378,20 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _of(processor: str, file: str) -> dict[str, Callable[[], str]]:
+def _of(processor: str, file: str, with_logits: str) -> dict[str, Callable[[], str]]:
     """The tables of another processor."""
     tables = {
         "measured": lambda: made(read(file)) + "\n",
         "forward": lambda: speed_ups("forward", file),
         "forward_backward": lambda: speed_ups("forward + backward", file),
-        "with_logits": lambda: beside(BARE, RIVALS[:1], file),
+        "with_logits": lambda: f"{beside(BARE, RIVALS[:1], with_logits)}\n{made(read(with_logits))}\n",
         "floors": lambda: floors(file),
     }
     return {f"{name}_{processor}": table for name, table in tables.items()}
 
 
-for processor, file in OTHERS.items():
-    TABLES.update(_of(processor, file))
+for processor, files in OTHERS.items():
+    TABLES.update(_of(processor, *files))
 
 
 def write(folder: pathlib.Path) -> None:
