@@ -9,6 +9,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 import torch
@@ -172,6 +173,17 @@ def test_bars_of_more_implementations_than_there_are_colours(tmp_path):
     row = {"workload": "w", "dtype": "float32", "direction": "forward", "milliseconds": 1.0, "times ours": 1.0}
     report.plot([{**row, "implementation": str(number)} for number in range(21)], tmp_path / "rows.png")
     assert len(Image.open(tmp_path / "rows.png").convert("RGB").getcolors(1 << 20)) > 20
+
+
+def test_a_file_that_git_tracks_does_not_make_its_own_commit_dirty(tmp_path, monkeypatch):
+    """Benchmarks write their file anew after each row."""
+    out = tmp_path / "rows.csv"
+    monkeypatch.setattr(report.subprocess, "run", lambda *a, **k: Namespace(stdout="dirty" if out.exists() else "clean"))
+    report._commit.cache_clear()
+    for _ in range(2):
+        report.write([{"milliseconds": 1.0}], out)
+        assert out.read_text().endswith('commit clean"\n')
+    report._commit.cache_clear()
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1000.0, 0), (0.001, 1)])

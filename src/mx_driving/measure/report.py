@@ -8,6 +8,7 @@ import platform
 import subprocess
 from collections.abc import Iterable, Iterator
 from datetime import date
+from functools import cache
 from itertools import chain, cycle, groupby, repeat
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,10 @@ PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a modu
 KEY = ("workload", "dtype", "direction", "implementation")
 
 
+@cache
 def _commit() -> str:
-    """The commit of the source that this package runs from; nothing if it was installed from a wheel."""
+    """The commit of the source that this package runs from; nothing if it was installed from a wheel. Cached, because a file
+    that is written and that git tracks makes the commit dirty."""
     try:
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
         found = subprocess.run(git, capture_output=True, text=True, check=True)
@@ -99,10 +102,10 @@ def in_common(before: Iterable[Row], wanted: set[tuple[str, str, str]]) -> None:
 
 
 def write(rows: list[Row], path: Path) -> None:
+    here = machine()
     with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [*rows[0], "machine"])
         writer.writeheader()
-        here = machine()
         writer.writerows({**row, "machine": here} for row in rows)
 
 
