@@ -60,7 +60,7 @@ def for_torch(platform: Platform) -> str:
 def check_inside(platform: Platform, folder: pathlib.Path) -> None:
     """The library and the one that registers it with PyTorch, no floor, no leftovers."""
     holds(platform.wheel.stat().st_size < MOST_BYTES, f"{platform.wheel.name} has 2 MB or more")
-    allowed = {".py", ".h", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
+    allowed = {".py", ".h", ".cpp", ".cmake", ".typed", ".lib", ".html", ".css", ".js"}
     others = {file.name for file in (folder / "mx_driving").rglob("*") if file.is_file() and file.suffix not in allowed}
     holds(others == {platform.library, for_torch(platform)}, f"{platform.wheel.name} holds {others}")
 
