@@ -129,18 +129,21 @@ SYSTEMS = {
 FOR_ONNXRUNTIME = "RegisterCustomOps"  # the name that it looks for; no header declares it
 
 
+def strangers(needed: set[str], library: pathlib.Path) -> list[str]:
+    return [name for name in needed if not re.fullmatch(SYSTEMS[library.suffix], name, re.IGNORECASE)]
+
+
 def check_library(platform: Platform, library: pathlib.Path) -> str:
     needed, exported, facts = READERS[library.suffix](library, platform)
-    strangers = [name for name in needed if not re.fullmatch(SYSTEMS[library.suffix], name, re.IGNORECASE)]
-    holds(not strangers, f"{library.name} needs {strangers}")
+    holds(not strangers(needed, library), f"{library.name} needs {strangers(needed, library)}")
     declared = re.findall(r"\b(?:mxd_|acl)\w+(?=\()", "".join(h.read_text() for h in library.parent.rglob("*.h")))
     functions = {name for name in exported if name.startswith(("mxd_", "acl"))}
     holds(functions and functions <= set(declared), f"undeclared functions are exported: {functions - set(declared)}")
     more = exported - functions
     holds(more == {FOR_ONNXRUNTIME}, f"{library.name} must export {FOR_ONNXRUNTIME} beside its functions; got {sorted(more)}")
-    registers, _, _ = READERS[library.suffix](library.with_name(for_torch(platform)), platform)
-
-    holds(platform.library in {pathlib.PurePath(n).name for n in registers}, f"{for_torch(platform)} needs {registers}")
+    needs, _, _ = READERS[library.suffix](library.with_name(for_torch(platform)), platform)
+    beside = [pathlib.PurePath(name).name for name in strangers(needs, library)]
+    holds(beside == [platform.library], f"{for_torch(platform)} must need {platform.library} alone; got {beside}")
     if "aarch64-linux" in platform.target:
         facts += "; " + neon.check(library)
     facts += "; " + check_bill(platform.wheel)
