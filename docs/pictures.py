@@ -114,8 +114,28 @@ def geometric_kernel_attention() -> Figure:
     return figure
 
 
+def bev_pool_v3() -> Figure:
+    """Two cameras seen from above: what reaches each cell, of depths that grow less likely."""
+    cells, depths, pixels = (16, 28), 24, 12
+    place, heading = torch.tensor([[4.0, 8.0], [23.0, 8.0]]), torch.tensor([0.0, torch.pi])
+    angle = heading[:, None, None] + torch.linspace(-0.5, 0.5, pixels)
+    far = torch.arange(1, depths + 1)[:, None] * 0.8
+    x, y = (place[:, i, None, None] + far * turn(angle) for i, turn in enumerate((torch.cos, torch.sin)))
+    on = ((x >= 0) & (x < cells[1]) & (y >= 0) & (y < cells[0])).flatten()
+    ranks_bev = (y.long() * cells[1] + x.long()).flatten()[on]
+    ranks_depth = torch.arange(2 * depths * pixels)[on]
+    ranks_feat = (ranks_depth // (depths * pixels) * pixels + ranks_depth % pixels).int()
+    depth = torch.exp(-far / 10).expand(2, depths, pixels)
+    output = mx_driving.bev_pool_v3(depth, torch.ones(2, pixels, 1), ranks_depth, ranks_feat, ranks_bev, (1, 1, *cells, 1))
+    figure, (ax,) = panels(1, ["16 x 28 cells"], 28 / 16)
+    figure.set_size_inches(WIDTH / 2, WIDTH / 2 / 1.75 + 0.4)
+    shade(ax, output[0, 0, 0], float(output.max()))
+    dots(ax, place.double() - 0.5, 45, COLOURS[0])
+    return figure
+
+
 def write(folder: pathlib.Path) -> None:
-    for picture in (multi_scale_deformable_attn, deformable_aggregation, geometric_kernel_attention):
+    for picture in (multi_scale_deformable_attn, deformable_aggregation, geometric_kernel_attention, bev_pool_v3):
         picture().savefig(folder / f"{picture.__name__}.svg", metadata={"Date": None})
 
 

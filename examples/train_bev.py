@@ -1,13 +1,14 @@
-"""Train a small network from six cameras to a map of road and vehicles, with one of the three operators as view transform.
+"""Train a small network from six cameras to a map of road and vehicles, with one of four operators as view transform.
 
     python examples/train_bev.py --transform aggregation --out runs/aggregation
     python examples/train_bev.py --transform multi_scale --out runs/multi_scale --resume
     torchrun --nproc-per-node 2 examples/train_bev.py --transform geometric --out runs/geometric
+    python examples/train_bev.py --transform lift --out runs/lift      # by depths that it learns
     python examples/train_bev.py --page looks.html      # and a page on which one sees where each cell of the map looks
 
 Scenes are rendered: the demo's street from a random place and heading, with random vehicles. A step's scenes depend on the
 step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
-checkpoint.pt, losses.csv, prediction.png and looks.png, and beside it scenes-*.pt.
+checkpoint.pt, losses.csv, prediction.png and (of an operator that samples) looks.png, and beside it scenes-*.pt.
 
 Needs `pip install '.[demo]'`, in the clone.
 """
@@ -38,6 +39,7 @@ SIZE = (72, 128)  # height and width of a camera's image
 REACH = 14.4  # metres of ground to each side of the car
 CLASSES = ("road", "vehicle")
 HEIGHTS = (0.0, 0.5, 1.0, 1.5)  # metres: the pillar above a cell
+DEPTHS = torch.arange(1.0, 21.0, 0.5)  # metres from a camera
 
 
 @dataclass
@@ -186,6 +188,34 @@ class PerCamera(nn.Module):
         return query + (self.project(found) if self.geometric else found)
 
 
+class Lift(nn.Module):
+    """BEVDet's: a pixel spreads its feature over the depths that it finds likely, and a cell sums what lies above it."""
+
+    def __init__(self, channels: int, cells: int) -> None:
+        super().__init__()
+        self.cells = cells
+        self.likely, self.project = nn.Conv2d(channels, len(DEPTHS), 1), nn.Linear(channels, channels)
+        height, width = SIZE[0] // 8, SIZE[1] // 8
+        down, across = (torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width
+        z, y, x = torch.meshgrid(DEPTHS, down, across, indexing="ij")
+        seen = torch.stack([x * z, y * z, z, torch.ones_like(z)], -1)  # what projections() makes of a point
+        point = torch.einsum("cij,dhwj->cdhwi", projections(surround(*SIZE)).inverse(), seen).flatten(0, 3)
+        place = ((point[:, :2] + REACH) * (cells / (2 * REACH))).floor().int()
+        inside = ((place >= 0) & (place < cells)).all(-1) & (point[:, 2].abs() < 2)
+        ranks_bev, order = (place[inside] * torch.tensor([cells, 1])).sum(-1, dtype=torch.int32).sort()
+        ranks_depth, pixels = inside.nonzero().squeeze(1)[order].int(), height * width
+        ranks_feat = ranks_depth // (len(DEPTHS) * pixels) * pixels + ranks_depth % pixels
+        self.register_buffer("ranks", torch.stack([ranks_depth, ranks_feat, ranks_bev])[:, None])  # of one scene
+        self.register_buffer("sizes", torch.tensor([len(inside), 6 * pixels, cells * cells], dtype=torch.int32).view(3, 1, 1))
+
+    def forward(self, query: Tensor, maps: list[Tensor]) -> Tensor:
+        bs, fine = len(query), maps[0]
+        ranks = (self.ranks + self.sizes * torch.arange(bs, dtype=torch.int32)[:, None]).flatten(1)
+        shape = (bs, 1, self.cells, self.cells, fine.shape[1])
+        found = mx_driving.bev_pool_v3(self.likely(fine).softmax(1), fine.permute(0, 2, 3, 1), *ranks, shape)
+        return query + self.project(found.flatten(2).transpose(1, 2))
+
+
 class Network(nn.Module):
     """Images [bs, cam, 3, H, W], 0..1, to logits [bs, class, cells, cells]."""
 
@@ -198,6 +228,7 @@ class Network(nn.Module):
             "aggregation": lambda: Aggregation(channels, cells),
             "multi_scale": lambda: PerCamera(channels, cells, geometric=False),
             "geometric": lambda: PerCamera(channels, cells, geometric=True),
+            "lift": lambda: Lift(channels, cells),
         }
         self.lift = builders[transform]()
         self.norm = nn.LayerNorm(channels)
@@ -319,6 +350,8 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     folder_of_pictures("--out", options.out, "train_bev.py")
     if options.page is not None:
         writable("--page", options.page)
+        if options.transform == "lift":
+            raise Problem("--transform must be one that looks at places of pictures, for --page; got lift")
     if options.scenes < options.batch:
         raise Problem(f"--scenes must be at least --batch={options.batch}; got {options.scenes}")
     rank, world = _rank(), dist.get_world_size() if dist.is_initialized() else 1
@@ -371,7 +404,8 @@ def report(model: Network, held_out: Scenes, losses: list[float], seconds: float
         draw(model, held_out, options.out / "prediction.png", what)
         with torch.no_grad(), mx_driving.viz.recording() as looks:
             guess = model(held_out.images[:1] / 255)[0].sigmoid()
-        draw_looks(looks[-1], held_out, options.out / "looks.png")
+        if looks:
+            draw_looks(looks[-1], held_out, options.out / "looks.png")
     if options.page is not None:
         write_page(model, looks[-1], held_out, guess, options.page)
     print(f"{what}; {len(losses)} steps, {seconds:.0f} s of training")
@@ -392,7 +426,7 @@ def _mean(loss: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transform", choices=("aggregation", "multi_scale", "geometric"), default="aggregation")
+    parser.add_argument("--transform", choices=("aggregation", "multi_scale", "geometric", "lift"), default="aggregation")
     parser.add_argument("--out", type=Path, default=Path("runs/bev"))
     parser.add_argument("--page", type=Path, help="page (HTML) to write: where each cell of a map looks")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")

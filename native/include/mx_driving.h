@@ -42,6 +42,7 @@ enum mxd_status {
     MXD_BAD_LEVEL = 3, /* a level with H, W <= 0, a negative start, or one that does not fit in num_keys */
     MXD_OUT_OF_MEMORY = 4,
     MXD_BAD_NAME = 5,  /* mxd_run, mxd_describe_plan: no function has this name */
+    MXD_BAD_RANK = 7,  /* a rank that is negative, or past the end of its table */
     MXD_BAD_MEMORY = 6 /* a NULL where a tensor, memory for its elements or for text must be; addresses beyond 64 bits; or
                         * memory that is written and not the tensor's own */
 };
@@ -132,6 +133,16 @@ MXD_API int mxd_geometric_kernel_attention_with_logits_backward(
     const mxd_tensor *grad_output, const mxd_tensor *value, const mxd_tensor *spatial_shapes,
     const mxd_tensor *level_start_index, const mxd_tensor *reference_points, const mxd_tensor *window,
     const mxd_tensor *attention_logits, const mxd_tensor *grad_value, const mxd_tensor *grad_attention_logits, int num_threads);
+
+/* Lifting by depth: output[ranks_bev[i]] += depth[ranks_depth[i]] * feat[ranks_feat[i]], where output's cells count d, h
+ * and w inside a batch. feat [num_feat, c]; depth [num_depth]; ranks [n]; output [bs, c, d, h, w]. All ranks are looked
+ * at before anything is written. */
+MXD_API int mxd_bev_pool_v3(const mxd_tensor *feat, const mxd_tensor *depth, const mxd_tensor *ranks_feat,
+                            const mxd_tensor *ranks_depth, const mxd_tensor *ranks_bev, const mxd_tensor *output,
+                            int num_threads);
+MXD_API int mxd_bev_pool_v3_backward(const mxd_tensor *grad_output, const mxd_tensor *feat, const mxd_tensor *depth,
+                                     const mxd_tensor *ranks_feat, const mxd_tensor *ranks_depth, const mxd_tensor *ranks_bev,
+                                     const mxd_tensor *grad_feat, const mxd_tensor *grad_depth, int num_threads);
 
 /* Runs the function of this name, without "mxd_": "multi_scale_deformable_attn_backward". tensors: its tensors, in
  * order, `count` of them; one that is not given or not wanted has the dtype MXD_NOT_GIVEN. options: the function's

@@ -170,6 +170,9 @@ FUNCTION(geometric_kernel_attention_with_logits, (T a, T b, T c, T d, T e, T f, 
 FUNCTION(geometric_kernel_attention_with_logits_backward, (T a, T b, T c, T d, T e, T f, T g, T h, T i, int threads), 0, a, b,
          c, d, e, f, g, h, i)
 
+FUNCTION(bev_pool_v3, (T a, T b, T c, T d, T e, T f, int threads), 0, a, b, c, d, e, f)
+FUNCTION(bev_pool_v3_backward, (T a, T b, T c, T d, T e, T f, T g, T h, int threads), 0, a, b, c, d, e, f, g, h)
+
 int mxd_run(const char *name, const mxd_tensor *tensors, int count, const int64_t *options, int num_threads) {
     return mxd::out_of_memory_if_thrown([&] { return mxd::run_by_name(name, tensors, count, options, num_threads); });
 }

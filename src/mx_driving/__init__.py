@@ -17,6 +17,9 @@ from ._checks.data import DataWarning, data_checks
 from ._checks.limits import atlas_limits
 from ._dispatch.library import backends
 from ._patch import Patch, patch, patched
+from .ops.bev_pool import bev_pool
+from .ops.bev_pool_v2 import bev_pool_v2
+from .ops.bev_pool_v3 import bev_pool_v3
 from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
 from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
@@ -27,6 +30,7 @@ from .ops.multi_scale_deformable_attn import (
 )
 from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
+from .ops.voxel_pooling_train import npu_voxel_pooling_train
 
 # By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
 sys.modules[f"{__name__}._C"] = _C
@@ -37,6 +41,9 @@ __all__ = [
     "Patch",
     "atlas_limits",
     "backends",
+    "bev_pool",
+    "bev_pool_v2",
+    "bev_pool_v3",
     "compat",
     "data_checks",
     "deformable_aggregation",
@@ -50,6 +57,7 @@ __all__ = [
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",
     "npu_multi_scale_deformable_attn_function",
+    "npu_voxel_pooling_train",
     "onnx",
     "ops",
     "patch",

@@ -1,4 +1,4 @@
-"""The functions of the vendor's compiled extension for the three operators, under their present and older names.
+"""The functions of the vendor's compiled extension for the operators here, under their present and older names.
 
 Like the vendor's, they know neither autograd nor autocast; gradients are separate functions.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._dispatch.functions import as_compiled, backward_as_compiled
+from .ops import _extension
 from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale
 from .ops.npu_deformable_aggregation import deformable_aggregation as _aggregation
@@ -20,6 +21,12 @@ __all__ = [
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_backward",
     "multi_scale_deformable_attn_grad",
+    "npu_bev_pool",
+    "npu_bev_pool_backward",
+    "npu_bev_pool_v2",
+    "npu_bev_pool_v2_backward",
+    "npu_bev_pool_v3",
+    "npu_bev_pool_v3_backward",
     "npu_deformable_aggregation",
     "npu_deformable_aggregation_backward",
     "npu_geometric_kernel_attention",
@@ -48,3 +55,7 @@ npu_multi_scale_deformable_attn_function = multi_scale_deformable_attn
 multi_scale_deformable_attn_grad = multi_scale_deformable_attn_backward
 npu_geometric_kernel_attention = npu_geometric_kernel_attention_func = geometric_kernel_attention
 npu_geometric_kernel_attention_backward = geometric_kernel_attention_backward
+
+npu_bev_pool, npu_bev_pool_backward = _extension.bev_pool_forward, _extension.bev_pool_backward
+npu_bev_pool_v2, npu_bev_pool_v3 = _extension.bev_pool_v2_forward, _extension.bev_pool_v3_forward
+npu_bev_pool_v2_backward = npu_bev_pool_v3_backward = _extension.bev_pool_v3_backward

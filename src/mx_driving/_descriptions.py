@@ -4,8 +4,8 @@ A line that begins an operator is its name. Below it stand its tensors in order:
 with two spaces or more between. `floating` is float32, float64, float16 or bfloat16, `index` is int32 or int64, `number` is
 either. The elements of the output are those of the input that is named there. Axes of one name have one size; `a * b` is one
 axis, which an input may also have as two, `2 or 4` is an axis of either size. `R` is the number of reference points, which
-depends on an option. After the output come options with what each may be, an axis that divides another, the axes along
-which processes may share the work, and the operator that this one is built on.
+depends on an option. After the output come sizes that no input has, which are given as numbers; options with what each may
+be; an axis that divides another; the axes along which processes may share the work; and the operator that this one is built on.
 """
 
 TEXT = """
@@ -79,4 +79,15 @@ geometric_kernel_attention_with_logits
     rows                     1
     sharded                  bs, num_queries, num_heads
     built on                 geometric_kernel_attention
+
+bev_pool_v3
+    feat                     floating  num_feat, c                                                    gradient
+    depth                    floating  num_depth                                                      gradient
+    ranks_feat               index     n
+    ranks_depth              index     n
+    ranks_bev                index     n
+    output                   feat      bs, c, d, h, w
+    sizes                    bs, d, h, w
+    rows                     1
+    sharded                  c, n
 """

@@ -46,6 +46,7 @@ class Operator(NamedTuple):
     output: tuple[str, ...]  # axes
     rows: int  # rows of value that a sample reads
     sharded: tuple[str, ...]  # axes along which the work can be split
+    sizes: tuple[str, ...]  # axes of the output that no input has; given as numbers
     choices: dict[str, tuple[str, ...]]  # option -> what it may be
     divides: tuple[str, ...]  # the first of these axes divides the second; or none
     bare: str  # the operator that this one is built on, or ""
@@ -70,7 +71,12 @@ class Operator(NamedTuple):
     @property
     def options(self) -> tuple[str, ...]:
         """What follows the tensors, as a schema declares it."""
-        return tuple(f"str {option}" for option in self.choices)
+        return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))
+
+    @property
+    def samples(self) -> bool:
+        """Whether it reads maps, which index tables describe, at locations."""
+        return not self.sizes
 
     @property
     def tables(self) -> tuple[str, str]:
@@ -79,7 +85,9 @@ class Operator(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """The places of the inputs that have no batch: the index tables, and what else belongs to the whole model."""
+        """The places of the inputs that all processes have whole: index tables, and what else has no batch."""
+        if not self.samples:
+            return tuple(i for i, t in enumerate(self.tensors) if t.elements == "index")
         return tuple(i for i, at in enumerate(self.axes["bs"][:-1]) if at is None)
 
 
@@ -96,7 +104,7 @@ def _place(axis: str, axes: tuple[str, ...], divides: tuple[str, ...]) -> int | 
 
 
 def _operator(name: str, lines: list[list[str]]) -> Operator:
-    keys = ("output", "rows", "option", "divides", "sharded", "built on")
+    keys = ("output", "sizes", "rows", "option", "divides", "sharded", "built on")
     facts = {line[0]: line[1:] for line in lines if line[0] in keys}
     tensors = tuple(
         Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest)
@@ -111,6 +119,7 @@ def _operator(name: str, lines: list[list[str]]) -> Operator:
         output,
         rows=int(facts["rows"][0]),
         sharded=sharded,
+        sizes=split(facts["sizes"][0]) if "sizes" in facts else (),
         choices={facts["option"][0]: split(facts["option"][1])} if "option" in facts else {},
         divides=divides,
         bare=facts.get("built on", [""])[0],
@@ -131,6 +140,7 @@ def _read(text: str) -> Iterator[Operator]:
 
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
+SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.samples}  # those that read maps at locations
 
 
 def gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:

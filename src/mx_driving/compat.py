@@ -6,6 +6,10 @@ package that would hold the compiled file (`from . import deformable_aggregation
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward
 - `deformable_aggregation_ext` (Sparse4D, SparseDrive): deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
+- `bev_pool_v2_ext` (BEVDet, FlashOcc, FB-BEV): bev_pool_v2_forward, _backward, _backward_opt
+- `bev_pool_ext` (BEVFusion): bev_pool_forward, _backward
+- `voxel_pooling_train_ext`, `voxel_pooling_inference_ext` and the older `voxel_pooling_ext` (BEVDepth, BEVStereo): their
+  _forward_wrapper
 - only where nobody compiled them: `mmcv._ext` (mmcv-lite), `detrex._C`, `adet._C` (DeepSolo), `groundingdino._C`:
   ms_deform_attn_forward, _backward; `deformable_aggregation_with_depth_ext` (SparseDrive): nothing yet. Their other functions
   raise NotImplementedError when they are called
@@ -23,13 +27,17 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
+from .ops import _extension, _pooling
+from .ops.bev_pool_v3 import bev_pool_v3
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from .ops.npu_deformable_aggregation import deformable_aggregation
+from .ops.voxel_pooling_train import npu_voxel_pooling_train
 
 __all__ = ["NAMES", "install", "uninstall"]
 
@@ -71,6 +79,42 @@ def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
         out.copy_(found)
 
 
+@torch.no_grad()
+def _bev_pool_v2_forward(depth: Tensor, feat: Tensor, out: Tensor, *ranks_and_intervals: Any) -> None:
+    """Writes to out [b, d, h, w, c]."""
+    out.copy_(_extension.bev_pool_v2_forward(depth, feat, *ranks_and_intervals, *out.shape[:4]))
+
+
+@torch.no_grad()
+def _bev_pool_v2_backward(grad_out: Tensor, grad_depth: Tensor, grad_feat: Tensor, *inputs: Tensor) -> None:
+    """Adds to grad_depth and grad_feat."""
+    for out, found in zip((grad_depth, grad_feat), _extension.bev_pool_v3_backward(grad_out, *inputs), strict=True):
+        out.add_(found)
+
+
+@torch.no_grad()
+def _voxel_pooling_train(*arguments: Any) -> int:
+    """Adds to the output [B, Y, X, C], and writes (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
+    batches, points, _, x, y, z, geom_xyz, features, output, memo = arguments
+    sizes, places = (int(x), int(y), int(z)), geom_xyz.view(batches, points, 3)
+    output.add_(npu_voxel_pooling_train(places, features, sizes).permute(0, 2, 3, 1))
+    inside, cells = _pooling.points_inside(places, sizes)
+    columns = torch.unravel_index(cells, (batches, sizes[1], sizes[0]))
+    memo.view(-1, 3)[inside] = torch.stack(columns, 1).to(memo.dtype)
+    return 1
+
+
+@torch.no_grad()
+def _voxel_pooling_inference(*arguments: Any) -> int:
+    """Adds to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
+    batches, _, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
+    points, cells = _pooling.points_inside(geom_xyz, (int(x), int(y), int(z)))
+    rows = points // (bins * height * width) * (height * width) + points % (height * width)
+    shape = (batches, 1, int(y), int(x), channels)
+    output.add_(bev_pool_v3(depth, context.permute(0, 2, 3, 1), points, rows, cells, shape)[:, :, 0].permute(0, 2, 3, 1))
+    return 1
+
+
 _ATTENTION: dict[str, Function] = {
     "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
     "ms_deform_attn_backward": _multi_scale_backward,
@@ -86,6 +130,18 @@ _EXTENSIONS: dict[str, dict[str, Function]] = {
         "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
         "geometric_kernel_attn_cuda_backward": backward_as_compiled("geometric_kernel_attention", list),
     },
+    "bev_pool_v2_ext": {
+        "bev_pool_v2_forward": _bev_pool_v2_forward,
+        "bev_pool_v2_backward": _bev_pool_v2_backward,
+        "bev_pool_v2_backward_opt": _bev_pool_v2_backward,
+    },
+    "bev_pool_ext": {
+        "bev_pool_forward": _extension.bev_pool_forward,
+        "bev_pool_backward": _extension.bev_pool_backward,
+    },
+    "voxel_pooling_train_ext": {"voxel_pooling_train_forward_wrapper": _voxel_pooling_train},
+    "voxel_pooling_ext": {"voxel_pooling_forward_wrapper": _voxel_pooling_train},
+    "voxel_pooling_inference_ext": {"voxel_pooling_inference_forward_wrapper": _voxel_pooling_inference},
 }
 # By a module's whole name, or its last part. They have more functions than ours, so compiled ones come first.
 _PARTS: dict[str, dict[str, Function]] = {

@@ -16,6 +16,8 @@ from . import _composition, _geometry
 
 __all__ = [
     "Corners",
+    "bev_pool_v3",
+    "bev_pool_v3_backward",
     "deformable_aggregation",
     "deformable_aggregation_backward",
     "deformable_aggregation_with_logits",
@@ -299,3 +301,52 @@ geometric_kernel_attention_with_logits, geometric_kernel_attention_with_logits_b
 deformable_aggregation_with_logits, deformable_aggregation_with_logits_backward = _over(
     "deformable_aggregation_with_logits", deformable_aggregation, deformable_aggregation_backward
 )
+
+
+def bev_pool_v3(
+    feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
+) -> Tensor:
+    """output[b, :, d, h, w] = sum of depth * feat over the points of a cell."""
+    dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
+    sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
+    if feat.shape[0] and depth.shape[0] and cells:
+        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (len(feat), len(depth), cells))
+        rows = depth.to(dtype)[of_depth, None] * feat.to(dtype)[of_feat]
+        sums = sums.index_add(0, cell, torch.where(there[:, None], rows, 0))
+    return sums.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous().to(feat.dtype)
+
+
+def bev_pool_v3_backward(
+    grad_output: Tensor,
+    feat: Tensor,
+    depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_bev: Tensor,
+    bs: int,
+    d: int,
+    h: int,
+    w: int,
+    output_mask: list[bool],
+) -> tuple[Tensor, Tensor]:
+    """Gradients of feat and depth."""
+    dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
+    grad_feat, grad_depth = (
+        t.new_zeros(t.shape if wanted else 0, dtype=dtype) for t, wanted in zip((feat, depth), output_mask, strict=True)
+    )
+    if feat.shape[0] and depth.shape[0] and cells:
+        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (len(feat), len(depth), cells))
+        grad = grad_output.to(dtype).movedim(1, -1).flatten(0, 3)[cell]
+        if output_mask[0]:
+            rows = depth.to(dtype)[of_depth, None] * grad
+            grad_feat = grad_feat.index_add(0, of_feat, torch.where(there[:, None], rows, 0))
+        if output_mask[1]:
+            products = (grad * feat.to(dtype)[of_feat]).sum(-1)
+            grad_depth = grad_depth.index_add(0, of_depth, torch.where(there, products, 0))
+    return grad_feat.to(feat.dtype), grad_depth.to(depth.dtype)
+
+
+def _ranks(ranks: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """Each point's ranks, and whether all of them have their rows; else they are 0."""
+    there = torch.stack([(t >= 0) & (t < count) for t, count in zip(ranks, rows, strict=True)]).all(0)
+    return [torch.where(there, t.long(), 0) for t in ranks], there

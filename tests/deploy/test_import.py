@@ -56,7 +56,7 @@ def test_backends_names_kernel_and_instruction_set(implementation):
     found = mx_driving.backends()
     assert set(found) == {"cpu", "cuda", "other"}
     for device in found.values():
-        assert tuple(device) == cases.EVERY
+        assert tuple(device) == (*cases.EVERY, "bev_pool_v3")
     isa = _backends.native.isa()
     assert all(f"native C++, {isa}," in sentence for sentence in found["cpu"].values())
     assert all(sentence.startswith("reference: ") for sentence in found["other"].values())

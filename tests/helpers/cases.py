@@ -235,7 +235,7 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
     name = operator + "_backward" if backward else operator
 
     def interpreted(*args: Any) -> Any:
-        served = _backends.triton.serves(*(args[backward + i] for i in (0, 3, 4)))
+        served = _backends.triton.serves(*filter(is_floating, args[backward:]))
         return (_backends.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
     if INTERPRETED and operator in WITH_LOGITS:

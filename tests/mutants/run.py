@@ -43,7 +43,7 @@ Results = dict[str, tuple[str, float]]  # fault -> who noticed it, or nothing, a
 MOST = 1024  # switches in switch.h
 BUDGET = 30.0  # seconds that the tests of one fault may take: what only slower ones notice counts as survived
 LEAST, SLOWER = 30, 3  # CPU seconds that a trial may take: LEAST, and SLOWER times what its tests take without a fault
-OPERATORS = "checks errors limits data_checks autograd values with_logits nonfinite"
+OPERATORS = "bev_pool_v3 checks errors limits data_checks autograd values with_logits nonfinite"
 NATIVE = "refusals memory_of_calls plan plan_bounds logits_native aggregation_native aclnn_refusals"
 TESTS = (
     *(f"operators/test_{name}.py" for name in OPERATORS.split()),

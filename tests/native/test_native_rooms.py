@@ -16,7 +16,7 @@ DOOR = "kernels/kernels.h"  # all that others see of the kernels
 FLOORS = (
     ("threads", "call"),
     ("kernels/shared",),
-    ("kernels/attention", "kernels/aggregation"),
+    ("kernels/attention", "kernels/aggregation", "kernels/pooling"),
     ("kernels/heads_together",),
     (KERNELS,),
     (".",),

@@ -66,6 +66,38 @@ def test_learns_and_resumes_on_the_same_curve(folder, transform):
     assert run(folder, f"part-{transform}", transform, resume=True) == whole
 
 
+def test_lift_learns_depths_and_resumes_on_the_same_curve(folder):
+    whole = run(folder, "whole-lift", "lift")
+    assert run(folder, "part-lift", "lift", stop=2) == whole[:2]
+    assert run(folder, "part-lift", "lift", resume=True) == whole
+    assert not (folder / "whole-lift" / "looks.png").exists()
+    model = train_bev.Network("lift", TINY["cells"])
+    model(torch.rand(1, 6, 3, *train_bev.SIZE)).sum().backward()
+    assert model.lift.likely.weight.grad.any()
+
+
+def test_points_of_lift_are_projected_to_their_pixels():
+    """A point's cell, seen by the camera at the point's height, is at its pixel; every scene of a batch has its own points."""
+    lift, (height, width) = train_bev.Lift(8, 48), (train_bev.SIZE[0] // 8, train_bev.SIZE[1] // 8)
+    ranks_depth, ranks_feat, ranks_bev = lift.ranks[:, 0].long()
+    assert (ranks_bev.diff() >= 0).all()
+    camera, depth, y, x = torch.unravel_index(ranks_depth, (6, len(train_bev.DEPTHS), height, width))
+    assert torch.equal(ranks_feat, (camera * height + y) * width + x)
+    centre = train_bev.cell_centres(48).flatten(0, 1).double()[ranks_bev]
+    for number, view in enumerate(rig.surround(*train_bev.SIZE)):
+        of = camera == number
+        pixel = torch.stack([(x[of] + 0.5) / width, (y[of] + 0.5) / height], -1).double()
+        z = train_bev.DEPTHS[depth[of]].double()
+        matrix = view.camera_to_ego
+        focal = view.intrinsics.diagonal()[:2]
+        pixels = pixel * torch.tensor([view.size[1], view.size[0]]) - 0.5
+        ray = torch.cat([(pixels - view.intrinsics[:2, 2]) / focal, torch.ones(len(z), 1)], -1) * z[:, None]
+        ground = ray @ matrix[:3, :3].T + matrix[:3, 3]
+        assert of.sum() > 100
+        assert ((ground[:, :2] - centre[of]).abs() < train_bev.REACH / 48 + 1e-3).all()
+        assert (ground[:, 2].abs() < 2.01).all()
+
+
 def test_two_processes_follow_the_curve_of_one(folder):
     alone = run(folder, "alone", "multi_scale")
     sizes = [text for name, value in TINY.items() for text in ("--" + name.replace("_", "-"), str(value))]
@@ -111,6 +143,8 @@ def test_a_wrong_folder_or_count_is_refused_first(refused, tmp_path):
     assert "--out must be a place to write to; got" in refused(out="/proc/run" if sys.platform == "linux" else "x" * 300)
     assert "the folder of --page must exist; got none" in refused("--page", "none/looks.html")
     assert "--scenes must be at least --batch=4; got 2" in refused("--scenes", 2)
+    page = ("--page", tmp_path / "looks.html", "--transform", "lift")
+    assert "--transform must be one that looks at places of pictures, for --page; got lift" in refused(*page)
 
 
 def test_a_checkpoint_of_another_run_is_refused(folder, refused, tmp_path):

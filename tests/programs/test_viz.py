@@ -18,7 +18,7 @@ from mx_driving import viz
 matplotlib = pytest.importorskip("matplotlib.image") and pytest.importorskip("matplotlib")
 
 
-def test_recording_sees_every_operator_and_no_backward():
+def test_recording_sees_every_sampling_operator_and_no_backward():
     value, shapes, starts = mx_driving.nn.flatten_levels([torch.rand(1, 8, 4, 4, requires_grad=True)])
     heads, weights = value.view(1, 16, 2, 4), torch.rand(1, 3, 2, 1, 2)
     with viz.recording() as looks:
@@ -27,6 +27,7 @@ def test_recording_sees_every_operator_and_no_backward():
         mx_driving.geometric_kernel_attention(heads, shapes, starts, torch.zeros(1, 3, 2, 1, 2, 2).long(), weights)
         maps = mx_driving.nn.flatten_cameras([torch.rand(1, 1, 8, 4, 4)])
         mx_driving.deformable_aggregation(*maps, torch.rand(1, 2, 3, 1, 2), torch.rand(1, 2, 3, 1, 1, 4))
+        mx_driving.bev_pool(torch.rand(1, 8), torch.zeros(1, 4).long(), 1, 1, 1, 1)  # it looks at no place of a map
     mx_driving.multi_scale_deformable_attn(heads, shapes, starts, torch.rand(1, 3, 2, 1, 2, 2), weights)
     assert [look.operator for look in looks] == [
         "multi_scale_deformable_attn",

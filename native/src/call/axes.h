@@ -12,6 +12,9 @@
 //   locations            BATCH, QUERY, KEY_POINT, CAMERA, PAIR_XY; or key points: BATCH, QUERY, KEY_POINT, XYZ
 //   projection           BATCH, MATRIX, ROW, COLUMN
 //   image_size           BATCH, MATRIX, EXTENT
+//
+// In bev_pool_v3 feat is value, with one batch and one head; depth, ranks_*: LISTED; output: BATCH,
+// CELL_CHANNEL, CELL_D, CELL_H, CELL_W
 #pragma once
 
 namespace mxd {
@@ -25,6 +28,7 @@ enum Axis {
     PLACE = 0, PLACE_XY = 1,
     KEY_POINT = 2, CAMERA = 3, SCALE = 4, GROUP = 5, PAIR_XY = 4, XYZ = 3,
     MATRIX = 1, ROW = 2, COLUMN = 3, EXTENT = 2,
+    LISTED = 0, CELL_CHANNEL = 1, CELL_D = 2, CELL_H = 3, CELL_W = 4,
     // clang-format on
 };
 

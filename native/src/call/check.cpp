@@ -11,9 +11,6 @@
 namespace mxd {
 namespace {
 
-// More elements than any memory has, with room to spare for bytes and for sums of offsets.
-constexpr int64_t TOO_MANY = int64_t(1) << 48;
-
 constexpr uint64_t bit(int64_t dtype) { return uint64_t(1) << dtype; }
 constexpr uint64_t FLOATING = bit(MXD_FLOAT32) | bit(MXD_FLOAT64) | bit(MXD_FLOAT16) | bit(MXD_BFLOAT16),
                    INDEX = bit(MXD_INT32) | bit(MXD_INT64);
@@ -328,6 +325,8 @@ namespace {
 
 // Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
 constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
+// A list of points has 32 bits for each.
+constexpr int64_t MOST_POINTS = UINT32_MAX;
 
 bool too_many_samples(const Call &call, const Tensor &t) {
     if (is_empty(t)) return false;
@@ -356,6 +355,7 @@ void forget_queries_without_samples(Call &call) {
 } // namespace
 
 bool query_is_too_large(Call &call) {
+    if (call.op == POOLING) return call.sizes.points > MOST_POINTS;
     forget_queries_without_samples(call);
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }

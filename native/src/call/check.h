@@ -7,6 +7,9 @@
 
 namespace mxd {
 
+// More elements than any memory has, with room to spare for bytes and for sums of offsets.
+constexpr int64_t TOO_MANY = int64_t(1) << 48;
+
 // A tensor as a binding has it.
 struct Given {
     const int64_t *shape; // null: it is not given

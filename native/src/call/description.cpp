@@ -19,6 +19,7 @@ struct Kernel {
 constexpr Kernel KERNELS[] = {{"multi_scale_deformable_attn", MULTI_SCALE},
                               {"deformable_aggregation", AGGREGATION},
                               {"geometric_kernel_attention", GEOMETRIC},
+                              {"bev_pool_v3", POOLING},
                               {"", MULTI_SCALE}};
 
 struct Name {
@@ -27,6 +28,7 @@ struct Name {
 };
 constexpr Name TENSORS[] = {{"value", &Call::value, &Call::grad_value},
                             {"feature_maps", &Call::value, &Call::grad_value},
+                            {"feat", &Call::value, &Call::grad_value},
                             {"value_spatial_shapes", &Call::shapes, nullptr},
                             {"spatial_shapes", &Call::shapes, nullptr},
                             {"spatial_shape", &Call::shapes, nullptr},
@@ -46,6 +48,10 @@ constexpr Name TENSORS[] = {{"value", &Call::value, &Call::grad_value},
                             {"projection", &Call::projection, &Call::grad_projection},
                             {"image_size", &Call::image_size, nullptr},
                             {"pair_scale", &Call::pair_scale, nullptr},
+                            {"depth", &Call::depth, &Call::grad_depth},
+                            {"ranks_feat", &Call::ranks_feat, nullptr},
+                            {"ranks_depth", &Call::ranks_depth, nullptr},
+                            {"ranks_bev", &Call::ranks_bev, nullptr},
                             {"output", &Call::output, &Call::grad_output},
                             {"", nullptr, nullptr}};
 
@@ -54,14 +60,23 @@ struct Size {
     std::string_view name;
     int64_t Sizes::*size;
 };
-constexpr Size SIZES[] = {{"bs", &Sizes::batch},          {"num_keys", &Sizes::keys},
-                          {"num_feat", &Sizes::keys},     {"num_queries", &Sizes::queries},
-                          {"anchor", &Sizes::queries},    {"num_heads", &Sizes::heads},
-                          {"num_levels", &Sizes::scales}, {"R", &Sizes::references},
-                          {"num_points", &Sizes::points}, {"pts", &Sizes::points},
-                          {"cam", &Sizes::cameras},       {"scale", &Sizes::scales},
-                          {"group", &Sizes::groups},      {"embed_dims", &Sizes::channels},
-                          {"c", &Sizes::channels},        {"", nullptr}};
+constexpr Size SIZES[] = {{"bs", &Sizes::batch},
+                          {"num_keys", &Sizes::keys},
+                          {"num_feat", &Sizes::keys},
+                          {"num_queries", &Sizes::queries},
+                          {"anchor", &Sizes::queries},
+                          {"num_heads", &Sizes::heads},
+                          {"num_levels", &Sizes::scales},
+                          {"R", &Sizes::references},
+                          {"num_points", &Sizes::points},
+                          {"pts", &Sizes::points},
+                          {"cam", &Sizes::cameras},
+                          {"scale", &Sizes::scales},
+                          {"group", &Sizes::groups},
+                          {"embed_dims", &Sizes::channels},
+                          {"c", &Sizes::channels},
+                          {"n", &Sizes::points},
+                          {"", nullptr}};
 
 // The entry of a name; the last one, which has none, if it is not there.
 template <class Table> const auto &entry_of(const Table &table, std::string_view name) {
@@ -135,8 +150,11 @@ OfAxes<int> layout_of(const Argument &argument, const Description &op) {
                      [&](int a, int b) { return &entry_of(SIZES, split[a].text) < &entry_of(SIZES, split[b].text); });
     const bool is_table = argument.tensor == &Call::shapes || argument.tensor == &Call::starts;
     if (is_table && op.size("cam") < 0) layout.insert(layout.begin() + MAP_CAMERA, -1);
-    for (Tensor Call::*of_heads : {&Call::value, &Call::output, &Call::grad_value, &Call::grad_output})
-        if (argument.tensor == of_heads && op.size("num_heads") < 0) layout.insert(layout.begin() + HEAD, -1);
+    for (Tensor Call::*of_rows : {&Call::value, &Call::output, &Call::grad_value, &Call::grad_output}) {
+        if (argument.tensor != of_rows) continue;
+        if (layout.size() < 3) layout.insert(layout.begin() + BATCH, -1);
+        if (layout.size() < 4) layout.insert(layout.begin() + HEAD, -1);
+    }
     OfAxes<int> found;
     for (int from : layout) found.push_back(from);
     return found;
@@ -198,6 +216,8 @@ struct Text {
                 op.divisor = op.size(parts(last, ", ").front());
                 op.divided = op.size(parts(last, ", ").back());
             }
+            if (first == "sizes")
+                for (std::string_view size : parts(last, ", ")) op.given.push_back(op.size(size));
             if (first == "option") {
                 op.option = words[1];
                 op.choices = parts(last, ", ");
@@ -221,7 +241,7 @@ struct Text {
         op.references = op.size("R");
         op.levels = op.size("num_levels");
         op.points = op.size("num_points");
-        op.rows = inputs.front().axes[KEY].size;
+        op.rows = inputs.front().axes[std::min(int(KEY), inputs.front().axes.count - 2)].size;
         for (std::string_view name : op.sizes) op.members.push_back(entry_of(SIZES, name).size);
         Function forward{&op,    kernel.op, std::string(op.name), op.bare != op.name, false,
                          inputs, 0,         int(inputs.size()),   int(inputs.size())};

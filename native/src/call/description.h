@@ -59,7 +59,8 @@ struct Description {
     std::vector<int64_t Sizes::*> members; // of a call; null: it has none for this
     int divisor = -1, divided = -1;        // sizes: the first divides the second
     int references = -1, levels, points;   // sizes, where the number of reference points depends on the option
-    int rows;                              // the size of value's second axis
+    int rows;                              // the size of the axis of value's rows
+    std::vector<int> given;                // sizes that no input has: bindings without an output have them as numbers
     std::vector<std::string_view> choices; // of its option, if it has one
     std::string_view option;
 

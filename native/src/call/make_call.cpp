@@ -46,6 +46,8 @@ Call make_call(const Function &function, const mxd_tensor *const *tensors, const
         ++tensors;
     }
     call.sizes = sizes_of(*function.op, sizes);
+    const Tensor &cells = call.backward ? call.grad_output : call.output;
+    call.sizes.cells = cells.shape[BATCH] * cells.shape[CELL_D] * cells.shape[CELL_H] * cells.shape[CELL_W];
     call.sizes.coordinates = call.reference.shape[COORDINATE];
     return call;
 }

@@ -298,6 +298,7 @@ std::atomic<int64_t> work_of_a_thread{WORK_OF_A_THREAD};
 // one camera.
 double elements_used(const Call &call) {
     const Sizes &n = call.sizes;
+    if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);
     const double samples = double(n.batch) * double(n.queries) * double(n.heads) * double(n.scales) * double(n.points);
     const double read = samples * (call.op == GEOMETRIC ? 1 : 4) * double(n.channels);
     const double written = double(n.batch) * double(n.keys) * double(n.heads) * double(n.channels);
@@ -329,6 +330,7 @@ std::string value_gradient_text(const Plan &plan) {
 
 Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
+    if (call.op == POOLING) return plan; // there is one way
     if (call.backward) {
         plan_gradients(call, choose_packed_value(call, lists.packed_value), plan, lists);
         return plan;
@@ -350,6 +352,7 @@ void set_work_of_a_thread(int64_t elements) { work_of_a_thread = elements > 0 ? 
 
 std::string describe(const Call &call, const Plan &plan) {
     std::string text = "threads: " + std::to_string(num_threads(call)) + "\n";
+    if (call.op == POOLING) return text;
     text += "packed_value: " + packed_text(call, plan.packed_value) + "\n";
     if (call.has_window) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
     if (!call.backward) return text + "prefetched_rows: " + prefetched_text(call, plan.packed_value) + "\n";

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <new>
 
+#include "call/ranks.h"
 #include "call/tensor.h"
 
 #ifdef __linux__
@@ -92,7 +93,7 @@ void prefer_huge_pages(const Tensor &t) {
 
 bool nothing_to_do(const Call &call) {
     for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
-                                 &call.grad_projection})
+                                 &call.grad_projection, &call.grad_depth})
         if (result->data && !is_empty(*result)) return false;
     return true;
 }
@@ -130,8 +131,8 @@ int read_levels(Call &call, Prepared &prepared) {
 Tensor readable_value(const Call &call) {
     const Tensor &value = call.value;
     bool wide = false;
-    for (const Tensor *t :
-         {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size, &call.pair_scale})
+    for (const Tensor *t : {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size,
+                            &call.pair_scale, &call.depth})
         wide = wide || t->dtype == MXD_FLOAT64;
     const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
     return channels_lie_apart(value) || dtype != value.dtype ? contiguous(value, dtype) : value;
@@ -156,6 +157,7 @@ int prepare(Call &call, Prepared &prepared, bool reads_value) {
     const Tensor readable = readable_value(call);
     if (!reads_value) return call.value = readable, MXD_OK;
     if (nothing_to_do(call)) return MXD_OK;
+    if (!ranks_fit(call)) return MXD_BAD_RANK;
     for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
     return copy_value(call, readable, prepared);
 }

@@ -18,7 +18,8 @@ struct Prepared {
 
 // Reads the levels, and makes value readable: channels contiguous, and double as soon as one input is, which saves a copy
 // of each kernel for every other dtype computed with in double. Requests huge pages for the results. MXD_BAD_LEVEL when a
-// level does not fit, MXD_OUT_OF_MEMORY. reads_value: else only a plan is made, and value is described as it would be.
+// level does not fit, MXD_BAD_RANK, MXD_OUT_OF_MEMORY. reads_value: else only a plan is made, and value is described as it
+// would be.
 int prepare(Call &call, Prepared &prepared, bool reads_value);
 
 // Whether nothing is to be written. No kernel may go through the queries then: expanded inputs take no memory and can

@@ -63,6 +63,7 @@ constexpr Slot<OrtStatus *(const OrtTensorInfo *, OrtType *)> element_type{60};
 constexpr Slot<OrtStatus *(const OrtTensorInfo *, size_t *)> number_of_axes{61};
 constexpr Slot<OrtStatus *(const OrtTensorInfo *, int64_t *, size_t)> sizes{62};
 constexpr Slot<OrtStatus *(const OrtValue *, OrtTensorInfo **)> tensor_info{65};
+constexpr Slot<OrtStatus *(const OrtKernelInfo *, const char *, int64_t *)> int_attribute{86};
 constexpr Slot<OrtStatus *(const OrtKernelInfo *, const char *, char *, size_t *)> string_attribute{87};
 constexpr Slot<OrtStatus *(const OrtKernelContext *, size_t *)> number_of_inputs{88};
 constexpr Slot<OrtStatus *(const OrtKernelContext *, size_t, const OrtValue **)> input{90};

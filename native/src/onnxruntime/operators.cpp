@@ -70,8 +70,9 @@ template <class Fn> OrtStatus *status_of(const OrtApi *api, Fn &&fn) {
 struct Instance {
     const Runtime &runtime;
     const Function &function;
-    int64_t option;              // reference_axis
-    std::atomic<int> threads{0}; // that were seen to work; 0: none yet
+    int64_t option;               // reference_axis
+    std::vector<int64_t> numbers; // sizes that no input has
+    std::atomic<int> threads{0};  // that were seen to work; 0: none yet
 };
 
 // A node without the attribute has the operator's default. onnxruntime has one code for that and for an attribute of
@@ -93,6 +94,20 @@ int64_t option_of(const Description &op, const OrtApi *api, const OrtKernelInfo 
     }
     if (!no_word && !too_long) fact = "'" + std::string(word) + "'";
     refuse(api, sentence(name, rule, fact));
+}
+
+std::vector<int64_t> numbers_of(const Description &op, const OrtApi *api, const OrtKernelInfo *info) {
+    std::vector<int64_t> numbers;
+    for (int size : op.given) {
+        const std::string name(op.sizes[size_t(size)]);
+        int64_t number = -1;
+        OrtStatus *status = ort::int_attribute(api, info, name.c_str(), &number);
+        if (status) ort::release_status(api, status);
+        if (status || number < 0)
+            refuse(api, sentence(name, "be an attribute, a whole number", status ? "none" : std::to_string(number)));
+        numbers.push_back(number);
+    }
+    return numbers;
 }
 
 // A tensor that a node is given; without a shape where it is an optional one that is not.
@@ -162,7 +177,10 @@ struct Inputs {
             if (i < count) read_input(api, context, i, all[i]);
             given[i] = all[i].given;
         }
-        if (fits(function, given, function.num_inputs, instance.option, sizes)) return;
+        if (fits(function, given, function.num_inputs, instance.option, sizes)) {
+            for (size_t i = 0; i < instance.numbers.size(); ++i) sizes.of[function.op->given[i]] = instance.numbers[i];
+            return;
+        }
         const Refusal why = refusal_of(function, given, function.num_inputs, instance.option);
         refuse(api, sentence(function.arguments[size_t(why.argument)].name, why.rule, why.fact));
     }
@@ -183,7 +201,13 @@ mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const Give
 
 mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const Argument &output, const Inputs &inputs) {
     std::vector<int64_t> shape;
-    for (const NamedAxis &axis : output.axes) shape.push_back(inputs.size(axis));
+    double elements = 1;
+    for (const NamedAxis &axis : output.axes) {
+        shape.push_back(inputs.size(axis));
+        elements *= double(shape.back());
+    }
+    if (elements >= double(TOO_MANY))
+        refuse(api, sentence("output", "have fewer than 2**48 elements", text_of(shape.data(), shape.size())));
     OrtValue *made = nullptr;
     void *data = nullptr;
     need(ort::output(api, context, 0, shape.data(), shape.size(), &made));
@@ -260,8 +284,10 @@ const NodeKernel &kernel_of(const OrtCustomOp *op) { return *static_cast<const N
 OrtStatus *create(const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *info, void **made) {
     const NodeKernel &kernel = kernel_of(op);
     const OrtApi *api = kernel.runtime->api;
-    return status_of(
-        api, [&] { *made = new Instance{*kernel.runtime, *kernel.function, option_of(*kernel.function->op, api, info)}; });
+    return status_of(api, [&] {
+        const Description &op = *kernel.function->op;
+        *made = new Instance{*kernel.runtime, *kernel.function, option_of(op, api, info), numbers_of(op, api, info)};
+    });
 }
 
 NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType dtype) {

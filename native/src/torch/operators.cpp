@@ -135,6 +135,7 @@ class BoxedCall {
     // Takes all arguments, whatever they are.
     BoxedCall(const Function &of, Value *arguments) : function(of) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
+        for (int64_t &size : numbers_of(*function.op)) size = int64_t(*arguments++);
         if (!function.op->option.empty()) take_option(handle_of<StringHandle>(*arguments++));
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
@@ -145,6 +146,7 @@ class BoxedCall {
         check_option();
         if (!fits(function, given, function.first_written, option, sizes))
             refuse(refusal_of(function, given, function.first_written, option));
+        take_sizes();
         if (function.backward)
             make_gradients();
         else
@@ -158,13 +160,31 @@ class BoxedCall {
     Tensor tensors[MOST_ARGUMENTS];
     Given given[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
-    std::string word; // the option's
+    std::vector<int64_t> numbers; // sizes that no input has
+    std::string word;             // the option's
     int64_t option = 0;
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 
     int count() const { return int(function.arguments.size()); }
     const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
+
+    std::vector<int64_t> &numbers_of(const Description &op) {
+        numbers.resize(op.given.size());
+        return numbers;
+    }
+    // Of a gradient's output they are known already.
+    void take_sizes() {
+        const Description &op = *function.op;
+        for (size_t i = 0; i < numbers.size(); ++i) {
+            int64_t &size = sizes.of[op.given[i]];
+            const std::string name(op.sizes[size_t(op.given[i])]);
+            if (size >= 0 && size != numbers[i])
+                throw Refused{sentence(name, "be " + std::to_string(size) + ", as in grad_output", std::to_string(numbers[i]))};
+            if (numbers[i] < 0) throw Refused{sentence(name, "not be negative", std::to_string(numbers[i]))};
+            size = numbers[i];
+        }
+    }
 
     void take_tensor(int i, Value value) {
         if (argument(i).required) {
@@ -222,7 +242,10 @@ class BoxedCall {
     void make_output() {
         const int place = function.first_written;
         int64_t shape[MOST_AXES], *next = shape;
-        for (const NamedAxis &axis : argument(place).axes) *next++ = size(axis);
+        double elements = 1;
+        for (const NamedAxis &axis : argument(place).axes) elements *= double(*next++ = size(axis));
+        if (elements >= double(TOO_MANY))
+            throw Refused{sentence("output", "have fewer than 2**48 elements", text_of(shape, size_t(next - shape)))};
         tensors[place] = made(tensors[function.first_input], shape, int(next - shape));
         given[place] = tensors[place].given();
     }
@@ -290,7 +313,9 @@ class BoxedCall {
 
 // ---- kernels: torch says only by a kernel's address which operator it calls, so each has one of its own
 
-uint64_t arguments_of(const Function &f) { return uint64_t(f.first_written + !f.op->option.empty() + f.backward); }
+uint64_t arguments_of(const Function &f) {
+    return uint64_t(f.first_written + int(f.op->given.size()) + !f.op->option.empty() + f.backward);
+}
 
 // Null, or why fn could not do its work: a sentence that stays until this thread's next.
 template <class Fn> const char *why_not(Fn &&fn) {
@@ -336,6 +361,7 @@ std::string schema(const Function &f) {
     for (int i = 0; i < f.first_written; ++i)
         inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[size_t(i)].required ? " " : "? ") +
                   f.arguments[size_t(i)].name;
+    for (int size : f.op->given) inputs += ", SymInt " + std::string(f.op->sizes[size_t(size)]);
     if (!f.op->option.empty()) inputs += ", str " + std::string(f.op->option);
     if (!f.backward) return f.name + "(" + inputs + ") -> Tensor";
     const size_t gradients = f.arguments.size() - size_t(f.first_written);

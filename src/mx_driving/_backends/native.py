@@ -32,7 +32,7 @@ _DTYPE = {
     torch.bfloat16: 27,
 }
 _ISAS = ("baseline", "avx2", "avx512")
-_BAD_LEVEL = 3
+_BAD_LEVEL, _BAD_RANK = 3, 7
 
 # struct mxd_tensor: data, dtype, shape[6], strides[6]; one packer for each number of axes, the unused axes zero
 _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n in range(1, 7)}
@@ -145,7 +145,7 @@ _MOST_ROWS = 2**31 - 2
 
 def serves(value: Tensor) -> bool:
     """A value of more rows goes to the reference."""
-    return value.shape[1] <= _MOST_ROWS
+    return value.shape[min(1, value.dim() - 2)] <= _MOST_ROWS
 
 
 def isa() -> str:
@@ -221,6 +221,7 @@ class _Function:
             if " * " in a[-1]
         }
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
+        self.first_choice = self.count + len(operator.sizes)
         self.numbers = [i for i, t in enumerate(operator.tensors) if t.elements == "number"]
 
     def call(self, inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
@@ -243,13 +244,13 @@ class _Function:
         for i in self.numbers:
             if inputs[i].dtype not in _DTYPE:
                 inputs = (*inputs[:i], inputs[i].to(torch.int64), *inputs[i + 1 :])
-        return inputs, args[self.count :]
+        return inputs, args[self.first_choice :]
 
 
 class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
-        inputs, options = self.split(args) if self.numbers or self.choices else (args, ())
-        output = torch.empty(self.output_shape(*inputs), dtype=inputs[0].dtype)
+        inputs, options = self.split(args) if self.numbers or self.operator.options else (args, ())
+        output = torch.empty(self.output_shape(*args), dtype=inputs[0].dtype)
         self.call(inputs, options, [*inputs, output])
         return output
 
@@ -264,10 +265,12 @@ class _Backward(_Function):
 
 
 def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
+    sentence = _library().mxd_last_error().decode()
     if status == _BAD_LEVEL:
-        value, shapes, starts, *_ = inputs
-        _checks.inputs.levels(*operator.tables, shapes, starts, value.shape[1])
-    raise RuntimeError(f"the native kernel of {operator.name}: {_library().mxd_last_error().decode()}")
+        _checks.inputs.contents(operator, inputs)
+    if status == _BAD_RANK:
+        raise ValueError(sentence)
+    raise RuntimeError(f"the native kernel of {operator.name}: {sentence}")
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:

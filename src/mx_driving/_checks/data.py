@@ -90,7 +90,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
 
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
-        if _open:
+        if _open and operator.samples:
             inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
             _look(_Call(operator, *inputs))
         return output

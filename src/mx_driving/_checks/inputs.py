@@ -26,6 +26,7 @@ _ELEMENTS = {
     "index": (INDEX, INDEX_RULE),
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
+_MOST_ELEMENTS = 2**48  # more than any memory has
 Sizes = dict[str, int]
 Given = Sequence[tuple[Input, Any]]
 
@@ -48,6 +49,7 @@ def _compiled(operator: Operator) -> Callable[..., None]:
     given = {
         "Tensor": Tensor,
         "reference_count_fits": reference_count_fits,
+        "MOST_ELEMENTS": _MOST_ELEMENTS,
         "refuse": functools.partial(_refuse, operator),
         **{name: dtypes for name, (dtypes, _) in _ELEMENTS.items()},
     }
@@ -63,13 +65,15 @@ def _defined(source: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
 def _source(operator: Operator) -> Iterable[str]:
     """The check as lines of Python. Some inputs define all sizes; then each shape is compared with what it has to be."""
     required = [t for t in operator.tensors if not t.optional]
-    defining, known = _defining(required), set[str]()
-    unpacked, agree = [], []
+    known = set(operator.sizes)
+    defining = _defining(required, known)
+    unpacked, agree = [], [f"{size} >= 0" for size in operator.sizes]
     for t in defining:
         names = [axis if axis.isidentifier() and axis not in known else f"{t.name}_{i}" for i, axis in enumerate(t.axes)]
-        unpacked.append(f"        {', '.join(names)} = {t.name}.shape")
+        unpacked.append(f"        {', '.join(names)}, = {t.name}.shape")
         agree += [_size_agrees(name, axis) for name, axis in zip(names, t.axes, strict=True) if name != axis]
         known |= {axis for axis in t.axes if axis.isidentifier()}
+    agree += [f"{' * '.join(operator.output)} < MOST_ELEMENTS"] if operator.sizes else []
     agree += [_shape_agrees(t) for t in required if t not in defining]
     agree += [f"{t.name}.dtype in {t.elements}" for t in required]
     agree += [" == ".join(f"{t.name}.device" for t in required)]
@@ -77,7 +81,7 @@ def _source(operator: Operator) -> Iterable[str]:
     agree += ["{0} != 0 and {1} % {0} == 0".format(*operator.divides)] if operator.divides else []
     agree += ["reference_count_fits(R, num_levels, num_points, reference_axis)"] if "R" in known else []
     agree += [f"{option} in {choices}" for option, choices in operator.choices.items()]
-    parameters = [t.name + "=None" * t.optional for t in operator.tensors]
+    parameters = [t.name + "=None" * t.optional for t in operator.tensors] + [*operator.sizes]
     parameters += [f"{option}={choices[0]!r}" for option, choices in operator.choices.items()]
     first = [f"isinstance({t.name}, Tensor)" for t in required] + [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
     return (
@@ -86,14 +90,14 @@ def _source(operator: Operator) -> Iterable[str]:
         *unpacked,
         f"        if {' and '.join(agree)}:",
         "            return",
-        f"    refuse({', '.join((*operator.inputs, *operator.choices))})",
+        f"    refuse({', '.join((*operator.inputs, *operator.sizes, *operator.choices))})",
     )
 
 
-def _defining(inputs: list[Input]) -> list[Input]:
-    """Inputs that have all axes between them, as few as possible."""
+def _defining(inputs: list[Input], known: set[str]) -> list[Input]:
+    """Inputs that have all axes between them that are not known, as few as possible."""
     found: list[Input] = []
-    missing = {axis for t in inputs for axis in t.axes if axis.isidentifier()}
+    missing = {axis for t in inputs for axis in t.axes if axis.isidentifier()} - known
     whole = [t for t in inputs if not any(" * " in axis for axis in t.axes)]
     while missing:
         found.append(max(whole, key=lambda t: len(missing & set(t.axes))))
@@ -127,7 +131,9 @@ def _apart(axes: Sequence[str]) -> list[str]:
 
 def _refuse(operator: Operator, *args: Any) -> NoReturn:
     """The sentence about the first input that is wrong."""
-    options = dict(zip(operator.choices, args[len(operator.tensors) :], strict=True))
+    count = len(operator.tensors)
+    numbers = dict(zip(operator.sizes, args[count:], strict=False))
+    options = dict(zip(operator.choices, args[count + len(numbers) :], strict=True))
     for option, choices in operator.choices.items():
         if options[option] not in choices:
             fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
@@ -138,6 +144,7 @@ def _refuse(operator: Operator, *args: Any) -> NoReturn:
         _need_shape(t.name, a, _form(t, a), given, sizes, options)
     if operator.divides:
         _need_divisor(operator, *(sizes[axis] for axis in operator.divides))
+    _need_output(operator, {**sizes, **numbers})
     for t, a in given:
         need_dtype(t.name, a, *_ELEMENTS[t.elements])
     need_one_device(*((t.name, a) for t, a in given))
@@ -166,7 +173,8 @@ def _need_shape(name: str, a: Tensor, axes: Sequence[str], given: Given, sizes: 
     shape = tuple(a.shape)
     if _fits(axes, shape, sizes, options):
         return
-    others = _sizes([(t, each) for t, each in given if t.name != name])
+    numbers = {axis: size for axis, size in sizes.items() if not any(axis in _apart(t.axes) for t, _ in given)}
+    others = numbers | _sizes([(t, each) for t, each in given if t.name != name])
     swaps = ((*shape[:i], shape[i + 1], shape[i], *shape[i + 2 :]) for i in range(len(shape) - 1))
     at = next((i for i, swapped in enumerate(swaps) if _fits(axes, swapped, others, options)), None)
     remark = "" if at is None else f", whose axes {at} and {at + 1} look swapped"
@@ -209,6 +217,16 @@ def _need_divisor(operator: Operator, groups: int, channels: int) -> None:
         fail(ValueError, name, f"have a {axis} count that divides {whole}={channels}", groups)
 
 
+def _need_output(operator: Operator, sizes: Sizes) -> None:
+    """Sizes that are given as numbers make an output that memory can hold."""
+    for name in operator.sizes:
+        if sizes[name] < 0:
+            fail(ValueError, name, "not be negative", sizes[name])
+    if operator.sizes and math.prod(sizes[axis] for axis in operator.output) >= _MOST_ELEMENTS:
+        fact = " x ".join(str(sizes[axis]) for axis in operator.output)
+        fail(ValueError, "output", "have fewer than 2**48 elements", fact)
+
+
 def _needs_gradient(operator: Operator) -> Callable[..., bool]:
     """Whether one of an operator's inputs has a gradient to find."""
     wanted = (f"{operator.inputs[i]}.requires_grad" for i in operator.differentiable)
@@ -237,10 +255,10 @@ def sizes_of(operator: Operator, axes: Iterable[str]) -> Callable[..., tuple[int
     """A function of the inputs that gives the sizes of axes."""
     places = {axis: (t.name, i) for t in reversed(operator.tensors) for i, axis in enumerate(t.axes)}
     wanted = [axis.split(" * ") for axis in axes]
-    read = dict.fromkeys(places[name][0] for names in wanted for name in names)
-    sizes = (" * ".join("{}_shape[{}]".format(*places[name]) for name in names) for names in wanted)
+    read = dict.fromkeys(places[name][0] for names in wanted for name in names if name in places)
+    sizes = (" * ".join("{}_shape[{}]".format(*places[name]) if name in places else name for name in names) for names in wanted)
     source = (
-        f"def sizes({', '.join((*operator.inputs, '*options'))}):",
+        f"def sizes({', '.join((*operator.inputs, *operator.sizes, '*options'))}):",
         *(f"    {name}_shape = {name}.shape" for name in read),
         f"    return {_tuple(sizes)}",
     )
@@ -261,9 +279,32 @@ def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     if grad.shape == OUTPUT_SHAPE[operator](*inputs) and grad.dtype in FLOATING and grad.device == value.device:
         return
     given = [(t, a) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
-    _need_shape("grad_output", grad, row.output, given, _sizes(given), {})
+    sizes = _sizes(given) | dict(zip(row.sizes, inputs[len(row.tensors) :], strict=False))
+    _need_shape("grad_output", grad, row.output, given, sizes, {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
     need_one_device((row.inputs[VALUE], value), ("grad_output", grad))
+
+
+def contents(operator: Operator, inputs: Sequence[Any]) -> None:
+    """What index tensors hold: maps inside value, or ranks of rows. This reads them, which costs nothing only on a CPU."""
+    if operator.samples:
+        value, shapes, starts, *_ = inputs
+        levels(*operator.tables, shapes, starts, value.shape[1])
+    else:
+        ranks(*inputs)
+
+
+def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
+    """Every rank of bev_pool_v3 has its row, element or cell."""
+    for name, t, rows, of in (
+        ("ranks_feat", ranks_feat, feat.shape[0], "rows of feat"),
+        ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
+        ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
+    ):
+        wrong = (t < 0) | (t >= rows)
+        if wrong.any():
+            first = int(wrong.int().argmax())
+            fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {of}", int(t[first]))
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:

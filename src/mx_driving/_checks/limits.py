@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ AGGREGATION_GROUP_CHANNELS_MULTIPLE = 8
 AGGREGATION_ELEMENTS = 150_000_000
 GEOMETRIC_DIM_MULTIPLE = 8
 GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * (points rounded up to 8) * dim is less
+POOLING_CHANNELS_MULTIPLE = 8
+POOLING_ELEMENTS = 2**31
 GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * (points rounded up to 8) is less
 
 # The number of open atlas_limits(), plus one if the environment turns them on. Process-wide, like torch.backends' flags; a
@@ -114,10 +117,22 @@ def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, lo
         rules.limit("sampling_locations", rule, product)
 
 
+def bev_pool_v3(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
+    channels, elements = feat.shape[1], math.prod(sizes) * feat.shape[1]
+    for name, t in (("feat", feat), ("depth", depth)):
+        if t.dtype != torch.float32:
+            rules.limit(name, "have dtype float32", str(t.dtype).removeprefix("torch."))
+    if channels % POOLING_CHANNELS_MULTIPLE:
+        rules.limit("feat", "have c a multiple of 8", channels)
+    if elements > POOLING_ELEMENTS:
+        rules.limit("bev_feat_shape", "have B * D * H * W * C <= 2**31", elements)
+
+
 _RULES: dict[str, Callable[..., None]] = {
     "multi_scale_deformable_attn": multi_scale_deformable_attn,
     "deformable_aggregation": deformable_aggregation,
     "geometric_kernel_attention": geometric_kernel_attention,
+    "bev_pool_v3": bev_pool_v3,
 }
 _SIZES = {**_RULES, "deformable_aggregation": _aggregation_sizes}
 

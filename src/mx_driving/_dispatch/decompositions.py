@@ -86,6 +86,16 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     return _weighted_rows(v, parts).flatten(2).to(feature_maps.dtype)
 
 
+def bev_pool_v3(
+    feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
+) -> Tensor:
+    dtype = reference._compute_dtype(feat, depth)
+    coefficient = depth.to(dtype).index_select(0, ranks_depth)
+    rows = coefficient[:, None] * feat.to(dtype).index_select(0, ranks_feat)
+    sums = rows.new_zeros(bs * d * h * w, feat.shape[1]).index_put((ranks_bev.long(),), rows, accumulate=True)
+    return sums.unflatten(0, (bs, d, h, w)).movedim(-1, 1).contiguous().to(feat.dtype)
+
+
 def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
     """Register how the operator is made of others. torch.onnx.export reads that; compilers do not.
 

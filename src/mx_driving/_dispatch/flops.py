@@ -29,14 +29,15 @@ def _register(operator: Operator) -> None:
 
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
+    weights = operator.weights if operator.samples else operator.inputs.index("ranks_bev")  # one for each row
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
-        return _row_flops(operator, inputs[VALUE], inputs[operator.weights])
+        return _row_flops(operator, inputs[VALUE], inputs[weights])
 
     def backward(grad: Any, *rest: Any, **_: Any) -> int:
         """Once to add to the rows of value's gradient, once for the products that all other gradients are made of."""
         *inputs, mask = rest
-        return _row_flops(operator, inputs[VALUE], inputs[operator.weights]) * (bool(mask[0]) + any(mask[1:]))
+        return _row_flops(operator, inputs[VALUE], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
     register_flop_formula(packet_backward)(backward)

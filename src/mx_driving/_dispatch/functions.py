@@ -53,14 +53,14 @@ def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | Non
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
 
-    def function(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-        device = value.device.type
+    def function(*inputs: Any) -> Tensor:
+        device = next((i.device.type for i in inputs if isinstance(i, Tensor)), "cpu")
         # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
         available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
         if not (available and torch.is_autocast_enabled(device)):
-            return public(value, shapes, starts, locations, weights)
+            return public(*inputs)
         with torch.autocast(device, enabled=False):
-            return public(value, shapes, starts, locations, weights)
+            return public(*inputs)
 
     return function
 

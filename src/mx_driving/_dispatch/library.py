@@ -40,14 +40,13 @@ def _check_of(name: str, backward: bool) -> Callable[..., None]:
 
 
 def _reference(name: str, backward: bool) -> Callable[..., Any]:
-    """The reference. It checks the index tables first on a CPU, where reading them is free, or if data checks are on."""
+    """The reference. It checks what index tensors hold first on a CPU, where reading them is free, or if data checks are on."""
     run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        value, shapes, starts = args[backward : backward + 3]
-        if value.device.type == "cpu" or _checks.data.enabled():
-            _checks.inputs.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
+        if args[backward].device.type == "cpu" or _checks.data.enabled():
+            _checks.inputs.contents(OPERATORS[name], args[backward : len(args) - backward])
         return run(*args)
 
     return kernel
@@ -84,11 +83,11 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
     if OPERATORS[name].bare:
         return _composed(name, backward, _cuda)
     plain, check = _reference(name, backward), _check_of(name, backward)
+    places = [backward + i for i, t in enumerate(OPERATORS[name].tensors) if t.elements != "index"]
 
     def kernel(*args: Any) -> Any:
         check(*args)
-        value, _, _, locations, weights = args[backward : backward + 5]
-        if _backends.triton.why_not() is None and _backends.triton.serves(value, locations, weights):
+        if _backends.triton.why_not() is None and _backends.triton.serves(*(args[i] for i in places)):
             return _backends.triton.kernel(name, backward)(*args)
         return plain(*args)
 
@@ -181,12 +180,12 @@ def _explained(name: str, backward: bool) -> Callable[..., Any]:
     plain = _reference(name, backward)
 
     def explain(error: RuntimeError, *args: Any) -> Any:
-        value, shapes, starts = args[backward : backward + 3]
+        value = args[backward]
         if type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu":
             _check_of(name, backward)(*args)
             if not _backends.native.serves(value):
                 return plain(*args)
-            _checks.inputs.levels(*OPERATORS[name].tables, shapes, starts, value.shape[1])
+            _checks.inputs.contents(OPERATORS[name], args[backward : len(args) - backward])
         raise error
 
     return explain

@@ -144,6 +144,8 @@ def _leading(t: Tensor, dim: int | None, size: int, at: int) -> Tensor:
 
 def vmap_rule(operator: Operator, op: Any, first: int) -> Formula:
     """The vmapped axis joins the queries if what all of them see, such as value, is not vmapped, and the batch otherwise."""
+    if not operator.samples:
+        return _each_by_itself(op)
     shared = tuple(first + i for i in operator.shared)
     seen_by_all = [first + i for i, at in enumerate(operator.axes[operator.queries][:-1]) if at is None]
 
@@ -160,6 +162,14 @@ def vmap_rule(operator: Operator, op: Any, first: int) -> Formula:
             for i, (a, d) in enumerate(zip(args, dims, strict=True))
         ]
         return _unfold(op(*folded), info.batch_size, at, mask)
+
+    return rule
+
+
+def _each_by_itself(op: Any) -> Formula:
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        dims = [d if isinstance(a, Tensor) else None for a, d in zip(args, in_dims, strict=True)]
+        return _one_by_one(op, info.batch_size, dims, args)
 
     return rule
 

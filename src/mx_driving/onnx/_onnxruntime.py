@@ -11,7 +11,7 @@ import onnx
 from onnxscript import opset20
 from onnxscript.values import Op, Opset
 
-from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Operator
+from .._operators import LOCATIONS, OPERATORS, VALUE, Operator
 
 VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
 op: Any = opset20
@@ -21,11 +21,7 @@ _Parameter = onnx.defs.OpSchema.FormalParameter
 _Attribute = onnx.defs.OpSchema.Attribute
 
 
-def _types(row: Operator, place: int) -> list[str]:
-    """The types that an input may have."""
-    if place in (SHAPES, STARTS) or row.inputs[place] == "window":
-        return _INTEGER
-    return _FLOATING + _INTEGER if row.integer_locations and place == LOCATIONS else _FLOATING
+_TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # by an input's elements
 
 
 def _schema(row: Operator) -> onnx.defs.OpSchema:
@@ -35,8 +31,10 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
         kind = f"T{place}"
         needed = options.Optional if place in row.optional else options.Single
         inputs.append(_Parameter(name, kind, param_option=needed))
-        constraints.append((kind, _types(row, place), ""))
-    attributes = [_Attribute(option.split()[1], onnx.defs.OpSchema.AttrType.STRING) for option in row.options]
+        constraints.append((kind, _TYPES[row.tensors[place].elements], ""))
+    types = onnx.defs.OpSchema.AttrType
+    attributes = [_Attribute(size, types.INT) for size in row.sizes]
+    attributes += [_Attribute(option, types.STRING) for option in row.choices]
     outputs = [_Parameter("output", f"T{VALUE}")]
     return onnx.defs.OpSchema(
         row.name, "mx_driving", VERSION, inputs=inputs, outputs=outputs, type_constraints=constraints, attributes=attributes
@@ -45,7 +43,7 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
 
 def _node(row: Operator) -> Callable[..., Any]:
     node = Op(Opset("mx_driving", VERSION), row.name, _schema(row))
-    options = [option.split()[1] for option in row.options]
+    options = (*row.sizes, *row.choices)
 
     def write(*arguments: Any) -> Any:
         inputs, chosen = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]

@@ -7,6 +7,9 @@ module with a `__call__` would not do: torch.compile and type checkers do not ta
 
 import sys
 
+from .bev_pool import bev_pool
+from .bev_pool_v2 import bev_pool_v2
+from .bev_pool_v3 import bev_pool_v3
 from .deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from .geometric_kernel_attention import geometric_kernel_attention
 from .geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
@@ -14,8 +17,12 @@ from .multi_scale_deformable_attn import multi_scale_deformable_attn
 from .multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from .npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
 from .npu_geometric_kernel_attention import npu_geometric_kernel_attention
+from .voxel_pooling_train import npu_voxel_pooling_train
 
 __all__ = [
+    "bev_pool",
+    "bev_pool_v2",
+    "bev_pool_v3",
     "deformable_aggregation",
     "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
@@ -24,6 +31,7 @@ __all__ = [
     "multi_scale_deformable_attn_with_logits",
     "npu_deformable_aggregation",
     "npu_geometric_kernel_attention",
+    "npu_voxel_pooling_train",
 ]
 
 for _name in __all__:

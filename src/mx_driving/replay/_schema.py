@@ -17,7 +17,7 @@ from mx_driving_portable.record import FORMAT
 
 from .._checks.inputs import host_memory
 from .._cli_support.problems import Problem, ruled
-from .._operators import LOCATIONS, OPERATORS, STARTS, VALUE
+from .._operators import LOCATIONS, SAMPLING, STARTS, VALUE
 
 NUMBERS = 2**30  # 8 GB in float64
 MAPS = 2**10  # the reference takes one after another
@@ -39,7 +39,7 @@ def _strides(x: Any) -> bool:
 
 _TEXT = _Rule("be text", lambda x: isinstance(x, str))
 _FLAG = _Rule("be true or false", lambda x: isinstance(x, bool))
-_THREE = [name for name, row in OPERATORS.items() if not row.bare]
+_THREE = [name for name, row in SAMPLING.items() if not row.bare]
 ABOUT = {
     **dict.fromkeys(("function", "device", "caller", "reason", "direction", "of"), _TEXT),
     **dict.fromkeys(("autocast", "packed", "cleared"), _FLAG),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _composition
-from .._operators import OPERATORS, SHAPES, STARTS
+from .._operators import SAMPLING, SHAPES, STARTS
 from ..onnx import _file, _fuse, _trial
 from ..onnx._forms import NODES, OURS
 from ..onnx._graph import Unfit, constant
@@ -47,11 +47,11 @@ class Place:
 
     @property
     def operator(self) -> str:
-        return self.of.op_type if isinstance(self.of, ir.Node) and self.of.op_type in OPERATORS else SCALE
+        return self.of.op_type if isinstance(self.of, ir.Node) and self.of.op_type in SAMPLING else SCALE
 
     @property
     def bare(self) -> str:
-        return OPERATORS[self.operator].bare or self.operator
+        return SAMPLING[self.operator].bare or self.operator
 
 
 def places(model: ir.Model) -> tuple[list[Place], dict[str, str]]:
@@ -66,7 +66,7 @@ def places(model: ir.Model) -> tuple[list[Place], dict[str, str]]:
 
 
 def _samples(node: ir.Node) -> bool:
-    return (node.domain == OURS and node.op_type in OPERATORS) or node.op_type in PLUGINS
+    return (node.domain == OURS and node.op_type in SAMPLING) or node.op_type in PLUGINS
 
 
 def _of_sampling(model: ir.Model, sampling: Sampling) -> Place:
@@ -77,7 +77,7 @@ def _of_sampling(model: ir.Model, sampling: Sampling) -> Place:
 
 
 def _of_node(model: ir.Model, node: ir.Node) -> Place:
-    names = OPERATORS[node.op_type if node.op_type in OPERATORS else SCALE].inputs
+    names = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE].inputs
     given = {names[place]: v for place, v in enumerate(node.inputs) if v is not None}
     fixed = {str(v.name): v for role, v in given.items() if role in (names[SHAPES], names[STARTS])}
     fed = {role: v for role, v in given.items() if str(v.name) not in fixed}
@@ -129,7 +129,7 @@ def call(place: Place, arrays: Arrays) -> tuple[Tensor, ...]:
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(place.of, Sampling):
         return _trial.call(place.of, tuple(tensors[str(v.name)] for v in place.fed.values()))
-    row = OPERATORS[place.operator]
+    row = SAMPLING[place.operator]
     inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in place.of.inputs]
     inputs += [None] * (len(row.inputs) - len(inputs))
     options = {option.split()[1]: place.of.attributes for option in row.options}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _composition
-from .._operators import OPERATORS
+from .._operators import OPERATORS, SAMPLING
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
-        if namespace == "mx_driving" and not name.endswith("_backward"):
+        if namespace == "mx_driving" and name in SAMPLING:
             self.looks.append(_look(name, [a.detach() if isinstance(a, Tensor) else a for a in args]))
         return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Look]]:
-    """Record every operator call inside the `with` block, in order, whoever makes it: modules, patched models, other code.
+    """Record every call of a sampling operator inside the `with` block, in order, by modules, patched models or other code.
 
     What torch.compile has compiled runs as it is written inside the block, and is compiled as before after it.
 

@@ -159,6 +159,18 @@ template <class T, int N> MXD_INLINE void separate(Vec<T, N> a, Vec<T, N> b, Vec
     }
 }
 
+// N rows of N lanes become N columns: each step interleaves the rows of one half with those of the other.
+template <class T, int N> MXD_INLINE void transpose(Vec<T, N> (&rows)[N]) {
+    MXD_UNROLL
+    for (int step = 1; step < N; step *= 2) {
+        Vec<T, N> next[N];
+        MXD_UNROLL
+        for (int i = 0; i < N / 2; ++i) interleave<T, N>(rows[i], rows[i + N / 2], next[2 * i], next[2 * i + 1]);
+        MXD_UNROLL
+        for (int i = 0; i < N; ++i) rows[i] = next[i];
+    }
+}
+
 // The lower and the upper half added, lane by lane.
 template <class T, int N> MXD_INLINE Vec<T, N / 2> fold(Vec<T, N> x) {
     struct Halves {

@@ -65,10 +65,9 @@ def _no_compiler() -> str | None:
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
-def serves(value: Tensor, locations: Tensor, weights: Tensor) -> bool:
+def serves(value: Tensor, *others: Tensor) -> bool:
     """Whether these kernels take such a call. float64, and a value of more rows than they can number, go to the reference."""
-    wide = torch.float64 in (value.dtype, locations.dtype, weights.dtype)
-    return not wide and value.shape[1] <= _MOST_ROWS
+    return torch.float64 not in (value.dtype, *(t.dtype for t in others)) and value.shape[1] <= _MOST_ROWS
 
 
 @functools.cache

@@ -1,0 +1,171 @@
+// bev_pool_v3 on the CPU. Points are sorted by cell, and a cell is summed by one thread. The gradient of feat is the same
+// sum with cells and rows of feat exchanged; the gradient of depth is a dot product of the same two rows.
+#include "kernels/pooling/cells.h"
+#include "kernels/pooling/sums.h"
+#include "kernels/shared/job.h"
+
+namespace mxd::MXD_ISA {
+namespace {
+
+// ---- forward
+
+struct Forward {
+    const Call &call;
+    const Sorted &by_cell;
+    const Cells cells;
+    const Source feat;
+};
+
+template <class V, class T> class CellSums {
+  public:
+    CellSums(const Forward &f, Arena &arena)
+        : args(f), channels(f.call.sizes.channels), window(arena), rows(arena.take<T>(Cells::BLOCK * channels)) {}
+
+    void operator()(int64_t block) {
+        const int64_t first = args.cells.first(block), count = args.cells.count(block);
+        memset(static_cast<void *>(rows), 0, size_t(count * channels) * sizeof(T));
+        over_windows(window, args.feat, args.by_cell, first, first + count, [&](int64_t cell, int64_t, int64_t at, int64_t n) {
+            add_rows<V, T>(window.address + at, window.coefficient + at, n, channels, rows + (cell - first) * channels);
+        });
+        if constexpr (same_type<V, BFloat16>)
+            for (int64_t i = 0; i < count; ++i) order_row<V, T>(rows + i * channels, rows + i * channels, channels);
+        args.cells.write(block, rows, channels);
+    }
+
+  private:
+    const Forward &args;
+    const int64_t channels;
+    Window<T> window;
+    T *const rows;
+};
+
+// ---- backward
+
+template <class T> struct Backward {
+    const Call &call;
+    const Sorted &by_feat;
+    const Cells cells;
+    T *const rows; // grad_output, a row for each cell
+    T *const dots; // of each point; null where the gradient of depth is not wanted
+    const Source cell_rows;
+};
+
+template <class T> struct CellRows {
+    const Backward<T> &args;
+
+    CellRows(const Backward<T> &b, Arena &) : args(b) {}
+    void operator()(int64_t block) {
+        const int64_t channels = args.call.sizes.channels;
+        args.cells.read(block, args.rows + args.cells.first(block) * channels, channels);
+    }
+};
+
+// Of some rows of feat.
+template <class T> class FeatGradient {
+  public:
+    static constexpr int64_t BLOCK = 16;
+
+    FeatGradient(const Backward<T> &b, Arena &arena)
+        : args(b), channels(b.call.sizes.channels), window(arena), sums(arena.take<T>(BLOCK * channels)),
+          feat(arena.take<T>(channels)), dot(arena.take<T>(window.MOST + ROWS)) {}
+    static int64_t blocks(const Call &call) { return (call.sizes.keys + BLOCK - 1) / BLOCK; }
+
+    void operator()(int64_t block) {
+        const Tensor &to = args.call.grad_value;
+        const int64_t first = block * BLOCK, rest = args.call.sizes.keys - first, count = rest < BLOCK ? rest : BLOCK;
+        memset(static_cast<void *>(sums), 0, size_t(count * channels) * sizeof(T));
+        over_windows(
+            window, args.cell_rows, args.by_feat, first, first + count, [&](int64_t row, int64_t place, int64_t at, int64_t n) {
+                if (to.data)
+                    add_rows<T, T>(window.address + at, window.coefficient + at, n, channels, sums + (row - first) * channels);
+                if (args.dots) find_dots(row, place, at, n);
+            });
+        for (int64_t i = 0; to.data && i < count; ++i)
+            write_elements(sums + i * channels, at(to, (first + i) * to.strides[KEY]), to.dtype, to.strides[CHANNEL], channels);
+    }
+
+  private:
+    const Backward<T> &args;
+    const int64_t channels;
+    Window<T> window;
+    T *const sums, *const feat, *const dot;
+
+    void find_dots(int64_t row, int64_t place, int64_t first, int64_t n) {
+        const Tensor &value = args.call.value;
+        const T *const g = row_as(at(value, row * value.strides[KEY]), value.dtype, value.strides[CHANNEL], channels, feat);
+        if (channels == 0) memset(static_cast<void *>(dot), 0, size_t(n) * sizeof(T));
+        const int64_t *const address = window.address + first;
+        mxd::MXD_ISA::dots<T, T>(address, address, (n + ROWS - 1) / ROWS * ROWS, channels, g, dot);
+        const uint32_t *const order = args.by_feat.order;
+        for (int64_t i = 0; i < n; ++i) args.dots[order ? order[place + i] : place + i] = dot[i];
+    }
+};
+
+// A range of depth. Each thread goes through all points, and adds those whose depth is its own.
+template <class T> class DepthGradient {
+  public:
+    struct Args {
+        const Call &call;
+        const T *dots;
+        const int64_t ranges;
+    };
+
+    DepthGradient(const Args &a, Arena &arena) : args(a), sums(arena.take<T>(most() + 1)) {}
+
+    void operator()(int64_t range) {
+        const Tensor &to = args.call.grad_depth;
+        const int64_t begin = range * most(), rest = to.shape[LISTED] - begin, count = rest < most() ? rest : most();
+        if (count <= 0) return;
+        memset(static_cast<void *>(sums), 0, size_t(count + 1) * sizeof(T));
+        with_ranks(args.call.ranks_depth, [&](auto *ranks, int64_t stride) {
+            for (int64_t i = 0; i < args.call.sizes.points; ++i) {
+                const uint64_t place = uint64_t(ranks[i * stride] - begin);
+                sums[place < uint64_t(count) ? int64_t(place) : count] += args.dots[i];
+            }
+        });
+        write_elements(sums, at(to, begin * to.strides[LISTED]), to.dtype, to.strides[LISTED], count);
+    }
+
+  private:
+    const Args &args;
+    T *const sums; // and one of all other points
+
+    int64_t most() const { return (args.call.grad_depth.shape[LISTED] + args.ranges - 1) / args.ranges; }
+};
+
+template <class T> bool gradients(const Call &call) {
+    const Sizes &n = call.sizes;
+    const Sorted by_feat(call.ranks_feat, n.points, n.keys, call.num_threads);
+    const bool of_depth = call.grad_depth.data;
+    const Memory memory(Arena::bytes<T>(n.cells * n.channels) + (of_depth ? Arena::bytes<T>(n.points) : 0) +
+                        1); // never nothing
+    if (!by_feat.ready() || !memory.begin()) return false;
+    Arena arena(memory.begin());
+    T *const rows = arena.take<T>(n.cells * n.channels), *const dots = of_depth ? arena.take<T>(n.points) : nullptr;
+    const Source cell_rows{call.ranks_bev, call.depth, call.ranks_depth, reinterpret_cast<int64_t>(rows),
+                           n.channels * int64_t(sizeof(T))};
+    const Backward<T> args{call, by_feat, Cells(call.grad_output), rows, dots, cell_rows};
+    const int64_t ranges = call.num_threads < 1 ? 1 : call.num_threads;
+    return parallel<CellRows<T>>(call.num_threads, args.cells.blocks(), args) &&
+           parallel<FeatGradient<T>>(call.num_threads, FeatGradient<T>::blocks(call), args) &&
+           (!of_depth ||
+            parallel<DepthGradient<T>>(call.num_threads, ranges, typename DepthGradient<T>::Args{call, dots, ranges}));
+}
+
+} // namespace
+
+bool bev_pool_v3(const Call &call, const Plan &) {
+    const Sorted by_cell(call.ranks_bev, call.sizes.points, call.sizes.cells, call.num_threads);
+    return by_cell.ready() && with_types(call, [&](auto *v, auto *t) {
+               const Source feat{call.ranks_feat, call.depth, call.ranks_depth, reinterpret_cast<int64_t>(call.value.data),
+                                 call.value.strides[KEY] * int64_t(sizeof *v)};
+               const Forward args{call, by_cell, Cells(call.output), feat};
+               return parallel<CellSums<__typeof__(*v), __typeof__(*t)>>(call.num_threads, args.cells.blocks(), args);
+           });
+}
+
+bool bev_pool_v3_backward(const Call &call, const Plan &) {
+    return with_types(call, [&](auto *, auto *t) { return gradients<__typeof__(*t)>(call); });
+}
+
+} // namespace mxd::MXD_ISA

@@ -1,0 +1,76 @@
+"""bev_pool as compiled extensions have it: channels last, without graph and autocast, gradients by functions of their own.
+
+Extensions are given the points' intervals, too. The sum of `bev_pool_v2` follows them. All others go by each point's own cell,
+which gives the same where an interval is a run of one cell, or of one row of feat.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch.functions import as_compiled
+from ._pooling import gradients
+from .bev_pool import bev_pool
+from .bev_pool_v2 import bev_pool_v2
+from .bev_pool_v3 import bev_pool_v3
+
+_v1, _v2, _v3 = as_compiled(bev_pool), as_compiled(bev_pool_v2), as_compiled(bev_pool_v3)
+
+
+def _channels_last(out: Tensor) -> Tensor:
+    return out.permute(0, 2, 3, 4, 1)
+
+
+@torch.no_grad()
+def bev_pool_forward(feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, *sizes: int) -> Tensor:
+    """[b, d, h, w, c]; sizes are b, d, h, w."""
+    return _channels_last(_v1(feat, geom_feat, *sizes))
+
+
+@torch.no_grad()
+def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
+    """The gradient of feat, [n, c]."""
+    rows = grad_out.new_zeros(()).expand(len(geom_feat), grad_out.shape[-1])
+    return gradients(grad_out, None, rows, None, None, geom_feat)[1]
+
+
+@torch.no_grad()
+def bev_pool_v2_forward(
+    depth: Tensor,
+    feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_bev: Tensor,
+    interval_lengths: Tensor,
+    interval_starts: Tensor,
+    *sizes: int,
+) -> Tensor:
+    """[b, d, h, w, c]; sizes are b, d, h, w."""
+    shape = (*sizes, feat.shape[-1])
+    return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
+
+
+@torch.no_grad()
+def bev_pool_v3_forward(
+    depth: Tensor | None, feat: Tensor, ranks_depth: Tensor | None, ranks_feat: Tensor | None, ranks_bev: Tensor, *sizes: int
+) -> Tensor:
+    """[b, d, h, w, c]; sizes are b, d, h, w. Without depth feat's second axis is c."""
+    channels = feat.shape[1 if depth is None else -1]
+    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (*sizes, channels)))
+
+
+@torch.no_grad()
+def bev_pool_v3_backward(
+    grad_out: Tensor,
+    depth: Tensor | None,
+    feat: Tensor,
+    ranks_depth: Tensor | None,
+    ranks_feat: Tensor | None,
+    ranks_bev: Tensor,
+    *intervals_and_sizes: Any,
+) -> tuple[Any, Tensor]:
+    """The gradients of depth, if there is one, and of feat, as bev_pool_v2's and bev_pool_v3's extensions give them."""
+    return gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev)

@@ -1,0 +1,81 @@
+"""What the functions over bev_pool_v3 have in common: its inputs in its order, cells of places, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks.rules import fail, need_axes, need_some_sizes, tensors
+
+
+def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
+    """What the operator takes, in its order."""
+    *sizes, channels = _five(bev_feat_shape)
+    tensors(("feat", feat), ("ranks_bev", ranks_bev))
+    if depth is None:
+        return [*_without_depth(feat, ranks_bev, sizes, channels), *sizes]
+    tensors(("depth", depth), ("ranks_depth", ranks_depth), ("ranks_feat", ranks_feat))
+    if feat.dim() == 0 or feat.shape[-1] != channels:
+        fail(ValueError, "feat", f"have shape (..., C={channels})", tuple(feat.shape))
+    return [feat.flatten(0, -2), depth.flatten(), ranks_feat, ranks_depth, ranks_bev, *sizes]
+
+
+def _five(shape: Any) -> list[int]:
+    """(B, D, H, W, C) as ints; torch.compile has symbols for them."""
+    sizes = list(shape) if isinstance(shape, (list, tuple)) else []
+    if len(sizes) != 5 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        fail(ValueError, "bev_feat_shape", "be five ints, (B, D, H, W, C)", shape)
+    return sizes
+
+
+def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
+    if ranks_bev.dim() != 2:
+        raise ValueError("ranks_bev must be 2D when running without depth")
+    need_some_sizes("ranks_bev", ranks_bev, "n, 4", None, 4)
+    count = ranks_bev.shape[0]
+    if channels <= 0 or feat.numel() % channels or feat.numel() < count * channels:
+        fail(ValueError, "feat", f"hold {count} or more rows of C={channels}", f"shape {tuple(feat.shape)}")
+    one = torch.ones((), dtype=torch.float64 if feat.dtype == torch.float64 else torch.float32, device=feat.device)
+    row = torch.arange(count, dtype=torch.int32, device=feat.device)
+    return feat.reshape(-1, channels)[:count], one.expand(count), row, row, cells(ranks_bev, *sizes)
+
+
+def cells(places: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
+    """The cells of (h, w, d, b); -1 for a place that is in none, since the number of its cell may be another's."""
+    h, w, d, b = places.long().unbind(1)
+    inside = torch.stack([(at >= 0) & (at < size) for at, size in ((h, H), (w, W), (d, D), (b, B))]).all(0)
+    return torch.where(inside, ((b * D + d) * H + h) * W + w, -1)
+
+
+def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The points of geom_xyz [B, ..., 3] that lie in the grid (X, Y, Z), in memory order, and their cells of [B, Y, X]."""
+    places = geom_xyz.flatten(1, -2).long()
+    sizes = torch.tensor(voxel_num, device=places.device)
+    inside = ((places >= 0) & (places < sizes)).all(-1)
+    batch, point = inside.nonzero(as_tuple=True)
+    x, y, _ = places[inside].unbind(-1)
+    return batch * inside.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
+
+
+def gradients(
+    grad_out: Tensor,
+    depth: Tensor | None,
+    feat: Tensor,
+    ranks_depth: Tensor | None,
+    ranks_feat: Tensor | None,
+    ranks_bev: Tensor,
+) -> tuple[Tensor | None, Tensor]:
+    """The gradients of depth and feat, of grad_out [B, D, H, W, C]."""
+    tensors(("grad_out", grad_out))
+    need_axes("grad_out", grad_out, "B, D, H, W, C")
+    inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
+    backward = torch.ops.mx_driving.bev_pool_v3_backward.default
+    grad_feat, grad_depth = backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, [True, depth is not None])
+    if depth is not None:
+        return grad_depth.view(depth.shape), grad_feat.view(feat.shape)
+    if rest := feat.numel() - grad_feat.numel():  # rows of feat that are no point's
+        grad_feat = torch.nn.functional.pad(grad_feat.flatten(), (0, rest))
+    return None, grad_feat.view(feat.shape)

@@ -1,0 +1,35 @@
+"""`bev_pool_v3` without depth, as BEVFusion calls it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._checks.rules import tensors
+from .bev_pool_v3 import bev_pool_v3
+
+__all__ = ["bev_pool"]
+
+
+def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
+    """Sum of the rows of feat whose points lie in each cell.
+
+    Args:
+        feat: [n, C], a row for each point. float32, float64, float16 or bfloat16.
+        geom_feat: [n, 4], (h, w, d, b) of each point's cell. int32 or int64.
+        B, D, H, W: how many cells there are along each axis.
+
+    Gradients: of feat; as for `bev_pool_v3`.
+
+    Returns:
+        [B, C, D, H, W], in feat's dtype.
+
+    Raises:
+        TypeError, ValueError: as `bev_pool_v3`.
+
+    >>> import torch, mx_driving
+    >>> mx_driving.bev_pool(torch.ones(2, 1), torch.tensor([[0, 1, 0, 0], [0, 1, 0, 0]]), 1, 1, 1, 2)
+    tensor([[[[[0., 2.]]]]])
+    """
+    tensors(("feat", feat), ("geom_feat", geom_feat))
+    channels = feat.shape[-1] if feat.dim() else 0
+    return bev_pool_v3(None, feat, None, None, geom_feat, (B, D, H, W, channels))

@@ -1,0 +1,52 @@
+"""`bev_pool_v3` as BEVDepth calls it: every point of a frustum has a feature, and coordinates that may lie outside the grid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, tensors
+from ._pooling import points_inside
+from .bev_pool_v3 import bev_pool_v3
+
+__all__ = ["npu_voxel_pooling_train"]
+
+
+def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num: Sequence[int] | Tensor) -> Tensor:
+    """Sum of the features of the points above each cell of the ground; points outside the grid are left out.
+
+    Args:
+        geom_xyz: [B, ..., 3], the voxel (x, y, z) of each point. int32 or int64.
+        input_features: [B, ..., C], the feature of each point. float32, float64, float16 or bfloat16.
+        voxel_num: (X, Y, Z), how many voxels there are along each axis.
+
+    Gradients: of input_features; as for `bev_pool_v3`.
+
+    Returns:
+        [B, C, Y, X], in input_features' dtype.
+
+    Raises:
+        TypeError, ValueError: an argument has another dtype or shape.
+
+    >>> import torch, mx_driving
+    >>> places = torch.tensor([[[0, 0, 0], [0, 0, 1], [9, 0, 0]]])
+    >>> mx_driving.npu_voxel_pooling_train(places, torch.ones(1, 3, 1), (2, 1, 2))
+    tensor([[[[2., 0.]]]])
+    """
+    tensors(("geom_xyz", geom_xyz), ("input_features", input_features))
+    need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
+    if geom_xyz.dim() < 3 or geom_xyz.shape[-1] != 3:
+        fail(ValueError, "geom_xyz", "have shape (B, ..., 3)", tuple(geom_xyz.shape))
+    points, rows = geom_xyz.shape[:-1], input_features.shape[:-1]
+    if rows[:1] != points[:1] or rows.numel() != points.numel():
+        shape = ", ".join(map(str, points))
+        fail(ValueError, "input_features", f"have shape ({shape}, C)", tuple(input_features.shape))
+    sizes = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
+    if not isinstance(sizes, (list, tuple)) or len(sizes) != 3:
+        fail(ValueError, "voxel_num", "be three numbers, (X, Y, Z)", voxel_num)
+    X, Y, _ = sizes = [int(size) for size in sizes]
+    points, cells = points_inside(geom_xyz, sizes)
+    one, shape = input_features.new_ones(1), (len(geom_xyz), 1, Y, X, input_features.shape[-1])
+    return bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, shape).squeeze(2)

@@ -1,0 +1,235 @@
+"""The names of bev_pool: the vendor's paths and extension, and stand-ins for those of BEVDet, BEVFusion and BEVDepth."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+import mx_driving
+from mx_driving import _C, compat
+from mx_driving.ops.bev_pool_v3 import BEVPoolV3
+
+SHAPE = B, D, H, W, C = 2, 2, 4, 5, 8
+
+
+def lifted(points=60, dtype=torch.float32):
+    """depth, feat, ranks_depth, ranks_feat, ranks_bev of 3 cameras and 6 depths, sorted by cell."""
+    depth, feat = torch.rand(B, 3, 6, 2, 3, dtype=dtype), torch.randn(B, 3, 2, 3, C, dtype=dtype)
+    ranks = [torch.randint(0, size, (points,), dtype=torch.int32) for size in (B * 108, B * 18, B * D * H * W)]
+    return depth.requires_grad_(), feat.requires_grad_(), *ranks[:2], ranks[2].sort().values
+
+
+def intervals(ranks):
+    """The first point and the length of each run."""
+    lengths = ranks.unique_consecutive(return_counts=True)[1].int()
+    return (lengths.cumsum(0) - lengths).int(), lengths
+
+
+def plain(depth, feat, ranks_depth, ranks_feat, ranks_bev):
+    rows = depth.flatten()[ranks_depth][:, None] * feat.reshape(-1, C)[ranks_feat]
+    return rows.new_zeros(B * D * H * W, C).index_add(0, ranks_bev, rows).view(SHAPE)
+
+
+def results(out, *leaves):
+    """Output and gradients, in the direction of a ramp."""
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(SHAPE)
+    return [out.detach(), *torch.autograd.grad(out, leaves, direction)], direction
+
+
+def close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def places_of(cells):
+    """(h, w, d, b) of each cell."""
+    b, d, h, w = torch.unravel_index(cells.long(), (B, D, H, W))
+    return torch.stack([h, w, d, b], 1).int()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_vendor_paths():
+    for module in ("mx_driving.point", "mx_driving.ops"):
+        for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3", "npu_voxel_pooling_train"):
+            assert getattr(importlib.import_module(module), name) is getattr(mx_driving, name)
+    for name in ("bev_pool", "bev_pool_v2", "bev_pool_v3"):
+        assert getattr(importlib.import_module(f"mx_driving.ops.{name}"), name) is getattr(mx_driving, name)
+    module = importlib.import_module("mx_driving.ops.voxel_pooling_train")
+    assert module.npu_voxel_pooling_train is mx_driving.npu_voxel_pooling_train
+
+
+def test_extension_functions():
+    """mx_driving._C: channels last, no graph, no autocast, gradients by functions of their own."""
+    inputs = lifted()
+    expected, grad = results(plain(*inputs), *inputs[:2])
+    starts, lengths = intervals(inputs[4])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = [_C.npu_bev_pool_v3(*inputs, B, D, H, W), _C.npu_bev_pool_v2(*inputs, lengths, starts, B, D, H, W)]
+        half = _C.npu_bev_pool_v3(*(i.half() if i.is_floating_point() else i for i in inputs), B, D, H, W)
+    close(outs, [expected[0]] * 2)
+    assert half.dtype == torch.float16
+    assert not any(out.requires_grad for out in (*outs, half))
+    close(_C.npu_bev_pool_v3_backward(grad, *inputs), expected[1:])
+    order = inputs[3].argsort()  # the vendor's backward sorts by rows of feat
+    by_row = *inputs[:2], *(ranks[order] for ranks in inputs[2:])
+    starts, lengths = intervals(by_row[3])
+    close(_C.npu_bev_pool_v2_backward(grad, *by_row, lengths, starts, B, D, H, W), expected[1:])
+
+
+def test_extension_functions_without_depth():
+    cells = torch.randint(0, B * D * H * W, (16,)).sort().values
+    feat, places, (starts, lengths) = torch.randn(16, C, requires_grad=True), places_of(cells), intervals(cells)
+    expected, grad = results(feat.new_zeros(B * D * H * W, C).index_add(0, cells, feat).view(SHAPE), feat)
+    sizes = B, D, H, W
+    close([_C.npu_bev_pool(feat, places, lengths, starts, *sizes)], expected[:1])
+    close([_C.npu_bev_pool_backward(grad, places, lengths, starts, *sizes)], expected[1:])
+    images = torch.randn(B, C, 5, 4)  # the vendor's test: channels are the second axis, rows those of view(-1, C)
+    close([_C.npu_bev_pool_v3(None, images, None, None, places, *sizes)], [plain_rows(images, cells)])
+    depth, found = _C.npu_bev_pool_v3_backward(grad, None, images, None, None, places)
+    assert depth is None
+    close([found.reshape(-1, C)[:16]], expected[1:])
+    assert not found.reshape(-1, C)[16:].any()
+
+
+def plain_rows(feat, cells):
+    return feat.new_zeros(B * D * H * W, C).index_add(0, cells, feat.reshape(-1, C)[: len(cells)]).view(SHAPE)
+
+
+def test_autograd_function_by_hand_and_derived():
+    """BEVPoolV3 with a Mock for ctx, as the vendor's test; a derived class has second derivatives."""
+
+    class Derived(BEVPoolV3):
+        @staticmethod
+        def backward(ctx, grad):
+            return BEVPoolV3.backward(ctx, grad)
+
+    inputs = lifted(12, torch.float64)
+    expected, grad = results(plain(*inputs), *inputs[:2])
+    ctx = Mock()
+    close([BEVPoolV3.forward(ctx, *inputs, SHAPE)], expected[:1])
+    ctx.saved_tensors = ctx.save_for_backward.call_args.args
+    found = BEVPoolV3.backward(ctx, grad)
+    close(found[:2], expected[1:])
+    assert found[2:] == (None,) * 4
+    assert not any(t.requires_grad for t in found[:2])
+    for function in (BEVPoolV3, Derived):
+        run = functools.partial(lambda apply, depth, feat: apply(depth, feat, *inputs[2:], SHAPE), function.apply)
+        assert gradcheck(run, inputs[:2])
+        assert gradgradcheck(run, inputs[:2], fast_mode=True)
+
+
+def test_gradients_refuse_another_grad():
+    inputs = lifted()
+    with pytest.raises(ValueError, match=r"^grad_out must have shape \(B, D, H, W, C\); got \(2, 8\)$"):
+        _C.npu_bev_pool_v3_backward(torch.rand(2, 8), *inputs)
+    with pytest.raises(ValueError, match=r"^feat must have shape \(\.\.\., C=3\); got \(2, 3, 2, 3, 8\)$"):
+        _C.npu_bev_pool_v3_backward(torch.rand(B, D, H, W, 3), *inputs)
+
+
+GEOMETRY = torch.tensor([[[0, 0, 0], [2, 1, 0], [-1, 0, 0], [0, 2, 0]], [[0, 0, 1], [2, 1, 0], [3, 0, 0], [2, 1, 0]]]).int()
+INSIDE = [True, True, False, False, False, True, False, True]  # of 3 x 2 x 1 voxels
+CELLS = [0, 5, 11, 11]
+
+
+@pytest.mark.parametrize("number", [[3, 2, 1], torch.tensor([3, 2, 1])])
+def test_voxel_pooling_leaves_out_what_is_outside(number):
+    inside = torch.tensor(INSIDE).view(2, 4)
+    feat = torch.randn(2, 4, 5).masked_fill(~inside[..., None], torch.nan).requires_grad_()
+    expected = torch.zeros(12, 5).index_add(0, torch.tensor(CELLS), feat[inside]).view(2, 2, 3, 5).permute(0, 3, 1, 2)
+    grad = torch.randn(2, 5, 2, 3)
+    out = mx_driving.npu_voxel_pooling_train(GEOMETRY, feat, number)
+    close([out], [expected])
+    close(torch.autograd.grad(out, feat, grad), torch.autograd.grad(expected, feat, grad))
+    frustum = mx_driving.npu_voxel_pooling_train(GEOMETRY.view(2, 2, 2, 3), feat.view(2, 2, 2, 5).double(), number)
+    close([frustum], [expected.double()])
+    for empty in ((0, 4), (2, 0)):
+        none = mx_driving.npu_voxel_pooling_train(torch.zeros(*empty, 3).int(), torch.rand(*empty, 5), number)
+        assert torch.equal(none, torch.zeros(empty[0], 5, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"geom_xyz": [0]}, r"geom_xyz must be a torch\.Tensor, as torch\.tensor\(geom_xyz\) makes it; got list"),
+        ({"geom_xyz": GEOMETRY.float()}, "geom_xyz must have dtype int32 or int64; got float32"),
+        ({"geom_xyz": GEOMETRY[..., :2]}, r"geom_xyz must have shape \(B, \.\.\., 3\); got \(2, 4, 2\)"),
+        ({"input_features": torch.rand(2, 3, 5)}, r"input_features must have shape \(2, 4, C\); got \(2, 3, 5\)"),
+        ({"input_features": torch.rand(4, 2, 5)}, r"input_features must have shape \(2, 4, C\); got \(4, 2, 5\)"),
+        ({"voxel_num": (3, 2)}, r"voxel_num must be three numbers, \(X, Y, Z\); got \(3, 2\)"),
+        ({"voxel_num": 3}, r"voxel_num must be three numbers, \(X, Y, Z\); got 3"),
+    ],
+)
+def test_voxel_pooling_refuses(change, sentence):
+    good = {"geom_xyz": GEOMETRY, "input_features": torch.rand(2, 4, 5), "voxel_num": (3, 2, 1)}
+    with pytest.raises((TypeError, ValueError), match=f"^{sentence}$"):
+        mx_driving.npu_voxel_pooling_train(**{**good, **change})
+
+
+@pytest.fixture
+def extension(tmp_path, monkeypatch):
+    """An extension by name, as a submodule of a repository that nobody has built."""
+    (tmp_path / "someones_pooling").mkdir()
+    (tmp_path / "someones_pooling" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    compat.install()
+    yield lambda name: importlib.import_module(f"someones_pooling.{name}")
+    compat.uninstall()
+    for name in [n for n in sys.modules if n.partition(".")[0] == "someones_pooling"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("backward", ["bev_pool_v2_backward", "bev_pool_v2_backward_opt"])
+def test_bevdet(extension, backward):
+    """The caller makes the outputs; backward gets the points sorted by row of feat, and those rows' intervals."""
+    pool, inputs = extension("bev_pool_v2_ext"), lifted()
+    expected, grad = results(plain(*inputs), *inputs[:2])
+    starts, lengths = intervals(inputs[4])
+    found = torch.zeros(SHAPE), torch.zeros_like(inputs[0]), torch.zeros_like(inputs[1])
+    assert pool.bev_pool_v2_forward(*inputs[:2], found[0], *inputs[2:], lengths, starts) is None
+    order = inputs[3].argsort()
+    ranks = [r[order] for r in inputs[2:]]
+    starts, lengths = intervals(ranks[1])
+    assert getattr(pool, backward)(grad, *found[1:], *inputs[:2], *ranks, lengths, starts) is None
+    close(found, expected)
+
+
+def test_bevfusion(extension):
+    pool, cells = extension("bev_pool_ext"), torch.randint(0, B * D * H * W, (30,)).sort().values
+    feat, places, (starts, lengths) = torch.randn(30, C, requires_grad=True), places_of(cells), intervals(cells)
+    expected, grad = results(plain_rows(feat, cells), feat)
+    out = pool.bev_pool_forward(feat, places, lengths, starts, B, D, H, W)
+    close([out, pool.bev_pool_backward(grad, places, lengths, starts, B, D, H, W)], expected)
+
+
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [
+        ("voxel_pooling_train_ext", "voxel_pooling_train_forward_wrapper"),
+        ("voxel_pooling_ext", "voxel_pooling_forward_wrapper"),
+    ],
+)
+def test_bevdepth_in_training(extension, module, function):
+    feat, number = torch.randn(2, 4, 5, requires_grad=True), torch.tensor([3, 2, 1])
+    output, memo = torch.zeros(2, 2, 3, 5), torch.full((2, 4, 3), -1, dtype=torch.int32)
+    assert getattr(extension(module), function)(2, 4, 5, *number, GEOMETRY, feat, output, memo) == 1
+    close([output.permute(0, 3, 1, 2)], [mx_driving.npu_voxel_pooling_train(GEOMETRY, feat, number).detach()])
+    inside = torch.tensor(INSIDE)
+    assert memo.view(-1, 3)[inside].tolist() == [[0, 0, 0], [0, 1, 2], [1, 1, 2], [1, 1, 2]]
+    assert (memo.view(-1, 3)[~inside] == -1).all()
+
+
+def test_bevdepth_in_inference(extension):
+    """It multiplies depth [B * cams, D, H, W] by context [B * cams, C, H, W] itself."""
+    geometry, number = torch.randint(-1, 4, (2, 3, 4, 2, 3, 3), dtype=torch.int32), torch.tensor([3, 2, 2])
+    depth, context = torch.rand(6, 4, 2, 3), torch.randn(6, C, 2, 3)
+    rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1).reshape(2, -1, C)
+    output = torch.zeros(2, 2, 3, C)
+    sizes = (2, 3, 4, 2, 3, C, *number)
+    extension("voxel_pooling_inference_ext").voxel_pooling_inference_forward_wrapper(*sizes, geometry, depth, context, output)
+    close([output.permute(0, 3, 1, 2)], [mx_driving.npu_voxel_pooling_train(geometry, rows, number)])

@@ -1,0 +1,397 @@
+"""bev_pool_v3: its values and gradients beside float64 truth, and everything that an operator of this package does."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import cases
+import numpy as np
+import pytest
+import torch
+from test_memory import embedded
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close
+from values import DTYPES, covering
+
+import mx_driving
+from mx_driving import _backends, reference
+
+NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
+everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
+natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
+# relative to the largest sum; sums of some hundred float32 products
+NEAR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+class Points(NamedTuple):
+    """The operator's arguments."""
+
+    feat: Tensor
+    depth: Tensor
+    ranks_feat: Tensor
+    ranks_depth: Tensor
+    ranks_bev: Tensor
+    sizes: tuple[int, int, int, int]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        return (*self[:5], *self.sizes)
+
+    def cast(self, dtype: torch.dtype) -> Points:
+        return self._replace(feat=self.feat.to(dtype), depth=self.depth.to(dtype))
+
+
+def points(n: int, channels: int, sizes=(2, 1, 5, 7), rows=9, depths=40, *, seed=0, order="any", index=torch.int32) -> Points:
+    random = torch.Generator().manual_seed(seed)
+    ranks = [torch.randint(max(1, count), (n,), generator=random, dtype=index) for count in (rows, depths, int(np.prod(sizes)))]
+    if order == "sorted":
+        ranks[2] = ranks[2].sort().values
+    feat = torch.randn(rows, channels, dtype=torch.float64, generator=random)
+    depth = torch.rand(depths, dtype=torch.float64, generator=random)
+    return Points(feat, depth, *ranks, sizes)
+
+
+def truth(p: Points, grad: Tensor) -> list[np.ndarray]:
+    """Output and both gradients in float64, from the equation."""
+    feat, depth, g = (t.detach().double().numpy() for t in (p.feat, p.depth, grad))
+    of_feat, of_depth, cell = (t.numpy() for t in (p.ranks_feat, p.ranks_depth, p.ranks_bev))
+    output = np.zeros((int(np.prod(p.sizes)), feat.shape[1]))
+    np.add.at(output, cell, depth[of_depth, None] * feat[of_feat])
+    rows = np.moveaxis(g, 1, -1).reshape(output.shape)[cell]
+    grad_feat, grad_depth = np.zeros_like(feat), np.zeros_like(depth)
+    np.add.at(grad_feat, of_feat, depth[of_depth, None] * rows)
+    np.add.at(grad_depth, of_depth, (rows * feat[of_feat]).sum(1))
+    return [np.moveaxis(output.reshape(*p.sizes, feat.shape[1]), -1, 1), grad_feat, grad_depth]
+
+
+def run(implementation: str, p: Points, grad: Tensor, mask=(True, True)) -> list[Tensor]:
+    if implementation == "triton":
+        forward, backward = (cases._triton_kernel("bev_pool_v3", b) for b in (False, True))
+        return [forward(*p.args), *backward(grad, *p.args, list(mask))]
+    room = reference if implementation == "reference" else torch.ops.mx_driving
+    return [room.bev_pool_v3(*p.args), *room.bev_pool_v3_backward(grad, *p.args, list(mask))]
+
+
+def grad_for(p: Points) -> Tensor:
+    b, *rest = p.sizes
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(b, p.feat.shape[1], *rest, generator=random, dtype=torch.float64).to(p.feat.dtype)
+
+
+def assert_near(found: list[Tensor], p: Points, grad: Tensor) -> None:
+    for got, true in zip(found, truth(p, grad), strict=True):
+        assert got.shape == true.shape
+        far = np.abs(got.double().numpy() - true).max(initial=0)
+        assert far <= NEAR[got.dtype] * max(1, np.abs(true).max(initial=0)), far
+
+
+SHAPES = {
+    **{f"{c} channels": {"n": 300, "channels": c} for c in (1, 3, 8, 16, 37, 64, 80, 130)},
+    "one cell": {"n": 1500, "channels": 8, "sizes": (1, 1, 1, 1)},
+    "blocks of cells": {"n": 5000, "channels": 20, "sizes": (2, 3, 7, 19), "rows": 70, "depths": 500},
+    "sorted": {"n": 4000, "channels": 64, "sizes": (1, 1, 16, 16), "order": "sorted"},
+    "int64": {"n": 200, "channels": 16, "index": torch.int64},
+    "no points": {"n": 0, "channels": 8},
+    "no channels": {"n": 30, "channels": 0},
+    "no cells": {"n": 0, "channels": 8, "sizes": (1, 1, 0, 4)},
+}
+
+
+@covering("shape", list(SHAPES), DTYPES)
+def test_values(implementation, poisoned_allocations, shape, dtype):
+    p = points(**SHAPES[shape]).cast(dtype)
+    grad = grad_for(p)
+    assert_near(run(implementation, p, grad), p, grad)
+
+
+@pytest.mark.skipif(_backends.triton.why_not() is not None, reason=str(_backends.triton.why_not()))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("channels", [1, 8, 37, 130])
+def test_triton(poisoned_allocations, channels, dtype):
+    p = points(40, channels, (1, 2, 2, 3)).cast(dtype)
+    grad = grad_for(p)
+    found = run("triton", p, grad)
+    assert_near(found, p, grad)
+    for mask in ((True, False), (False, True)):
+        for wanted, a, b in zip(mask, run("triton", p, grad, mask)[1:], found[1:], strict=True):
+            assert_close(a, b) if wanted else a.numel() == 0
+    for ranks in p[2:5]:  # what has no row counts as zero there, where nobody waits for a look at the ranks
+        ranks[::7], ranks[3] = 1000, -5
+    inside = (p.ranks_feat < 9) & (p.ranks_depth < 40) & (p.ranks_bev < 12)
+    inside &= (p.ranks_feat >= 0) & (p.ranks_depth >= 0) & (p.ranks_bev >= 0)
+    kept = p._replace(**{name: getattr(p, name)[inside] for name in ("ranks_feat", "ranks_depth", "ranks_bev")})
+    for a, b in zip(run("triton", p, grad), run("triton", kept, grad), strict=True):
+        assert_close(a, b)
+
+
+@everywhere
+def test_mixed_dtypes_compute_in_the_widest(implementation):
+    p = points(100, 16)
+    for feat, depth in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32), (torch.float64, torch.float16)):
+        mixed = p._replace(feat=p.feat.to(feat), depth=p.depth.to(depth))
+        grad = grad_for(mixed)
+        found = run(implementation, mixed, grad)
+        assert [t.dtype for t in found] == [feat, feat, depth]
+        assert_near(found, mixed, grad)
+
+
+@everywhere
+def test_any_strides(implementation):
+    p = points(700, 24, (2, 2, 5, 33))
+    grad = grad_for(p)
+    expected = run(implementation, p, grad)
+    every_other = [torch.stack([t, t + 1], -1).flatten(-2)[::2] for t in p[1:5]]
+    ranks_last = torch.stack([p.ranks_bev, p.ranks_bev], -1)[:, 0]
+    strided = Points(p.feat.t().contiguous().t(), *every_other[:3], ranks_last, p.sizes)
+    channels_last = grad.movedim(1, -1).contiguous().movedim(-1, 1)
+    padded = torch.stack([grad, grad], -1)[..., 0]
+    for given in (channels_last, padded):
+        for a, b in zip(run(implementation, strided, given), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+@natively
+def test_the_same_bits_for_any_threads_and_any_order_between_cells(implementation, every_thread):
+    p = points(9000, 40, (1, 1, 24, 24), rows=200, depths=2000).cast(torch.float32)
+    order = p.ranks_bev.sort(stable=True).indices
+    by_cell = Points(p.feat, p.depth, *(t[order] for t in p[2:5]), p.sizes)
+    grad, first = grad_for(p), None
+    for threads in (1, 2, 3, 8, 24):
+        torch.set_num_threads(threads)
+        found = run(implementation, p, grad)
+        first = first or found
+        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+        assert torch.equal(torch.ops.mx_driving.bev_pool_v3(*by_cell.args), first[0])
+
+
+@everywhere
+@pytest.mark.parametrize("mask", [(True, False), (False, True)])
+def test_one_gradient_alone(implementation, mask):
+    p = points(300, 24)
+    both, one = run(implementation, p, grad_for(p)), run(implementation, p, grad_for(p), mask)
+    for wanted, a, b in zip(mask, one[1:], both[1:], strict=True):
+        assert torch.equal(a, b) if wanted else a.numel() == 0
+
+
+@everywhere
+def test_nan_and_infinity_go_where_their_product_goes(implementation):
+    for number in (float("nan"), float("inf")):
+        p = points(60, 8, rows=30)
+        p.feat[p.ranks_feat[0].item()] = number
+        p.depth[p.ranks_depth[1].item()] = number
+        output = run(implementation, p, grad_for(p))[0].movedim(1, -1).reshape(-1, 8)
+        wrong = (p.ranks_feat == p.ranks_feat[0]) | (p.ranks_depth == p.ranks_depth[1])
+        cells = torch.zeros(len(output), dtype=torch.bool)
+        cells[p.ranks_bev[wrong].long()] = True
+        assert torch.equal(~output.isfinite().all(1), cells)
+
+
+@natively
+def test_surroundings_are_neither_read_nor_written(implementation, poisoned_allocations):
+    for channels in (1, 5, 8, 37, 64):
+        p = points(77, channels)
+        grad = grad_for(p)
+        expected = run(implementation, p, grad)
+        inner, buffers = zip(*(embedded(t) for t in (*p[:5], grad)), strict=True)
+        before = [b.clone() for b in buffers]
+        for a, b in zip(run(implementation, Points(*inner[:5], p.sizes), inner[5]), expected, strict=True):
+            assert torch.equal(a, b)
+        for a, b in zip(buffers, before, strict=True):
+            assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+
+
+# ---- as a part of PyTorch
+
+
+def leaves(p: Points) -> tuple[Any, ...]:
+    return (p.feat.requires_grad_(), p.depth.requires_grad_(), *p.args[2:])
+
+
+def test_derivatives():
+    args = leaves(points(30, 3, (1, 2, 2, 3)))
+    assert gradcheck(torch.ops.mx_driving.bev_pool_v3, args)
+    assert gradgradcheck(torch.ops.mx_driving.bev_pool_v3, args, check_batched_grad=True, fast_mode=True)
+    tangents = (torch.randn_like(args[0]), torch.randn_like(args[1]))
+    call = lambda feat, depth: torch.ops.mx_driving.bev_pool_v3(feat, depth, *args[2:])  # noqa: E731
+    primals = tuple(t.detach() for t in args[:2])
+    forward = torch.func.jvp(call, primals, tangents)[1]
+    step = 1e-6
+    ahead, behind = (call(*(t + s * step * d for t, d in zip(primals, tangents, strict=True))) for s in (1, -1))
+    assert_close(forward, (ahead - behind) / (2 * step))
+
+
+def test_opcheck():
+    p = points(30, 4, (1, 1, 3, 3))
+    assert set(torch.library.opcheck(torch.ops.mx_driving.bev_pool_v3.default, leaves(p)).values()) == {"SUCCESS"}
+    grad = grad_for(p).requires_grad_()
+    backward = torch.ops.mx_driving.bev_pool_v3_backward.default
+    assert set(torch.library.opcheck(backward, (grad, *leaves(p), [True, True])).values()) == {"SUCCESS"}
+
+
+def public(p: Points) -> tuple[Any, ...]:
+    return p.depth, p.feat, p.ranks_depth, p.ranks_feat, p.ranks_bev, (*p.sizes, p.feat.shape[1])
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile(dynamic):
+    torch._dynamo.reset()
+    compiled = torch.compile(mx_driving.bev_pool_v3, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for n, channels in ((30, 8), (50, 16)):
+        p = points(n, channels)
+        assert torch.equal(compiled(*public(p)), mx_driving.bev_pool_v3(*public(p)))
+        without = None, torch.randn(n, channels), None, None, torch.zeros(n, 4, dtype=torch.int32), (1, 1, 2, 2, channels)
+        assert torch.equal(compiled(*without), mx_driving.bev_pool_v3(*without))
+
+
+def test_vmap_and_autocast():
+    p = points(40, 6).cast(torch.float32)
+    feats, ranks = torch.randn(3, *p.feat.shape), torch.stack([p.ranks_bev, p.ranks_bev.flip(0), p.ranks_bev.roll(1)])
+    each = lambda feat, ranks: torch.ops.mx_driving.bev_pool_v3(feat, *p.args[1:4], ranks, *p.sizes)  # noqa: E731
+    found = torch.vmap(each)(feats, ranks)
+    assert torch.equal(found, torch.stack([each(f, r) for f, r in zip(feats, ranks, strict=True)]))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mx_driving.bev_pool_v3(*public(p.cast(torch.bfloat16))).dtype == torch.float32
+
+
+def test_flops():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    p = points(40, 6)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.mx_driving.bev_pool_v3(*leaves(p)).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 40 * 6
+
+
+@pytest.mark.parametrize("form", ["gather", "onnxruntime"])
+def test_onnx(tmp_path, form):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Lift(torch.nn.Module):
+        def forward(self, *args: Any) -> Tensor:
+            return mx_driving.bev_pool_v3(*args, (2, 1, 5, 7, 8))
+
+    p = points(300, 8).cast(torch.float32)
+    args = public(p)[:5]
+    table = mx_driving.onnx.translations() if form == "onnxruntime" else None
+    program = torch.onnx.export(Lift().eval(), args, dynamo=True, custom_translation_table=table, verbose=False)
+    program.save(tmp_path / "lift.onnx")
+    options = runtime.SessionOptions()
+    if form == "onnxruntime":
+        options.register_custom_ops_library(mx_driving.onnx.library())
+    session = runtime.InferenceSession(tmp_path / "lift.onnx", options, providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), args, strict=True)})
+    assert_close(torch.from_numpy(found), mx_driving.bev_pool_v3(*public(p)))
+
+
+# ---- the public function
+
+
+def test_without_depth_rows_are_summed_as_they_are():
+    feat = torch.randn(2, 8, 3, 5, 4)
+    place = torch.stack([torch.randint(size, (50,)) for size in (3, 5, 4, 2)], 1).int()
+    h, w, d, b = place.long().unbind(1)
+    expected = torch.zeros(2, 4, 3, 5, 8).index_put((b, d, h, w), feat.view(-1, 8)[:50], accumulate=True)
+    found = mx_driving.bev_pool_v3(None, feat, None, None, place, [2, 4, 3, 5, 8])
+    assert_close(found, expected.movedim(-1, 1))
+    assert_close(mx_driving.bev_pool(feat.view(-1, 8)[:50], place, 2, 4, 3, 5), found)
+
+
+def test_intervals_that_are_runs_of_cells_give_the_same():
+    p = points(200, 8, order="sorted")
+    runs = torch.unique_consecutive(p.ranks_bev, return_counts=True)[1]
+    starts = runs.cumsum(0) - runs
+    assert torch.equal(mx_driving.bev_pool_v2(*public(p), starts, runs), mx_driving.bev_pool_v3(*public(p)))
+    first = mx_driving.bev_pool_v2(*public(p), starts[:1], runs[:1])
+    assert_close(first.sum(), mx_driving.bev_pool_v3(*public(p)).movedim(1, -1).flatten(0, 3)[p.ranks_bev[0]].sum())
+
+
+def test_the_autograd_function_is_channels_last():
+    p = points(60, 8)
+    args = public(p)
+    output = mx_driving.ops.bev_pool_v3.BEVPoolV3.apply(*args)
+    assert torch.equal(output, mx_driving.bev_pool_v3(*args).movedim(1, -1))
+
+    class Context:
+        saved_tensors = (p.depth, p.feat, p.ranks_feat, p.ranks_depth, p.ranks_bev)
+
+    grad = grad_for(p)
+    grad_depth, grad_feat, *others = mx_driving.ops.bev_pool_v3.BEVPoolV3.backward(Context(), grad.movedim(1, -1))
+    assert others == [None] * 4
+    assert_near([mx_driving.bev_pool_v3(*args), grad_feat, grad_depth], p, grad)
+
+
+WRONG = {
+    "ranks_feat[3] must be one of the 9 rows of feat; got 9": {"ranks_feat": (3, 9)},
+    "ranks_depth[0] must be one of the 40 elements of depth; got -1": {"ranks_depth": (0, -1)},
+    "ranks_bev[5] must be one of the 70 cells; got 70": {"ranks_bev": (5, 70)},
+    "ranks_bev[1] must be one of the 70 cells; got -2147483648": {"ranks_bev": (1, -(2**31))},
+}
+
+
+@everywhere
+@pytest.mark.parametrize("sentence", WRONG)
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
+    p = points(30, 8, index=index)
+    for name, (place, rank) in WRONG[sentence].items():
+        getattr(p, name)[place] = rank
+    with pytest.raises(ValueError) as refused:
+        mx_driving.bev_pool_v3(*public(p))
+    assert str(refused.value) == sentence
+    with pytest.raises(ValueError) as refused:
+        torch.ops.mx_driving.bev_pool_v3_backward(grad_for(p), *p.args, [True, True])
+    assert str(refused.value) == sentence
+
+
+def refusals() -> dict[str, tuple[Any, ...]]:
+    p = points(30, 8)
+    depth, feat, rd, rf, rb, shape = public(p)
+    return {
+        "feat must have shape (..., C=9); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 9)),
+        "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)": (depth, feat, rd, rf, rb, (2, 1)),
+        "h must not be negative; got -5": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
+        "output must have fewer than 2**48 elements; got 4194304 x 8 x 4194304 x 1 x 7": (
+            depth, feat, rd, rf, rb, (2**22, 2**22, 1, 7, 8)
+        ),
+        "ranks_feat must have shape (n=30); got (29,)": (depth, feat, rd, rf[:29], rb, shape),
+        "ranks_bev must have dtype int32 or int64; got float32": (depth, feat, rd, rf, rb.float(), shape),
+        "ranks_depth must be a torch.Tensor; got NoneType": (depth, feat, None, rf, rb, shape),
+        "ranks_bev must be 2D when running without depth": (None, feat, None, None, rb, shape),
+        "ranks_bev must have shape (n, 4); got (30, 3)": (None, feat, None, None, rb[:, None].expand(30, 3), shape),
+        "feat must hold 30 or more rows of C=8; got shape (9, 8)": (None, feat, None, None, rb[:, None].expand(30, 4), shape),
+        "ranks_bev[0] must be one of the 70 cells; got -1": (None, feat, None, None, torch.tensor([[5, 0, 0, 0]]), shape),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("sentence", refusals())
+def test_sentences(sentence):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        mx_driving.bev_pool_v3(*refusals()[sentence])
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "sentence"),
+    [
+        ([0], [31], "interval_starts[0] must leave room for 31 of 30 points; got 0"),
+        ([0, 4], [1, -1], "interval_lengths[1] must not be negative; got -1"),
+        ([-1], [1], "interval_starts[0] must leave room for 1 of 30 points; got -1"),
+        ([0, 1], [1], "interval_lengths must have shape (n_intervals=2); got (1,)"),
+    ],
+)
+def test_intervals_beyond_the_points_are_refused(starts, lengths, sentence):
+    with pytest.raises(ValueError) as refused:
+        mx_driving.bev_pool_v2(*public(points(30, 8)), torch.tensor(starts), torch.tensor(lengths))
+    assert str(refused.value) == sentence
+
+
+def test_the_vendors_limits():
+    p = points(30, 12).cast(torch.float32)
+    with mx_driving.atlas_limits():
+        with pytest.raises(ValueError, match=r"feat must have c a multiple of 8 .*; got 12"):
+            mx_driving.bev_pool_v3(*public(p))
+        with pytest.raises(ValueError, match=r"feat must have dtype float32 .*; got float64"):
+            mx_driving.bev_pool_v3(*public(points(30, 8)))
+        assert mx_driving.bev_pool_v3(*public(points(30, 8).cast(torch.float32))).any()
