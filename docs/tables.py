@@ -235,10 +235,9 @@ def wheels() -> str:
     rows = _rows("wheels.csv")
     if not rows:
         return NOTHING_YET
-    about = "- **{platform}**: `{wheel}`, {megabytes:.2f} MB. {checked}. Run: {run}."
+    about = "- **{platform}**: `{wheel}`, {megabytes:.2f} MB. {checked}. Run: {run}. Looked at on {date}."
     lines = [about.format(**row, megabytes=int(row["bytes"]) / 1e6) for row in rows]
-    (built_by,), (date,) = {row["built_by"] for row in rows}, {row["date"] for row in rows}
-    return "\n".join(lines) + f"\n\n*Built by {built_by}, looked at on {date}.*\n"
+    return "\n".join(lines) + f"\n\n*Built by {made(rows, 'built_by').strip('*')}.*\n"
 
 
 def tested_libraries() -> str:
