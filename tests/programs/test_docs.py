@@ -274,8 +274,8 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     header = "platform,wheel,bytes,built_by,checked,run,date"
     (tmp_path / "wheels.csv").write_text(f"{header}\nlinux,x.whl,1230000,gcc,imports libc,9 tests,2026-11-22\n")
     line, _, built, *_ = tables.wheels().splitlines()
-    assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests."
-    assert built == "*Built by gcc, looked at on 2026-11-22.*"
+    assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests. Looked at on 2026-11-22."
+    assert built == "*Built by gcc.*"
     rows = ("a.py,3,2,1,0,9", "b.h,4,3,0,1,9")
     (tmp_path / "mutants.csv").write_text("\n".join(["file,planted,killed,survived,equivalent,seconds", *rows]))
     (tmp_path / "mutants_equivalent.csv").write_text("file,fault,reason\nb.h,x  ->  y,It is slower.\n")
