@@ -19,6 +19,7 @@
 // In test_*.cpp.
 void known_answer();
 void instruction_sets();
+void pooling();
 void handles();
 void any_number();
 void executors();

@@ -8,15 +8,11 @@ namespace {
 const struct {
     const char *name;
     void (*run)();
-} TESTS[] = {{"known_answer", known_answer},
-             {"instruction_sets", instruction_sets},
-             {"handles", handles},
-             {"any_number", any_number},
-             {"executors", executors},
-             {"streams", streams},
-             {"many_threads", many_threads},
-             {"own_threads", own_threads},
-             {"callers_at_once", callers_at_once}};
+} TESTS[] = {{"known_answer", known_answer}, {"instruction_sets", instruction_sets},
+             {"pooling", pooling},           {"handles", handles},
+             {"any_number", any_number},     {"executors", executors},
+             {"streams", streams},           {"many_threads", many_threads},
+             {"own_threads", own_threads},   {"callers_at_once", callers_at_once}};
 
 } // namespace
 
