@@ -162,6 +162,25 @@ def compiled(operator: str, mesh: Any) -> float:
     return largest([(function(*args).full_tensor(), expected * 2)])
 
 
+def lifted(axis: str, mesh: Any) -> dict[str, Any]:
+    """bev_pool_v3 in shards of channels or of points against one process. Ranks of whole channels stay plain tensors."""
+    random = torch.Generator().manual_seed(0)
+    floating = [torch.randn(*shape, dtype=torch.float64, generator=random) for shape in ((9, 6), (40,))]
+    ranks = [torch.randint(most, (31,), generator=random) for most in (9, 40, 30)]
+    grad = torch.randn(1, 6, 1, 5, 6, dtype=torch.float64, generator=random)
+    operator, row = torch.ops.mx_driving.bev_pool_v3, OPERATORS["bev_pool_v3"]
+    alone = [t.clone().requires_grad_() for t in floating]
+    expected = operator(*alone, *ranks, 1, 1, 5, 6)
+    expected.backward(grad)
+    layout = row.axes[axis]
+    shards = [placed(t, mesh, (at,)).requires_grad_() for t, at in zip(floating, layout, strict=False)]
+    split = [placed(t, mesh, (at,)) if axis == "n" else t for t, at in zip(ranks, layout[2:], strict=False)]
+    output = operator(*shards, *split, 1, 1, 5, 6)
+    output.redistribute(mesh, [Replicate()]).backward(placed(grad, mesh, (None,)))
+    found = [(output.full_tensor(), expected), *((a.grad.full_tensor(), b.grad) for a, b in zip(shards, alone, strict=True))]
+    return {"error": largest(found), "placements": ["P(sum)" if p == Partial() else str(p) for p in output.placements]}
+
+
 MESH = "DTensor on a mesh of several dimensions"
 
 
@@ -209,6 +228,8 @@ def run(rank: int, world: int, folder: str) -> None:
             found[operator, "blocks x places"] = measure(operator, INPUTS[operator](), grid, [blocks, places])
             found[operator, "blocks x blocks"] = measure(operator, INPUTS[operator](), grid, [blocks, blocks])
     if world == 2:
+        for axis in OPERATORS["bev_pool_v3"].sharded:
+            found["bev_pool_v3", axis] = lifted(axis, mesh)
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
             if kind != "fully_shard" or not _checks.needs.lacks("fully_shard on a CPU"):
                 found[kind] = trained(kind, mesh, rank, world)

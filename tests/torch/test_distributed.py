@@ -111,6 +111,15 @@ def test_compiled(found, operator):
     assert found[operator, "compiled"] == 0
 
 
+@two
+@pytest.mark.parametrize(("axis", "placement"), [("c", "S(1)"), ("n", "P(sum)")])
+def test_lifting_by_depth(found, axis, placement):
+    """Channels stay apart; points that are split make sums in part."""
+    result = found["bev_pool_v3", axis]
+    assert result["placements"] == [placement]
+    assert result["error"] < 1e-13
+
+
 def test_inference_mode(found):
     assert found["inference"] == 0
 
