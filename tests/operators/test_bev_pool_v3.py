@@ -16,6 +16,7 @@ from values import DTYPES, covering
 
 import mx_driving
 from mx_driving import _backends, reference
+from mx_driving._dispatch import library
 
 NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
 everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
@@ -337,12 +338,12 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
     p = points(30, 8, index=index)
     for name, (place, rank) in WRONG[sentence].items():
         getattr(p, name)[place] = rank
-    with pytest.raises(ValueError) as refused:
-        mx_driving.bev_pool_v3(*public(p))
-    assert str(refused.value) == sentence
-    with pytest.raises(ValueError) as refused:
-        torch.ops.mx_driving.bev_pool_v3_backward(grad_for(p), *p.args, [True, True])
-    assert str(refused.value) == sentence
+    for backward, args in ((False, p.args), (True, (grad_for(p), *p.args, [True, True]))):
+        plain = library._reference("bev_pool_v3", backward)
+        operator = torch.ops.mx_driving.bev_pool_v3_backward if backward else torch.ops.mx_driving.bev_pool_v3
+        with pytest.raises(ValueError) as refused:
+            (plain if implementation == "reference" else operator)(*args)
+        assert str(refused.value) == sentence
 
 
 def refusals() -> dict[str, tuple[Any, ...]]:
