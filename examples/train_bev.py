@@ -209,7 +209,7 @@ class Lift(nn.Module):
         self.register_buffer("sizes", torch.tensor([len(inside), 6 * pixels, cells * cells], dtype=torch.int32).view(3, 1, 1))
 
     def forward(self, query: Tensor, maps: list[Tensor]) -> Tensor:
-        bs, fine = len(query), maps[0]
+        bs, fine = len(query), maps[0] + F.interpolate(maps[1], size=maps[0].shape[-2:])
         ranks = (self.ranks + self.sizes * torch.arange(bs, dtype=torch.int32)[:, None]).flatten(1)
         shape = (bs, 1, self.cells, self.cells, fine.shape[1])
         found = mx_driving.bev_pool_v3(self.likely(fine).softmax(1), fine.permute(0, 2, 3, 1), *ranks, shape)
