@@ -6,11 +6,16 @@
 
 namespace {
 
-const struct AtLoad {
-    AtLoad() {
-        const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);
-        if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // nothing that is loaded has another way to say it
-    }
-} at_load;
+#ifndef _MSC_VER
+__attribute__((constructor)) // an object with a constructor crashes Zig 0.17.1, which links the library for macOS
+#endif
+void register_all() {
+    const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);
+    if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // nothing that is loaded has another way to say it
+}
+
+#ifdef _MSC_VER
+const bool registered = (register_all(), true);
+#endif
 
 } // namespace
