@@ -106,6 +106,8 @@ def mach(library: pathlib.Path, _: Platform) -> tuple[set[str], set[str], str]:
             needed.add(text.rstrip(b"\0").decode())
         elif command.cmd == mach_o.LC_BUILD_VERSION:
             oldest = f"{body.minos >> 16}.{body.minos >> 8 & 255}"
+        elif command.cmd == mach_o.LC_RPATH:
+            holds(text.rstrip(b"\0") == b"@loader_path", f"{library.name} looks for libraries in {text!r}")
         signed = signed or command.cmd == mach_o.LC_CODE_SIGNATURE
     holds(header.header.cputype == 0x100000C and oldest == "11.0", f"{library.name} is for macOS {oldest}")
     holds(signed, f"{library.name} has no signature: arm64 Macs load no such file")
