@@ -351,6 +351,7 @@ def refusals() -> dict[str, tuple[Any, ...]]:
     depth, feat, rd, rf, rb, shape = public(p)
     return {
         "feat must have shape (..., C=9); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 9)),
+        "feat must have shape (..., C=7); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 7)),
         "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)": (depth, feat, rd, rf, rb, (2, 1)),
         "h must not be negative; got -5": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
         "output must have fewer than 2**48 elements; got 4194304 x 8 x 4194304 x 1 x 7": (

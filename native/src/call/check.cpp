@@ -98,10 +98,7 @@ bool fits(const Function &function, Given *given, int count, int64_t option, Axi
         Given &t = given[i];
         if (!is_given(t) && !argument->required) continue;
         if (!is_given(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
-        if (t.axes != argument->places.count) {
-            if (!shape_fits(*argument, t, sizes)) return false;
-            continue;
-        }
+        if (t.axes != argument->places.count) continue; // looked at below, when factors of products are known
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
         bool side_by_side = t.strides;
@@ -116,7 +113,6 @@ bool fits(const Function &function, Given *given, int count, int64_t option, Axi
         t.side_by_side = side_by_side ? int64_t(elements) : -1;
     }
     if (signs < 0) return false;
-    // a product whose factors were not known when its tensor was looked at
     for (int i = 0; i < count; ++i)
         if (is_given(given[i]) && given[i].axes != function.arguments[size_t(i)].places.count &&
             !shape_fits(function.arguments[size_t(i)], given[i], sizes))
