@@ -166,6 +166,17 @@ def test_the_same_bits_for_any_threads_and_any_order_between_cells(implementatio
         assert torch.equal(torch.ops.mx_driving.bev_pool_v3(*by_cell.args), first[0])
 
 
+@natively
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_points_that_are_nearly_sorted(implementation, every_thread, threads):
+    """Falling cells, and runs that rise in each thread's part."""
+    torch.set_num_threads(threads)
+    p = points(900, 8, order="sorted")
+    for cells in (p.ranks_bev.flip(0), p.ranks_bev.roll(450), p.ranks_bev.roll(300)):
+        other = p._replace(ranks_bev=cells.contiguous(), ranks_feat=p.ranks_feat.sort(descending=True).values)
+        assert_near(run(implementation, other, grad_for(p)), other, grad_for(p))
+
+
 @everywhere
 @pytest.mark.parametrize("mask", [(True, False), (False, True)])
 def test_one_gradient_alone(implementation, mask):
