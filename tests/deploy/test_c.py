@@ -96,7 +96,7 @@ def test_the_native_tests(tmp_path):
     native = ROOT / "tests" / "native"
     sources = [*native.glob("[!f]*.cpp"), *(file for file in native.glob("compare/*.cpp") if file.name != "main.cpp")]
     printed = build_and_run([*CPP, "-O1", "-ffp-contract=off"], sorted(sources), tmp_path)
-    assert printed.count("passed") == 9
+    assert printed.count("passed") == 10
 
 
 def test_the_cmake_package(tmp_path):
