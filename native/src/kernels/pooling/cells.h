@@ -27,22 +27,34 @@ class Cells {
 
     // A block of the tensor from rows of `channels` side by side, and into them.
     template <class T> void write(int64_t block, const T *rows, int64_t channels) const {
-        each_square<T>(block, channels, [&](auto *to, int64_t stride, auto square, int64_t place) {
-            constexpr int N = square.value;
-            Vec<T, N> lanes[N];
-            for (int i = 0; i < N; ++i) lanes[i] = load<T, N>(rows + place + i * channels);
-            if constexpr (N > 1) transpose<T, N>(lanes);
-            for (int c = 0; c < N; ++c) store<T, N>(to + c * stride, lanes[c]);
-        });
+        const int64_t n = count(block);
+        if (!side_by_side)
+            for (int64_t i = 0; i < n; ++i)
+                write_elements(rows + i * channels, cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels);
+        T lines[SIDE<T>][BLOCK];
+        for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
+            const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
+            for (int64_t i = 0; i < n; i += SIDE<T>) {
+                const int64_t cells = n - i < SIDE<T> ? n - i : SIDE<T>;
+                transposed<T>(rows + i * channels + c, channels, cells, some, &lines[0][i], BLOCK);
+            }
+            for (int64_t k = 0; k < some; ++k) write_elements(lines[k], line(block, c + k), t.dtype, 1, n);
+        }
     }
     template <class T> void read(int64_t block, T *rows, int64_t channels) const {
-        each_square<T>(block, channels, [&](auto *from, int64_t stride, auto square, int64_t place) {
-            constexpr int N = square.value;
-            Vec<T, N> lanes[N];
-            for (int c = 0; c < N; ++c) lanes[c] = load<T, N>(from + c * stride);
-            if constexpr (N > 1) transpose<T, N>(lanes);
-            for (int i = 0; i < N; ++i) store<T, N>(rows + place + i * channels, lanes[i]);
-        });
+        const int64_t n = count(block);
+        if (!side_by_side)
+            for (int64_t i = 0; i < n; ++i)
+                read_elements(cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels, rows + i * channels);
+        T lines[SIDE<T>][BLOCK];
+        for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
+            const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
+            for (int64_t k = 0; k < some; ++k) read_elements(line(block, c + k), t.dtype, 1, n, lines[k]);
+            for (int64_t i = 0; i < n; i += SIDE<T>) {
+                const int64_t cells = n - i < SIDE<T> ? n - i : SIDE<T>;
+                transposed<T>(&lines[0][i], BLOCK, some, cells, rows + i * channels + c, channels);
+            }
+        }
     }
 
   private:
@@ -53,23 +65,29 @@ class Cells {
     bool steps(Axis axis, int64_t stride) const { return t.shape[axis] == 1 || t.strides[axis] == stride; }
     int64_t first_in_batch(int64_t block) const { return block % blocks_of_batch * BLOCK; }
 
-    // fn(first element, stride of channels, Count<N>, place in rows) for squares of N cells and N channels; N is 1 where cells
-    // do not lie side by side, and at the edges.
-    template <class T, class Fn> void each_square(int64_t block, int64_t channels, Fn &&fn) const {
-        constexpr int N = WIDTH<T> < 4 ? 4 : WIDTH<T>;
-        const int64_t batch = block / blocks_of_batch * t.strides[BATCH], first = first_in_batch(block), n = count(block);
-        const int64_t stride = t.strides[CELL_CHANNEL];
-        const int64_t cells = side_by_side ? n / N * N : 0, whole = cells > 0 ? channels / N * N : 0;
-        with_elements(static_cast<char *>(t.data), t.dtype, [&](auto *data) {
-            for (int64_t c = 0; c < whole; c += N)
-                for (int64_t i = 0; i < cells; i += N)
-                    fn(data + batch + first + i + c * stride, stride, Count<N>(), i * channels + c);
-            for (int64_t i = 0; i < n; ++i) {
-                auto *const cell = data + batch + offset(first + i);
-                for (int64_t c = i < cells ? whole : 0; c < channels; ++c)
-                    fn(cell + c * stride, stride, Count<1>(), i * channels + c);
-            }
-        });
+    template <class T> static constexpr int SIDE = WIDTH<T> < 4 ? 4 : WIDTH<T>; // of the squares that are transposed
+
+    // to[k * to_step + i] = from[i * step + k], for i below `lines` and k below `columns`, SIDE at most.
+    template <class T>
+    static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to, int64_t to_step) {
+        constexpr int N = SIDE<T>;
+        if (lines == N && columns == N) {
+            Vec<T, N> square[N];
+            for (int i = 0; i < N; ++i) square[i] = load<T, N>(from + i * step);
+            transpose<T, N>(square);
+            for (int k = 0; k < N; ++k) store<T, N>(to + k * to_step, square[k]);
+        } else {
+            for (int64_t i = 0; i < lines; ++i)
+                for (int64_t k = 0; k < columns; ++k) to[k * to_step + i] = from[i * step + k];
+        }
+    }
+
+    // Where a block's cells begin in a channel; and one cell.
+    char *line(int64_t block, int64_t channel) const {
+        return at(t, block / blocks_of_batch * t.strides[BATCH] + first_in_batch(block) + channel * t.strides[CELL_CHANNEL]);
+    }
+    char *cell(int64_t block, int64_t i) const {
+        return at(t, block / blocks_of_batch * t.strides[BATCH] + offset(first_in_batch(block) + i));
     }
     int64_t offset(int64_t cell) const {
         const int64_t w = cell % t.shape[CELL_W], line = cell / t.shape[CELL_W];
