@@ -167,6 +167,16 @@ def test_the_same_bits_for_any_threads_and_any_order_between_cells(implementatio
 
 
 @natively
+def test_any_output_of_the_c_interface(implementation):
+    p = points(300, 20, (2, 2, 5, 9)).cast(torch.float32)
+    both = torch.full((2, 20, 2, 5, 9, 2), 7.0)
+    packed = [_backends.native._pack(t) for t in (*p[:5], both[..., 0])]
+    assert _backends.native._run(b"bev_pool_v3", packed, ()) == 0
+    assert torch.equal(both[..., 0], torch.ops.mx_driving.bev_pool_v3(*p.args))
+    assert bool((both[..., 1] == 7).all())
+
+
+@natively
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_points_that_are_nearly_sorted(implementation, every_thread, threads):
     """Falling cells, and runs that rise in each thread's part."""
