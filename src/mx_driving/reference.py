@@ -348,5 +348,6 @@ def bev_pool_v3_backward(
 
 def _ranks(ranks: tuple[Tensor, ...], rows: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
     """Each point's ranks, and whether all of them have their rows; else they are 0."""
-    there = torch.stack([(t >= 0) & (t < count) for t, count in zip(ranks, rows, strict=True)]).all(0)
-    return [torch.where(there, t.long(), 0) for t in ranks], there
+    wide = [t.long() for t in ranks]
+    there = torch.stack([(t >= 0) & (t < count) for t, count in zip(wide, rows, strict=True)]).all(0)
+    return [torch.where(there, t, 0) for t in wide], there

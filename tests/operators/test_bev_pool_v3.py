@@ -374,7 +374,7 @@ def refusals() -> dict[str, tuple[Any, ...]]:
         "feat must have shape (..., C=9); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 9)),
         "feat must have shape (..., C=7); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 7)),
         "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)": (depth, feat, rd, rf, rb, (2, 1)),
-        "h must not be negative; got -5": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
+        "bev_feat_shape must have no negative size; got (2, 1, -5, 7, 8)": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
         "output must have fewer than 2**48 elements; got 4194304 x 8 x 4194304 x 1 x 7": (
             depth, feat, rd, rf, rb, (2**22, 2**22, 1, 7, 8)
         ),
@@ -393,6 +393,16 @@ def test_sentences(sentence):
     with pytest.raises((TypeError, ValueError)) as refused:
         mx_driving.bev_pool_v3(*refusals()[sentence])
     assert str(refused.value) == sentence
+
+
+def test_sizes_that_the_operator_refuses():
+    """Cells without channels take no memory, but counting the points of each would."""
+    p = points(30, 8)
+    with pytest.raises(ValueError, match=r"^h must not be negative; got -5$"):
+        torch.ops.mx_driving.bev_pool_v3(*p[:5], 2, 1, -5, 7)
+    many = torch.empty(2**30, 0, 2**20, 1, 1), p.feat[:, :0], *p[1:5], 2**30, 2**20, 1, 1, [False, True]
+    with pytest.raises(RuntimeError, match="not enough memory"):
+        torch.ops.mx_driving.bev_pool_v3_backward(*many)
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ void forget_queries_without_samples(Call &call) {
 } // namespace
 
 bool query_is_too_large(Call &call) {
-    if (call.op == POOLING) return call.sizes.points > MOST_POINTS;
+    if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
     forget_queries_without_samples(call);
     return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
 }

@@ -30,6 +30,14 @@ Sizes sizes_of(const Description &op, const AxisSizes &sizes) {
     return n;
 }
 
+// Without channels there may be any number of them: INT64_MAX is no number that a call may have.
+int64_t cells_of(const Tensor &t) {
+    int64_t cells = 1;
+    for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})
+        if (__builtin_mul_overflow(cells, t.shape[axis], &cells)) return INT64_MAX;
+    return cells;
+}
+
 } // namespace
 
 Call make_call(const Function &function, const mxd_tensor *const *tensors, const AxisSizes &sizes, int64_t option,
@@ -46,8 +54,7 @@ Call make_call(const Function &function, const mxd_tensor *const *tensors, const
         ++tensors;
     }
     call.sizes = sizes_of(*function.op, sizes);
-    const Tensor &cells = call.backward ? call.grad_output : call.output;
-    call.sizes.cells = cells.shape[BATCH] * cells.shape[CELL_D] * cells.shape[CELL_H] * cells.shape[CELL_W];
+    if (call.op == POOLING) call.sizes.cells = cells_of(call.backward ? call.grad_output : call.output);
     call.sizes.coordinates = call.reference.shape[COORDINATE];
     return call;
 }

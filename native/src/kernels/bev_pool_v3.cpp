@@ -146,7 +146,7 @@ template <class T> bool gradients(const Call &call) {
                            n.channels * int64_t(sizeof(T))};
     const Backward<T> args{call, by_feat, Cells(call.grad_output), rows, dots, cell_rows};
     const int64_t ranges = call.num_threads < 1 ? 1 : call.num_threads;
-    return parallel<CellRows<T>>(call.num_threads, args.cells.blocks(), args) &&
+    return (n.channels == 0 || parallel<CellRows<T>>(call.num_threads, args.cells.blocks(), args)) &&
            parallel<FeatGradient<T>>(call.num_threads, FeatGradient<T>::blocks(call), args) &&
            (!of_depth ||
             parallel<DepthGradient<T>>(call.num_threads, ranges, typename DepthGradient<T>::Args{call, dots, ranges}));

@@ -135,7 +135,7 @@ class BoxedCall {
     // Takes all arguments, whatever they are.
     BoxedCall(const Function &of, Value *arguments) : function(of) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
-        for (int64_t &size : numbers_of(*function.op)) size = int64_t(*arguments++);
+        for (size_t i = 0; i < function.op->given.size(); ++i) numbers.push_back(int64_t(*arguments++));
         if (!function.op->option.empty()) take_option(handle_of<StringHandle>(*arguments++));
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
@@ -169,10 +169,6 @@ class BoxedCall {
     int count() const { return int(function.arguments.size()); }
     const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
 
-    std::vector<int64_t> &numbers_of(const Description &op) {
-        numbers.resize(op.given.size());
-        return numbers;
-    }
     // Of a gradient's output they are known already.
     void take_sizes() {
         const Description &op = *function.op;

@@ -222,6 +222,7 @@ class _Function:
         }
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
         self.first_choice = self.count + len(operator.sizes)
+        self.has_options = bool(operator.options)
         self.numbers = [i for i, t in enumerate(operator.tensors) if t.elements == "number"]
 
     def call(self, inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
@@ -249,7 +250,7 @@ class _Function:
 
 class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
-        inputs, options = self.split(args) if self.numbers or self.operator.options else (args, ())
+        inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
         output = torch.empty(self.output_shape(*args), dtype=inputs[0].dtype)
         self.call(inputs, options, [*inputs, output])
         return output

@@ -301,7 +301,7 @@ def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, 
         ("ranks_depth", ranks_depth, depth.shape[0], "elements of depth"),
         ("ranks_bev", ranks_bev, math.prod(sizes), "cells"),
     ):
-        wrong = (t < 0) | (t >= rows)
+        wrong = (t < 0) | (t.long() >= rows)  # there may be more rows than int32 counts
         if wrong.any():
             first = int(wrong.int().argmax())
             fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {of}", int(t[first]))

@@ -24,9 +24,9 @@ AGGREGATION_GROUP_CHANNELS_MULTIPLE = 8
 AGGREGATION_ELEMENTS = 150_000_000
 GEOMETRIC_DIM_MULTIPLE = 8
 GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * (points rounded up to 8) * dim is less
+GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * (points rounded up to 8) is less
 POOLING_CHANNELS_MULTIPLE = 8
 POOLING_ELEMENTS = 2**31
-GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * (points rounded up to 8) is less
 
 # The number of open atlas_limits(), plus one if the environment turns them on. Process-wide, like torch.backends' flags; a
 # plain number, so that torch.compile can guard on it.

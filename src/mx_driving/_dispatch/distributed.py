@@ -67,11 +67,7 @@ def _register() -> None:
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
     """The axes that can be sharded: `blocks` only with even shards, because only then the output's shards match value's."""
-    return [
-        places
-        for axis, places in operator.axes.items()
-        if axis != operator.blocks or not operator.samples or _even(operator, places, inputs)
-    ]
+    return [places for axis, places in operator.axes.items() if axis != operator.blocks or _even(operator, places, inputs)]
 
 
 def _even(operator: Operator, places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:

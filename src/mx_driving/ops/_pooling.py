@@ -28,6 +28,8 @@ def _five(shape: Any) -> list[int]:
     sizes = list(shape) if isinstance(shape, (list, tuple)) else []
     if len(sizes) != 5 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         fail(ValueError, "bev_feat_shape", "be five ints, (B, D, H, W, C)", shape)
+    if any(size < 0 for size in sizes):
+        fail(ValueError, "bev_feat_shape", "have no negative size", tuple(sizes))
     return sizes
 
 

@@ -66,8 +66,8 @@ def _options(channels: int, itemsize: int, lanes: int) -> dict[str, int]:
 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The points in the order of a rank, and where those of each rank begin. A rank that has no row is left out."""
-    ordered, order = ranks.sort(stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(rows + 1, dtype=ranks.dtype, device=ranks.device))
+    ordered, order = ranks.long().sort(stable=True)
+    return order, torch.searchsorted(ordered, torch.arange(rows + 1, device=ranks.device))
 
 
 def _sum(rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, targets: Tensor, output: Tensor) -> None:
