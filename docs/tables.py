@@ -100,11 +100,11 @@ def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
 
 
 def floors(file: str = BENCH) -> str:
-    """Our time in milliseconds, and as a share of either gather floor."""
+    """Our time in milliseconds, and as a share of either gather floor, of workloads that have one."""
     forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather floor", "gather floor, head-major")
     rows = []
-    for name in forward:
+    for name in [name for name, by in forward.items() if floors[0] in by]:
         cells = [name]
         for by in (forward[name], backward[name]):
             cells += [milliseconds(by["mx_driving"]), *(ratio(by, floor) if floor in by else "" for floor in floors)]

@@ -16,9 +16,8 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-import mx_driving
 from mx_driving import _backends
-from mx_driving._operators import OPERATORS, SAMPLING
+from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
 from mx_driving.measure import accuracy, floor, module_workloads, modules, report
 from mx_driving.measure.accuracy import Checked, check_one
@@ -28,7 +27,16 @@ from mx_driving.measure.plans import plans
 from mx_driving.measure.report import slower
 from mx_driving.measure.rivals import ours, rivals
 from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
-from mx_driving.measure.workloads import AGGREGATION, CHECKED, EXAMPLES, GEOMETRIC, WORKLOADS, cast, some_queries
+from mx_driving.measure.workloads import (
+    AGGREGATION,
+    CHECKED,
+    EXAMPLES,
+    GEOMETRIC,
+    WORKLOADS,
+    cast,
+    ring_of_cameras,
+    some_queries,
+)
 
 SMALL = "RT-DETR*"
 needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
@@ -36,7 +44,7 @@ needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the ga
 
 def test_names_are_unique_and_every_operator_is_there():
     assert len({w.name for w in (*WORKLOADS, *MODULES)}) == len(WORKLOADS) + len(MODULES)
-    assert {w.operator for w in WORKLOADS} == {w.operator for w in CHECKED} == set(SAMPLING)
+    assert {w.operator for w in WORKLOADS} == {w.operator for w in CHECKED} == set(OPERATORS)
 
 
 def named(name):
@@ -45,15 +53,16 @@ def named(name):
 
 LOGITS = ["Deformable-DETR decoder, 300 queries, with logits", "Sparse4D 2 scales, with logits", "MapTR nano, with logits"]
 PILLARS = "BEVFormer spatial cross-attention, 6 x 2500, with logits"
-BARE = ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]"]
+BARE = ["RT-DETR decoder", "Sparse4D v3", "MapTR nano", "Vendor example small [1, 16, 32, 4, 1, 8]", "FlashOcc"]
+LIFTED = ["BEVDet-R50, 80 channels", "BEVFusion 8 x 22, without depth"]
 
 
-@pytest.mark.parametrize("name", [*BARE, *LOGITS, PILLARS])
+@pytest.mark.parametrize("name", [*BARE, *LOGITS, PILLARS, *LIFTED])
 def test_rivals_compute_the_same(name):
     """Each computes what we do, on some queries of a workload: plain torch, and the bare operator on ready samples."""
     workload = named(name)
     args = some_queries(workload.operator, workload.inputs(), 0, 40)
-    output = getattr(mx_driving, workload.operator)(*args)
+    output = getattr(torch.ops.mx_driving, workload.operator)(*args)
     assert output.abs().max() > 1e-3
     for function, given, _ in (*rivals(workload, args, False).values(), *ours(workload, args).values()):
         torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
@@ -71,23 +80,27 @@ def test_gradients_are_those_that_a_model_asks_for():
         assert places[report.BARE] == OPERATORS[workload.row.bare].differentiable
 
 
-@pytest.mark.parametrize("name", LOGITS)
-def test_errors_with_logits(name):
+@pytest.mark.parametrize("name", [*LOGITS, *LIFTED])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_errors(name, dtype):
     """Of the output and of every gradient."""
     workload = named(name)
-    found = check_one(workload, "float32", "cpu", quick=True, timed=False)
+    found = check_one(workload, dtype, "cpu", quick=True, timed=False)
     assert found.failures == []
     assert list(found.errors) == ["output", *workload.gradients]
 
 
-@pytest.mark.parametrize("name", LOGITS[1:])
+@pytest.mark.parametrize("name", [*LOGITS[1:], *LIFTED])
 def test_the_reference_may_do_some_queries_at_a_time(name, monkeypatch):
     """What queries share, such as a projection, has a gradient that is added up over them; the rest is joined."""
     workload = named(name)
     args = some_queries(workload.operator, workload.inputs(), 0, 30)
-    grad = torch.randn(getattr(mx_driving, workload.operator)(*args).shape, generator=torch.Generator().manual_seed(1))
+    op = getattr(torch.ops.mx_driving, workload.operator)
+    grad = torch.randn(op(*args).shape, generator=torch.Generator().manual_seed(1))
+    monkeypatch.setattr(accuracy, "CHANNELS", 30)
     whole = accuracy._in_float64(workload, args, grad, lambda: None)
     monkeypatch.setattr(accuracy, "CHUNK", 12)
+    monkeypatch.setattr(accuracy, "CHANNELS", 12)
     for got, expected in zip(accuracy._in_float64(workload, args, grad, lambda: None), whole, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
@@ -117,6 +130,24 @@ def test_sparse4d_points_are_seen_by_one_or_two_cameras(name):
     seen = ((locations > 0) & (locations < 1)).all(-1).sum(-1).float()
     assert 0.9 < seen.mean() < 2
     assert seen.max() <= 2
+
+
+@pytest.mark.parametrize("channels", [64, 80])
+def test_points_lie_in_their_cells(channels):
+    """The centre of a point's cell projects to the point's pixel, at its depth, to within a cell's half diagonal."""
+    feat, depth, ranks_feat, ranks_depth, ranks_bev, *sizes = named(f"BEVDet-R50, {channels} channels").inputs()
+    assert (feat.shape, depth.numel(), sizes) == ((6 * 704, channels), 6 * 118 * 704, [1, 1, 128, 128])
+    cam, step, pixel = torch.unravel_index(ranks_depth.long(), (6, 118, 704))
+    assert torch.equal(cam * 704 + pixel, ranks_feat.long())
+    assert (ranks_bev.diff() >= 0).all()
+    assert len(ranks_depth.unique()) == len(ranks_depth) > 6 * 118 * 704 / 2
+    y, x = ((torch.stack([ranks_bev // 128, ranks_bev % 128]) + 0.5) * 0.8 - 51.2).double()
+    place = torch.stack([x, y, torch.zeros_like(x), torch.ones_like(x)], -1)
+    u, _, far, _ = (ring_of_cameras()[0].double()[cam] @ place[..., None])[..., 0].unbind(-1)
+    true = 1 + step / 2
+    assert (far - true).abs().max() < 0.4 * 2**0.5 + 0.01
+    across = (u - 352 * far) / 557 - (pixel % 44 * 16 + 8 - 352) / 557 * true  # metres to the right
+    assert across.abs().max() < 0.4 * 2**0.5 + 0.01
 
 
 def run_bench(*options: str):

@@ -13,7 +13,7 @@ import mx_driving_portable
 
 from .._cli_support.problems import matching, ruled
 from .._cli_support.show import grid, open_console, say, show
-from ..measure.accuracy import QUICK, Checked, check_one
+from ..measure.accuracy import CHANNELS, QUICK, Checked, check_one
 from ..measure.workloads import CHECKED
 from .options import DType, DTypes, Only, Threads, use_threads
 
@@ -59,14 +59,17 @@ def check(
     only: Only = None,
     dtype: DTypes = None,
     threads: Threads = 0,
-    quick: Annotated[bool, typer.Option("--quick", help=f"Only {QUICK} queries of each example.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help=f"Only {QUICK} queries, or {CHANNELS} channels, of each example.")
+    ] = False,
 ) -> None:
-    """Run every operator, forward and backward: on the vendor documents' own examples, and with logits on calls of models.
+    """Run every operator, forward and backward: on the vendor documents' own examples, or on calls of
+    models (with logits, bev_pool_v3).
 
     Each row compares the output and every gradient with the float64 reference. An error is the largest difference divided
     by the largest true entry. What the plain reference loses in that dtype on the same inputs is allowed, plus 16 units in
     the last place. The time is one forward and backward, the best of four. The last column says how many times longer
-    plain torch (grid_sample) takes, as mmcv and transformers run it on a CPU.
+    plain torch takes: grid_sample, as mmcv and transformers run it on a CPU, or index_add_.
 
     Exit status 0 means: every error is within what is allowed, and a kernel (not the reference) serves the CPU.
 

@@ -15,6 +15,7 @@ from .workloads import Args, Workload, cast, some_queries
 
 CHUNK = 605  # queries at a time through the reference, which keeps every sample of a level in memory
 QUICK = 121  # queries with --quick
+CHANNELS = 16  # at a time, and with --quick, of an operator that has no queries
 ULPS = 16
 
 
@@ -42,6 +43,11 @@ class Checked(NamedTuple):
         return wrong
 
 
+def _pieces(workload: Workload) -> tuple[int, int]:
+    """How many queries (channels) the reference takes at a time, and how many --quick does."""
+    return (CHUNK, QUICK) if workload.row.samples else (CHANNELS, CHANNELS)
+
+
 def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
     """The output and all gradients."""
     forward, backward = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
@@ -54,9 +60,10 @@ def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[],
     of_inputs = workload.row.axes[workload.row.queries]
     axes = (of_inputs[-1], *(of_inputs[i] for i in workload.differentiable))
     found: list[list[Tensor]] = [[] for _ in axes]
-    for begin in range(0, grad.shape[1], CHUNK):
-        some = some_queries(workload.operator, wide, begin, begin + CHUNK)
-        results = _by_reference(workload, some, wide_grad[:, begin : begin + CHUNK])
+    step, _ = _pieces(workload)
+    for begin in range(0, grad.shape[1], step):
+        some = some_queries(workload.operator, wide, begin, begin + step)
+        results = _by_reference(workload, some, wide_grad[:, begin : begin + step])
         for axis, parts, result in zip(axes, found, results, strict=True):
             if axis is None and parts:
                 parts[0] += result
@@ -107,9 +114,9 @@ def check_one(
     workload: Workload, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
 ) -> Checked:
     """Errors on all queries (some of them when quick), times on the same call."""
-    args = workload.inputs(dtype)
+    args, (_, few) = workload.inputs(dtype), _pieces(workload)
     if quick:
-        args = some_queries(workload.operator, args, 0, QUICK)
+        args = some_queries(workload.operator, args, 0, few)
     args = tuple(a.to(device) if isinstance(a, Tensor) else a for a in args)
     op = getattr(torch.ops.mx_driving, workload.operator).default
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
@@ -117,7 +124,7 @@ def check_one(
     grad = torch.rand(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
     true = _in_float64(workload, args, grad, tick)
     errors = _errors(workload, [output, *backward(grad, *args, [True] * len(workload.gradients))], true)
-    some, some_grad = some_queries(workload.operator, args, 0, QUICK), grad[:, :QUICK]
+    some, some_grad = some_queries(workload.operator, args, 0, few), grad[:, :few]
     lost = _errors(workload, _by_reference(workload, some, some_grad), _in_float64(workload, some, some_grad, lambda: None))
     allowed = {what: loss + ULPS * torch.finfo(args[0].dtype).eps for what, loss in lost.items()}
     ours = theirs = 0.0

@@ -1,9 +1,11 @@
 """The operators as people write them in plain torch today, to be measured against. Not used for correctness.
 
-Multi-scale attention and aggregation through grid_sample, geometric attention through a gather.
+Multi-scale attention and aggregation through grid_sample, geometric attention through a gather, pooling through index_add_.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -50,3 +52,10 @@ def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, lo
     rows = value.transpose(1, 2).gather(2, index).view(bs, heads, queries, levels * points, channels)
     out = (rows * weights.transpose(1, 2).reshape(bs, heads, queries, -1, 1)).sum(3)
     return out.transpose(1, 2).reshape(bs, queries, heads * channels)
+
+
+def bev_pool_v3(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> Tensor:
+    channels = feat.shape[1]
+    rows = depth[ranks_depth, None] * feat[ranks_feat]
+    sums = feat.new_zeros(math.prod(sizes), channels).index_add_(0, ranks_bev, rows)
+    return sums.view(*sizes, channels).permute(0, 4, 1, 2, 3).contiguous()

@@ -12,6 +12,7 @@ from .. import _composition, _geometry
 from .._operators import OPERATORS, Operator
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
+POOL = "bev_pool_v3"
 Sizes = list[tuple[int, int]]
 Args = tuple[Any, ...]  # of an operator: tensors, None where an input may be left out, options
 
@@ -61,7 +62,7 @@ def cast(args: Args, dtype: torch.dtype) -> Args:
 
 
 def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
-    """The same call for some of its queries (or anchors)."""
+    """The same call for some of its queries (anchors; channels of cells)."""
     row = OPERATORS[operator]
     axes = (*row.axes[row.queries][:-1], *(None for _ in row.options))
     return tuple(
@@ -241,6 +242,35 @@ def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits:
     return (seen & (border | lattice)).any(-1)
 
 
+def lifted(
+    generator: torch.Generator, grid: tuple[int, int], depths: int, cells: int, reach: float, channels: int
+) -> tuple[Any, ...]:
+    """The points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells` within
+    `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
+    projection, image_size = ring_of_cameras()
+    steps = 1 + torch.arange(depths) / 2
+    pixel = pixel_centres(*grid) * image_size[0]
+    seen = torch.cat([pixel, torch.ones(len(pixel), 1)], -1) * steps[:, None, None]
+    rays = torch.nn.functional.pad(seen, (0, 1), value=1.0).flatten(0, 1)
+    places = (projection.inverse()[:, None] @ rays[..., None])[..., :3, 0]  # [cam, depths * pixels, (x, y, z)]
+    x, y = ((places[..., :2] + reach) * (cells / (2 * reach))).floor().long().unbind(-1)
+    inside = (x >= 0) & (x < cells) & (y >= 0) & (y < cells) & ((places[..., 2] - 1).abs() < 4)
+    points = inside.flatten().nonzero()[:, 0]
+    ranks_bev, order = (y * cells + x).flatten()[points].sort(stable=True)
+    points, pixels = points[order], len(pixel)
+    feat = torch.randn(6 * pixels, channels, generator=generator)
+    depth = torch.rand(6, depths, pixels, generator=generator).softmax(1).flatten()
+    ranks_feat = points // (depths * pixels) * pixels + points % pixels
+    return feat, depth, ranks_feat.int(), points.int(), ranks_bev.int(), 1, 1, cells, cells
+
+
+def without_depth(args: Args) -> Args:
+    """The same points with a row of feat for each, as BEVFusion calls the operator."""
+    feat, depth, ranks_feat, ranks_depth, *rest = args
+    each = torch.arange(len(ranks_feat), dtype=torch.int32)
+    return (depth[ranks_depth, None] * feat[ranks_feat], torch.ones(()).expand(len(each)), each, each, *rest)
+
+
 def _vendor_attention(
     generator: torch.Generator, bs: int, queries: int, channels: int, heads: int, levels: int, points: int
 ) -> tuple[Tensor, ...]:
@@ -310,6 +340,10 @@ WORKLOADS = (
     Workload("SparseDrive map head", AGGREGATION, lambda g: _sparse4d(g, 100, 300)),
     Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
     Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
+    Workload("BEVDet-R50, 64 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 64)),
+    Workload("BEVDet-R50, 80 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 80)),
+    Workload("BEVFusion", POOL, lambda g: lifted(g, (32, 88), 118, 360, 54.0, 80)),
+    Workload("FlashOcc", POOL, lambda g: lifted(g, (16, 44), 88, 200, 40.0, 64)),
     *WITH_LOGITS,
     *EXAMPLES,
 )
@@ -319,6 +353,8 @@ CHECKED = (
     *EXAMPLES,
     *(w for w in WITH_LOGITS if w.name.startswith(("Deformable-DETR decoder", "MapTR nano"))),
     _from_logits("Sparse4D 2 scales", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D[2:])),
+    *(w for w in WORKLOADS if w.name.startswith("BEVDet-R50, 80")),
+    Workload("BEVFusion 8 x 22, without depth", POOL, lambda g: without_depth(lifted(g, (8, 22), 118, 90, 54.0, 80))),
 )
 
 
