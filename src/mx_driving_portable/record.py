@@ -1,4 +1,4 @@
-"""Record calls of deformable sampling operators where they run; `mx-driving replay` judges them on any other machine.
+"""Record calls of sampling operators and of bev_pool_v3 where they run; `mx-driving replay` judges them on any other machine.
 
 This file needs torch and nothing else of ours, so that it can be copied to a machine with a device:
 
@@ -58,7 +58,8 @@ _KEPT = 256e6  # bytes of memory that are kept for the next copies
 _ABSENT: Any = object()
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
-_OPERATORS = [name + ending for name in (_SCALE, _AGGREGATION, _GEOMETRIC) for ending in ("", "_backward")]
+_POOL = "bev_pool_v3"
+_OPERATORS = [name + ending for name in (_SCALE, _AGGREGATION, _GEOMETRIC, _POOL) for ending in ("", "_backward")]
 _VENDOR = {  # in whichever module of the vendor's mx_driving they are
     _SCALE: _SCALE,
     "npu_multi_scale_deformable_attn_function": _SCALE,
@@ -70,6 +71,24 @@ _VENDOR = {  # in whichever module of the vendor's mx_driving they are
     "npu_geometric_kernel_attention": _GEOMETRIC,
     "npu_geometric_kernel_attention_func": _GEOMETRIC,
     "GeometricKernelAttentionFunc.apply": _GEOMETRIC,
+    **dict.fromkeys(("bev_pool_v3", "BEVPoolV3.apply", "bev_pool_v2", "bev_pool", "npu_voxel_pooling_train"), _POOL),
+}
+_RANKS, _INTERVALS = "ranks_depth ranks_feat ranks_bev", "interval_lengths interval_starts"
+_TRAIN = "B n C X Y Z geom_xyz feat output= memo"
+_POOLS = {  # the parameters of each function that sums points into cells; it writes to those with "="
+    **dict.fromkeys(("bev_pool_v3", "BEVPoolV3.apply"), f"depth feat {_RANKS} bev_feat_shape"),
+    "bev_pool_v2": f"depth feat {_RANKS} bev_feat_shape interval_starts interval_lengths",
+    "bev_pool": "feat geom_feat B D H W",
+    "npu_voxel_pooling_train": "geom_xyz feat voxel_num",
+    "bev_pool_v2_forward": f"depth feat output= {_RANKS} {_INTERVALS}",
+    **dict.fromkeys(
+        ("bev_pool_v2_backward", "bev_pool_v2_backward_opt"),
+        f"grad_output grad_depth= grad_feat= depth feat {_RANKS} {_INTERVALS}",
+    ),
+    "bev_pool_forward": f"feat geom_feat {_INTERVALS} B D H W",
+    "bev_pool_backward": f"grad_output geom_feat {_INTERVALS} B D H W",
+    **dict.fromkeys(("voxel_pooling_train_forward_wrapper", "voxel_pooling_forward_wrapper"), _TRAIN),
+    "voxel_pooling_inference_forward_wrapper": "B cams bins height width C X Y Z geom_xyz depth feat output=",
 }
 _ATTENTION = {"ms_deform_attn_forward": _SCALE, "ms_deform_attn_backward": _SCALE + "_backward"}
 _EXTENSIONS = {  # compiled modules, in whichever package they are
@@ -82,16 +101,30 @@ _EXTENSIONS = {  # compiled modules, in whichever package they are
         "geometric_kernel_attn_cuda_forward": _GEOMETRIC,
         "geometric_kernel_attn_cuda_backward": _GEOMETRIC + "_backward",
     },
+    "bev_pool_v2_ext": {
+        "bev_pool_v2_forward": _POOL,
+        "bev_pool_v2_backward": _POOL + "_backward",
+        "bev_pool_v2_backward_opt": _POOL + "_backward",
+    },
+    "bev_pool_ext": {"bev_pool_forward": _POOL, "bev_pool_backward": _POOL + "_backward"},
+    "voxel_pooling_train_ext": {"voxel_pooling_train_forward_wrapper": _POOL},
+    "voxel_pooling_ext": {"voxel_pooling_forward_wrapper": _POOL},
+    "voxel_pooling_inference_ext": {"voxel_pooling_inference_forward_wrapper": _POOL},
 }
 _PLACES = ("value", "shapes", "starts", "locations", "weights", "grad_output")
-_LEARNED = {_SCALE: (0, 3, 4), _AGGREGATION: (0, 3, 4), _GEOMETRIC: (0, 4)}
-_NAMES = {  # the vendor's, mmcv's and transformers' names of parameters -> places
+_LEARNED = {
+    **dict.fromkeys((_SCALE, _AGGREGATION), ("value", "locations", "weights")),
+    _GEOMETRIC: ("value", "weights"),
+    _POOL: ("feat", "depth"),
+}
+_NAMES: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> places
     **dict.fromkeys(("value", "feature_maps", "mc_ms_feat"), "value"),
     **dict.fromkeys(("value_spatial_shapes", "spatial_shapes", "spatial_shape", "shape"), "shapes"),
     **dict.fromkeys(("value_level_start_index", "level_start_index", "scale_start_index", "offset"), "starts"),
     **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location", "locations"), "locations"),
     **dict.fromkeys(("attention_weights", "weights", "weight"), "weights"),
     "grad_output": "grad_output",
+    "input_features": "feat",  # of npu_voxel_pooling_train
 }
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
 _PACKAGES = (
@@ -130,6 +163,8 @@ class _Function:
     def __init__(self, name: str, operator: str) -> None:
         self.name, self.backward = name, operator.endswith("_backward")
         self.operator = operator[: -len("_backward")] if self.backward else operator
+        self.learned = _LEARNED[self.operator]
+        self.form = next((form for form in _POOLS if ("." + name).endswith("." + form)), self.operator)
         self.number = itertools.count()  # its next() is atomic
         self.calls = self.recorded = self.skipped = 0
         self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and why the last could not
@@ -218,8 +253,8 @@ def _has_nan(t: Tensor) -> bool:
     return bool(total != total) and bool(t.isnan().any())
 
 
-def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """The inputs by place, and the tensors after them, to which a backward function writes."""
+def _bind(function: _Function, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """The inputs by place, and the tensors after them by name, to which a backward function writes."""
     import torch
 
     given = list(args)
@@ -238,9 +273,43 @@ def _bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Tens
     for place in ("value", "shapes", "locations", "weights"):
         if not isinstance(found.get(place), torch.Tensor):
             raise TypeError(f"{place} must be a tensor; got {type(found.get(place)).__name__}")
-    if not all(map(_plain, found.values())):
+    return _ordinary(found), _gradients(function, [a for a in given[6:] if isinstance(a, torch.Tensor)]), {}
+
+
+def _bind_pool(
+    function: _Function, args: Any, kwargs: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """The same of a function that sums points into cells, and its sizes."""
+    import torch
+
+    names = _POOLS[function.form].split()
+    if function.backward and "grad_output" not in names:
+        raise TypeError(f"its name must end as one of {', '.join(form for form in _POOLS if 'backward' in form)}")
+    found = {names[i].rstrip("="): a for i, a in enumerate(args[: len(names)])}
+    found.update({_NAMES.get(name, name): a for name, a in kwargs.items()})
+    missing = [name for name in names if name.rstrip("=") not in found]
+    if missing:
+        raise TypeError(f"{missing[0]} must be given; got {', '.join(found)}")
+    found = {name: a for name, a in found.items() if a is not None and name != "memo"}
+    tensors = _ordinary({name: a for name, a in found.items() if isinstance(a, torch.Tensor)})
+    written = {name[:-1]: tensors.pop(name[:-1]) for name in names if name.endswith("=")}
+    sizes = {
+        name: list(a) if isinstance(a, (list, tuple)) else int(a)
+        for name, a in found.items()
+        if name not in tensors and name not in written
+    }
+    return tensors, written, sizes
+
+
+def _gradients(function: _Function, tensors: Any) -> dict[str, Tensor]:
+    """In the order of the inputs that they belong to."""
+    return {"grad_" + name: tensors[i] for i, name in enumerate(function.learned[: len(tensors)])}
+
+
+def _ordinary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not all(map(_plain, tensors.values())):
         raise TypeError("inputs must be ordinary tensors with data; got a subclass, a wrapper or meta tensors")
-    return found, [a for a in given[6:] if isinstance(a, torch.Tensor)]
+    return tensors
 
 
 def _caller() -> str:
@@ -261,29 +330,42 @@ class _Call:
         import torch
 
         self.function = function
-        self.inputs, self.written = _bind(args, kwargs)
+        self.inputs, self.written, self.sizes = (_bind_pool if function.operator == _POOL else _bind)(function, args, kwargs)
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, _Host] = {}
         self.edges = self._edges() if torch.is_grad_enabled() and not function.backward else {}
         self.about: dict[str, Any] = {"function": function.name, "operator": function.operator, "index": index}
         self.about["direction"] = "backward" if function.backward else "forward"
-        self.about.update(device=str(self.inputs["value"].device), caller=_caller(), autocast=torch.is_autocast_enabled())
+        self.about.update(device=str(self.first.device), caller=_caller(), autocast=torch.is_autocast_enabled())
+        if function.operator == _POOL:
+            self.about.update(form=function.form, sizes=self.sizes)
         self.stem = ""
+
+    @property
+    def first(self) -> Tensor:
+        return next(iter(self.inputs.values()))
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
         """Where autograd will bring the gradient of each input that has one."""
-        places = [_PLACES[i] for i in _LEARNED[self.function.operator]]
-        wanted = {p: self.inputs[p] for p in places if self.inputs[p].requires_grad}
+        wanted = {p: self.inputs[p] for p in self.function.learned if p in self.inputs and self.inputs[p].requires_grad}
         # a leaf's node is behind the node of anything that is made from it
         nodes = {p: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for p, t in wanted.items()}  # pyright: ignore
         return {p: (nodes[p], t.output_nr) for p, t in wanted.items()}
 
     def size(self) -> int:
         """Bytes of all that may be recorded of it."""
-        value, locations = self.inputs["value"], self.inputs["locations"]
-        output = math.prod((*locations.shape[:2], *value.shape[2:])) * max(4, value.element_size())
-        found = sum(t.numel() * t.element_size() for t in self.inputs.values()) + output
+        found = sum(t.numel() * t.element_size() for t in (*self.inputs.values(), *self.written.values()))
+        if not self.written:
+            found += self._output_numbers() * max(4, self.first.element_size())
         return found * (2 if self.edges or self.function.backward else 1)
+
+    def _output_numbers(self) -> int:
+        if "locations" in self.inputs:
+            return math.prod((*self.inputs["locations"].shape[:2], *self.inputs["value"].shape[2:]))
+        if "bev_feat_shape" in self.sizes:
+            return math.prod(self.sizes["bev_feat_shape"])
+        numbers = [n for size in self.sizes.values() for n in (size if isinstance(size, list) else [size])]
+        return math.prod(numbers) * self.inputs.get("feat", self.first).shape[-1]
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
@@ -294,19 +376,19 @@ class _Call:
 
     def copy_written(self) -> None:
         """A backward function may add to what it is given: whether that was zero is a part of the call."""
-        self.copies.update({f"before_{i}": _Host(t.any()) for i, t in enumerate(self.written)})
+        self.copies.update({f"before_{name}": _Host(t.any()) for name, t in self.written.items()})
         self.about["in_place"] = bool(self.written)
 
     def results(self, found: Any) -> dict[str, Tensor]:
         """What the function computed, by name."""
         import torch
 
-        if not self.function.backward:
+        if self.written and (self.function.backward or "output" in self.written):
+            results = dict(self.written)
+        elif not self.function.backward:
             results = {"output": found}
         else:
-            places = [_PLACES[i] for i in _LEARNED[self.function.operator]]
-            tensors = self.written or list(found if isinstance(found, (list, tuple)) else ())
-            results = {"grad_" + places[i]: t for i, t in enumerate(tensors) if i < len(places)}
+            results = _gradients(self.function, found if isinstance(found, (list, tuple)) else [found])
         if not results or not all(isinstance(t, torch.Tensor) and _plain(t) for t in results.values()):
             raise TypeError(f"the function must give tensors or write to some; got {type(found).__name__}")
         return results
@@ -681,7 +763,7 @@ class Recorder:
     def _begin(self, function: _Function, index: int, chosen: bool, args: Any, kwargs: Any) -> _Call | None:
         with self.ours(function):
             call = _Call(function, index, args, kwargs)
-            if _written_down(call.inputs["value"]):
+            if _written_down(call.first):
                 return None
             if chosen and self._has_room(call):
                 call.copy_inputs(f"every {self.every}")
@@ -712,7 +794,7 @@ class Recorder:
             if call.edges and output is not None and output.grad_fn is not None and (call.stem or self.nan):
                 _Gradients(self, call, output)
             if call.stem:
-                call.inputs, call.written = {}, []  # the program may want the memory back
+                call.inputs, call.written = {}, {}  # the program may want the memory back
 
     def _look_for_nan(self, call: _Call, results: dict[str, Tensor]) -> None:
         """The first call with a NaN is recorded, chosen or not."""

@@ -33,6 +33,7 @@ import mx_driving
 from mx_driving.cli.app import app
 
 OPERATORS = ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention")
+POOL = "bev_pool_v3"
 NAMES = ("value", "shapes", "starts", "locations", "weights")
 LEARNED = {OPERATORS[0]: (0, 3, 4), OPERATORS[1]: (0, 3, 4), OPERATORS[2]: (0, 4)}
 SECONDS, MEMORY, BATCH = 60, 4 * 2**30, 25
@@ -42,9 +43,41 @@ ODD = (None, True, 0, -1, 2**31, 2**63, 2**64, 10**4000, 0.5, 1e308, float("nan"
 Tensors = dict[Any, Any]
 
 
-def call(random: random.Random) -> tuple[str, Tensors, Tensors]:
-    """An operator, the tensors of a small call, and of its gradients."""
-    operator = random.choice(OPERATORS)
+def pooling(random: random.Random) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """The same of a function that sums points into cells."""
+    torch.manual_seed(random.randrange(2**31))
+    n, rows, c, b, d, h, w = (random.randint(1, 4) for _ in range(7))
+    feat, depth, geometry = torch.randn(rows, c), torch.rand(2, rows), torch.randint(-1, 3, (b, n, 3))
+    ranks = {
+        f"ranks_{name}": torch.randint(most, (n,))
+        for name, most in (("depth", 2 * rows), ("feat", rows), ("bev", b * d * h * w))
+    }
+    lifted, shape = {"depth": depth, "feat": feat, **ranks}, {"bev_feat_shape": [b, d, h, w, c]}
+    intervals = {"interval_starts": torch.arange(n), "interval_lengths": torch.ones(n, dtype=torch.long)}
+    places = torch.stack([torch.randint(most, (rows,)) for most in (h, w, d, b)], 1)
+    form, tensors, sizes = random.choice(
+        (
+            ("bev_pool_v3", lifted, shape),
+            ("bev_pool_v2", {**lifted, **intervals}, shape),
+            ("bev_pool", {"feat": feat, "geom_feat": places}, {"B": b, "D": d, "H": h, "W": w}),
+            ("npu_voxel_pooling_train", {"geom_xyz": geometry, "feat": torch.randn(b, n, c)}, {"voxel_num": [w, h, d]}),
+        )
+    )
+    leaves = {name: t.clone().requires_grad_(name in ("feat", "depth")) for name, t in tensors.items()}
+    names = {"feat": "input_features"} if "voxel" in form else {}
+    output = getattr(mx_driving, form)(**{names.get(name, name): t for name, t in leaves.items()}, **sizes)
+    grad, learned = torch.randn(output.shape), [name for name, t in leaves.items() if t.requires_grad]
+    found = torch.autograd.grad(output, [leaves[name] for name in learned], grad)
+    gradients = {f"grad_{name}": t for name, t in zip(learned, found, strict=True)}
+    about = {"operator": POOL, "form": form, "sizes": sizes}
+    return about, {**tensors, "output": output.detach().contiguous()}, {"grad_output": grad, **gradients}
+
+
+def call(random: random.Random) -> tuple[dict[str, Any], Tensors, Tensors]:
+    """What says which operator it is, the tensors of a small call, and of its gradients."""
+    operator = random.choice((*OPERATORS, POOL))
+    if operator == POOL:
+        return pooling(random)
     torch.manual_seed(random.randrange(2**31))
     bs, queries, heads, channels, points = (random.randint(1, 3) for _ in range(5))
     shapes = torch.tensor([(3, 5), (2, 4)][: random.randint(1, 2)])
@@ -66,12 +99,13 @@ def call(random: random.Random) -> tuple[str, Tensors, Tensors]:
     found = torch.autograd.grad(output, [leaves[i] for i in LEARNED[operator]], grad)
     gradients = {"grad_" + NAMES[i]: t for i, t in zip(LEARNED[operator], found, strict=True)}
     tensors = {**dict(zip(NAMES, inputs, strict=True)), "output": output.detach()}
-    return operator, tensors, {"grad_output": grad, **gradients}
+    return {"operator": operator}, tensors, {"grad_output": grad, **gradients}
 
 
-def description(operator: str, value: torch.Tensor) -> dict[str, Any]:
-    about: dict[str, Any] = {"function": "a.b", "operator": operator, "index": 0, "direction": "forward", "device": "npu:0"}
-    strides = {"value": list(value.transpose(0, 1).contiguous().transpose(0, 1).stride())}
+def description(operator: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    about: dict[str, Any] = {"function": "a.b", **operator, "index": 0, "direction": "forward", "device": "npu:0"}
+    name = "value" if "value" in tensors else "feat"
+    strides = {name: list(tensors[name].transpose(0, 1).contiguous().transpose(0, 1).stride())}
     return {**about, "caller": "/a/train.py:7", "autocast": False, "reason": "every 3", "strides": strides, "packed": False}
 
 
@@ -172,7 +206,7 @@ def changed_tensors(random: random.Random, tensors: Tensors, foreign: bool) -> A
 def broken(random: random.Random, folder: pathlib.Path) -> None:
     """call-000001, with one file of it changed, some twice."""
     operator, inputs, gradients = call(random)
-    about, which = description(operator, inputs["value"]), random.randrange(3)
+    about, which = description(operator, inputs), random.randrange(3)
     way = random.choice(("bytes", "header", "json", "tensors", "tensors", "metadata"))
     ending = random.choice(("safetensors", "pt")) if way != "header" else "safetensors"
     for place, (part, tensors) in enumerate((("", inputs), ("-gradients", gradients))):
@@ -198,7 +232,7 @@ def broken(random: random.Random, folder: pathlib.Path) -> None:
 def recording(seed: int, folder: pathlib.Path) -> None:
     chosen = random.Random(seed)
     operator, tensors, _ = call(random.Random(0))
-    metadata = {"format": "1", "call": json.dumps(description(operator, tensors["value"]))}
+    metadata = {"format": "1", "call": json.dumps(description(operator, tensors))}
     save_file(tensors, folder / "call-000000.safetensors", metadata)
     broken(chosen, folder)
 

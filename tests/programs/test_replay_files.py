@@ -11,13 +11,15 @@ import cases
 import fuzz_recordings
 import pytest
 import torch
-from recorded_calls import NAMES, M, call, computed, replay, save
+from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 from safetensors.torch import save_file
 
 import mx_driving
 from mx_driving._installing import pip_install
 from mx_driving.replay import judge
 from mx_driving_portable import record
+
+ONE_OF = f"one of {M}, {A}, {G}, bev_pool_v3"
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +76,7 @@ BAD = {
     "weights": "call-000001 must be a legal call of multi_scale_deformable_attn; got attention_weights must have shape",
     "table": "call-000001 must be a legal call of multi_scale_deformable_attn; got value_level_start_index[1] must leave room",
     "output": "output of call-000001 must be floating, of shape (2, 30, 24); got (2, 29, 24) float32",
-    "operator": "the operator of call-000001 must be one of the three; got convolution",
+    "operator": f"the operator of call-000001 must be {ONE_OF}; got convolution",
 }
 
 
@@ -104,8 +106,8 @@ def not_read(folder):
 EDITED = {
     "a list": ([], "what call-000001 says about its call must be a table; got list"),
     "no operator": ({"index": 3}, "call-000001 must name its operator; got index"),
-    "operator": ({"operator": [M]}, "the operator of call-000001 must be one of the three; got ['multi_scale_"),
-    "with logits": ({"operator": M + "_with_logits"}, "the operator of call-000001 must be one of the three; got multi_scale"),
+    "operator": ({"operator": [M]}, f"the operator of call-000001 must be {ONE_OF}; got ['multi_scale_"),
+    "with logits": ({"operator": M + "_with_logits"}, f"the operator of call-000001 must be {ONE_OF}; got multi_scale"),
     "caller": ({"caller": {"file": 7}}, "the caller of call-000001 must be text; got {'file': 7}"),
     "index": ({"index": "7"}, "the index of call-000001 must be a whole number; got 7"),
     "packed": ({"packed": "no"}, "the packed of call-000001 must be true or false; got no"),

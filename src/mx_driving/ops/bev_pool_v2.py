@@ -52,13 +52,18 @@ def bev_pool_v2(
     if interval_lengths.shape != interval_starts.shape:
         rule = f"have shape (n_intervals={len(interval_starts)})"
         fail(ValueError, "interval_lengths", rule, tuple(interval_lengths.shape))
+    points, cells = in_intervals(ranks_bev, interval_starts, interval_lengths)
+    return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
+
+
+def in_intervals(ranks_bev: Tensor, interval_starts: Tensor, interval_lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The points of all intervals, and their cells: those of the intervals' first points."""
     starts, lengths = interval_starts.long(), interval_lengths.long()
     if starts.device.type == "cpu":
         _check(starts, lengths, len(ranks_bev))
     before = lengths.cumsum(0) - lengths
     points = torch.arange(int(lengths.sum()), device=starts.device) + (starts - before).repeat_interleave(lengths)
-    cells = ranks_bev[starts.repeat_interleave(lengths)]
-    return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
+    return points, ranks_bev[starts.repeat_interleave(lengths)]
 
 
 def _check(starts: Tensor, lengths: Tensor, count: int) -> None:

@@ -32,6 +32,8 @@ _LEFT_OUT = Suspect("samples are left out", tuple(name for one in KNOWN_MISTAKES
 
 def axes(call: Call) -> dict[str, int]:
     """The axes that have several parts, and their places in weights."""
+    if not call.row.samples:
+        return {}
     shape = call.inputs[WEIGHTS].shape
     return {name: dim for name, dim in (_GROUPED if call.row.grouped else _ATTENTION).items() if 1 < shape[dim] <= _MOST}
 

@@ -17,7 +17,7 @@ from mx_driving_portable.record import FORMAT
 
 from .._checks.inputs import host_memory
 from .._cli_support.problems import Problem, ruled
-from .._operators import LOCATIONS, SAMPLING, STARTS, VALUE
+from .._operators import LOCATIONS, OPERATORS, STARTS, VALUE
 
 NUMBERS = 2**30  # 8 GB in float64
 MAPS = 2**10  # the reference takes one after another
@@ -33,18 +33,23 @@ def _whole(x: Any) -> bool:
     return type(x) is int and 0 <= x < 2**63
 
 
+def _sizes(x: Any) -> bool:
+    return isinstance(x, dict) and all(all(map(_whole, s)) if isinstance(s, list) else _whole(s) for s in x.values())
+
+
 def _strides(x: Any) -> bool:
     return isinstance(x, dict) and all(isinstance(s, list) and all(map(_whole, s)) for s in x.values())
 
 
 _TEXT = _Rule("be text", lambda x: isinstance(x, str))
 _FLAG = _Rule("be true or false", lambda x: isinstance(x, bool))
-_THREE = [name for name, row in SAMPLING.items() if not row.bare]
+_BARE = [name for name, row in OPERATORS.items() if not row.bare]
 ABOUT = {
-    **dict.fromkeys(("function", "device", "caller", "reason", "direction", "of"), _TEXT),
+    **dict.fromkeys(("function", "device", "caller", "reason", "direction", "of", "form"), _TEXT),
     **dict.fromkeys(("autocast", "packed", "cleared"), _FLAG),
-    "operator": _Rule("be one of the three", lambda x: isinstance(x, str) and x in _THREE),
+    "operator": _Rule(f"be one of {', '.join(_BARE)}", lambda x: isinstance(x, str) and x in _BARE),
     "index": _Rule("be a whole number", _whole),
+    "sizes": _Rule("be whole numbers, or lists of them, by name", _sizes),
     "strides": _Rule("be lists of whole numbers, by input", _strides),
 }
 

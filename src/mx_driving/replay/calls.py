@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from .. import _geometry
 from .._checks import inputs as checks
 from .._checks.rules import FLOATING, INDEX
 from .._cli_support.problems import Problem, need, ruled
-from .._operators import LOCATIONS, OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
-from . import _schema
+from .._operators import OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
+from . import _pools, _schema
 
 ENDINGS = (".safetensors", ".pt")
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
@@ -27,7 +27,8 @@ PLACES = Inputs._fields
 
 @dataclass
 class Call:
-    """A recorded call. `results`: the output and gradients that the device computed, by name."""
+    """A recorded call. `inputs`: tensors; the last one has the sizes of an operator that has some. `results`: the output and
+    gradients that the device computed, by name."""
 
     name: str
     about: dict[str, Any]
@@ -41,13 +42,31 @@ class Call:
         return OPERATORS[self.about["operator"]]
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the inputs."""
+        return PLACES if self.row.samples else self.row.inputs
+
+    @property
+    def queries(self) -> int:
+        """How many there are, or how many channels of cells."""
+        return next(t.shape[1] for t, along in zip(self.inputs, self.along_queries(), strict=False) if along)
+
+    def along_queries(self) -> list[bool]:
+        """Which inputs have an axis of queries: the second."""
+        return [axis is not None for axis in (*self.row.axes[self.row.queries][:-1], *(None,) * bool(self.row.sizes))]
+
+    def by_query(self, result: str) -> bool:
+        """Whether each query has entries of its own."""
+        return result == "output" or self.along_queries()[self.places.index(result.removeprefix("grad_"))]
+
+    @property
     def gradients(self) -> tuple[str, ...]:
         """Names of the gradients that the operator has."""
-        return tuple("grad_" + PLACES[i] for i in self.row.differentiable)
+        return tuple("grad_" + self.places[i] for i in self.row.differentiable)
 
     def like(self, result: str) -> Tensor:
         """The input whose dtype the result has, by the operator's rules."""
-        return self.inputs[VALUE if result == "output" else PLACES.index(result.removeprefix("grad_"))]
+        return self.inputs[VALUE if result == "output" else self.places.index(result.removeprefix("grad_"))]
 
 
 def stems(path: Path) -> list[Path]:
@@ -128,6 +147,28 @@ def _load(name: str, path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
     operator = about["operator"]
+    inputs = _sampling(name, about, tensors) if OPERATORS[operator].samples else _pooling(name, about, tensors)
+    call = Call(name, about, inputs, {}, tensors.get("grad_output"))
+    call.results = {n: tensors[n] for n in ("output", *call.gradients) if n in tensors}
+    return call
+
+
+def _pooling(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    row = OPERATORS[about["operator"]]
+    with ruled(f"{name} must be a legal call of {row.name}"):
+        inputs = _pools.inputs(name, about, tensors)
+        checks.INPUTS[row.name](*given(row, inputs))
+        checks.contents(row, given(row, inputs))
+    return inputs
+
+
+def given(row: Operator, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The operator's arguments: sizes as numbers."""
+    return (*inputs[:-1], *inputs[-1].tolist()) if row.sizes else tuple(inputs)
+
+
+def _sampling(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    operator = about["operator"]
     if about.get("packed") and "shapes" in tensors:
         tensors["starts"] = _geometry.starts_of(tensors["shapes"])
     missing = [place for place in PLACES if place not in tensors]
@@ -138,18 +179,21 @@ def _call(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> Call:
         inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
         checks.INPUTS[operator](*inputs)
         _schema.hold_size(name, OPERATORS[operator].grouped, inputs)
-        names = OPERATORS[operator].tables
-        checks.levels(*names, inputs[SHAPES], inputs[STARTS], inputs[VALUE].shape[1])
-    call = Call(name, about, tuple(inputs), {}, tensors.get("grad_output"))
-    call.results = {n: tensors[n] for n in ("output", *call.gradients) if n in tensors}
-    return call
+        checks.contents(OPERATORS[operator], inputs)
+    return tuple(inputs)
 
 
 def _hold_results(call: Call) -> None:
     """Leave out results that cannot belong to the inputs, and say so."""
-    value, queries = call.inputs[VALUE], call.inputs[LOCATIONS].shape[1]
-    of_output = (value.shape[0], queries, math.prod(value.shape[2:]))
-    if call.grad_output is not None and call.grad_output.numel() == value.shape[0] * queries * of_output[2]:
+    value, queries = call.inputs[VALUE], call.queries
+    if call.row.samples:
+        of_output = (value.shape[0], queries, math.prod(value.shape[2:]))
+    else:
+        bs, *cells = call.inputs[-1].tolist()
+        of_output = (bs, queries, *cells)
+    if not call.row.samples:
+        _shape_results(call, of_output)
+    elif call.grad_output is not None and call.grad_output.numel() == math.prod(of_output):
         call.grad_output = call.grad_output.reshape(of_output)  # heads and channels may be apart
     for name in [*call.results, *(["grad_output"] if call.grad_output is not None else [])]:
         found = call.grad_output if name == "grad_output" else call.results[name]
@@ -159,9 +203,19 @@ def _hold_results(call: Call) -> None:
             _drop(call, name, f"{name} of {call.name} must be floating, of shape {shape}; got {got}")
     if call.grad_output is None and any(n in call.results for n in call.gradients):
         _drop(call, "grad_output", f"{call.name} must hold grad_output for its gradients to be judged; got none")
-    if call.about.get("cleared") is False and any(n in call.results for n in call.gradients):
-        rule = "must be zero before a function adds to them"
-        _drop(call, "grad_output", f"gradients of {call.name} {rule}; got others, so they are not judged")
+    if call.about.get("cleared") is False and call.results:
+        what = "grad_output" if any(n in call.results for n in call.gradients) else "output"
+        words = f"{'output' if what == 'output' else 'gradients'} of {call.name} must be zero before a function adds to them"
+        _drop(call, what, f"{words}; got others, so they are not judged")
+
+
+def _shape_results(call: Call, of_output: tuple[int, ...]) -> None:
+    """Functions that sum points into cells have results of many shapes."""
+    for name, t in call.results.items():
+        shape = of_output if name == "output" else tuple(call.like(name).shape)
+        call.results[name] = _pools.shaped(call.about, name, t, shape)
+    if call.grad_output is not None:
+        call.grad_output = _pools.shaped(call.about, "grad_output", call.grad_output, of_output)
 
 
 def _drop(call: Call, name: str, sentence: str) -> None:

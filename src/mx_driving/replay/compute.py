@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _geometry, reference
 from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS
-from .calls import PLACES, Call
+from .calls import Call, given
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
 SOME = 605  # queries that stand for all where the largest term is looked for
@@ -26,15 +26,15 @@ class _Reference(torch.autograd.Function):
     def forward(ctx: Any, operator: str, *inputs: Tensor) -> Tensor:  # pyright: ignore
         ctx.operator = operator
         ctx.save_for_backward(*inputs)
-        return getattr(reference, operator)(*inputs)
+        return getattr(reference, operator)(*given(OPERATORS[operator], inputs))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         row = OPERATORS[ctx.operator]
         mask = [ctx.needs_input_grad[1 + i] for i in row.differentiable]
-        found = getattr(reference, ctx.operator + "_backward")(grad, *ctx.saved_tensors, mask)
+        found = getattr(reference, ctx.operator + "_backward")(grad, *given(row, ctx.saved_tensors), mask)
         by_place = {i: g for i, g, wanted in zip(row.differentiable, found, mask, strict=True) if wanted}
-        return (None, *(by_place.get(i) for i in range(len(PLACES))))
+        return (None, *(by_place.get(i) for i in range(len(ctx.saved_tensors))))
 
 
 def core(operator: str) -> Core:
@@ -59,32 +59,40 @@ def computed(
     form, row = form or core(call.row.name), call.row
     inputs, grad = list(call.inputs), call.grad_output
     if queries is not None:
-        inputs[LOCATIONS:] = (t[:, queries] for t in inputs[LOCATIONS:])
+        inputs = _some(call, inputs, queries)
         grad = grad[:, queries] if grad is not None else None
     if dtype is not None:
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
         grad = grad.to(dtype) if grad is not None else None
     step = _at_a_time(call)
-    begins = range(0, max(1, inputs[LOCATIONS].shape[1]), step)
+    begins = range(0, max(1, call.queries if queries is None else len(queries)), step)
     learned = () if grad is None else row.differentiable if learned is None else learned
     parts: list[Results] = []
-    total: Results = {}  # what is a sum over queries: it is as large as value
+    total: Results = {}  # what is a sum over queries, such as the gradient of value
     for begin in begins:
-        parts.append(_chunk(learned, form, inputs, grad, slice(begin, begin + step)))
-        if "grad_value" in parts[-1]:
-            total["grad_value"] = total.get("grad_value", 0) + parts[-1].pop("grad_value")
+        parts.append(_chunk(call, learned, form, inputs, grad, slice(begin, begin + step)))
+        for name in [name for name in parts[-1] if not call.by_query(name)]:
+            total[name] = total.get(name, 0) + parts[-1].pop(name)
     return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **total}
 
 
 def _at_a_time(call: Call) -> int:
     """How many queries are computed together."""
+    if not call.row.samples:
+        return max(1, NUMBERS // max(1, call.inputs[WEIGHTS].numel(), int(call.inputs[-1].prod())))
     bs, _, *channels = call.inputs[VALUE].shape
     points = call.inputs[LOCATIONS].shape[2 if call.row.grouped else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
-def _chunk(learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice) -> Results:
-    some = [t[:, queries] if place >= LOCATIONS else t for place, t in enumerate(inputs)]
+def _some(call: Call, inputs: list[Tensor], queries: Tensor | slice) -> list[Tensor]:
+    return [t[:, queries] if along else t for t, along in zip(inputs, call.along_queries(), strict=True)]
+
+
+def _chunk(
+    call: Call, learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice
+) -> Results:
+    some = _some(call, inputs, queries)
     leaves = [t.detach().requires_grad_(place in learned) for place, t in enumerate(some)]
     output = form(*leaves)
     found = {"output": output.detach()}
@@ -92,17 +100,17 @@ def _chunk(learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Ten
         wanted = [leaves[place] for place in learned]
         gradients = torch.autograd.grad(output, wanted, grad[:, queries].to(output.dtype), allow_unused=True)
         for place, leaf, gradient in zip(learned, wanted, gradients, strict=True):
-            found["grad_" + PLACES[place]] = torch.zeros_like(leaf) if gradient is None else gradient
+            found["grad_" + call.places[place]] = torch.zeros_like(leaf) if gradient is None else gradient
     return found
 
 
 def by_kernel(call: Call) -> Results:
     """Our own, whichever serves the CPU."""
-    name = call.row.name
-    found = {"output": getattr(torch.ops.mx_driving, name).default(*call.inputs)}
+    name, args = call.row.name, given(call.row, call.inputs)
+    found = {"output": getattr(torch.ops.mx_driving, name).default(*args)}
     if call.grad_output is not None:
         backward = getattr(torch.ops.mx_driving, name + "_backward").default
-        gradients = backward(call.grad_output, *call.inputs, [True] * len(call.gradients))
+        gradients = backward(call.grad_output, *args, [True] * len(call.gradients))
         found.update(zip(call.gradients, gradients, strict=True))
     return found
 
@@ -110,7 +118,8 @@ def by_kernel(call: Call) -> Results:
 def scales(call: Call) -> dict[str, float]:
     """The largest sum of absolute values of terms, of each result: the same call of absolute values."""
     inputs, grad = list(call.inputs), call.grad_output
-    inputs[VALUE], inputs[WEIGHTS] = (_magnitude(inputs[place]) for place in (VALUE, WEIGHTS))
+    for place in (VALUE, call.row.weights):
+        inputs[place] = _magnitude(inputs[place])
     grad = _magnitude(grad) if grad is not None else None
     absolute = Call(call.name, call.about, tuple(inputs), call.results, grad)
     found = computed(absolute, torch.float64)

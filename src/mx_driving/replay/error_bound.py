@@ -11,10 +11,16 @@ from torch import Tensor
 from .. import _geometry
 from .._operators import LOCATIONS, SHAPES, VALUE, WEIGHTS
 from ..measure.tolerance import allowed
+from . import _pools
 from .calls import Call
 from .compute import computed, scales
 
 _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and float64 may be on different sides of it
+
+
+def _terms(call: Call) -> dict[str, int]:
+    of_query = math.prod(call.inputs[WEIGHTS].shape[2:]) * 4
+    return {"output": of_query, "grad_value": max(of_query, call.inputs[LOCATIONS].numel() // 2)}
 
 
 class ErrorBound:
@@ -24,13 +30,12 @@ class ErrorBound:
         self.call = call
         self.truth = computed(call, torch.float64)
         self._scales = scales(call)
-        row, value, weights = call.row, call.inputs[VALUE], call.inputs[WEIGHTS]
-        of_query = math.prod(weights.shape[2:]) * 4
-        samples = call.inputs[LOCATIONS].numel() // 2
-        self._terms = {"output": of_query, "grad_value": max(of_query, samples)}
+        row, value = call.row, call.inputs[VALUE]
+        self._terms = _terms(call) if row.samples else _pools.terms(*call.inputs)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
         self._channels = value.shape[-1] * 4
-        self._extent = 0 if row.integer_locations or not call.inputs[SHAPES].numel() else int(call.inputs[SHAPES].max())
+        positions = row.samples and not row.integer_locations and call.inputs[SHAPES].numel()
+        self._extent = int(call.inputs[SHAPES].max()) if positions else 0
 
     def limit(self, result: str, dtype: torch.dtype, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
         """What each entry may differ by from `expected`, the truth or a suspect's. `compute`: the dtype of the sums; by the

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._operators import LOCATIONS, SHAPES
+from .._operators import SHAPES
 from . import _parts
-from .calls import PLACES, Call
+from .calls import Call
 from .compute import Core, Results, computed, core
 from .error_bound import ErrorBound
 from .known_mistakes import KNOWN_MISTAKES, out_of_order
@@ -55,11 +55,12 @@ def _tried(bound: ErrorBound, trials: Iterator[_Trial], wrong: list[str]) -> dic
 def _trials(call: Call) -> Iterator[_Trial]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for suspect in (*KNOWN_MISTAKES, *out_of_order(call.row.name, len(call.inputs[SHAPES]))):
+    levels = out_of_order(call.row.name, len(call.inputs[SHAPES])) if call.row.samples else ()
+    for suspect in (*KNOWN_MISTAKES, *levels):
         if call.row.name in suspect.operators:
             yield _Trial(suspect.words, call, suspect.form(call.row.name))
     for place, strides in call.about.get("strides", {}).items():
-        at = PLACES.index(place) if place in PLACES else -1
+        at = call.places.index(place) if place in call.places else -1
         order = _memory(call.inputs[at], strides)
         if at >= 0 and order is not None:
             read = call.inputs[at].flatten()[order].view(call.inputs[at].shape)
@@ -70,20 +71,20 @@ def _trials(call: Call) -> Iterator[_Trial]:
 
 def _partial_trials(bound: ErrorBound, wrong: list[str]) -> Iterator[_Trial]:
     """Mistakes on parts of a call. Queries say which: a call without them, or with a wrong grad_value alone, has none."""
-    of_queries = [name for name in wrong if name != "grad_value"]
+    of_queries = [name for name in wrong if bound.call.by_query(name)]
     if of_queries and all(t.numel() for t in bound.call.inputs):
         few, entries = _worst(bound, of_queries, _FEW), {name: bound.wrong(name) for name in wrong}
         agrees = functools.partial(_any_agrees, bound, of_queries, few)
-        for words, form in _parts.mistakes(bound.call, entries, few, _places(of_queries), agrees):
+        for words, form in _parts.mistakes(bound.call, entries, few, _places(bound.call, of_queries), agrees):
             yield _Trial(words, bound.call, form)
 
 
 def _explained(bound: ErrorBound, trial: _Trial, wrong: list[str]) -> list[str]:
     """The wrong results that the trial gives too. Of a large call, it must first do so for the worst queries."""
-    of_queries = [name for name in wrong if name != "grad_value"]
-    if trial.call.inputs[LOCATIONS].shape[1] > _WORST and of_queries:
+    of_queries = [name for name in wrong if bound.call.by_query(name)]
+    if trial.call.queries > _WORST and of_queries:
         some = _worst(bound, of_queries, _WORST)
-        tried = computed(trial.call, torch.float64, trial.form, some, _places(of_queries))
+        tried = computed(trial.call, torch.float64, trial.form, some, _places(bound.call, of_queries))
         if not _any_agrees(bound, of_queries, some, tried):
             return []
     tried = computed(trial.call, torch.float64, trial.form)
@@ -92,9 +93,9 @@ def _explained(bound: ErrorBound, trial: _Trial, wrong: list[str]) -> list[str]:
     return found if len(found) > len(plain) else []  # to be zero explains itself
 
 
-def _places(results: list[str]) -> tuple[int, ...]:
+def _places(call: Call, results: list[str]) -> tuple[int, ...]:
     """The inputs of which these are gradients."""
-    return tuple(PLACES.index(name.removeprefix("grad_")) for name in results if name != "output")
+    return tuple(call.places.index(name.removeprefix("grad_")) for name in results if name != "output")
 
 
 def _any_agrees(bound: ErrorBound, names: list[str], queries: Tensor, tried: Results) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._checks import limits
-from .calls import Call
+from .calls import Call, given
 from .compute import Results, by_kernel, computed, counts
 from .error_bound import ErrorBound
 from .explain import explain, where
@@ -53,7 +53,9 @@ def judge(call: Call) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and say what the device's results are worth."""
     bound = ErrorBound(call)
     float32, ours = computed(call, None), by_kernel(call)
-    verdict = Verdict(call, off_map(call), *_not_finite(call.inputs), [], limit=limits.passed_by(call.row.name, *call.inputs))
+    verdict = Verdict(
+        call, off_map(call), *_not_finite(call.inputs), [], limit=limits.passed_by(call.row.name, *given(call.row, call.inputs))
+    )
     for name, got in call.results.items():
         verdict.results.append(_result(bound, name, got, float32, ours))
     wrong = [judged.result for judged in verdict.results if judged.verdict == WRONG]
@@ -107,7 +109,9 @@ def _not_finite(tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[int, int]:
 
 
 def off_map(call: Call) -> float:
-    """The share of samples that are not on their maps; of an aggregation, of points that no camera sees."""
+    """The share of samples that are not on their maps; of an aggregation, of points that no camera sees; 0 without maps."""
+    if not call.row.samples:
+        return 0.0
     on = counts(call)
     on = on.any(-1) if call.row.grouped else on
     return float((~on).double().mean()) if on.numel() else 0.0

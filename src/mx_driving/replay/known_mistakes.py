@@ -21,6 +21,7 @@ _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_ag
 _NORMALISED = (_SCALE, _AGGREGATION)
 _ALL = (_SCALE, _AGGREGATION, _GEOMETRIC)
 _ATTENTION = (_SCALE, _GEOMETRIC)
+_POOL = ("bev_pool_v3",)
 _ORDERS = math.factorial(4)
 
 
@@ -148,6 +149,40 @@ def _in_order(order: list[int], locations: bool, weights: bool) -> Callable[...,
     return run
 
 
+def _kept(keep: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """Only the points that a function of their cells chooses."""
+
+    def run(of: Core, feat: Tensor, depth: Tensor, f: Tensor, d: Tensor, cell: Tensor, sizes: Tensor) -> Tensor:
+        return of(feat, depth, f, d, torch.where(keep(cell.long()), cell, -1), sizes)
+
+    return run
+
+
+def _begins(cell: Tensor) -> Tensor:
+    """Where a run of one cell begins."""
+    return torch.cat([torch.ones(1, dtype=torch.bool), cell.diff() != 0])
+
+
+def _of_last(numbers: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Where a number of each point is the largest of its cell's."""
+
+    def keep(cell: Tensor) -> Tensor:
+        of_point = numbers(cell)
+        last = torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, of_point, "amax")
+        return of_point == last[cell]
+
+    return keep
+
+
+def _pool_sides(of: Core, feat: Tensor, depth: Tensor, f: Tensor, d: Tensor, cell: Tensor, sizes: Tensor) -> Tensor:
+    return of(feat, depth, f, d, cell, sizes[[0, 1, 3, 2]]).transpose(-1, -2)
+
+
+def _pool_channels_last(of: Core, *inputs: Tensor) -> Tensor:
+    out = of(*inputs)
+    return out.movedim(1, -1).reshape(out.shape)
+
+
 KNOWN_MISTAKES = (
     Suspect("x and y are swapped in the locations", _ALL, _swapped),
     Suspect("shapes are read as (W, H)", _ALL, _turned),
@@ -204,4 +239,21 @@ KNOWN_MISTAKES = (
     ),
     Suspect("samples off the map are left out, where the border's pixel is the rule", (_GEOMETRIC,), _left_out),
     Suspect("pixels are sampled bilinearly, where whole pixels are the rule", (_GEOMETRIC,), _between),
+    Suspect("ranks_depth and ranks_feat are exchanged", _POOL, lambda of, v, e, f, d, *rest: of(v, e, d, f, *rest)),
+    Suspect("depth is not used: features are summed as they are", _POOL, lambda of, v, e, *rest: of(v, 0 * e + 1, *rest)),
+    Suspect("H and W of the cells are exchanged", _POOL, _pool_sides),
+    Suspect("the output has its channels last", _POOL, _pool_channels_last),
+    Suspect(
+        "a cell has its last point alone: points overwrite one another",
+        _POOL,
+        _kept(_of_last(lambda cell: torch.arange(len(cell)))),
+    ),
+    Suspect(
+        "a cell has its last run of points alone: each run overwrites the one before, as if points were sorted by cell",
+        _POOL,
+        _kept(_of_last(lambda cell: _begins(cell).cumsum(0))),
+    ),
+    Suspect("a run of points of one cell has its first point alone: lengths of intervals are not used", _POOL, _kept(_begins)),
+    Suspect("the first point of each run of one cell is left out", _POOL, _kept(lambda cell: ~_begins(cell))),
+    Suspect("the last point of each run of one cell is left out", _POOL, _kept(lambda cell: ~_begins(cell.flip(0)).flip(0))),
 )

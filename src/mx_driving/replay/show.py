@@ -13,6 +13,7 @@ from torch import Tensor
 from .._cli_support.files import writing
 from .._cli_support.show import grid
 from .._operators import LOCATIONS, VALUE, WEIGHTS
+from . import _pools
 from .calls import PLACES
 from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
 
@@ -43,6 +44,11 @@ def _call(verdict: Verdict) -> str:
 
 
 def _inputs(verdict: Verdict) -> str:
+    call = verdict.call
+    if not call.row.samples:
+        shapes = [_shape(call.places[i], call.inputs[i]) for i in call.row.differentiable]
+        words = _counted(", ".join(_pools.described(*call.inputs)), verdict.nans, verdict.infinities)
+        return escape("\n".join([*shapes, words]))
     shapes = [_shape(PLACES[i], verdict.call.inputs[i]) for i in (VALUE, LOCATIONS, WEIGHTS)]
     levels = verdict.call.inputs[1].flatten(0, -2).tolist()
     maps = ", ".join(f"{h} x {w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
@@ -89,7 +95,10 @@ def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Of the CSV file: a row for each result."""
     call = verdict.call
     about = {key: call.about.get(key, "") for key in ("function", "operator", "index", "device", "caller", "reason")}
-    shapes = {PLACES[i]: _shape("", call.inputs[i]).strip() for i in (VALUE, LOCATIONS, WEIGHTS)}
+    places = (VALUE, LOCATIONS, call.row.weights)
+    shapes = {
+        name: _shape("", call.inputs[i]).strip() for name, i in zip(("value", "locations", "weights"), places, strict=True)
+    }
     of_inputs = {"off map": verdict.off_map, "NaN in": verdict.nans, "infinite in": verdict.infinities}
     return [
         {
