@@ -29,6 +29,7 @@ from mx_driving._operators import OPERATORS  # noqa: E402
 from mx_driving.verify import runtimes, whole  # noqa: E402
 from mx_driving.verify.verify import verify  # noqa: E402
 
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 PROGRAM = Path(wrong_runtime.__file__)
 WORDS = {
     "align_corners": "as with align_corners=True",
@@ -119,8 +120,6 @@ def test_what_is_no_place_is_named(tmp_path):
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
 
 
-@pytest.mark.long
-@pytest.mark.xdist_group("onnx")
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_our_nodes_are_places(operator, tmp_path):
@@ -165,8 +164,6 @@ def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
         verify(after, right, given(3, 11), original=before)
 
 
-@pytest.mark.long
-@pytest.mark.xdist_group("onnx")
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("form", ["npu", "tensorrt"])
 def test_nodes_of_plugins_are_places(form, tmp_path):
@@ -263,8 +260,6 @@ def test_a_program_that_gives_nothing_is_reported(program, stacked, tmp_path):
     assert all(BAD_RUNTIMES[program] in why for why in reasons(report))
 
 
-@pytest.mark.long
-@pytest.mark.xdist_group("onnx")
 @pytest.mark.needs("An ONNX file of opset 20")
 def test_a_runtime_s_own_error_is_reported(tmp_path):
     pytest.importorskip("openvino")
