@@ -71,11 +71,11 @@ def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, obje
 
 
 def _shrunk(name: str) -> dict[str, object]:
-    """Smaller models save time: a shallow backbone, 100 queries of 300 or 900, and two layers, the fewest that feed one
+    """Smaller models save time: a shallow backbone, 50 queries of 300 or 900, and two layers, the fewest that feed one
     another. The text's encoder has two layers, too, and 5000 words where it may."""
     dino = name.endswith("grounding_dino")
     config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino or name == "omdet_turbo" else name)
-    found: dict[str, object] = {"num_queries": 100, **_shallow(config, name)}
+    found: dict[str, object] = {"num_queries": 50, **_shallow(config, name)}
     if name == "omdet_turbo":
         return {**found, "decoder_num_layers": 2, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
     found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
@@ -86,7 +86,7 @@ def _shrunk(name: str) -> dict[str, object]:
 @functools.lru_cache(maxsize=1)
 def _in_double(name: str) -> models.Subject:
     """A model is built once for its tests, which one process runs in turn: building takes longer than a backward."""
-    return models.build(name, 96, 128, torch.float64, **_shrunk(name))
+    return models.build(name, 64, 96, torch.float64, **_shrunk(name))
 
 
 def _in_single(name: str) -> models.Subject:
