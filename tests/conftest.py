@@ -37,9 +37,11 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # numbers.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], ignore_errors=True)
-# The tests compile a few small loops: torch's headers are not worth compiling first, nor processes that import torch to help.
+# The tests compile a few small loops: torch's headers are not worth compiling first, nor processes that import torch to help,
+# nor programs that try which instruction sets this compiler has. Plain loops compile in less time, too.
 os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 # torch's tracing makes many objects, and Python looks for circles after each 700 of them: 8 % of the time of tests/torch.
 gc.set_threshold(50_000, 20, 50)
@@ -80,6 +82,16 @@ def poisoned_allocations():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = before
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def quick_packages(monkeypatch):
+    """AOTInductor compiles them in less time, by what this torch has of it."""
+    from torch._inductor.config import aot_inductor
+
+    for name, value in {"precompile_headers": False, "compile_wrapper_opt_level": "O0"}.items():
+        if hasattr(aot_inductor, name):
+            monkeypatch.setattr(aot_inductor, name, value)
 
 
 @pytest.fixture

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import cases
 import pytest
 import torch
-import torch._inductor.config as inductor
+from programs import python
 from small_cases import GROWING, One
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -18,7 +14,6 @@ import mx_driving
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("inductor")]  # so that a program is exported once
 SIZES = ((3, 5), (1, 7), (4, 2))
-QUICKLY = {"precompile_headers": False, "compile_wrapper_opt_level": "O0"}  # of AOTInductor, by what this torch has of it
 RUN = """
 import sys, torch, mx_driving
 kind, program, inputs, outputs = sys.argv[1:]
@@ -28,17 +23,18 @@ torch.save([run(*args) for args in torch.load(inputs)], outputs)
 
 
 class Three(torch.nn.Module):
-    """All operators, each behind something with a gradient of its own."""
+    """All operators, each behind something with a gradient of its own. Outputs are joined: less to compile."""
 
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
     def forward(self, *inputs):
-        return tuple(
-            getattr(mx_driving, operator)(args[0] * self.scale, *args[1:]).relu()
+        outputs = [
+            getattr(mx_driving, operator)(args[0] * self.scale, *args[1:])
             for operator, args in zip(cases.OPERATORS, inputs, strict=True)
-        )
+        ]
+        return (torch.cat(outputs, -1).relu(),)
 
 
 def inputs_of(bs, queries):
@@ -47,9 +43,7 @@ def inputs_of(bs, queries):
 
 def in_a_fresh_process(kind, program, folder, code=RUN, inputs=None):
     torch.save(inputs or [inputs_of(*size) for size in SIZES], folder / "inputs.pt")
-    command = [sys.executable, "-c", code, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
+    python("-c", code, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
     return torch.load(folder / "outputs.pt")
 
 
@@ -80,10 +74,10 @@ def test_exported_module_trains(program):
 
 
 def packaged(program, folder):
-    options = {f"aot_inductor.{name}": value for name, value in QUICKLY.items() if hasattr(inductor.aot_inductor, name)}
-    return torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"), inductor_configs=options)
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
 
 
+@pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
     """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
@@ -104,6 +98,7 @@ def test_export_keeps_the_operator_whole(operator):
     assert torch.equal(program.module()(*tensors), getattr(mx_driving, operator)(*args))
 
 
+@pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
     """As a C++ program loads it. The table is that of docs/deploy.md."""
     inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)

@@ -12,7 +12,7 @@ import sys
 import cases
 import pytest
 import torch
-from programs import python
+from programs import example, python
 from small_cases import GROWING
 
 from mx_driving import _backends, _operators, config
@@ -197,10 +197,14 @@ print(torch.equal(found, example.of_package), "mx_driving" in sys.modules)
 @pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CMake files want the CUDA toolkit")
 @pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("quick_packages")
 def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
     """A package of AOTInductor and a traced module, by a program in which there is no Python; the package in Python,
     too, without ours."""
-    python("-W", "ignore", EXAMPLE / "export_decoder.py", str(tmp_path))
+    exporter = example("cpp/export_decoder")
+    exporter.LAYERS = 1
+    exporter.export(tmp_path)
     assert printed(PACKAGE, config.torch_library(), str(tmp_path)) == "True False\n"
     build, torch_folder = tmp_path / "build", torch.utils.cmake_prefix_path
     cmake = pathlib.Path(sys.executable).with_name("cmake")
