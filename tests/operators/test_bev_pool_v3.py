@@ -167,6 +167,21 @@ def test_the_same_bits_for_any_threads_and_any_order_between_cells(implementatio
 
 
 @natively
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("channels", [1, 37, 64])
+def test_the_same_bits_for_sorted_points_of_any_form(implementation, every_thread, dtype, channels):
+    p = points(3000, channels, (2, 1, 9, 11), rows=50, depths=400).cast(dtype)
+    order = p.ranks_bev.sort(stable=True).indices
+    sums = torch.ops.mx_driving.bev_pool_v3(*p.args)
+    sorted_ = p._replace(**{name: getattr(p, name)[order] for name in ("ranks_feat", "ranks_depth", "ranks_bev")})
+    every_other = torch.stack([p.depth, p.depth], -1)[:, 0]
+    longs = {f"ranks_{name}": getattr(sorted_, f"ranks_{name}").long() for name in ("feat", "depth", "bev")}
+    forms = [{}, {"depth": every_other}, *({name: ranks} for name, ranks in longs.items()), longs]
+    for form in forms:
+        assert torch.equal(torch.ops.mx_driving.bev_pool_v3(*sorted_._replace(**form).args), sums), form.keys()
+
+
+@natively
 def test_any_output_of_the_c_interface(implementation):
     p = points(300, 20, (2, 2, 5, 9)).cast(torch.float32)
     both = torch.full((2, 20, 2, 5, 9, 2), 7.0)

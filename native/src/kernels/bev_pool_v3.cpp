@@ -14,6 +14,13 @@ struct Forward {
     const Sorted &by_cell;
     const Cells cells;
     const Source feat;
+    const bool side_by_side; // points, and what they read of depth and ranks
+
+    static bool are_side_by_side(const Call &call, const Sorted &by_cell) {
+        const auto narrow = [](const Tensor &ranks) { return ranks.dtype == MXD_INT32 && ranks.strides[LISTED] == 1; };
+        return !by_cell.order && narrow(call.ranks_feat) && narrow(call.ranks_depth) && call.depth.strides[LISTED] == 1 &&
+               call.depth.dtype == call.value.dtype;
+    }
 };
 
 template <class V, class T> class CellSums {
@@ -23,10 +30,7 @@ template <class V, class T> class CellSums {
 
     void operator()(int64_t block) {
         const int64_t first = args.cells.first(block), count = args.cells.count(block);
-        memset(static_cast<void *>(rows), 0, size_t(count * channels) * sizeof(T));
-        over_windows(window, args.feat, args.by_cell, first, first + count, [&](int64_t cell, int64_t, int64_t at, int64_t n) {
-            add_rows<V, T>(window.address + at, window.coefficient + at, n, channels, rows + (cell - first) * channels);
-        });
+        args.side_by_side ? sum_side_by_side(first, count) : sum_windows(first, count);
         if constexpr (same_type<V, BFloat16>)
             for (int64_t i = 0; i < count; ++i) order_row<V, T>(rows + i * channels, rows + i * channels, channels);
         args.cells.write(block, rows, channels);
@@ -37,6 +41,21 @@ template <class V, class T> class CellSums {
     const int64_t channels;
     Window<T> window;
     T *const rows;
+
+    void sum_side_by_side(int64_t first, int64_t count) {
+        const Call &call = args.call;
+        int64_t ends[Cells::BLOCK];
+        const int64_t begin = args.by_cell.find_ends(first, first + count, ends);
+        sum_points(static_cast<const V *>(call.value.data), call.value.strides[KEY],
+                   static_cast<const int32_t *>(call.ranks_feat.data), static_cast<const V *>(call.depth.data),
+                   static_cast<const int32_t *>(call.ranks_depth.data), begin, ends, count, channels, rows);
+    }
+    void sum_windows(int64_t first, int64_t count) {
+        memset(static_cast<void *>(rows), 0, size_t(count * channels) * sizeof(T));
+        over_windows(window, args.feat, args.by_cell, first, first + count, [&](int64_t cell, int64_t, int64_t at, int64_t n) {
+            add_rows<V, T>(window.address + at, window.coefficient + at, n, channels, rows + (cell - first) * channels);
+        });
+    }
 };
 
 // ---- backward
@@ -81,7 +100,7 @@ template <class T> class FeatGradient {
                 if (args.dots) find_dots(row, place, at, n);
             });
         for (int64_t i = 0; to.data && i < count; ++i)
-            write_elements(sums + i * channels, at(to, (first + i) * to.strides[KEY]), to.dtype, to.strides[CHANNEL], channels);
+            write_run(sums + i * channels, at(to, (first + i) * to.strides[KEY]), to.dtype, to.strides[CHANNEL], channels);
     }
 
   private:
@@ -123,7 +142,7 @@ template <class T> class DepthGradient {
                 sums[place < uint64_t(count) ? int64_t(place) : count] += args.dots[i];
             }
         });
-        write_elements(sums, at(to, begin * to.strides[LISTED]), to.dtype, to.strides[LISTED], count);
+        write_run(sums, at(to, begin * to.strides[LISTED]), to.dtype, to.strides[LISTED], count);
     }
 
   private:
@@ -159,7 +178,7 @@ bool bev_pool_v3(const Call &call, const Plan &) {
     return by_cell.ready() && with_types(call, [&](auto *v, auto *t) {
                const Source feat{call.ranks_feat, call.depth, call.ranks_depth, reinterpret_cast<int64_t>(call.value.data),
                                  call.value.strides[KEY] * int64_t(sizeof *v)};
-               const Forward args{call, by_cell, Cells(call.output), feat};
+               const Forward args{call, by_cell, Cells(call.output), feat, Forward::are_side_by_side(call, by_cell)};
                return parallel<CellSums<__typeof__(*v), __typeof__(*t)>>(call.num_threads, args.cells.blocks(), args);
            });
 }

@@ -7,10 +7,18 @@
 namespace mxd::MXD_ISA {
 namespace {
 
+// read_elements and write_elements as functions that are called: inlined at each place they take 60 KB.
+template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
+    read_elements(from, dtype, stride, n, to);
+}
+template <class T> __attribute__((noinline)) void write_run(const T *from, char *to, int64_t dtype, int64_t stride, int64_t n) {
+    write_elements(from, to, dtype, stride, n);
+}
+
 // Blocks of cells that follow each other in one batch.
 class Cells {
   public:
-    static constexpr int64_t BLOCK = 32;
+    static constexpr int64_t BLOCK = 64;
 
     explicit Cells(const Tensor &of)
         : t(of), in_batch(t.shape[CELL_D] * t.shape[CELL_H] * t.shape[CELL_W]), blocks_of_batch((in_batch + BLOCK - 1) / BLOCK),
@@ -30,30 +38,28 @@ class Cells {
         const int64_t n = count(block);
         if (!side_by_side)
             for (int64_t i = 0; i < n; ++i)
-                write_elements(rows + i * channels, cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels);
-        T lines[SIDE<T>][BLOCK];
+                write_run(rows + i * channels, cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            for (int64_t i = 0; i < n; i += SIDE<T>) {
-                const int64_t cells = n - i < SIDE<T> ? n - i : SIDE<T>;
-                transposed<T>(rows + i * channels + c, channels, cells, some, &lines[0][i], BLOCK);
-            }
-            for (int64_t k = 0; k < some; ++k) write_elements(lines[k], line(block, c + k), t.dtype, 1, n);
+            T lines[SIDE<T> * BLOCK]; // of another dtype
+            const bool own = t.dtype == OWN<T>;
+            T *const to = own ? reinterpret_cast<T *>(line(block, c)) : lines;
+            transposed<T>(rows + c, channels, n, some, to, own ? t.strides[CELL_CHANNEL] : BLOCK);
+            for (int64_t k = 0; !own && k < some; ++k) write_run(lines + k * BLOCK, line(block, c + k), t.dtype, 1, n);
         }
     }
     template <class T> void read(int64_t block, T *rows, int64_t channels) const {
         const int64_t n = count(block);
         if (!side_by_side)
             for (int64_t i = 0; i < n; ++i)
-                read_elements(cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels, rows + i * channels);
-        T lines[SIDE<T>][BLOCK];
+                read_run(cell(block, i), t.dtype, t.strides[CELL_CHANNEL], channels, rows + i * channels);
         for (int64_t c = 0; side_by_side && c < channels; c += SIDE<T>) {
             const int64_t some = channels - c < SIDE<T> ? channels - c : SIDE<T>;
-            for (int64_t k = 0; k < some; ++k) read_elements(line(block, c + k), t.dtype, 1, n, lines[k]);
-            for (int64_t i = 0; i < n; i += SIDE<T>) {
-                const int64_t cells = n - i < SIDE<T> ? n - i : SIDE<T>;
-                transposed<T>(&lines[0][i], BLOCK, some, cells, rows + i * channels + c, channels);
-            }
+            T lines[SIDE<T> * BLOCK]; // of another dtype
+            const bool own = t.dtype == OWN<T>;
+            for (int64_t k = 0; !own && k < some; ++k) read_run(line(block, c + k), t.dtype, 1, n, lines + k * BLOCK);
+            const T *const from = own ? reinterpret_cast<const T *>(line(block, c)) : lines;
+            transposed<T>(from, own ? t.strides[CELL_CHANNEL] : BLOCK, some, n, rows + c, channels);
         }
     }
 
@@ -68,8 +74,7 @@ class Cells {
     template <class T> static constexpr int SIDE = WIDTH<T> < 4 ? 4 : WIDTH<T>; // of the squares that are transposed
 
     // to[k * to_step + i] = from[i * step + k], for i below `lines` and k below `columns`, SIDE at most.
-    template <class T>
-    static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to, int64_t to_step) {
+    template <class T> static void square(const T *from, int64_t step, int64_t lines, int64_t columns, T *to, int64_t to_step) {
         constexpr int N = SIDE<T>;
         if (lines == N && columns == N) {
             Vec<T, N> square[N];
@@ -80,6 +85,17 @@ class Cells {
             for (int64_t i = 0; i < lines; ++i)
                 for (int64_t k = 0; k < columns; ++k) to[k * to_step + i] = from[i * step + k];
         }
+    }
+
+    // The same for any number of them, square by square. A function of its own, which reading and writing have in common.
+    template <class T>
+    __attribute__((noinline)) static void transposed(const T *from, int64_t step, int64_t lines, int64_t columns, T *to,
+                                                     int64_t to_step) {
+        constexpr int N = SIDE<T>;
+        for (int64_t i = 0; i < lines; i += N)
+            for (int64_t k = 0; k < columns; k += N)
+                square<T>(from + i * step + k, step, lines - i < N ? lines - i : N, columns - k < N ? columns - k : N,
+                          to + k * to_step + i, to_step);
     }
 
     // Where a block's cells begin in a channel; and one cell.

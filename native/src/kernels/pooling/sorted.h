@@ -1,5 +1,5 @@
-// Points in the order of one of their ranks: a stable counting sort. Points of one rank stay in the order in which they
-// came, so a sum over them has the same bits for any number of threads.
+// Points in the order of one of their ranks. Points of one rank stay in the order in which they came, so a sum over them has
+// the same bits for any number of threads. Models often bring points sorted by cell: nothing is counted then.
 #pragma once
 
 #include "kernels/pooling/ranks.h"
@@ -8,12 +8,29 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Each thread counts and places a part of the points. It has a counter for each rank, of 16 MB in all.
+// Whether no rank is smaller than the one before it. Blocks without a branch inside, of which compilers make vectors; the sign
+// of a difference says it, because ranks are not negative.
+inline bool ascend(const Tensor &of, int64_t points) {
+    return with_ranks(of, [&](auto *ranks, int64_t stride) {
+        constexpr int64_t BLOCK = 1024;
+        for (int64_t from = 1; from < points; from += BLOCK) {
+            const int64_t to = points - from < BLOCK ? points : from + BLOCK;
+            __typeof__(*ranks + 0) signs = 0;
+            if (stride == 1)
+                for (int64_t i = from; i < to; ++i) signs |= ranks[i] - ranks[i - 1];
+            else
+                for (int64_t i = from; i < to; ++i) signs |= ranks[i * stride] - ranks[(i - 1) * stride];
+            if (signs < 0) return false;
+        }
+        return true;
+    });
+}
+
+// A stable counting sort. Each thread counts and places a part of the points. It has a counter for each rank, of 16 MB in all.
 struct Sorting {
     const Tensor &ranks;
     const int64_t points, rows, parts;
     uint32_t *counters, *order;
-    bool *in_order; // of a part, and the point before it
 
     static int64_t parts_of(int64_t rows, int threads) {
         const int64_t most = (int64_t(1) << 22) / (rows + 1);
@@ -29,17 +46,8 @@ struct CountRanks {
     void operator()(int64_t part) {
         uint32_t *const counter = s.counters + part * s.rows;
         memset(counter, 0, size_t(s.rows) * sizeof *counter);
-        const int64_t begin = s.begin(part), end = s.begin(part + 1);
-        s.in_order[part] = with_ranks(s.ranks, [&](auto *ranks, int64_t stride) {
-            int64_t last = begin > 0 ? ranks[(begin - 1) * stride] : 0;
-            bool in_order = true;
-            for (int64_t i = begin; i < end; ++i) {
-                const int64_t rank = ranks[i * stride];
-                in_order &= rank >= last;
-                last = rank;
-                ++counter[rank];
-            }
-            return in_order;
+        with_ranks(s.ranks, [&](auto *ranks, int64_t stride) {
+            for (int64_t i = s.begin(part); i < s.begin(part + 1); ++i) ++counter[ranks[i * stride]];
         });
     }
 };
@@ -62,39 +70,61 @@ class Sorted {
     const uint32_t *order = nullptr; // null: points came in order
 
     // ready() is false where there is no memory.
-    Sorted(const Tensor &ranks, int64_t points, int64_t rows, int threads)
-        : parts(Sorting::parts_of(rows, threads)), memory(bytes(points, rows)) {
-        if (!memory.begin()) return;
+    Sorted(const Tensor &ranks_, int64_t points_, int64_t rows, int threads)
+        : ranks(ranks_), points(points_), in_order(ascend(ranks, points)), parts(Sorting::parts_of(rows, threads)),
+          memory(in_order ? 0 : bytes(rows)) {
+        if (in_order || !memory.begin()) return;
         Arena arena(memory.begin());
         starts = arena.take<int64_t>(rows + 1);
-        const Sorting s{ranks,
-                        points,
-                        rows,
-                        parts,
-                        arena.take<uint32_t>(rows * parts),
-                        arena.take<uint32_t>(points),
-                        arena.take<bool>(parts)};
-        is_ready = parallel<CountRanks>(threads, parts, s);
-        if (!is_ready) return;
+        uint32_t *const counters = arena.take<uint32_t>(rows * parts), *const places = arena.take<uint32_t>(points);
+        const Sorting s{ranks, points, rows, parts, counters, places};
+        if (!parallel<CountRanks>(threads, parts, s)) return;
         find_starts(s);
-        bool in_order = true;
-        for (int64_t part = 0; part < parts; ++part) in_order &= s.in_order[part];
-        if (in_order) return;
-        order = s.order;
-        is_ready = parallel<PlacePoints>(threads, parts, s);
+        if (parallel<PlacePoints>(threads, parts, s)) order = places;
     }
-    bool ready() const { return is_ready; }
-    int64_t start(int64_t rank) const { return starts[rank]; }
+    bool ready() const { return in_order || order; }
+
+    int64_t start(int64_t rank) const {
+        if (order) return starts[rank];
+        return with_ranks(ranks, [&](auto *r, int64_t stride) {
+            int64_t first = 0, last = points; // between which it is
+            while (first < last) {
+                const int64_t middle = (first + last) / 2;
+                if (r[middle * stride] < rank)
+                    first = middle + 1;
+                else
+                    last = middle;
+            }
+            return first;
+        });
+    }
+    // Where the points of each rank of first..end-1 end; returns start(first).
+    int64_t find_ends(int64_t first, int64_t end, int64_t *ends) const {
+        const int64_t begin = start(first);
+        if (order) {
+            for (int64_t rank = first; rank < end; ++rank) ends[rank - first] = starts[rank + 1];
+        } else {
+            with_ranks(ranks, [&](auto *r, int64_t stride) {
+                int64_t place = begin;
+                for (int64_t rank = first; rank < end; ++rank) {
+                    while (place < points && r[place * stride] == rank) ++place;
+                    ends[rank - first] = place;
+                }
+            });
+        }
+        return begin;
+    }
 
   private:
+    const Tensor &ranks;
+    const int64_t points;
+    const bool in_order;
     const int64_t parts;
     const Memory memory;
-    int64_t *starts = nullptr;
-    bool is_ready = false;
+    int64_t *starts = nullptr; // where points were counted
 
-    int64_t bytes(int64_t points, int64_t rows) const {
-        return Arena::bytes<int64_t>(rows + 1) + Arena::bytes<uint32_t>(rows * parts) + Arena::bytes<uint32_t>(points) +
-               Arena::bytes<bool>(parts);
+    int64_t bytes(int64_t rows) const {
+        return Arena::bytes<int64_t>(rows + 1) + Arena::bytes<uint32_t>(rows * parts) + Arena::bytes<uint32_t>(points);
     }
     // Counters become the places where a part puts its next point.
     void find_starts(const Sorting &s) {
