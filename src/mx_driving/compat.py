@@ -20,11 +20,8 @@ vendor's tests and models run on a PC.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import sys
-import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +29,7 @@ from torch import Tensor
 
 from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
+from ._replacing import MadeModules
 from .ops import _extension, _pooling
 from .ops.bev_pool_v3 import bev_pool_v3
 from .ops.geometric_kernel_attention import geometric_kernel_attention
@@ -151,10 +149,6 @@ _PARTS: dict[str, dict[str, Function]] = {
 }
 
 
-def _part(name: str) -> dict[str, Function] | None:
-    return _PARTS.get(name, _PARTS.get(name.rpartition(".")[2]))
-
-
 def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
     """The `__getattr__` of a module. What it gives raises when it is called: mmcv checks at import that its functions exist."""
     has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
@@ -171,29 +165,16 @@ def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Fun
     return absent
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules. One instance comes before all other finders and has `_EXTENSIONS`; one after them has `_PARTS`."""
-
-    def __init__(self, functions_of: Callable[[str], dict[str, Function] | None]) -> None:
-        self._functions_of = functions_of
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None):
-        if self._functions_of(fullname) is None:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat")
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        functions = self._functions_of(module.__name__)
-        assert functions is not None
-        vars(module).update(functions)
-        if self is _last:
-            vars(module)["__getattr__"] = _missing(module.__name__, functions)
-
-
 NAMES = (*_EXTENSIONS, *_PARTS)
 
-_first = _Finder(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
-_last = _Finder(_part)
+
+def _part(name: str) -> dict[str, Any] | None:
+    functions = _PARTS.get(name, _PARTS.get(name.rpartition(".")[2]))
+    return None if functions is None else {**functions, "__getattr__": _missing(name, functions)}
+
+
+_first = MadeModules(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
+_last = MadeModules(_part)
 
 
 def install(what: str = "extensions") -> tuple[str, ...]:
@@ -222,9 +203,9 @@ def install(what: str = "extensions") -> tuple[str, ...]:
         spec = getattr(module, "__spec__", None)
         if name.rpartition(".")[2] in _EXTENSIONS and getattr(spec, "loader", None) is not _first:
             raise RuntimeError(f"mx_driving.compat.install must come before the first import of {name}")
-    if _first not in sys.meta_path:
-        sys.meta_path.insert(0, _first)
-        sys.meta_path.append(_last)
+    if not _first.installed:
+        _first.install(first=True)
+        _last.install(first=False)
     return NAMES
 
 
@@ -233,9 +214,5 @@ def uninstall() -> None:
     npu = sys.modules.get(f"{__package__}._npu")
     if npu is not None:
         npu.uninstall()
-    for finder in (_first, _last):
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-    for name, module in list(sys.modules.items()):
-        if getattr(getattr(module, "__spec__", None), "loader", None) in (_first, _last):
-            del sys.modules[name]
+    for modules in (_first, _last):
+        modules.uninstall()

@@ -13,7 +13,7 @@ import mx_driving
 SOURCES = pathlib.Path(mx_driving.__file__).parent
 # The lowest floor first. A room is a folder, or a file that lies in none. Rooms of one floor do not import each other.
 FLOORS = (
-    ("_descriptions", "_geometry", "_installing", "_import_guard", "_library_path"),
+    ("_descriptions", "_geometry", "_installing", "_import_guard", "_library_path", "_replacing"),
     ("_operators", "config"),
     ("_composition",),
     ("_checks", "reference"),

@@ -15,7 +15,7 @@ from torch import Tensor, _decomp
 
 from .. import _composition, _geometry, reference
 from .._operators import OPERATORS
-from .when_imported import when_imported
+from .._replacing import when_imported
 
 
 def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

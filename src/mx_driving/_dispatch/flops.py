@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .._operators import OPERATORS, VALUE, Operator
-from .when_imported import when_imported
+from .._replacing import when_imported
 
 
 def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:

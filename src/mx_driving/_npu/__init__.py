@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .._checks.rules import fail
+from .._replacing import Changes, MadeModules
 from . import _amp, _device_module, _devices, _optim, _testing, _transfer, _utils
-from ._changes import Changes
 
 _CONTENTS: dict[str, types.ModuleType | None] = {
     "torch_npu": None,
@@ -47,28 +44,24 @@ def _refuse(module: str) -> Any:
     return get
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the modules. Those of torch_npu that it has not are refused."""
+def _contents(name: str) -> dict[str, Any] | None:
+    """Of a module. Those of torch_npu that the stand-in has not are refused."""
+    if name.partition(".")[0] != "torch_npu":
+        return None
+    if name not in _CONTENTS:  # under another name, or `from torch_npu import x` would swallow the sentence
+        raise ModuleNotFoundError(_missing(name), name="torch_npu")
+    things = {key: thing for key, thing in vars(_CONTENTS[name] or object).items() if not key.startswith("__")}
+    return {**things, "__getattr__": _refuse(name), "__version__": f"{torch.__version__.partition('+')[0]}+mx_driving"}
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None):
-        if fullname.partition(".")[0] != "torch_npu":
-            return None
-        if fullname not in _CONTENTS:  # under another name, or `from torch_npu import x` would swallow the sentence
-            raise ModuleNotFoundError(_missing(fullname), name="torch_npu")
-        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat", is_package=True)
 
+class _Modules(MadeModules):
     def exec_module(self, module: types.ModuleType) -> None:
-        contents = _CONTENTS[module.__name__]
-        if contents is not None:
-            vars(module).update({name: thing for name, thing in vars(contents).items() if not name.startswith("__")})
-        vars(module)["__getattr__"] = _refuse(module.__name__)
-        if module.__name__ == "torch_npu":
-            vars(module)["__version__"] = f"{torch.__version__.partition('+')[0]}+mx_driving"
+        super().exec_module(module)
         if module.__name__ == "torch_npu.contrib.transfer_to_npu":
             _transfer.transfer(_replaced)
 
 
-_finder = _Finder()
+_modules = _Modules(_contents, packages=True)
 
 
 def _real() -> str | None:
@@ -82,7 +75,7 @@ def _real() -> str | None:
 
 def installed() -> bool:
     """Whether the stand-in is there."""
-    return _finder in sys.meta_path
+    return _modules.installed
 
 
 def install() -> None:
@@ -94,7 +87,7 @@ def install() -> None:
         return
     if hasattr(torch, "npu"):
         fail(RuntimeError, "torch", "have no module npu where mx_driving.compat stands in for it", vars(torch)["npu"])
-    sys.meta_path.insert(0, _finder)
+    _modules.install(first=True)
     for name in _SUBMODULES:
         importlib.import_module(f"torch_npu.{name}")
     _replaced.set(torch, "npu", sys.modules["torch_npu.npu"])
@@ -107,10 +100,7 @@ def uninstall() -> None:
     """Undo `install` and `transfer_to_npu`. Code that holds a name of the stand-in keeps it."""
     if not installed():
         return
-    sys.meta_path.remove(_finder)
+    _modules.uninstall()
     _replaced.undo()
     _devices.uninstall()
     _devices.types_that_mean_cpu("npu")
-    for name in list(sys.modules):
-        if name.partition(".")[0] == "torch_npu" or name.startswith("torch.npu"):
-            del sys.modules[name]

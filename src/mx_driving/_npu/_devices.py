@@ -16,7 +16,7 @@ import torch
 from torch.jit import _builtins
 from torch.utils._device import _device_constructors
 
-from ._changes import Changes
+from .._replacing import Changes
 
 Function = Callable[..., Any]
 

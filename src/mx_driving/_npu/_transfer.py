@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from .._replacing import Changes
 from . import _amp, _device_module, _devices
-from ._changes import Changes
 
 _KEPT = {"init", "is_initialized"}  # torch calls these for its own state
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .. import _checks
+from .._replacing import Changes
 from . import _autograd
 from ._attention import Attention, passed_limits
 from ._forms import MODULE, Core, Form, code_of
@@ -162,11 +163,10 @@ def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
     if isinstance(form, Core):
         original, thing.__code__ = thing.__code__, code_of(form, thing)
         return lambda: setattr(thing, "__code__", original)
-    changed = _attributes(form, thing)
-    before = {name: vars(thing).get(name) for name in changed}  # None for `apply`, which is inherited
-    for name, method in changed.items():
-        setattr(thing, name, method)
-    return lambda: _give_back(thing, before)
+    changes = Changes()
+    for name, method in _attributes(form, thing).items():
+        changes.set(thing, name, method)
+    return changes.undo
 
 
 def _attributes(form: Form | Attention, thing: Any) -> dict[str, Any]:
@@ -174,11 +174,3 @@ def _attributes(form: Form | Attention, thing: Any) -> dict[str, Any]:
     if isinstance(form, Attention):
         return {"forward": form.replacement(vars(thing)["forward"])}
     return {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, thing)
-
-
-def _give_back(thing: Any, before: dict[str, Any]) -> None:
-    for name, own in before.items():
-        if own is None:
-            delattr(thing, name)
-        else:
-            setattr(thing, name, own)

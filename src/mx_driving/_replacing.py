@@ -1,0 +1,96 @@
+"""Things of others that are replaced and given back: attributes, modules, and what follows the import of a module."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+_ABSENT = object()
+
+
+class Changes:
+    """Sets attributes and remembers what was there."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        self._before.append((owner, name, vars(owner).get(name, _ABSENT)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Give all of them back, the last one first. What a class inherited is inherited again."""
+        while self._before:
+            owner, name, value = self._before.pop()
+            if value is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """An import finder of modules without a file. `contents(name)` is what a module has; None where it is not one of them."""
+
+    def __init__(self, contents: Callable[[str], dict[str, Any] | None], *, packages: bool = False) -> None:
+        self._contents, self._packages = contents, packages
+
+    def find_spec(self, fullname: str, path: Any = None, target: types.ModuleType | None = None):
+        if self._contents(fullname) is None:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, self, origin="mx_driving.compat", is_package=self._packages)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(self._contents(module.__name__) or {})
+
+    @property
+    def installed(self) -> bool:
+        return self in sys.meta_path
+
+    def install(self, *, first: bool) -> None:
+        """Before all other finders, or after them."""
+        sys.meta_path.insert(0 if first else len(sys.meta_path), self)
+
+    def uninstall(self) -> None:
+        """Code that has imported one of the modules keeps it."""
+        if self.installed:
+            sys.meta_path.remove(self)
+        for name, module in list(sys.modules.items()):
+            if getattr(getattr(module, "__spec__", None), "loader", None) is self:
+                del sys.modules[name]
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Calls `action` now if the module is imported already, and right after its import otherwise: a slow module of torch need
+    not be imported for a registration."""
+    if name in sys.modules:
+        action()
+    else:
+        sys.meta_path.insert(0, _Waiting(name, action))
+
+
+class _Waiting(importlib.abc.MetaPathFinder):
+    """An import finder that waits for one module. Other finders find the module; this one adds the action."""
+
+    def __init__(self, name: str, action: Callable[[], None]):
+        self.name, self.action = name, action
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None):
+        if fullname != self.name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_tell(module: Any) -> None:
+            execute(module)
+            self.action()
+
+        spec.loader.exec_module = execute_and_tell  # type: ignore[method-assign]
+        return spec
