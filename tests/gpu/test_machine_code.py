@@ -138,8 +138,25 @@ def test_the_recorded_comparison_is_of_these_kernels(found):
 def test_nothing_is_compiled_again_for_other_sizes(found):
     """Batch 1 to 16, 1 to 300 queries, maps of 1 x 1 to 16 x 16: one compilation of each kernel."""
     counts = found["compilations"]
-    assert len(counts) == 2 * len(OPERATORS)
+    assert len(counts) == 2 * len(OPERATORS) + 3
     assert set(counts.values()) == {1}, counts
+
+
+def test_bev_pool_v3(found):
+    """No program adds to what another writes, so there are no reductions and no fences either."""
+    rows = found["pool"]
+    assert {row["of"] for row in rows} == {"output", "feat", "depth"}
+    assert {row["target"] for row in rows} == {80, 90, 100, *_backends.triton.AMD}
+    for row in rows:
+        assert row.get("stack", row.get("scratch")) == row["spills"] == 0, row
+        assert row["registers"] <= 128, row
+        if row["target"] in _backends.triton.AMD:
+            assert row["additions"] == row["compare and swap"] == 0, row
+        else:
+            assert row["occupancy"] >= 0.5, row
+            assert row["fences"] == row["reductions"] == row["atomics that return"] == 0, row
+        if row["channels"] % 8 == 0:
+            assert row["reads of 16 bytes" if row["dtype"] == "float32" else "reads of 8 bytes"] >= 1, row
 
 
 def test_every_variant_compiles(found):

@@ -261,6 +261,31 @@ def odd_rows() -> Iterator[dict[str, Any]]:
                 yield {"operator": operator, "channels": channels, "backward": backward, **figures(code)}
 
 
+def pool(n: int, rows: int, depths: int, cells: int, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """A call of bev_pool_v3."""
+    ranks = (torch.zeros(n, dtype=torch.int32) for _ in range(3))
+    return torch.ones(rows, channels, dtype=dtype), torch.ones(depths, dtype=dtype), *ranks, 1, 1, 1, cells
+
+
+def pool_kernels(args: tuple[Any, ...], target: Target) -> dict[str, Any]:
+    """Of the output, of the gradients of feat and of depth. The gradient of feat is a sum of other rows by the same kernel."""
+    backward, cotangent = _backends.triton.kernel("bev_pool_v3", True), torch.ones(1, args[0].shape[1], 1, 1, args[-1])
+    with compiling(target) as kernels:
+        _backends.triton.kernel("bev_pool_v3", False)(*args)
+        backward(cotangent.to(args[0].dtype), *args, [True, True])
+    return dict(zip(("output", "feat", "depth"), kernels, strict=True))
+
+
+def pool_rows() -> Iterator[dict[str, Any]]:
+    """bev_pool_v3 with the channels of BEVDet for all targets, and with others for one."""
+    for target in (*TARGETS, *AMD):
+        for dtype in DTYPES if target == 90 else (torch.float32, torch.bfloat16):
+            for channels in (64, 80, 5, 37, 256) if target == 90 and dtype == torch.float32 else (80,):
+                for name, kernel in pool_kernels(pool(40, 6, 30, 12, channels, dtype), target).items():
+                    row = {"target": target, "dtype": str(dtype).removeprefix("torch."), "channels": channels, "of": name}
+                    yield row | (amd_figures(kernel) if target in AMD else figures(read_code(kernel)))
+
+
 def _variants() -> Iterator[tuple[str, tuple[torch.Tensor, ...], list[bool] | None, bool]]:
     """Calls that compile differently from the models' sizes: name, inputs, wanted gradients (None: forward), deterministic."""
     small = {
@@ -311,11 +336,13 @@ def compilations() -> dict[str, int]:
                 for sizes in ((1, 1, 1, 1), (1, 16, 4, 4), (2, 7, 3, 5), (3, 33, 16, 16), (16, 48, 8, 1), (5, 300, 7, 2)):
                     call(operator, cases.cast(make(*sizes), torch.float32), backward)
             found[operator + " backward" * backward] = len({id(k) for k in kernels})
-    return found
+    sizes = ((1, 1, 1, 1), (16, 4, 4, 16), (40, 7, 3, 5), (5, 300, 7, 2))
+    pools = [pool_kernels(pool(*each, 80, torch.float32), 90) for each in sizes]
+    return found | {f"bev_pool_v3, {name}": len({id(kernels[name]) for kernels in pools}) for name in pools[0]}
 
 
 def main() -> None:
-    code = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows())}
+    code = {"models": list(rows()), "odd": list(odd_rows()), "amd": list(amd_rows()), "pool": list(pool_rows())}
     json.dump({**code, "variants": variants(), "compilations": compilations()}, sys.stdout, indent=1)
 
 

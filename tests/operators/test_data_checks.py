@@ -16,7 +16,7 @@ from small_cases import INTERPRETED
 import mx_driving
 from mx_driving import _backends, _checks, _dispatch
 
-NAN = float("nan")
+NAN, POOL = float("nan"), "bev_pool_v3"
 SIZES = [(12, 20), (6, 10)]
 
 
@@ -40,6 +40,7 @@ GOOD = {
     MULTI_SCALE: smooth(cases.multi_scale(2, 30, 8, 4, SIZES, 3)),
     AGGREGATION: smooth(cases.aggregation(2, 30, 7, 32, 4, [SIZES, [(16, 9), (8, 5)]])),  # one camera stands upright
     GEOMETRIC: smooth(on_map(cases.geometric(2, 30, 8, 4, SIZES, 3))),
+    POOL: (torch.randn(20, 8), torch.rand(5, 20).softmax(0).flatten(), *torch.randint(12, (3, 30)), 1, 1, 3, 4),
 }
 
 
@@ -80,6 +81,10 @@ def other_groups():
 ROWS = [
     (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
     (lambda: of(AGGREGATION, 3, one_nan), "sample_locations should have no NaN; got 25 %"),
+    (lambda: of(POOL, 0, one_nan), "feat should have no NaN; got 25 %"),
+    (lambda: of(POOL, 1, one_nan), "depth should have no NaN; got 25 %"),
+    (lambda: of(POOL, 1, lambda depth: torch.arange(100.0) - 12),
+     "depth should say how much of a pixel lies at each depth, 0..1; got 12 % below 0, as if they were logits"),
     (lambda: of(GEOMETRIC, 4, one_nan), "attention_weights should have no NaN; got 25 %"),
     (lambda: of(MULTI_SCALE, 3, in_pixels),
      "sampling_locations should be fractions of the map, 0..1; got 77.2 % that look like pixels, up to 115.3"),
@@ -115,7 +120,7 @@ def warned(call):
 
 
 def call(operator, args):
-    return getattr(mx_driving, operator)(*args)
+    return getattr(torch.ops.mx_driving if operator == POOL else mx_driving, operator)(*args)
 
 
 @pytest.mark.parametrize(("make", "sentence"), ROWS, ids=[row[1] for row in ROWS])
@@ -126,10 +131,21 @@ def test_sentence(make, sentence):
         assert f"{operator}: {sentence}" in warned(lambda: call(operator, args))
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
+@pytest.mark.parametrize("operator", [*cases.OPERATORS, POOL])
 def test_what_is_right_is_not_warned_of(operator):
     with mx_driving.data_checks():
         assert warned(lambda: call(operator, GOOD[operator])) == []
+
+
+def test_points_of_no_features_and_second_derivatives_are_not_warned_of():
+    """Those are sums of other tensors than depth."""
+    feat, depth, *rest = GOOD[POOL]
+    leaves = feat.clone().requires_grad_(), depth.clone().requires_grad_()
+    with mx_driving.data_checks():
+        assert warned(lambda: call(POOL, (feat[:, :0], -depth, *rest))) == []
+        first = torch.autograd.grad(call(POOL, (*leaves, *rest)).square().sum(), leaves, create_graph=True)
+        assert warned(lambda: sum(g.square().sum() for g in first).backward()) == []
+        assert warned(lambda: torch.func.jvp(lambda *t: call(POOL, (*t, *rest)), (feat, depth), (-feat, -depth))) == []
 
 
 @pytest.mark.parametrize("starts", [[0, 240], [0, 300], [30, 300]])

@@ -27,6 +27,7 @@ _open = int(flag("MX_DRIVING_CHECK"))
 _when_enabled: list[Callable[[], None]] = []  # what is done once, when the checks are enabled first
 _given: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
 
+_SOME = 0.1  # "some"
 _MOST = 0.5  # "most" of something is more than this fraction of it
 _PIXELS = (2, 16384)  # a pixel's larger coordinate lies between these; that of a location in 0..1 seldom does
 _OBLONG = math.log(1.25)  # a map is clearly wide or clearly high if its sides have this ratio or more
@@ -47,8 +48,8 @@ def data_checks() -> Iterator[None]:
     It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
     in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
     maps only when swapped, and rows of value that end where (W, H) would have them end; and of maps that overlap while rows of
-    value are in none. It cannot judge square maps, or
-    inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
+    value are in none; and of negative depth in bev_pool_v3, as logits have it before their softmax. It cannot judge square
+    maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
@@ -90,9 +91,9 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
 
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
-        if _open and operator.samples:
+        if _open:
             inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
-            _look(_Call(operator, *inputs))
+            _look(_Call(operator, *inputs) if operator.samples else _Points(operator, *inputs[:2]))
         return output
 
     return run
@@ -110,17 +111,34 @@ class _Call(NamedTuple):
     def names(self) -> Inputs:
         return Inputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
 
+    @property
+    def floating(self) -> tuple[tuple[str, Tensor], ...]:
+        names = self.names
+        return (names.value, self.value), (names.locations, self.locations), (names.weights, self.weights)
 
-def _look(call: _Call) -> None:
+
+class _Points(NamedTuple):
+    """A call of bev_pool_v3. Its ranks are legal."""
+
+    operator: Operator
+    feat: Tensor
+    depth: Tensor
+
+    @property
+    def floating(self) -> tuple[tuple[str, Tensor], ...]:
+        return ("feat", self.feat), ("depth", self.depth)
+
+
+def _look(call: _Call | _Points) -> None:
     if not all(t.numel() for t in call[1:]):
         return
-    if call.value.is_cuda and torch.cuda.is_current_stream_capturing():
+    if call[1].is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
-    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name], _swapped_levels, _row_ends, _rows_of_maps):
+    for look in (_nan, *_LOOKS[call.operator.bare or call.operator.name]):
         look(call)
 
 
-def _warn(call: _Call, kind: str, name: str, rule: str, fact: str) -> None:
+def _warn(call: _Call | _Points, kind: str, name: str, rule: str, fact: str) -> None:
     """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
     operator = call.operator.name
     if (operator, kind) not in _given:
@@ -149,9 +167,8 @@ def _fraction(where: Tensor) -> float:
     return where.float().mean().item()
 
 
-def _nan(call: _Call) -> None:
-    names = call.names
-    for name, t in ((names.value, call.value), (names.locations, call.locations), (names.weights, call.weights)):
+def _nan(call: _Call | _Points) -> None:
+    for name, t in call.floating:
         if t.is_floating_point() and (fraction := _fraction(t.isnan())):
             _warn(call, f"NaN in {name}", name, "have no NaN", _percent(fraction))
 
@@ -283,8 +300,16 @@ def _rows_of_maps(call: _Call) -> None:
         _warn(call, "overlap", call.names.starts, "give each map rows of its own", fact)
 
 
-_LOOKS: dict[str, tuple[Callable[[_Call], None], ...]] = {
-    "multi_scale_deformable_attn": (_normalised,),
-    "deformable_aggregation": (_seen,),
-    "geometric_kernel_attention": (_in_pixels,),
+def _like_logits(call: _Points) -> None:
+    if (fraction := _fraction(call.depth < 0)) > _SOME:
+        fact = f"{_percent(fraction)} below 0, as if they were logits"
+        _warn(call, "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact)
+
+
+_MAPS = (_swapped_levels, _row_ends, _rows_of_maps)
+_LOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
+    "multi_scale_deformable_attn": (_normalised, *_MAPS),
+    "deformable_aggregation": (_seen, *_MAPS),
+    "geometric_kernel_attention": (_in_pixels, *_MAPS),
+    "bev_pool_v3": (_like_logits,),
 }
