@@ -199,12 +199,14 @@ def test_bevdet(extension, backward):
     close(found, expected)
 
 
-def test_bevfusion(extension):
+@pytest.mark.parametrize("sizes", [(B, D, H, W), (B, *torch.tensor([D, H, W]))])
+def test_bevfusion(extension, sizes):
+    """Its grid is a tensor, of which a compiled function takes elements."""
     pool, cells = extension("bev_pool_ext"), torch.randint(0, B * D * H * W, (30,)).sort().values
     feat, places, (starts, lengths) = torch.randn(30, C, requires_grad=True), places_of(cells), intervals(cells)
     expected, grad = results(plain_rows(feat, cells), feat)
-    out = pool.bev_pool_forward(feat, places, lengths, starts, B, D, H, W)
-    close([out, pool.bev_pool_backward(grad, places, lengths, starts, B, D, H, W)], expected)
+    out = pool.bev_pool_forward(feat, places, lengths, starts, *sizes)
+    close([out, pool.bev_pool_backward(grad, places, lengths, starts, *sizes)], expected)
 
 
 @pytest.mark.parametrize(
