@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,20 +16,18 @@ from torch import Tensor
 from . import _import_guard as _import_guard  # here, because nearly every module of the package imports this one first
 from ._descriptions import TEXT
 
-# The places of inputs: the first three of every operator, then those of a bare one.
-VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = range(5)
 # Axis -> its dimension in each input and in the output. None: the input is needed whole, or the output is a sum over the axis.
 Axes = dict[str, tuple[int | None, ...]]
 
 
-class Inputs(NamedTuple):
-    """One thing for each of the five inputs of a bare operator, such as its name."""
+class SamplingInputs(NamedTuple):
+    """One thing for each of the five inputs of a bare operator that reads maps at locations: a tensor, or a name."""
 
-    value: str
-    shapes: str
-    starts: str
-    locations: str
-    weights: str
+    value: Any
+    shapes: Any
+    starts: Any
+    locations: Any
+    weights: Any
 
 
 class Input(NamedTuple):
@@ -81,7 +79,8 @@ class Operator(NamedTuple):
     @property
     def tables(self) -> tuple[str, str]:
         """The names of the index tables."""
-        return self.inputs[SHAPES], self.inputs[STARTS]
+        _, shapes, starts, *_ = self.inputs
+        return shapes, starts
 
     @property
     def shared(self) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import _composition, _geometry
-from .._operators import OPERATORS, Inputs, Operator
+from .._operators import OPERATORS, Operator, SamplingInputs
 from .flags import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
@@ -108,8 +108,8 @@ class _Call(NamedTuple):
     weights: Tensor
 
     @property
-    def names(self) -> Inputs:
-        return Inputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
+    def names(self) -> SamplingInputs:
+        return SamplingInputs(*OPERATORS[self.operator.bare or self.operator.name].inputs)
 
     @property
     def floating(self) -> tuple[tuple[str, Tensor], ...]:

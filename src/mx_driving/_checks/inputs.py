@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._operators import OPERATORS, VALUE, Input, Operator
+from .._operators import OPERATORS, Input, Operator
 from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -273,7 +273,7 @@ def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
     INPUTS[operator](*inputs)
-    row, value = OPERATORS[operator], inputs[VALUE]
+    row, value = OPERATORS[operator], inputs[0]
     if len(mask) != len(row.differentiable):
         fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", len(mask))
     if grad.shape == OUTPUT_SHAPE[operator](*inputs) and grad.dtype in FLOATING and grad.device == value.device:
@@ -282,7 +282,7 @@ def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     sizes = _sizes(given) | dict(zip(row.sizes, inputs[len(row.tensors) :], strict=False))
     _need_shape("grad_output", grad, row.output, given, sizes, {})
     need_dtype("grad_output", grad, FLOATING, FLOATING_RULE)
-    need_one_device((row.inputs[VALUE], value), ("grad_output", grad))
+    need_one_device((row.inputs[0], value), ("grad_output", grad))
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._operators import OPERATORS, VALUE, Operator
+from .._operators import OPERATORS, Operator
 from .._replacing import when_imported
 
 
@@ -32,12 +32,12 @@ def _register(operator: Operator) -> None:
     weights = operator.weights if operator.samples else operator.inputs.index("ranks_bev")  # one for each row
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
-        return _row_flops(operator, inputs[VALUE], inputs[weights])
+        return _row_flops(operator, inputs[0], inputs[weights])
 
     def backward(grad: Any, *rest: Any, **_: Any) -> int:
         """Once to add to the rows of value's gradient, once for the products that all other gradients are made of."""
         *inputs, mask = rest
-        return _row_flops(operator, inputs[VALUE], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
+        return _row_flops(operator, inputs[0], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
     register_flop_formula(packet_backward)(backward)

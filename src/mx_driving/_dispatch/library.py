@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _backends, _checks, _composition, reference
-from .._operators import OPERATORS, VALUE, Operator, gradients
+from .._operators import OPERATORS, Operator, gradients
 from . import decompositions, flops, transforms
 
 # Kernels for the CPU are registered in C++ here. A program may have registered schemas so, too; these are taken back.
@@ -96,7 +96,7 @@ def _cuda(name: str, backward: bool) -> Callable[..., Any]:
 
 def _output_like(name: str, args: tuple[Any, ...]) -> Tensor:
     _checks.inputs.INPUTS[name](*args)
-    return args[VALUE].new_empty(_checks.inputs.OUTPUT_SHAPE[name](*args))
+    return args[0].new_empty(_checks.inputs.OUTPUT_SHAPE[name](*args))
 
 
 def _gradients_like(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:

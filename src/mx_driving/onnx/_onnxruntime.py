@@ -11,7 +11,7 @@ import onnx
 from onnxscript import opset20
 from onnxscript.values import Op, Opset
 
-from .._operators import LOCATIONS, OPERATORS, VALUE, Operator
+from .._operators import OPERATORS, Operator
 
 VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
 op: Any = opset20
@@ -35,7 +35,7 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
     types = onnx.defs.OpSchema.AttrType
     attributes = [_Attribute(size, types.INT) for size in row.sizes]
     attributes += [_Attribute(option, types.STRING) for option in row.choices]
-    outputs = [_Parameter("output", f"T{VALUE}")]
+    outputs = [_Parameter("output", "T0")]
     return onnx.defs.OpSchema(
         row.name, "mx_driving", VERSION, inputs=inputs, outputs=outputs, type_constraints=constraints, attributes=attributes
     )
@@ -47,8 +47,7 @@ def _node(row: Operator) -> Callable[..., Any]:
 
     def write(*arguments: Any) -> Any:
         inputs, chosen = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]
-        if row.integer_locations:
-            inputs[LOCATIONS] = _known(inputs[LOCATIONS])
+        inputs = [_known(t) if of.elements == "number" else t for t, of in zip(inputs, row.tensors, strict=True)]
         return node(*inputs, **dict(zip(options, chosen, strict=True)))
 
     return write

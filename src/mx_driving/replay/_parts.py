@@ -13,7 +13,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from .._operators import SHAPES, STARTS, WEIGHTS
 from .calls import Call
 from .compute import Core, Results, computed, core
 from .known_mistakes import KNOWN_MISTAKES, Suspect
@@ -34,7 +33,7 @@ def axes(call: Call) -> dict[str, int]:
     """The axes that have several parts, and their places in weights."""
     if not call.row.samples:
         return {}
-    shape = call.inputs[WEIGHTS].shape
+    shape = call.sampling.weights.shape
     return {name: dim for name, dim in (_GROUPED if call.row.grouped else _ATTENTION).items() if 1 < shape[dim] <= _MOST}
 
 
@@ -47,11 +46,11 @@ def _only(form: Core, dim: int, parts: Iterable[int]) -> Core:
     """The form with the weights of these parts; all others are zero."""
 
     def run(*inputs: Tensor) -> Tensor:
-        weights = inputs[WEIGHTS]
+        *others, weights = inputs
         chosen = torch.zeros(weights.shape[dim], dtype=torch.bool)
         chosen[list(parts)] = True
         chosen = chosen.view([-1 if i == dim else 1 for i in range(weights.dim())])
-        return form(*inputs[:WEIGHTS], torch.where(chosen, weights, 0))
+        return form(*others, torch.where(chosen, weights, 0))
 
     return run
 
@@ -85,7 +84,7 @@ def mistakes(
 
     right = core(call.row.name)
     for axis, dim in axes(call).items():
-        count = call.inputs[WEIGHTS].shape[dim]
+        count = call.sampling.weights.shape[dim]
         of_right, sets = each(right, dim, count), dict.fromkeys((*_seen(call, wrong, axis, dim), *_sets(count)))
         for suspect in (one for one in (*KNOWN_MISTAKES, _LEFT_OUT) if call.row.name in one.operators):
             form = suspect.form(call.row.name)
@@ -110,15 +109,15 @@ def _seen(call: Call, wrong: dict[str, Tensor], axis: str, dim: int) -> Iterator
 
 def _hit(call: Call, name: str, axis: str, dim: int, wrong: Tensor) -> tuple[list[int], int]:
     """The parts of an axis with a wrong entry, and how many parts the result shows; 0 if it is a sum over the axis."""
-    count = call.inputs[WEIGHTS].shape[dim]
+    count = call.sampling.weights.shape[dim]
     if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
         along = wrong.movedim(dim, 0).flatten(1).any(1)
     elif axis in ("head", "group") and name in ("output", "grad_value"):
         along = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0).flatten(1).any(1)
     elif axis == "level" and name == "grad_value" and not call.row.grouped:
         rows = wrong.movedim(1, 0).flatten(1).any(1)
-        ends = call.inputs[STARTS] + call.inputs[SHAPES].prod(-1)
-        ranges = zip(call.inputs[STARTS].tolist(), ends.tolist(), strict=True)
+        ends = call.sampling.starts + call.sampling.shapes.prod(-1)
+        ranges = zip(call.sampling.starts.tolist(), ends.tolist(), strict=True)
         along = torch.stack([rows[start:end].any() for start, end in ranges])
     else:
         return [], 0

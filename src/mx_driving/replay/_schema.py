@@ -17,7 +17,7 @@ from mx_driving_portable.record import FORMAT
 
 from .._checks.inputs import host_memory
 from .._cli_support.problems import Problem, ruled
-from .._operators import LOCATIONS, OPERATORS, STARTS, VALUE
+from .._operators import OPERATORS, SamplingInputs
 
 NUMBERS = 2**30  # 8 GB in float64
 MAPS = 2**10  # the reference takes one after another
@@ -96,12 +96,12 @@ def tensors(file: str, found: Any) -> dict[str, Tensor]:
     return {str(key): t.detach() for key, t in found.items()}
 
 
-def hold_size(name: str, grouped: bool, inputs: list[Tensor]) -> None:
+def hold_size(name: str, grouped: bool, inputs: SamplingInputs) -> None:
     """Refuse what is too large to be computed. An axis without entries counts as one: others may be of any size beside it."""
-    (bs, *_), locations = inputs[VALUE].shape, inputs[LOCATIONS].shape
-    queries, points, channels = locations[1], locations[2 if grouped else 4], inputs[VALUE].shape[2:]
+    (bs, *_), locations = inputs.value.shape, inputs.locations.shape
+    queries, points, channels = locations[1], locations[2 if grouped else 4], inputs.value.shape[2:]
     for what, most, sizes in (
-        ("maps", MAPS, inputs[STARTS].shape),
+        ("maps", MAPS, inputs.starts.shape),
         ("numbers in its output", NUMBERS, (bs, queries, *channels)),
         ("numbers for a query", NUMBERS // 16, (bs, points, *channels)),
     ):

@@ -17,12 +17,12 @@ from .. import _geometry
 from .._checks import inputs as checks
 from .._checks.rules import FLOATING, INDEX
 from .._cli_support.problems import Problem, need, ruled
-from .._operators import OPERATORS, SHAPES, STARTS, VALUE, Inputs, Operator
+from .._operators import OPERATORS, Operator, SamplingInputs
 from . import _pools, _schema
 
 ENDINGS = (".safetensors", ".pt")
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's
-PLACES = Inputs._fields
+PLACES = SamplingInputs._fields
 
 
 @dataclass
@@ -40,6 +40,11 @@ class Call:
     @property
     def row(self) -> Operator:
         return OPERATORS[self.about["operator"]]
+
+    @property
+    def sampling(self) -> SamplingInputs:
+        """The inputs of an operator that reads maps at locations."""
+        return SamplingInputs(*self.inputs)
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -66,7 +71,7 @@ class Call:
 
     def like(self, result: str) -> Tensor:
         """The input whose dtype the result has, by the operator's rules."""
-        return self.inputs[VALUE if result == "output" else self.places.index(result.removeprefix("grad_"))]
+        return self.inputs[0 if result == "output" else self.places.index(result.removeprefix("grad_"))]
 
 
 def stems(path: Path) -> list[Path]:
@@ -174,18 +179,19 @@ def _sampling(name: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> t
     missing = [place for place in PLACES if place not in tensors]
     if missing:
         raise Problem(f"{name} must hold {missing[0]}; got {_schema.shown(', '.join(sorted(tensors)) or 'nothing')}")
-    inputs = [tensors[place] for place in PLACES]
+    inputs = SamplingInputs(*(tensors[place] for place in PLACES))
     with ruled(f"{name} must be a legal call of {operator}"):
-        inputs[SHAPES], inputs[STARTS] = (t if t.dtype in INDEX else t.long() for t in inputs[SHAPES : STARTS + 1])
+        shapes, starts = (t if t.dtype in INDEX else t.long() for t in (inputs.shapes, inputs.starts))
+        inputs = inputs._replace(shapes=shapes, starts=starts)
         checks.INPUTS[operator](*inputs)
         _schema.hold_size(name, OPERATORS[operator].grouped, inputs)
         checks.contents(OPERATORS[operator], inputs)
-    return tuple(inputs)
+    return inputs
 
 
 def _hold_results(call: Call) -> None:
     """Leave out results that cannot belong to the inputs, and say so."""
-    value, queries = call.inputs[VALUE], call.queries
+    value, queries = call.inputs[0], call.queries
     if call.row.samples:
         of_output = (value.shape[0], queries, math.prod(value.shape[2:]))
     else:

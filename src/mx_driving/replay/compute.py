@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import _geometry, reference
-from .._operators import LOCATIONS, OPERATORS, SHAPES, VALUE, WEIGHTS
+from .._operators import OPERATORS
 from .calls import Call, given
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
@@ -79,9 +79,9 @@ def computed(
 def _at_a_time(call: Call) -> int:
     """How many queries are computed together."""
     if not call.row.samples:
-        return max(1, NUMBERS // max(1, call.inputs[WEIGHTS].numel(), int(call.inputs[-1].prod())))
-    bs, _, *channels = call.inputs[VALUE].shape
-    points = call.inputs[LOCATIONS].shape[2 if call.row.grouped else 4]
+        return max(1, NUMBERS // max(1, call.inputs[4].numel(), int(call.inputs[-1].prod())))
+    bs, _, *channels = call.inputs[0].shape
+    points = call.sampling.locations.shape[2 if call.row.grouped else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
@@ -118,7 +118,7 @@ def by_kernel(call: Call) -> Results:
 def scales(call: Call) -> dict[str, float]:
     """The largest sum of absolute values of terms, of each result: the same call of absolute values."""
     inputs, grad = list(call.inputs), call.grad_output
-    for place in (VALUE, call.row.weights):
+    for place in (0, call.row.weights):
         inputs[place] = _magnitude(inputs[place])
     grad = _magnitude(grad) if grad is not None else None
     absolute = Call(call.name, call.about, tuple(inputs), call.results, grad)
@@ -150,7 +150,7 @@ def _slope_scale(call: Call, axis: int) -> float:
     """The largest of size * weight * |corner . g| over the two corners of a sample's slope: what the weight's gradient would be
     at the whole pixels before and behind it."""
     total: Any = 0.0
-    sides = call.inputs[SHAPES].double().flip(-1)[..., axis]
+    sides = call.sampling.shapes.double().flip(-1)[..., axis]
     for tables, size in each_map(call, sides):
         locations = sampled(call, tables).double()
         before = (locations[..., axis] * size - 0.5).floor()
@@ -158,9 +158,9 @@ def _slope_scale(call: Call, axis: int) -> float:
             moved = locations.clone()
             moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
             one = restricted(call, tables, moved)
-            slopes = computed(one, torch.float64, learned=(WEIGHTS,))["grad_weights"]
+            slopes = computed(one, torch.float64, learned=(call.row.weights,))["grad_weights"]
             share = size[:, None, None] if call.row.grouped else size
-            found = share * one.inputs[WEIGHTS].double() * slopes
+            found = share * one.sampling.weights.double() * slopes
             total = total + (found.sum((-1, -2)) if call.row.grouped else found)
     return _largest(total)
 
@@ -174,7 +174,7 @@ def each_map(call: Call, sides: Tensor) -> list[tuple[int | None, Tensor]]:
 
 def sampled(call: Call, scale: int | None) -> Tensor:
     """The locations, NaN where the sample does not count."""
-    locations = call.inputs[LOCATIONS].double()
+    locations = call.sampling.locations.double()
     return torch.where(counts(call)[..., None], locations, torch.nan)
 
 
@@ -187,14 +187,14 @@ def restricted(call: Call, scale: int | None, locations: Tensor) -> Call:
 
 def pixels(call: Call) -> tuple[Tensor, Tensor]:
     """Where the samples of an attention operator are, [..., 2], and the sizes of their maps, (width, height)."""
-    locations, size = call.inputs[LOCATIONS].double(), call.inputs[SHAPES].double().flip(-1)[:, None]
+    locations, size = call.sampling.locations.double(), call.sampling.shapes.double().flip(-1)[:, None]
     return (locations if call.row.integer_locations else _geometry.pixels(locations, size)), size
 
 
 def counts(call: Call) -> Tensor:
     """True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
     if call.row.grouped:
-        locations = call.inputs[LOCATIONS]
+        locations = call.sampling.locations
         return _geometry.inside(locations)
     at, size = pixels(call)
     return _geometry.on_map(at, size)

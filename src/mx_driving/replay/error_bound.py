@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import _geometry
-from .._operators import LOCATIONS, SHAPES, VALUE, WEIGHTS
 from ..measure.tolerance import allowed
 from . import _pools
 from .calls import Call
@@ -19,8 +18,8 @@ _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and flo
 
 
 def _terms(call: Call) -> dict[str, int]:
-    of_query = math.prod(call.inputs[WEIGHTS].shape[2:]) * 4
-    return {"output": of_query, "grad_value": max(of_query, call.inputs[LOCATIONS].numel() // 2)}
+    of_query = math.prod(call.sampling.weights.shape[2:]) * 4
+    return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
 
 
 class ErrorBound:
@@ -30,12 +29,12 @@ class ErrorBound:
         self.call = call
         self.truth = computed(call, torch.float64)
         self._scales = scales(call)
-        row, value = call.row, call.inputs[VALUE]
+        row, value = call.row, call.inputs[0]
         self._terms = _terms(call) if row.samples else _pools.terms(*call.inputs)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
         self._channels = value.shape[-1] * 4
-        positions = row.samples and not row.integer_locations and call.inputs[SHAPES].numel()
-        self._extent = int(call.inputs[SHAPES].max()) if positions else 0
+        positions = row.samples and not row.integer_locations and call.sampling.shapes.numel()
+        self._extent = int(call.sampling.shapes.max()) if positions else 0
 
     def limit(self, result: str, dtype: torch.dtype, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
         """What each entry may differ by from `expected`, the truth or a suspect's. `compute`: the dtype of the sums; by the
@@ -71,7 +70,7 @@ class ErrorBound:
 
     @functools.cached_property
     def _on_centres(self) -> Tensor:
-        locations, sizes = self.call.inputs[LOCATIONS].double(), self.call.inputs[SHAPES].double().flip(-1)
+        locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
         sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.grouped else sizes[None, :, None]
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
         at = _geometry.pixels(locations[None] if self.call.row.grouped else locations, sizes)

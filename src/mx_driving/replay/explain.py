@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._operators import SHAPES
 from . import _parts
 from .calls import Call
 from .compute import Core, Results, computed, core
@@ -55,7 +54,7 @@ def _tried(bound: ErrorBound, trials: Iterator[_Trial], wrong: list[str]) -> dic
 def _trials(call: Call) -> Iterator[_Trial]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    levels = out_of_order(call.row.name, len(call.inputs[SHAPES])) if call.row.samples else ()
+    levels = out_of_order(call.row.name, len(call.sampling.shapes)) if call.row.samples else ()
     for suspect in (*KNOWN_MISTAKES, *levels):
         if call.row.name in suspect.operators:
             yield _Trial(suspect.words, call, suspect.form(call.row.name))
@@ -138,7 +137,7 @@ def _looks_like(bound: ErrorBound, name: str) -> str:
     if factor and bool((bound.error(name, got, truth * factor) <= 1).all()):
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
-        size = bound.call.inputs[SHAPES].flip(-1).double()
+        size = bound.call.sampling.shapes.flip(-1).double()
         size = size[:, 0] if bound.call.row.grouped else size[:, None]
         if bool((bound.error(name, got, truth / size) <= 1).all()):
             return "it is the gradient in pixels; it must be in fractions of the map"

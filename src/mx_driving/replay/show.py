@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._cli_support.files import writing
 from .._cli_support.show import grid
-from .._operators import LOCATIONS, VALUE, WEIGHTS
 from . import _pools
 from .calls import PLACES
 from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
@@ -49,10 +48,10 @@ def _inputs(verdict: Verdict) -> str:
         shapes = [_shape(call.places[i], call.inputs[i]) for i in call.row.differentiable]
         words = _counted(", ".join(_pools.described(*call.inputs)), verdict.nans, verdict.infinities)
         return escape("\n".join([*shapes, words]))
-    shapes = [_shape(PLACES[i], verdict.call.inputs[i]) for i in (VALUE, LOCATIONS, WEIGHTS)]
-    levels = verdict.call.inputs[1].flatten(0, -2).tolist()
+    shapes = [_shape(PLACES[i], call.inputs[i]) for i in (0, 3, 4)]
+    levels = call.sampling.shapes.flatten(0, -2).tolist()
     maps = ", ".join(f"{h} x {w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
-    off = f"{100 * verdict.off_map:.3g} % {'of points unseen' if verdict.call.row.grouped else 'off the map'}"
+    off = f"{100 * verdict.off_map:.3g} % {'of points unseen' if call.row.grouped else 'off the map'}"
     return escape("\n".join([*shapes, f"maps {maps}", _counted(off, verdict.nans, verdict.infinities)]))
 
 
@@ -95,7 +94,7 @@ def rows(verdict: Verdict) -> list[dict[str, Any]]:
     """Of the CSV file: a row for each result."""
     call = verdict.call
     about = {key: call.about.get(key, "") for key in ("function", "operator", "index", "device", "caller", "reason")}
-    places = (VALUE, LOCATIONS, call.row.weights)
+    places = (0, 3, call.row.weights)
     shapes = {
         name: _shape("", call.inputs[i]).strip() for name, i in zip(("value", "locations", "weights"), places, strict=True)
     }

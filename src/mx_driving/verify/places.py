@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _composition
-from .._operators import SAMPLING, SHAPES, STARTS
+from .._operators import SAMPLING
 from ..onnx import _file, _fuse, _trial
 from ..onnx._forms import NODES, OURS
 from ..onnx._graph import Unfit, constant
@@ -77,9 +77,9 @@ def _of_sampling(model: ir.Model, sampling: Sampling) -> Place:
 
 
 def _of_node(model: ir.Model, node: ir.Node) -> Place:
-    names = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE].inputs
-    given = {names[place]: v for place, v in enumerate(node.inputs) if v is not None}
-    fixed = {str(v.name): v for role, v in given.items() if role in (names[SHAPES], names[STARTS])}
+    row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
+    given = {row.inputs[place]: v for place, v in enumerate(node.inputs) if v is not None}
+    fixed = {str(v.name): v for role, v in given.items() if role in row.tables}
     fed = {role: v for role, v in given.items() if str(v.name) not in fixed}
     graph = ir.convenience.extract(model.graph, list(dict.fromkeys(given.values())), [node.outputs[0]])
     part = ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))

@@ -13,7 +13,6 @@ import onnx_ir as ir
 import torch
 
 from .._cli_support.problems import Problem
-from .._operators import LOCATIONS, VALUE
 from ..measure import onnx_files
 from ..onnx import _file
 from ..onnx._fuse import silent
@@ -160,13 +159,13 @@ def _tried(
         got = _output(inputs, run(), output)
     except Failed as failed:
         return Tried(place, words, None, str(failed))
-    found = Call(place.name, {"operator": place.bare}, inputs, {"output": got.to(inputs[VALUE].dtype)})
+    found = Call(place.name, {"operator": place.bare}, inputs, {"output": got.to(inputs[0].dtype)})
     return Tried(place, words, judge(found))
 
 
 def _output(inputs: tuple[torch.Tensor, ...], made: Arrays, name: str) -> torch.Tensor:
     """A place's output as the operator gives it. Plugins give heads and channels apart."""
-    value, locations = inputs[VALUE], inputs[LOCATIONS]
+    value, *_, locations, _ = inputs
     shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
     if name not in made:
         raise Failed(f"the runtime must give the output {name!r}; got {', '.join(made) or 'nothing'}")

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operators import LOCATIONS, WEIGHTS, Operator, gradients
+from ..._operators import Operator, SamplingInputs, gradients
 from . import deterministic, launch
 
 # Four warps to a program: the forward exchanges nothing between them.
@@ -49,10 +49,6 @@ def tile_of(
     return batch, head, here, row, c, value + (batch * batch_stride + head * head_stride) * LANE + c
 
 
-# Flags of a backward kernel: which gradients are wanted besides value's.
-_FLAGS = {LOCATIONS: "LOCATIONS", WEIGHTS: "WEIGHTS"}
-
-
 class Kernels(NamedTuple):
     """The kernels of an operator, and their launches."""
 
@@ -84,7 +80,8 @@ class Kernels(NamedTuple):
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         inputs = (value, shapes, starts, locations, weights)
         wanted = [inputs[i] for i in self.operator.differentiable]
-        flags = {_FLAGS[i]: needed for i, needed in zip(self.operator.differentiable[1:], mask[1:], strict=True)}
+        others = zip(self.operator.differentiable[1:], mask[1:], strict=True)
+        flags = {SamplingInputs._fields[i].upper(): needed for i, needed in others}
         if not grad.numel() or not weights.numel() or not num_keys:
             return tuple(g.zero_() for g in gradients(wanted, mask))
         value = launch.packed(value)
