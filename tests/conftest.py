@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
     import interpreter
 
     interpreter.round_to_nearest()
+    interpreter.patch_the_language_once()
 
 import cases
 import outcomes
