@@ -220,10 +220,10 @@ CORES = tuple(
 SERVED: dict[int, Callable[..., Tensor]] = {}
 
 
-def code_of(form: Core, core: types.FunctionType) -> types.CodeType:
+def code_of(form: Core | Form, core: types.FunctionType) -> types.CodeType:
     """Code for the function, which keeps its own defaults and globals, and so imports what it calls."""
     original = types.FunctionType(core.__code__, core.__globals__, core.__name__, core.__defaults__)
-    SERVED[id(core)] = form.replacement(original)
+    SERVED[id(core)] = form.replacement(original) if isinstance(form, Core) else form.replacement
     names = ", ".join(parameters_of(core))
     made: dict[str, Any] = {}
     text = f"def {core.__name__}({names}):\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({names})"

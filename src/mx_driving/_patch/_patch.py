@@ -20,9 +20,10 @@ import torch
 
 from .. import _checks
 from .._replacing import Changes
-from . import _autograd
+from . import _autograd, _pools
 from ._attention import Attention, passed_limits
-from ._forms import MODULE, Core, Form, code_of
+from ._forms import FUNCTION, MODULE, Core, Form, code_of
+from ._pools import Pool
 from ._search import elsewhere, find
 from ._trial import choose
 
@@ -76,7 +77,8 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
     random example, so a version that computes something else is left alone: it is listed in `skipped`, and a UserWarning
     says so. A module that is left alone calls its core, which is another thing, and tried by itself. Parameters, and the
     linear layers themselves, stay as they are. Autograd functions over a compiled extension are taken by name, untried;
-    output and gradients keep the dtypes that their own code gives them, also under autocast.
+    output and gradients keep the dtypes that their own code gives them, also under autocast. Functions that sum points into
+    cells (bev_pool_v2, bev_pool, voxel_pooling) are cores, too.
 
     A core or a module class is shared by all models of its file, and so is the change; models built before and after are
     served alike.
@@ -104,6 +106,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
     with _lock:
         try:
             _take(found.cores, held, skipped)
+            _take(found.around, held, skipped)
             _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
             if not held:
                 _checks.rules.nothing_to_patch(_called(target), skipped, elsewhere(found))
@@ -160,7 +163,7 @@ def _release(thing: Any) -> None:
 
 def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
     """Change the thing; the function returned changes it back."""
-    if isinstance(form, Core):
+    if not isinstance(form, Attention) and form.kind == FUNCTION:
         original, thing.__code__ = thing.__code__, code_of(form, thing)
         return lambda: setattr(thing, "__code__", original)
     changes = Changes()
@@ -169,8 +172,11 @@ def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
     return changes.undo
 
 
-def _attributes(form: Form | Attention, thing: Any) -> dict[str, Any]:
+def _attributes(form: Core | Form | Attention, thing: Any) -> dict[str, Any]:
     """The new attributes of a class."""
     if isinstance(form, Attention):
         return {"forward": form.replacement(vars(thing)["forward"])}
-    return {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form.replacement, thing)
+    if isinstance(form, Pool):
+        return _pools.methods(form, thing)
+    replacement: Any = form.replacement
+    return {"forward": replacement} if form.kind == MODULE else _autograd.methods(replacement, thing)

@@ -9,7 +9,7 @@ import inspect
 import pathlib
 import sys
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from .. import _checks, compat
 from ._attention import ATTENTION_FORMS, LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
+from ._pools import POOLS, Pool
 
 # where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
 _FILES = {
@@ -40,14 +41,15 @@ class Found:
     wanted. `unknown` names the things that look like one of them but have no known form, with the reason."""
 
     def __init__(self, modules: bool) -> None:
-        self.cores: dict[str, tuple[list[Core | Form], Any]] = {}
+        self.cores: dict[str, tuple[Sequence[Core | Form], Any]] = {}
+        self.around: dict[str, tuple[list[Pool], Any]] = {}  # functions that call a core
         self.modules: dict[str, tuple[list[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
         self.looked: list[types.ModuleType] = []
         self._wants_modules = modules
 
     def __len__(self) -> int:
-        return len(self.cores) + len(self.modules) + len(self.unknown)
+        return len(self.cores) + len(self.around) + len(self.modules) + len(self.unknown)
 
     def look(self, module: types.ModuleType) -> bool:
         """Add what the Python module defines or imports; whether there was something to add."""
@@ -61,6 +63,10 @@ class Found:
             return False
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
+        pools = [f for f in POOLS if f.fits(thing.__qualname__, kind, parameters)]
+        if pools:
+            (self.around if kind == FUNCTION else self.cores)[name] = (pools, thing)
+            return True
         cores = [f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)]
         if cores:
             self.cores[name] = (cores, thing)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ._attention import LISTED, ROLES, Attention, by_role
-from ._forms import AUTOGRAD, ROWS, SPLIT, Core, Form, by_known_names, levels, parameters_of, presets_of
+from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels, parameters_of, presets_of
+from ._pools import Pool, calls_compiled
 
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
@@ -77,8 +78,10 @@ def _objection(form: Core | Form | Attention, thing: Any) -> str | None:
     """
     if form.kind == AUTOGRAD:
         return None
-    if isinstance(form, Core) and thing.__closure__:
+    if form.kind == FUNCTION and thing.__closure__:
         return "it is a closure, whose code cannot be exchanged"
+    if isinstance(form, Pool) and calls_compiled(thing):
+        return "it calls a compiled file, which has no CPU path to compare with"
     try:
         for difference in _module_differences(form, thing) if isinstance(form, Attention) else _core_differences(form, thing):
             if not difference < _CLOSE:  # a NaN is an objection too
@@ -93,7 +96,9 @@ def _generator() -> torch.Generator:
 
 
 def _core_differences(form: Core | Form, core: Any) -> Iterator[float]:
-    if isinstance(form, Core):
+    if isinstance(form, Pool):
+        both, inputs = [core, form.replacement], [dict(enumerate(form.example()))]
+    elif isinstance(form, Core):
         both, inputs = [_of_our_value(f, form, core) for f in (core, form.replacement(core))], _function_inputs(form)
     else:
         both, inputs = [core(), functools.partial(form.replacement, None)], [_layer_inputs()]

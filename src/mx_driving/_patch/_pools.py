@@ -1,0 +1,133 @@
+"""Functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, and bev_pool_v3 in their place.
+
+The autograd functions over their extensions are taken by their parameters, untried: a compiled file of CUDA's that is given
+memory of a CPU may end the process. The functions around them are tried after them, on points of which some lie outside.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._dispatch.functions import as_compiled
+from ..ops._pooling import cells
+from ..ops.bev_pool_v2 import bev_pool_v2
+from ..ops.bev_pool_v3 import bev_pool_v3
+from ..ops.voxel_pooling_train import npu_voxel_pooling_train
+from ._forms import AUTOGRAD, FUNCTION, Form
+
+
+@dataclass(frozen=True)
+class Pool(Form):
+    """A function with these parameters. `example`: arguments for its trial."""
+
+    example: Callable[[], tuple[Any, ...]] = tuple
+
+
+def _bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
+    """Sums in float32, whatever it is given."""
+    return bev_pool_v2(depth.float(), feat.float(), *ranks_shape_and_intervals)
+
+
+def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
+    """Points outside are left out: its extension writes them anywhere, and models drop them before."""
+    sizes = [int(size) for size in (B, D, H, W)]
+    cell = cells(coords, *sizes)
+    (points,) = (cell >= 0).nonzero(as_tuple=True)
+    one = feats.new_ones(1)
+    return bev_pool_v3(one, feats, torch.zeros_like(points), points, cell[points], (*sizes, feats.shape[-1]))
+
+
+def _sorted_bevfusion(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
+    return _bevfusion(x, geom_feats, *sizes)
+
+
+def _channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: pool(*args).permute(0, 2, 3, 4, 1)
+
+
+def _lifted() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    depth, feat = torch.rand(1, 2, 3, 2, 2, generator=generator), torch.rand(1, 2, 2, 2, 3, generator=generator) - 0.5
+    of_depth = torch.randperm(24, generator=generator)[:20]
+    of_cell = torch.randint(12, (20,), generator=generator).sort().values
+    lengths = torch.unique_consecutive(of_cell, return_counts=True)[1]
+    ranks = (of_depth, of_depth // 12 * 4 + of_depth % 4, of_cell, (1, 1, 3, 4, 3), lengths.cumsum(0) - lengths, lengths)
+    return depth, feat, *(r.int() if isinstance(r, Tensor) else r for r in ranks)
+
+
+def _rows() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.stack([torch.randint(most, (30,), generator=generator) for most in (3, 4, 2, 2)], 1)
+    return torch.rand(30, 3, generator=generator) - 0.5, places, 2, 2, 3, 4
+
+
+def _frustum() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    geometry = torch.randint(-1, 5, (2, 40, 3), generator=generator).int()
+    return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
+
+
+_BEVDET = (
+    *("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"),
+    *("bev_feat_shape", "interval_starts", "interval_lengths"),
+)
+_VOXEL = ("geom_xyz", "input_features", "voxel_num")
+_CLASSES = "(?i)cumsum|pool"
+POOLS = (
+    Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", _lifted),
+    Pool(AUTOGRAD, _BEVDET, _channels_last(_bevdet), _CLASSES),
+    Pool(FUNCTION, ("feats", "coords", "B", "D", "H", "W"), _bevfusion, "bev_pool", _rows),
+    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", "B", "D", "H", "W"), _channels_last(_sorted_bevfusion), _CLASSES),
+    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", _frustum),
+    Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
+)
+
+
+def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
+    """Whether it, or a function of its module that it calls, calls a compiled file."""
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return False
+    used = [function.__globals__.get(name) for name in function.__code__.co_names]
+    loaders = [getattr(getattr(one, "__spec__", None), "loader", None) for one in used if isinstance(one, types.ModuleType)]
+    if any(isinstance(one, importlib.machinery.ExtensionFileLoader) for one in loaders):
+        return True
+    if any(isinstance(one, types.BuiltinFunctionType) for one in used):
+        return True
+    classes = [one.forward for one in used if isinstance(one, type) and issubclass(one, torch.autograd.Function)]
+    own = [one for one in (*used, *classes) if getattr(one, "__globals__", None) is function.__globals__]
+    return any(calls_compiled(one, (*seen, function)) for one in own)
+
+
+def methods(form: Pool, core: Any) -> dict[str, staticmethod]:
+    """The new attributes of an autograd function, by name. Its name for `apply` may have been given to others before."""
+    run = as_compiled(form.replacement)
+
+    def apply(*args: Any) -> Tensor:
+        return run(*args)
+
+    @functools.wraps(core.forward)
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.is_tensor = [isinstance(a, Tensor) for a in args]
+        with torch.no_grad():
+            return run(*args)
+
+    @functools.wraps(core.backward)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved, wanted = iter(ctx.saved_tensors), ctx.needs_input_grad
+        args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
+        leaves = [a.requires_grad_() for a, needed in zip(args, wanted, strict=True) if needed]
+        with torch.enable_grad():
+            found = iter(torch.autograd.grad(run(*args), leaves, grad_output))
+        return tuple(next(found) if needed else None for needed in wanted)
+
+    return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}
