@@ -25,7 +25,7 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
 
 def _five(shape: Any) -> list[int]:
     """(B, D, H, W, C) as ints; torch.compile has symbols for them, and BEVFusion tensors."""
-    sizes = list(shape) if isinstance(shape, (list, tuple)) else []
+    sizes: list[Any] = list(shape) if isinstance(shape, (list, tuple)) else []
     sizes = [int(s) if isinstance(s, torch.Tensor) and s.dim() == 0 and s.dtype in INDEX else s for s in sizes]
     if len(sizes) != 5 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
         fail(ValueError, "bev_feat_shape", "be five ints, (B, D, H, W, C)", shape)
