@@ -9,6 +9,7 @@ NVIDIA, or a name of AMD's.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ import torch
 import triton
 from cases import AGGREGATION, DIFFERENTIABLE, GEOMETRIC, MULTI_SCALE
 from triton.backends.compiler import GPUTarget
+from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
@@ -119,6 +121,14 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([str(_TOOLS / name), *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def _disassembled(path: str) -> str:
+    """Kept beside what Triton compiled, because it takes as long. Without the analysis of data flow, which takes a third of the
+    time and changes no line."""
+    kept = get_cache_manager(hashlib.sha256(triton.__version__.encode() + pathlib.Path(path).read_bytes()).hexdigest())
+    file = kept.get_file("listing.sass") or kept.put(_tool("nvdisasm", "-c", "-ndf", path), "listing.sass", binary=False)
+    return pathlib.Path(file).read_text()
+
+
 def read_code(kernel: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
@@ -128,8 +138,7 @@ def read_code(kernel: Any) -> Code:
 
 def read_cubin(path: str, warps: int, function: str = "") -> Code:
     """The kernel of a file, or its only one whose name has `function` in it."""
-    # without the analysis of data flow, which takes a third of the time and changes no line
-    usage, listing = _tool("cuobjdump", "-res-usage", path), _tool("nvdisasm", "-c", "-ndf", path)
+    usage, listing = _tool("cuobjdump", "-res-usage", path), _disassembled(path)
     registers, stack, shared = map(
         int, re.search(rf"Function \S*{function}\S*:\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups()
     )  # pyright: ignore
