@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -43,15 +42,6 @@ def judge(path, form, writing):
     for sizes in ((2, 7), (3, 11), (1, 40)):
         expected = writing(*inputs(*sizes)).numpy()
         np.testing.assert_allclose(result(path, form, inputs(*sizes)), expected, rtol=0, atol=2e-6)
-
-
-def command(*args):
-    """The status with which `mx-driving fuse` ends."""
-    from mx_driving.cli.app import main
-
-    with mock.patch("sys.argv", ["mx-driving", "fuse", *map(str, args)]), pytest.raises(SystemExit) as stop:
-        main()
-    return stop.value.code
 
 
 @pytest.mark.parametrize("form", FUSED_FORMS)
@@ -211,16 +201,17 @@ def test_the_version_of_the_plugin(tmp_path):
         mx_driving.onnx.fuse(before, after, form="grid_sample")
 
 
-def test_the_command_writes_each_form(tmp_path, capsys):
+def test_the_command_writes_each_form(mx, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(Stacked(), before, "older")
-    assert command(before, after, "--form", "tensorrt", "--plugin-version", "2") == 0
-    assert "1 replaced, 0 left" in capsys.readouterr().out
-    assert NODES["tensorrt"] in kinds(after)
-    assert command(before, after, "--form", "plugin") == 1
-    assert "form must be one of gather, npu, onnxruntime, tensorrt; got 'plugin'" in capsys.readouterr().err
-    assert command(before, after, "--form", "npu", "--time") == 1
-    assert "--time must come with a form that onnxruntime runs; got npu" in capsys.readouterr().err
+    status, said, _ = mx("fuse", before, after, "--form", "tensorrt", "--plugin-version", "2")
+    assert (status, "1 replaced, 0 left" in said, NODES["tensorrt"] in kinds(after)) == (0, True, True)
+    for wrong, rule in (
+        (["plugin"], "form must be one of gather, npu, onnxruntime, tensorrt; got 'plugin'"),
+        (["npu", "--time"], "--time must come with a form that onnxruntime runs; got npu"),
+    ):
+        status, _, problem = mx("fuse", before, after, "--form", *wrong)
+        assert (status, rule in problem) == (1, True)
 
 
 def beside(path, name, kind, dtype, numbers):
