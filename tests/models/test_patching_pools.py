@@ -235,3 +235,14 @@ def test_sizes_that_are_elements_of_a_tensor_and_points_outside():
     places[40:50, 0], places[50:, 3] = H, -1
     with mx_driving.patched(module):
         assert_close(module.bev_pool(feats, places, B, *torch.tensor(sizes[1:])), expected)
+
+
+@pytest.mark.parametrize("name", ["bev_pool_v2", "bev_pool"])
+def test_a_module_that_imports_the_function_alone(name):
+    """A model's file does; the class over the extension is where the function was defined."""
+    source, replaced = OVER_EXTENSIONS[name]
+    model = types.ModuleType("a_model")
+    function = vars(model)[name] = getattr(library(source), name)
+    with mx_driving.patched(model) as done:
+        assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
+        is_right(name, function)

@@ -66,6 +66,9 @@ class Found:
         pools = [f for f in POOLS if f.fits(thing.__qualname__, kind, parameters)]
         if pools:
             (self.around if kind == FUNCTION else self.cores)[name] = (pools, thing)
+            for used in thing.__code__.co_names if kind == FUNCTION else ():
+                if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
+                    self.consider(core)
             return True
         cores = [f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)]
         if cores:
