@@ -24,7 +24,7 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
 
     void operator()(int64_t item) {
         const int64_t count = slices(floor), slice = item % count, heads = floor.value.shape[2], head = item / count % heads,
-                      batch = item / count / heads, queries = floor.rows.shape[2];
+                      batch = item / count / heads, queries = floor.output.shape[1];
         if constexpr (BACKWARD) {
             width = channels / count;
             first = slice * width;
@@ -46,25 +46,28 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
     T *sink, *sums;
 
     static int64_t slices(const Floor &floor) {
-        if (!BACKWARD) return (floor.rows.shape[2] + QUERIES - 1) / QUERIES;
+        if (!BACKWARD) return (floor.output.shape[1] + QUERIES - 1) / QUERIES;
         const bool too_few = floor.value.shape[0] * floor.value.shape[2] < floor.num_threads;
         return too_few && floor.value.shape[3] % (16 * floor.num_threads) == 0 ? floor.num_threads : 1;
     }
 
     void go_through(int64_t batch, int64_t head, int64_t begin, int64_t end) {
         const int64_t count = floor.rows.shape[3], pitch = floor.output.strides[1];
-        const int32_t *list = row<const int32_t>(floor.rows, batch, head, begin);
+        const int64_t *const starts = static_cast<const int64_t *>(floor.starts.data);
+        const int32_t *list = row<const int32_t>(floor.rows, batch, head, starts ? 0 : begin);
         const V *value = row<const V>(floor.value, batch, 0, head) + first;
         V *output = row<V>(floor.output, batch, begin, head) + first;
         T *grad = BACKWARD ? row<T>(floor.grad_value, batch, 0, head) + first : nullptr;
-        for (int64_t q = begin; q < end; ++q, list += count, output += pitch) {
-            const int32_t *next = q + 2 < end ? list + 2 * count : nullptr;
+        if (starts) list += starts[begin];
+        for (int64_t q = begin, length = count; q < end; ++q, list += length, output += pitch) {
+            if (starts) length = starts[q + 1] - starts[q];
+            const int32_t *next = !starts && q + 2 < end ? list + 2 * count : nullptr;
             if (BACKWARD) ask_for_output(output, pitch);
             for_pieces<T>(width, [&](auto lanes, auto vectors, int64_t c) {
                 if constexpr (BACKWARD)
-                    piece<lanes.value, vectors.value>(list, next, value + c, grad + c, output + c, sums);
+                    piece<lanes.value, vectors.value>(list, length, next, value + c, grad + c, output + c, sums);
                 else
-                    piece<lanes.value, vectors.value>(list, next, value + c, nullptr, nullptr, output + c);
+                    piece<lanes.value, vectors.value>(list, length, next, value + c, nullptr, nullptr, output + c);
             });
         }
     }
@@ -78,11 +81,10 @@ template <class V, class T, bool BACKWARD> class GatherFloor {
     // K vectors of N channels. out = the sum of the rows in `list`; backward, g is added to the same rows of grad. The
     // rows in `next` are prefetched.
     template <int N, int K, class Out>
-    void piece(const int32_t *list, const int32_t *next, const V *value, T *grad, const T *g, Out *out) {
+    void piece(const int32_t *list, int64_t count, const int32_t *next, const V *value, T *grad, const T *g, Out *out) {
         constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
         constexpr int VALUE_BYTES = K * N * int(sizeof(V)), GRAD_BYTES = K * N * int(sizeof(T));
-        const int64_t count = floor.rows.shape[3], keys = floor.value.shape[1], pitch = floor.value.strides[1],
-                      grad_pitch = floor.grad_value.strides[1];
+        const int64_t keys = floor.value.shape[1], pitch = floor.value.strides[1], grad_pitch = floor.grad_value.strides[1];
         Vec<T, N> total[SETS][K] = {}, factor[K] = {};
         if constexpr (BACKWARD) {
             MXD_UNROLL

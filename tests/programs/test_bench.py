@@ -21,7 +21,7 @@ from mx_driving._operators import OPERATORS
 from mx_driving.cli.app import app
 from mx_driving.measure import accuracy, floor, module_workloads, modules, report
 from mx_driving.measure.accuracy import Checked, check_one
-from mx_driving.measure.floor import add_rows, corner_rows
+from mx_driving.measure.floor import add_rows, corner_rows, pooling_floor
 from mx_driving.measure.module_workloads import MODULES
 from mx_driving.measure.plans import plans
 from mx_driving.measure.report import slower
@@ -304,6 +304,16 @@ def test_the_gather_floor_reads_and_adds_the_rows(name):
     counts = torch.stack([real[b, h].flatten().bincount(minlength=keys + 1) for b in range(bs) for h in range(heads)])
     expected = counts[:, :keys].view(bs, heads, keys).transpose(1, 2)[..., None].expand_as(value)
     assert torch.equal(grad_value, expected.float())
+
+
+@needs_the_floor
+def test_the_gather_floor_of_pooling_reads_the_rows_of_each_cell():
+    random = torch.Generator().manual_seed(0)
+    feat, n = torch.randn(9, 20, generator=random), 400
+    ranks_feat, ranks_bev = (torch.randint(most, (n,), generator=random, dtype=torch.int32) for most in (9, 12))
+    found = pooling_floor((feat, torch.ones(5), ranks_feat, ranks_feat % 5, ranks_bev, 1, 2, 2, 4))()
+    expected = torch.zeros(16, 20, dtype=torch.float64).index_add_(0, ranks_bev, feat[ranks_feat].double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_corner_rows_are_the_operators_own():

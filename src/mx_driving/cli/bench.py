@@ -58,7 +58,8 @@ def bench(
     figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
     floor" is a native loop that is given the rows beforehand and only reads and adds them (backward, into a gradient that it
     sets to zero): what memory allows. "gather floor, head-major" is the same where a head's rows lie side by side, the best
-    layout known. A wheel does not hold them; `make native` in the source tree builds them. bev_pool_v3 has none.
+    layout known. That of bev_pool_v3 is of its forward alone: it reads no depth and writes the channels of a cell side by side.
+    A wheel does not hold them; `make native` in the source tree builds them.
 
     Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
     operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import pathlib
 from collections.abc import Callable
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _backends, _geometry, config
-from .workloads import AGGREGATION, GEOMETRIC
+from .workloads import AGGREGATION, GEOMETRIC, Args
 
 
 def _library_path() -> pathlib.Path:
@@ -34,11 +35,14 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(_library_path()))
 
 
-def add_rows(value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None) -> None:
+def add_rows(
+    value: Tensor, rows: Tensor, output: Tensor, grad_value: Tensor | None = None, starts: Tensor | None = None
+) -> None:
     """output[b, q, h] = the sum of the rows of value[b, :, h] that rows[b, h, q] lists. With grad_value, output[b, q, h] is
-    added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. `rows` are trusted: see native/floor/floor.h.
+    added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. With `starts`, lists lie one after the other.
+    `rows` and `starts` are trusted: see native/floor/floor.h.
     """
-    tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, output, grad_value)]
+    tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, starts, output, grad_value)]
     status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())
     if status:
         raise RuntimeError(f"the gather floor returned status {status}")
@@ -82,6 +86,27 @@ def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
     if int(rows.min()) < -1 or int(rows.max()) > keys:
         raise ValueError("rows outside value")  # the native loop trusts them
     return rows.to(torch.int32).contiguous()
+
+
+def pooling_floor(args: Args) -> Callable[[], Tensor]:
+    """A call that adds up the rows of feat of each cell's points and writes the sums of a cell side by side. It reads no depth."""
+    feat, _, ranks_feat, _, ranks_bev, *sizes = args
+    cells, keys = math.prod(sizes), feat.shape[0]
+    order = ranks_bev.sort(stable=True).indices
+    counts = ranks_bev.bincount(minlength=cells)
+    lengths = (counts + 3) // 4 * 4
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    begins = torch.nn.functional.pad(counts.cumsum(0), (1, 0))[:-1]
+    rows = torch.full((1, 1, 1, int(starts[-1])), keys, dtype=torch.int32)
+    cell = ranks_bev[order].long()
+    rows[0, 0, 0, starts[cell] + torch.arange(len(cell)) - begins[cell]] = ranks_feat[order].int()
+    output = torch.empty(1, cells, 1, feat.shape[1], dtype=feat.dtype)
+
+    def run() -> Tensor:
+        add_rows(feat[None, :, None], rows, output, starts=starts)
+        return output[0, :, 0]
+
+    return run
 
 
 def gather_floor(operator: str, args: tuple[Tensor, ...], backward: bool, head_major: bool = False) -> Callable[[], object]:

@@ -54,7 +54,9 @@ def measure(workload: Workload, dtype: str, peers: bool, seconds: float) -> list
     calls[OURS]["backward"] = _backward(workload.operator, args, grad, workload.learned)
     if BARE in calls:
         calls[BARE]["backward"] = _backward(bare, bare_args, grad, OPERATORS[bare].differentiable)
-    if floor.why_not() is None and workload.row.samples:
+    if floor.why_not() is None and not workload.row.samples:
+        calls[FLOOR] = {"forward": floor.pooling_floor(args)}
+    elif floor.why_not() is None:
         calls[FLOOR] = _floor(bare, bare_args, dtype, head_major=False)
         if OPERATORS[bare].blocks == "num_heads":
             calls[HEAD_MAJOR_FLOOR] = _floor(bare, bare_args, dtype, head_major=True)
