@@ -89,7 +89,7 @@ def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
 
 
 def pooling_floor(args: Args) -> Callable[[], Tensor]:
-    """A call that adds up the rows of feat of each cell's points and writes the sums of a cell side by side. It reads no depth."""
+    """A call that adds up the rows of feat of each cell's points and writes its sums side by side. It reads no depth."""
     feat, _, ranks_feat, _, ranks_bev, *sizes = args
     cells, keys = math.prod(sizes), feat.shape[0]
     order = ranks_bev.sort(stable=True).indices
