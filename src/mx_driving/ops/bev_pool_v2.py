@@ -52,11 +52,11 @@ def bev_pool_v2(
     if interval_lengths.shape != interval_starts.shape:
         rule = f"have shape (n_intervals={len(interval_starts)})"
         fail(ValueError, "interval_lengths", rule, tuple(interval_lengths.shape))
-    points, cells = in_intervals(ranks_bev, interval_starts, interval_lengths)
+    points, cells = _in_intervals(ranks_bev, interval_starts, interval_lengths)
     return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
 
 
-def in_intervals(ranks_bev: Tensor, interval_starts: Tensor, interval_lengths: Tensor) -> tuple[Tensor, Tensor]:
+def _in_intervals(ranks_bev: Tensor, interval_starts: Tensor, interval_lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The points of all intervals, and their cells: those of the intervals' first points."""
     starts, lengths = interval_starts.long(), interval_lengths.long()
     if starts.device.type == "cpu":
