@@ -217,6 +217,10 @@ def test_what_calls_a_compiled_file_is_not_tried():
     module.ext = compiled
     with pytest.raises(ValueError, match="it calls a compiled file"):
         mx_driving.patch(module)
+    module = library("\ndef bev_pool(feats, coords, B, D, H, W):\n    return zeros(1)\n")
+    module.zeros = compiled.zeros
+    with pytest.raises(ValueError, match="it calls a compiled file"):
+        mx_driving.patch(module)
 
 
 def test_half_is_summed_in_float32_where_bevdet_does():

@@ -111,7 +111,10 @@ template <class T> class FeatGradient {
 
     void find_dots(int64_t row, int64_t place, int64_t first, int64_t n) {
         const Tensor &value = args.call.value;
-        const T *const g = row_as(at(value, row * value.strides[KEY]), value.dtype, value.strides[CHANNEL], channels, feat);
+        const char *const from = at(value, row * value.strides[KEY]);
+        const bool own = value.dtype == OWN<T> && value.strides[CHANNEL] == 1;
+        if (!own) read_run(from, value.dtype, value.strides[CHANNEL], channels, feat);
+        const T *const g = own ? reinterpret_cast<const T *>(from) : feat;
         if (channels == 0) memset(static_cast<void *>(dot), 0, size_t(n) * sizeof(T));
         const int64_t *const address = window.address + first;
         mxd::MXD_ISA::dots<T, T>(address, address, (n + ROWS - 1) / ROWS * ROWS, channels, g, dot);

@@ -33,7 +33,7 @@ class Pool(Form):
 
 def _bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
     """Sums in float32, whatever it is given."""
-    return bev_pool_v2(depth.float(), feat.float(), *ranks_shape_and_intervals)
+    return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
 
 
 def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:

@@ -19,8 +19,6 @@ template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *
     with_ranks(t, [&](auto *ranks, int64_t stride) {
         if (order)
             for (int64_t i = 0; i < n; ++i) put(i, int64_t(ranks[order[begin + i] * stride]));
-        else if (stride == 1)
-            for (int64_t i = 0; i < n; ++i) put(i, int64_t(ranks[begin + i]));
         else
             for (int64_t i = 0; i < n; ++i) put(i, int64_t(ranks[(begin + i) * stride]));
     });
