@@ -223,10 +223,11 @@ def test_what_calls_a_compiled_file_is_not_tried():
         mx_driving.patch(module)
 
 
-def test_half_is_summed_in_float32_where_bevdet_does():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_is_summed_in_float32_where_bevdet_does(autocast):
     module = library(BEVDET)
     depth, feat, *rest = lifted()
-    with mx_driving.patched(module), torch.autocast("cpu", torch.bfloat16):
+    with mx_driving.patched(module), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = module.bev_pool_v2(depth.half(), feat.half(), *rest)
     assert out.dtype == torch.float32
     assert_close(out, TRUTH.bev_pool_v2(depth.half().float(), feat.half().float(), *rest))
