@@ -1,7 +1,6 @@
 // Registers the operators with PyTorch when the library mx_driving_torch is loaded, or a program starts that is linked with
 // the CMake target mx_driving::torch, which compiles this file into it.
 #include <cstdio>
-#include <initializer_list>
 
 #include "mx_driving_torch.h"
 
@@ -12,8 +11,7 @@ __attribute__((constructor)) // an object with a constructor crashes Zig 0.17.1,
 #endif
 void register_all() {
     const char *const why = mxd_register_with_torch(MXD_TORCH_ALL);
-    if (!why) return;
-    for (const char *text : {"mx_driving: ", why, "\n"}) std::fputs(text, stderr); // printf takes 25 KB of Windows' wheel
+    if (why) std::fprintf(stderr, "mx_driving: %s\n", why); // nothing that is loaded has another way to say it
 }
 
 #ifdef _MSC_VER
