@@ -361,6 +361,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "onnx_forms": onnx_forms,
     "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
     "train_bev": lambda: plain("epyc-zen4-2-cores-train-bev.csv"),
+    "bev_pool": lambda: plain("epyc-zen4-2-cores-bev-pool.csv"),
     "machine_code": lambda: plain("triton-3.6.0-machine-code.csv", "made by"),
     "gpu_peers": lambda: plain("gpu-peers.csv", "made by"),
     "gpu_static": lambda: plain("gpu-static.csv", "made by"),
