@@ -33,14 +33,14 @@ template <class T> struct OfAxes {
 
 struct Argument {
     std::string name;
-    Elements elements;
+    Elements elements{};
     OfAxes<NamedAxis> axes;  // as they are described
     OfAxes<NamedAxis> split; // as the C interface has them: both factors of a product
-    bool required;
+    bool required = false;
     Tensor Call::*tensor = nullptr;
-    OfAxes<int> places; // of `split` among AxisSizes; numbers and `2 or 4` have places, too
-    OfAxes<int> layout; // the axes of `tensor`, which axes.h names, among `split`; -1: one element
-    bool in_layout;     // they are those of `split`
+    OfAxes<int> places;     // of `split` among AxisSizes; numbers and `2 or 4` have places, too
+    OfAxes<int> layout;     // the axes of `tensor`, which axes.h names, among `split`; -1: one element
+    bool in_layout = false; // they are those of `split`
 
     // `axes` or `split`, whichever has so many; null: neither.
     const OfAxes<NamedAxis> *axes_of(int number) const {
