@@ -159,8 +159,8 @@ def _slope_scale(call: Call, axis: int) -> float:
             moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
             one = restricted(call, tables, moved)
             slopes = computed(one, torch.float64, learned=(call.row.weights,))["grad_weights"]
-            share = size[:, None, None] if call.row.grouped else size
-            found = share * one.sampling.weights.double() * slopes
+            pixels_of_map = size[:, None, None] if call.row.grouped else size
+            found = pixels_of_map * one.sampling.weights.double() * slopes
             total = total + (found.sum((-1, -2)) if call.row.grouped else found)
     return _largest(total)
 
