@@ -100,7 +100,7 @@ def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
 
 
 def floors(file: str = BENCH) -> str:
-    """Our time in milliseconds, and as a share of either gather floor, of workloads that have one."""
+    """Our time in milliseconds, and as a multiple of either gather floor, of workloads that have one."""
     forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather floor", "gather floor, head-major")
     rows = []

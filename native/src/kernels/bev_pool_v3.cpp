@@ -24,6 +24,8 @@ struct Forward {
 };
 
 template <class V, class T> class CellSums {
+    static_assert(Cells::BLOCK <= MOST_RANKS, "over_windows goes through so many at once");
+
   public:
     CellSums(const Forward &f, Arena &arena)
         : args(f), channels(f.call.sizes.channels), window(arena), rows(arena.take<T>(Cells::BLOCK * channels)) {}
@@ -83,6 +85,7 @@ template <class T> struct CellRows {
 template <class T> class FeatGradient {
   public:
     static constexpr int64_t BLOCK = 16;
+    static_assert(BLOCK <= MOST_RANKS, "as in CellSums");
 
     FeatGradient(const Backward<T> &b, Arena &arena)
         : args(b), channels(b.call.sizes.channels), window(arena), sums(arena.take<T>(BLOCK * channels)),

@@ -51,7 +51,9 @@ def _contents(name: str) -> dict[str, Any] | None:
     if name not in _CONTENTS:  # under another name, or `from torch_npu import x` would swallow the sentence
         raise ModuleNotFoundError(_missing(name), name="torch_npu")
     things = {key: thing for key, thing in vars(_CONTENTS[name] or object).items() if not key.startswith("__")}
-    return {**things, "__getattr__": _refuse(name), "__version__": f"{torch.__version__.partition('+')[0]}+mx_driving"}
+    if name == "torch_npu":
+        things["__version__"] = f"{torch.__version__.partition('+')[0]}+mx_driving"
+    return {**things, "__getattr__": _refuse(name)}
 
 
 class _Modules(MadeModules):

@@ -79,7 +79,8 @@ def computed(
 def _at_a_time(call: Call) -> int:
     """How many queries are computed together."""
     if not call.row.samples:
-        return max(1, NUMBERS // max(1, call.inputs[4].numel(), int(call.inputs[-1].prod())))
+        *_, ranks_bev, sizes = call.inputs
+        return max(1, NUMBERS // max(1, ranks_bev.numel(), int(sizes.prod())))
     bs, _, *channels = call.inputs[0].shape
     points = call.sampling.locations.shape[2 if call.row.grouped else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))

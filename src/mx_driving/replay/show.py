@@ -13,7 +13,6 @@ from torch import Tensor
 from .._cli_support.files import writing
 from .._cli_support.show import grid
 from . import _pools
-from .calls import PLACES
 from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
 
 COLOURS = {RIGHT: "green", COARSE: "yellow", WRONG: "red"}
@@ -48,7 +47,7 @@ def _inputs(verdict: Verdict) -> str:
         shapes = [_shape(call.places[i], call.inputs[i]) for i in call.row.differentiable]
         words = _counted(", ".join(_pools.described(*call.inputs)), verdict.nans, verdict.infinities)
         return escape("\n".join([*shapes, words]))
-    shapes = [_shape(PLACES[i], call.inputs[i]) for i in (0, 3, 4)]
+    shapes = [_shape(name, getattr(call.sampling, name)) for name in ("value", "locations", "weights")]
     levels = call.sampling.shapes.flatten(0, -2).tolist()
     maps = ", ".join(f"{h} x {w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
     off = f"{100 * verdict.off_map:.3g} % {'of points unseen' if call.row.grouped else 'off the map'}"
