@@ -37,12 +37,12 @@ def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def using(library: ctypes.CDLL) -> Iterator[None]:
-    before = _backends.native._library
-    _backends.native._library = lambda: library  # not a mock, whose own calls would be measured, too
+    before = _backends.native.loaded
+    _backends.native.loaded = lambda: library  # not a mock, whose own calls would be measured, too
     try:
         yield
     finally:
-        _backends.native._library = before
+        _backends.native.loaded = before
 
 
 def calls(workload: Workload):

@@ -69,9 +69,9 @@ def implementation(request):
 @pytest.fixture
 def every_thread():
     """As many threads as torch may use, however little each has to do."""
-    _backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(1))
+    _backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(1))
     yield
-    _backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(0))
+    _backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(0))
 
 
 @pytest.fixture

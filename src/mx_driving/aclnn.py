@@ -88,7 +88,7 @@ _NAMES = {
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    library = _backends.native._library()
+    library = _backends.native.loaded()
     library.aclGetRecentErrMsg.restype = c_char_p
     library.aclCreateTensor.restype = c_void_p
     sizes = POINTER(c_int64)

@@ -106,7 +106,7 @@ def test_what_is_refused_writes_nothing(place):
     args, grad = drawn(2, 3, 2, 4, 2, [[(3, 4)], [(2, 2)]])
     args = [t[:1] if i == place else t for i, t in enumerate(args)]
     results = [torch.full_like(t, 7) for t in (grad, args[0], *args[3:6])]
-    inputs, library = [pack(t) for t in args], _backends.native._library()
+    inputs, library = [pack(t) for t in args], _backends.native.loaded()
     assert getattr(library, f"mxd_{NAME}")(*inputs, pack(results[0]), 2) == 1
     assert getattr(library, BACKWARD)(pack(grad), *inputs, *map(pack, results[1:]), 2) == 1
     assert all((t == 7).all() for t in results)
@@ -121,7 +121,7 @@ def test_gradients_of_any_stride_and_dtype(dtype, reverse):
         axes = list(range(like.dim()))[:: -1 if reverse else 1]
         room = torch.full([2 * like.shape[a] for a in axes], 7, dtype=dtype)
         found.append(room[(slice(None, None, 2),) * like.dim()].permute(axes))
-    assert getattr(_backends.native._library(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
+    assert getattr(_backends.native.loaded(), BACKWARD)(pack(grad), *map(pack, args), *map(pack, found), 2) == 0
     assert all(torch.equal(a, b.to(dtype)) for a, b in zip(found, run(args, grad)[1:], strict=True))
 
 
@@ -198,7 +198,7 @@ def test_plan():
 
     def plan(name: str, tensors: Sequence[Tensor | None]) -> dict[str, str]:
         pointers = (ctypes.c_char_p * len(tensors))(*map(pack, tensors))
-        assert _backends.native._library().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
+        assert _backends.native.loaded().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
         return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
 
     assert plan(NAME, [*args, grad])["prefetched_rows"] == "all"

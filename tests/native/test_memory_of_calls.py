@@ -28,7 +28,7 @@ def run(call, **other) -> int:
     """The status of the function itself; None in place of a description is a null pointer."""
     packed = [a if a is None else a.packed() for a in {**call.arguments, **other}.values()]
     options = [0] if call.function.startswith(MULTI_SCALE_LOGITS) else []
-    return getattr(_backends.native._library(), "mxd_" + call.function)(*packed, *options, 1)
+    return getattr(_backends.native.loaded(), "mxd_" + call.function)(*packed, *options, 1)
 
 
 @pytest.mark.parametrize(("name", "backward"), EVERY)
@@ -137,7 +137,7 @@ def test_addresses_have_64_bits(argument, stride):
 
 
 def describe(name, arguments, text, size) -> int:
-    return _backends.native._library().mxd_describe_plan(name, arguments, 1, text, size)
+    return _backends.native.loaded().mxd_describe_plan(name, arguments, 1, text, size)
 
 
 def test_null_where_a_plan_is_described():
@@ -156,7 +156,7 @@ def test_null_where_a_plan_is_described():
 
 def test_no_name_is_no_instruction_set():
     before = _backends.native.isa()
-    assert _backends.native._library().mxd_use_isa(None) == -1
+    assert _backends.native.loaded().mxd_use_isa(None) == -1
     assert _backends.native.isa() == before
 
 

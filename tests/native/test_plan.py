@@ -336,7 +336,7 @@ def test_a_name_that_no_function_has(name, status):
     packed = [*map(_backends.native._pack, args), _backends.native._pack(torch.empty(1, 30, 8, 16))]
     pointers = (ctypes.c_char_p * len(packed))(*packed)
     text = ctypes.create_string_buffer(b"?" * 16)
-    assert _backends.native._library().mxd_describe_plan(name, pointers, 1, text, 9) == status
+    assert _backends.native.loaded().mxd_describe_plan(name, pointers, 1, text, 9) == status
     assert text.raw[:10] == (b"threads:\0?" if status == 0 else b"?" * 10)
 
 

@@ -226,5 +226,5 @@ def test_heads_do_not_go_together_where_value_lies_backwards(axis):
     packed = [backwards, *map(_backends.native._pack, others), _backends.native._pack(torch.empty(1, 1, 4, 64))]
     text = ctypes.create_string_buffer(1024)
     pointers = (ctypes.c_char_p * len(packed))(*packed)
-    assert _backends.native._library().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
+    assert _backends.native.loaded().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
     assert b"heads_together: 0" in text.value

@@ -58,7 +58,7 @@ class Call(NamedTuple):
     def status(self, **other: Argument) -> int:
         packed = [argument.packed() for argument in {**self.arguments, **other}.values()]
         pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
-        return _backends.native._library().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
+        return _backends.native.loaded().mxd_describe_plan(self.function.encode(), pointers, 1, text, len(text))
 
 
 def with_room(t: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ def run(name, packed, option=0, threads=1, count=None) -> int:
     tensors = b"".join(missing if t is None else t for t in packed)
     options = (ctypes.c_int64 * 1)(option)
     count = len(packed) if count is None else count
-    return _backends.native._library().mxd_run(name.encode(), tensors, count, options, threads)
+    return _backends.native.loaded().mxd_run(name.encode(), tensors, count, options, threads)
 
 
 def last_error() -> str:
-    function = _backends.native._library().mxd_last_error
+    function = _backends.native.loaded().mxd_last_error
     function.restype = ctypes.c_char_p
     return function().decode()
 
@@ -49,7 +49,7 @@ def test_the_results_are_those_of_the_function(name, backward):
     for t in written:
         t.fill_(7)
     options = [0] * call.function.startswith(MULTI_SCALE_LOGITS)
-    function = getattr(_backends.native._library(), "mxd_" + call.function)
+    function = getattr(_backends.native.loaded(), "mxd_" + call.function)
     assert function(*(a.packed() for a in call.arguments.values()), *options, 1) == OK
     assert all(torch.equal(a, b) for a, b in zip(first, written, strict=True))
 
@@ -88,7 +88,7 @@ def test_an_option():
 def test_names_and_counts():
     call = call_of("samples", False)
     packed = [a.packed() for a in call.arguments.values()]
-    library = _backends.native._library()
+    library = _backends.native.loaded()
     rule = "name must be a function's, such as multi_scale_deformable_attn_backward; got "
     for name, fact in ((b"multi_scale", "'multi_scale'"), (b"", "''"), (None, "NULL")):
         assert library.mxd_run(name, b"".join(packed), 6, None, 1) == BAD_NAME
@@ -156,13 +156,13 @@ def test_each_thread_has_its_own_sentence():
 def planned_threads(call, threads) -> int:
     packed = [a.packed() for a in call.arguments.values()]
     pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
-    assert _backends.native._library().mxd_describe_plan(call.function.encode(), pointers, threads, text, len(text)) == OK
+    assert _backends.native.loaded().mxd_describe_plan(call.function.encode(), pointers, threads, text, len(text)) == OK
     return int(text.value.decode().splitlines()[0].removeprefix("threads: "))
 
 
 @pytest.fixture
 def work():
-    set_work = _backends.native._library().mxd_set_work_of_a_thread
+    set_work = _backends.native.loaded().mxd_set_work_of_a_thread
     set_work.argtypes = [ctypes.c_int64]
     yield set_work
     set_work(0)

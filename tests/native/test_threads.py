@@ -130,9 +130,9 @@ def test_forked_children_do_not_hang(before):
 
 @pytest.fixture
 def own_threads():
-    _backends.native._library().mxd_use_own_threads(1)
+    _backends.native.loaded().mxd_use_own_threads(1)
     yield
-    _backends.native._library().mxd_use_own_threads(0)
+    _backends.native.loaded().mxd_use_own_threads(0)
 
 
 @pytest.mark.parametrize("case", LARGE, ids=cases.case_id)

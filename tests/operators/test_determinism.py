@@ -99,7 +99,7 @@ import ctypes, os, sys, torch
 import mx_driving
 from mx_driving import _backends
 
-_backends.native._library().mxd_set_work_of_a_thread(ctypes.c_int64(int(sys.argv[1])))
+_backends.native.loaded().mxd_set_work_of_a_thread(ctypes.c_int64(int(sys.argv[1])))
 torch.set_num_threads(4)
 value, weights = torch.empty(1, 20, 4, 8).fill_(1.0), torch.empty(1, 9, 4, 1, 2).fill_(0.5)
 before = len(os.listdir("/proc/self/task"))

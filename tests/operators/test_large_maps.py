@@ -86,7 +86,7 @@ def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads)
     weights = torch.ones(locations.shape[:-1])
     room = torch.full((1, SIZE + 2, 1, 1), GUARD)
     tensors = (torch.ones(1, locations.shape[1], 1, 1), value, *tables_of(axis), locations, weights, room[:, 1:-1])
-    library = _backends.native._library()
+    library = _backends.native.loaded()
     assert library.mxd_geometric_kernel_attention_backward(*map(_backends.native._pack, tensors), None, threads) == 0
     assert room[0, 0].item() == room[0, -1].item() == GUARD
     assert room[0, 1:-1].sum() == 3 * locations.shape[1]

@@ -1,0 +1,114 @@
+"""The native library in this process: loaded once, or why it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import pathlib
+import struct
+import sys
+
+import torch
+
+from .._checks.flags import flag
+from .._library_path import library_path
+
+_IMPORTED_IN = os.getpid()
+_BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements
+_OLDEST_STABLE = (2, 10)
+_KERNELS, _NOTHING = 1, 2  # enum mxd_torch: what is registered in C++
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | str:
+    """The library, or why there is none."""
+    path = library_path()
+    if not path.exists():
+        return f"{path.name} is not in the package: it was not built or not installed"
+    try:
+        if _is_cut_off(path):
+            return f"{path.name} is damaged: it ends before what its header promises"
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} cannot be loaded: {error}"
+    problem = _not_ours(path.name, library)
+    if problem:
+        return problem
+    if _BY_CTYPES:
+        library.mxd_register_with_torch(_NOTHING)
+    if os.getpid() != _IMPORTED_IN:  # a fork came first, and the library had no fork handler then
+        library.mxd_use_own_threads(1)
+    return library
+
+
+_ELF_SEGMENT = "I4xQ16xQ16x"  # a program header: type, offset in the file, size in the file
+_ELF_LOADED = 1
+
+
+def _is_cut_off(path: pathlib.Path) -> bool:
+    """Whether a Linux library is shorter than what is mapped of it, which kills the process that touches the rest. The loaders
+    of other systems look themselves, and so does this one for everything else.
+
+    Neither size nor hash would do: strip, patchelf and signatures change them after the build.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(64)
+        if len(head) < 64 or head[:5] != b"\x7fELF\2":
+            return False
+        order = "<" if head[5] == 1 else ">"
+        (first,), (length, count) = struct.unpack_from(order + "Q", head, 32), struct.unpack_from(order + "HH", head, 54)
+        if length != struct.calcsize(order + _ELF_SEGMENT):
+            return False
+        if first + length * count > size:
+            return True
+        file.seek(first)
+        segments = struct.iter_unpack(order + _ELF_SEGMENT, file.read(length * count))
+    return any(kind == _ELF_LOADED and offset + held > size for kind, offset, held in segments)
+
+
+_FUNCTIONS = (
+    "mxd_version",
+    *("mxd_run", "mxd_last_error", "mxd_describe_plan"),
+    "mxd_register_with_torch",
+    *("mxd_isa", "mxd_use_isa", "mxd_threads", "mxd_use_own_threads", "mxd_set_work_of_a_thread"),
+)
+
+
+def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
+    """Why a library that could be loaded is not that of this package, or None when it is."""
+    missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
+    if missing:
+        return f"{name} is not this package's, or older: it has no function {missing}"
+    texts = ("mxd_version", "mxd_isa", "mxd_threads", "mxd_last_error", "mxd_register_with_torch")
+    for function in (getattr(library, text) for text in texts):
+        function.restype = ctypes.c_char_p
+    built, version = library.mxd_version().decode(), sys.modules["mx_driving"].__version__
+    return None if built == version else f"{name} was built for version {built} of the package, which is {version}"
+
+
+def why_not() -> str | None:
+    """Why the native kernels cannot be used, or None when they can."""
+    library = _load()
+    return library if isinstance(library, str) else None
+
+
+@functools.cache
+def why_by_ctypes() -> str | None:
+    """Why torch calls the kernels through Python, or None when they are registered with it in C++, which this does."""
+    if _BY_CTYPES:
+        return "MX_DRIVING_CTYPES is on"
+    if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_STABLE:
+        return f"torch {torch.__version__} is older than 2.10"
+    library = _load()
+    problem = library if isinstance(library, str) else library.mxd_register_with_torch(_KERNELS)
+    return problem.decode() if isinstance(problem, bytes) else problem
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    library = _load()
+    if isinstance(library, str):
+        raise RuntimeError(library)
+    return library
