@@ -10,29 +10,15 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
+from attention_modules import plain_core
 
 import mx_driving
-
-
-def plain_core(value, value_spatial_shapes, sampling_locations, attention_weights):
-    """What a library writes: grid_sample per level."""
-    bs, _, heads, channels = value.shape
-    queries = sampling_locations.shape[1]
-    parts = value.split([h * w for h, w in value_spatial_shapes], 1)
-    total = 0
-    for l, (h, w) in enumerate(value_spatial_shapes):
-        plane = parts[l].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
-        grid = 2 * sampling_locations[:, :, :, l].transpose(1, 2).flatten(0, 1) - 1
-        weight = attention_weights[:, :, :, l].transpose(1, 2).flatten(0, 1)[:, None]
-        total = total + (F.grid_sample(plane, grid, align_corners=False) * weight).sum(-1)
-    return total.view(bs, heads * channels, queries).transpose(1, 2)
 
 
 def module_of(source: str, name: str = "a_library") -> types.ModuleType:
     """A Python module made of text, which can call `plain_core`."""
     module = types.ModuleType(name)
-    vars(module)["plain_core"] = types.FunctionType(plain_core.__code__, globals(), "plain_core")
+    vars(module)["plain_core"] = types.FunctionType(plain_core.__code__, plain_core.__globals__, "plain_core")
     module.plain_core.__module__ = "elsewhere"
     exec(textwrap.dedent(source), vars(module))
     return module
@@ -195,6 +181,18 @@ def test_a_known_library_that_is_not_installed_is_a_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"^target must be installed, and .*; got 'transformers', which is not$"):
         mx_driving.patch("transformers")
+
+
+def test_a_library_that_imports_late_says_what_to_import(tmp_path, monkeypatch):
+    package = tmp_path / "a_late_library"
+    (package / "models").mkdir(parents=True)
+    for file in ("__init__.py", "models/__init__.py", "models/other.py"):
+        (package / file).write_text("")
+    (package / "models" / "attention.py").write_text("# grid_sample of sampling locations, attention_weights\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"import that of your model first, of a_late_library\.models\.attention$"):
+        mx_driving.patch("a_late_library")
+    monkeypatch.delitem(sys.modules, "a_late_library")
 
 
 BLOCKS = {  # as in Sparse4D's repository
