@@ -310,7 +310,7 @@ def bev_pool_v3(
     dtype, cells = _compute_dtype(feat, depth), bs * d * h * w
     sums = torch.zeros(cells, feat.shape[1], dtype=dtype, device=feat.device)
     if feat.shape[0] and depth.shape[0] and cells:
-        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (len(feat), len(depth), cells))
+        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (feat.shape[0], depth.shape[0], cells))
         rows = depth.to(dtype)[of_depth, None] * feat.to(dtype)[of_feat]
         sums = sums.index_add(0, cell, torch.where(there[:, None], rows, 0))
     return sums.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous().to(feat.dtype)
@@ -335,7 +335,7 @@ def bev_pool_v3_backward(
         t.new_zeros(t.shape if wanted else 0, dtype=dtype) for t, wanted in zip((feat, depth), output_mask, strict=True)
     )
     if feat.shape[0] and depth.shape[0] and cells:
-        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (len(feat), len(depth), cells))
+        (of_feat, of_depth, cell), there = _ranks((ranks_feat, ranks_depth, ranks_bev), (feat.shape[0], depth.shape[0], cells))
         grad = grad_output.to(dtype).movedim(1, -1).flatten(0, 3)[cell]
         if output_mask[0]:
             rows = depth.to(dtype)[of_depth, None] * grad

@@ -7,6 +7,7 @@ import importlib
 import sys
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch.autograd import gradcheck, gradgradcheck
@@ -161,8 +162,9 @@ def test_voxel_pooling_leaves_out_what_is_outside(number):
         ({"geom_xyz": GEOMETRY[..., :2]}, r"geom_xyz must have shape \(B, \.\.\., 3\); got \(2, 4, 2\)"),
         ({"input_features": torch.rand(2, 3, 5)}, r"input_features must have shape \(2, 4, C\); got \(2, 3, 5\)"),
         ({"input_features": torch.rand(4, 2, 5)}, r"input_features must have shape \(2, 4, C\); got \(4, 2, 5\)"),
-        ({"voxel_num": (3, 2)}, r"voxel_num must be three numbers, \(X, Y, Z\); got \(3, 2\)"),
-        ({"voxel_num": 3}, r"voxel_num must be three numbers, \(X, Y, Z\); got 3"),
+        ({"voxel_num": (3, 2)}, r"voxel_num must be three ints, \(X, Y, Z\); got \(3, 2\)"),
+        ({"voxel_num": (3, 2, 1.5)}, r"voxel_num must be three ints, \(X, Y, Z\); got \(3, 2, 1.5\)"),
+        ({"voxel_num": 3}, r"voxel_num must be three ints, \(X, Y, Z\); got 3"),
     ],
 )
 def test_voxel_pooling_refuses(change, sentence):
@@ -199,9 +201,9 @@ def test_bevdet(extension, backward):
     close(found, expected)
 
 
-@pytest.mark.parametrize("sizes", [(B, D, H, W), (B, *torch.tensor([D, H, W]))])
+@pytest.mark.parametrize("sizes", [(B, D, H, W), (B, *torch.tensor([D, H, W])), (B, *np.array([D, H, W]))])
 def test_bevfusion(extension, sizes):
-    """Its grid is a tensor, of which a compiled function takes elements."""
+    """Its grid is a tensor, of which a compiled function takes elements; others keep it in NumPy."""
     pool, cells = extension("bev_pool_ext"), torch.randint(0, B * D * H * W, (30,)).sort().values
     feat, places, (starts, lengths) = torch.randn(30, C, requires_grad=True), places_of(cells), intervals(cells)
     expected, grad = results(plain_rows(feat, cells), feat)

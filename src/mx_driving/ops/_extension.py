@@ -33,7 +33,7 @@ def bev_pool_forward(feat: Tensor, geom_feat: Tensor, interval_lengths: Any, int
 @torch.no_grad()
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
     """The gradient of feat, [n, c]."""
-    rows = grad_out.new_zeros(()).expand(len(geom_feat), grad_out.shape[-1])
+    rows = grad_out.new_zeros(()).expand(geom_feat.shape[0], grad_out.shape[-1])
     return gradients(grad_out, None, rows, None, None, geom_feat)[1]
 
 

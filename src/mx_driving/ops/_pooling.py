@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,14 +25,26 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
 
 
 def _five(shape: Any) -> list[int]:
-    """(B, D, H, W, C) as ints; torch.compile has symbols for them, and BEVFusion tensors."""
-    sizes: list[Any] = list(shape) if isinstance(shape, (list, tuple)) else []
-    sizes = [int(s) if isinstance(s, torch.Tensor) and s.dim() == 0 and s.dtype in INDEX else s for s in sizes]
-    if len(sizes) != 5 or not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+    """(B, D, H, W, C) as ints."""
+    sizes = ints(shape)
+    if sizes is None or len(sizes) != 5:
         fail(ValueError, "bev_feat_shape", "be five ints, (B, D, H, W, C)", shape)
     if any(size < 0 for size in sizes):
         fail(ValueError, "bev_feat_shape", "have no negative size", tuple(sizes))
     return sizes
+
+
+def ints(sizes: Any) -> list[int] | None:
+    """Whole numbers as ints, or None: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
+    found = [_int(size) for size in sizes] if isinstance(sizes, (list, tuple)) else [None]
+    return None if any(size is None for size in found) else cast(list[int], found)
+
+
+def _int(size: Any) -> int | torch.SymInt | None:
+    if isinstance(size, (int, torch.SymInt)):
+        return size
+    tensor = isinstance(size, Tensor) and size.dim() == 0 and size.dtype in INDEX
+    return int(size) if tensor or isinstance(size, numbers.Integral) else None
 
 
 def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:

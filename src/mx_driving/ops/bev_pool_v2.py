@@ -48,9 +48,9 @@ def bev_pool_v2(
         need_dtype(name, t, INDEX, INDEX_RULE)
     for name, t in named.items():
         if t.shape != ranks_bev.shape:
-            fail(ValueError, name, f"have shape (n={len(ranks_bev)})", tuple(t.shape))
+            fail(ValueError, name, f"have shape (n={ranks_bev.shape[0]})", tuple(t.shape))
     if interval_lengths.shape != interval_starts.shape:
-        rule = f"have shape (n_intervals={len(interval_starts)})"
+        rule = f"have shape (n_intervals={interval_starts.shape[0]})"
         fail(ValueError, "interval_lengths", rule, tuple(interval_lengths.shape))
     points, cells = _in_intervals(ranks_bev, interval_starts, interval_lengths)
     return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
@@ -60,17 +60,21 @@ def _in_intervals(ranks_bev: Tensor, interval_starts: Tensor, interval_lengths: 
     """The points of all intervals, and their cells: those of the intervals' first points."""
     starts, lengths = interval_starts.long(), interval_lengths.long()
     if starts.device.type == "cpu":
-        _check(starts, lengths, len(ranks_bev))
+        _check(starts, lengths, ranks_bev.shape[0])
     before = lengths.cumsum(0) - lengths
-    points = torch.arange(int(lengths.sum()), device=starts.device) + (starts - before).repeat_interleave(lengths)
-    return points, ranks_bev[starts.repeat_interleave(lengths)]
+    interval = torch.repeat_interleave(lengths)  # of each point
+    points = torch.arange(interval.shape[0], device=starts.device) + (starts - before)[interval]
+    return points, ranks_bev[starts[interval]]
 
 
 def _check(starts: Tensor, lengths: Tensor, count: int) -> None:
-    for name, t, wrong in (
-        ("interval_lengths", lengths, lengths < 0),
-        ("interval_starts", starts, (starts < 0) | (starts + lengths > count)),
-    ):
+    outside = (starts < 0) | (starts + lengths > count)
+    if torch.compiler.is_compiling():  # into a graph, which cannot read numbers for a sentence
+        torch.ops.aten._assert_async.msg(
+            ~(outside | (lengths < 0)).any(), "interval_starts and interval_lengths must lie within the points"
+        )
+        return
+    for name, t, wrong in (("interval_lengths", lengths, lengths < 0), ("interval_starts", starts, outside)):
         if wrong.any():
             at = int(wrong.int().argmax())
             rule = "not be negative" if t is lengths else f"leave room for {int(lengths[at])} of {count} points"

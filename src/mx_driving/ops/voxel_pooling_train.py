@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, tensors
-from ._pooling import points_inside
+from ._pooling import ints, points_inside
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
@@ -40,13 +41,13 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     if geom_xyz.dim() < 3 or geom_xyz.shape[-1] != 3:
         fail(ValueError, "geom_xyz", "have shape (B, ..., 3)", tuple(geom_xyz.shape))
     points, rows = geom_xyz.shape[:-1], input_features.shape[:-1]
-    if rows[:1] != points[:1] or rows.numel() != points.numel():
+    if rows[:1] != points[:1] or math.prod(rows) != math.prod(points):
         shape = ", ".join(map(str, points))
         fail(ValueError, "input_features", f"have shape ({shape}, C)", tuple(input_features.shape))
-    sizes = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != 3:
-        fail(ValueError, "voxel_num", "be three numbers, (X, Y, Z)", voxel_num)
-    X, Y, _ = sizes = [int(size) for size in sizes]
+    sizes = ints(voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num)
+    if sizes is None or len(sizes) != 3:
+        fail(ValueError, "voxel_num", "be three ints, (X, Y, Z)", voxel_num)
+    X, Y, _ = sizes
     points, cells = points_inside(geom_xyz, sizes)
-    one, shape = input_features.new_ones(1), (len(geom_xyz), 1, Y, X, input_features.shape[-1])
+    one, shape = input_features.new_ones(1), (geom_xyz.shape[0], 1, Y, X, input_features.shape[-1])
     return bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, shape).squeeze(2)

@@ -1,0 +1,121 @@
+"""The names of bev_pool in graphs: torch.compile, torch.export and ONNX, with the batch and the number of points free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import mx_driving
+
+C = 4
+
+
+class Call(torch.nn.Module):
+    def forward(self, *args):
+        raise NotImplementedError
+
+
+class V1(Call):
+    def forward(self, feat, geom_feat):
+        return mx_driving.bev_pool(feat, geom_feat, 2, 1, 3, 5)
+
+
+class V2(Call):
+    def forward(self, depth, feat, ranks_depth, ranks_feat, ranks_bev, starts, lengths):
+        shape = (depth.shape[0], 1, 3, 5, feat.shape[-1])
+        return mx_driving.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, starts, lengths)
+
+
+class V3(Call):
+    def forward(self, depth, feat, ranks_depth, ranks_feat, ranks_bev):
+        return mx_driving.bev_pool_v3(
+            depth, feat, ranks_depth, ranks_feat, ranks_bev, (depth.shape[0], 1, 3, 5, feat.shape[-1])
+        )
+
+
+class Voxels(Call):
+    def forward(self, geom_xyz, input_features):
+        return mx_driving.npu_voxel_pooling_train(geom_xyz, input_features, (5, 3, 1))
+
+
+def lifted(batch, points):
+    """What v3 takes; sorted by cell, as v2 takes it."""
+    depth, feat = torch.rand(batch, 6, 2, 2), torch.randn(batch, 2, 2, C)
+    sizes = (depth.numel(), feat.numel() // C, batch * 15)
+    of_depth, of_feat, cells = (torch.randint(0, size, (points,)) for size in sizes)
+    return depth, feat, of_depth, of_feat, cells.sort().values
+
+
+def with_intervals(batch, points):
+    """All points but those of the first cell."""
+    *args, cells = lifted(batch, points)
+    lengths = cells.unique_consecutive(return_counts=True)[1]
+    return *args, cells, (lengths.cumsum(0) - lengths)[1:], lengths[1:]
+
+
+def places(batch, points):
+    return torch.randn(points, C), torch.stack([torch.randint(0, size, (points,)) for size in (3, 5, 1, batch)], 1)
+
+
+def voxels(batch, points):
+    return torch.randint(-1, 6, (batch, points, 3)), torch.randn(batch, points, C)
+
+
+class Case(NamedTuple):
+    call: type[Call]
+    inputs: object
+    free: tuple  # of each input, the axes that are free
+
+
+B, N, K, P = ({"batch": 0}, {"n": 0}, {"intervals": 0}, {"batch": 0, "n": 1})
+CASES = [
+    Case(V1, places, (N, N)),
+    Case(V2, with_intervals, (B, B, N, N, N, K, K)),
+    Case(V3, lifted, (B, B, N, N, N)),
+    Case(Voxels, voxels, (P, P)),
+]
+cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.call.__name__)
+
+
+def exported(case, export, **options):
+    dims = {name: torch.export.Dim(name) for axes in case.free for name in axes}
+    free = tuple({axis: dims[name] for name, axis in axes.items()} for axes in case.free)
+    return export(case.call().eval(), case.inputs(2, 30), dynamic_shapes=free, **options)
+
+
+@cases
+def test_compiled_in_one_graph_for_all_sizes(case):
+    torch._dynamo.reset()
+    call = torch.compile(case.call(), fullgraph=True, dynamic=True, backend="aot_eager")
+    for inputs in (case.inputs(2, 30), case.inputs(2, 19)):
+        assert torch.equal(call(*inputs), case.call()(*inputs))
+
+
+@cases
+def test_exported(case):
+    call = exported(case, torch.export.export).module()
+    for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
+        assert torch.equal(call(*inputs), case.call()(*inputs))
+
+
+@cases
+def test_onnx(tmp_path, case):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    exported(case, torch.onnx.export, dynamo=True, verbose=False).save(tmp_path / "call.onnx")
+    session = runtime.InferenceSession(tmp_path / "call.onnx", providers=["CPUExecutionProvider"])
+    for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
+        (found,) = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)})
+        torch.testing.assert_close(torch.from_numpy(found), case.call()(*inputs))
+
+
+@pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])
+def test_an_exported_interval_beyond_the_points(change):
+    """The graph asserts what the public function says in a sentence."""
+    call, inputs = exported(CASES[1], torch.export.export).module(), list(with_intervals(2, 30))
+    for place, by in change.items():
+        inputs[place] = inputs[place] + by * (10**6)
+    with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
+        call(*inputs)
