@@ -8,7 +8,6 @@
 #include "check.h"
 
 #include <cstring>
-#include <limits>
 #include <vector>
 
 namespace {
@@ -24,25 +23,9 @@ class Bytes {
     int64_t below(int64_t limit) { return byte() % limit; }
     // Small, on an edge, or any 64 bits.
     int64_t number() {
-        static const int64_t EDGES[] = {0,
-                                        1,
-                                        -1,
-                                        2,
-                                        8,
-                                        16,
-                                        17,
-                                        256,
-                                        264,
-                                        499999,
-                                        500000,
-                                        INT32_MAX,
-                                        int64_t(1) << 31,
-                                        int64_t(1) << 32,
-                                        int64_t(1) << 47,
-                                        int64_t(1) << 62,
-                                        std::numeric_limits<int64_t>::max(),
-                                        std::numeric_limits<int64_t>::min(),
-                                        std::numeric_limits<int64_t>::min() + 1};
+        static const int64_t EDGES[] = {
+            0,      1,         -1,        2,         8,         16,        17,        256,       264,          499999,
+            500000, INT32_MAX, 1LL << 31, 1LL << 32, 1LL << 47, 1LL << 62, INT64_MAX, INT64_MIN, INT64_MIN + 1};
         switch (below(3)) {
         case 0: return int8_t(byte());
         case 1: return EDGES[below(sizeof(EDGES) / sizeof(EDGES[0]))];

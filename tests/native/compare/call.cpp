@@ -6,16 +6,9 @@
 namespace compare {
 namespace {
 
-// Descriptions of tensors, and the pointers to them that the C interface takes.
-struct Described {
-    std::vector<mxd_tensor> tensors;
-    std::vector<const mxd_tensor *> pointers;
-
-    explicit Described(const std::vector<Argument> &arguments) {
-        for (const Argument &a : arguments) tensors.push_back(a.tensor ? a.tensor->described() : mxd_tensor{});
-        for (size_t i = 0; i < arguments.size(); ++i) pointers.push_back(arguments[i].tensor ? &tensors[i] : nullptr);
-    }
-};
+mxd_tensor described(const Argument &argument) {
+    return argument.tensor ? argument.tensor->described() : mxd_tensor{nullptr, MXD_NOT_GIVEN, {}, {}};
+}
 
 uint64_t mixed_with(uint64_t hash, double number) {
     uint64_t bits;
@@ -49,45 +42,22 @@ std::unique_ptr<Tensor> Call::make_result(Dtype dtype, std::vector<int64_t> shap
 int Call::run() {
     for (const Argument &result : written)
         if (result.tensor) result.tensor->clear();
-    const Described in(inputs.arguments), out(written);
-    const mxd_tensor grad = grad_output->described();
-    const int status = forward(in.pointers.data(), out.pointers[0]);
-    return status == MXD_OK ? backward(&grad, in.pointers.data(), out.pointers.data() + 1) : status;
+    std::vector<mxd_tensor> in, out;
+    for (const Argument &input : inputs.arguments) in.push_back(described(input));
+    for (const Argument &result : written) out.push_back(described(result));
+    std::vector<mxd_tensor> forward = in, backward = out;
+    forward.push_back(out[0]);
+    backward[0] = grad_output->described();
+    backward.insert(backward.begin() + 1, in.begin(), in.end());
+    const std::string name = name_of(c.op);
+    const int status = run(name, forward);
+    return status == MXD_OK ? run(name + "_backward", backward) : status;
 }
 
-int Call::forward(const mxd_tensor *const *in, const mxd_tensor *out) const {
-    switch (c.op) {
-    case MULTI_SCALE: return mxd_multi_scale_deformable_attn(in[0], in[1], in[2], in[3], in[4], out, c.threads);
-    case MULTI_SCALE_LOGITS:
-        return mxd_multi_scale_deformable_attn_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out, inputs.reference_axis,
-                                                           c.threads);
-    case AGGREGATION: return mxd_deformable_aggregation(in[0], in[1], in[2], in[3], in[4], out, c.threads);
-    case AGGREGATION_LOGITS:
-        return mxd_deformable_aggregation_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7], out, c.threads);
-    case GEOMETRIC: return mxd_geometric_kernel_attention(in[0], in[1], in[2], in[3], in[4], out, c.threads);
-    default: return mxd_geometric_kernel_attention_with_logits(in[0], in[1], in[2], in[3], in[4], in[5], out, c.threads);
-    }
-}
-
-int Call::backward(const mxd_tensor *grad, const mxd_tensor *const *in, const mxd_tensor *const *out) const {
-    switch (c.op) {
-    case MULTI_SCALE:
-        return mxd_multi_scale_deformable_attn_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], out[2],
-                                                        c.threads);
-    case MULTI_SCALE_LOGITS:
-        return mxd_multi_scale_deformable_attn_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], out[0],
-                                                                    out[1], out[2], out[3], inputs.reference_axis, c.threads);
-    case AGGREGATION:
-        return mxd_deformable_aggregation_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], out[2], c.threads);
-    case AGGREGATION_LOGITS:
-        return mxd_deformable_aggregation_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], in[6], in[7],
-                                                               out[0], out[1], out[2], out[3], c.threads);
-    case GEOMETRIC:
-        return mxd_geometric_kernel_attention_backward(grad, in[0], in[1], in[2], in[3], in[4], out[0], out[1], c.threads);
-    default:
-        return mxd_geometric_kernel_attention_with_logits_backward(grad, in[0], in[1], in[2], in[3], in[4], in[5], out[0],
-                                                                   out[1], c.threads);
-    }
+int Call::run(const std::string &name, const std::vector<mxd_tensor> &tensors) const {
+    const int64_t option = inputs.reference_axis;
+    mxd_set_work_of_a_thread(1); // as many threads as are named, however little there is to do
+    return mxd_run(name.c_str(), tensors.data(), int(tensors.size()), &option, c.threads);
 }
 
 uint64_t Call::fingerprint() const {

@@ -25,8 +25,7 @@ class Call {
     std::vector<Argument> written;
 
     std::unique_ptr<Tensor> make_result(Dtype dtype, std::vector<int64_t> shape);
-    int forward(const mxd_tensor *const *in, const mxd_tensor *out) const;
-    int backward(const mxd_tensor *grad, const mxd_tensor *const *in, const mxd_tensor *const *out) const;
+    int run(const std::string &name, const std::vector<mxd_tensor> &tensors) const;
 };
 
 } // namespace compare
