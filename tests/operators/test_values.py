@@ -10,17 +10,18 @@ import tolerance
 import torch
 from cases import (
     AGGREGATION,
-    AGGREGATION_LOGITS,
     CASES,
     EVERY,
     GEOMETRIC,
-    GEOMETRIC_LOGITS,
     LATTICE,
     MULTI_SCALE,
     MULTI_SCALE_LOGITS,
     OPERATORS,
 )
+from small_cases import GOOD
 from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, strided
+
+from mx_driving import _operators
 
 # Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes.
 LARGE = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
@@ -137,50 +138,28 @@ def test_expanded_inputs(implementation, operator):
     compare(implementation, operator, args, grad)
 
 
-def without_levels(args):
-    """The arguments with no level, and logits on one axis, which then says nothing of points."""
-    value, shapes, starts, reference, samples, *logits = args
-    if not logits:
-        cameras = shapes.dim() - 2  # aggregation's scales are an axis of the weights alone
-        scales = (slice(None),) * (3 + cameras)
-        rest = (reference if cameras else reference[(*scales, slice(0))], samples[(*scales, slice(0))])
-        return value, shapes[..., :0, :], starts[..., :0], *rest
-    logits, *axis = logits
-    samples = samples if samples.dim() == 2 else samples[:, :, :, :0]
-    return value, shapes[:0], starts[:0], reference[:, :, :1] if axis else reference, samples, logits[..., :0], *axis
+def without(operator, axis):
+    """Small inputs of which none has an element along this axis. One reference point serves any number of levels."""
+    args = list(GOOD[operator]())
+    for place, tensor in enumerate(_operators.OPERATORS[operator].tensors):
+        for at, names in enumerate(tensor.axes):
+            if axis in names.split(" * "):
+                args[place] = args[place].narrow(at, 0, 0)
+            if (names, axis) == ("R", "num_levels"):
+                args[place] = args[place].narrow(at, 0, 1)
+    return tuple(args)
+
+
+def axes_of(operator):
+    """Rows of value are held to the levels, and groups divide the channels: of these there are some."""
+    tensors = _operators.OPERATORS[operator].tensors
+    names = {name for tensor in tensors for axes in tensor.axes for name in axes.split(" * ")}
+    return sorted(names - {"num_keys", "num_feat", "group", "R", "2", "3", "4", "2 or 4"})
 
 
 ZERO = [
-    (MULTI_SCALE, lambda: cases.multi_scale(0, 3, 4, 2, [(2, 3)], 2)),
-    (MULTI_SCALE, lambda: cases.multi_scale(2, 0, 4, 2, [(2, 3)], 2)),
-    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
-    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 0, 2, [(2, 3)], 2)),
-    (MULTI_SCALE, lambda: cases.multi_scale(2, 3, 4, 0, [(2, 3)], 2)),
-    (GEOMETRIC, lambda: cases.geometric(0, 3, 4, 2, [(2, 3)], 2)),
-    (GEOMETRIC, lambda: cases.geometric(2, 0, 4, 2, [(2, 3)], 2)),
-    (GEOMETRIC, lambda: cases.geometric(2, 3, 4, 2, [(2, 3)], 0)),
-    (GEOMETRIC, lambda: cases.geometric(2, 3, 0, 2, [(2, 3)], 2)),
-    (AGGREGATION, lambda: cases.aggregation(0, 3, 2, 4, 2, [[(2, 3)]])),
-    (AGGREGATION, lambda: cases.aggregation(2, 0, 2, 4, 2, [[(2, 3)]])),
-    (AGGREGATION, lambda: cases.aggregation(2, 3, 0, 4, 2, [[(2, 3)]])),
-    (AGGREGATION, lambda: cases.aggregation(2, 3, 2, 0, 1, [[(2, 3)]])),
-    (MULTI_SCALE, lambda: without_levels(cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
-    (GEOMETRIC, lambda: without_levels(cases.geometric(2, 3, 4, 2, [(2, 3)], 2))),
-    (AGGREGATION, lambda: without_levels(cases.aggregation(2, 3, 2, 4, 2, [[(2, 3)]]))),
-    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((0, 3, 4, 2), (2, 0, 4, 2))),
-    *((MULTI_SCALE_LOGITS, lambda s=s: logits_cases.multi_scale(*s, [(2, 3)], 2)) for s in ((2, 3, 0, 2), (2, 3, 4, 0))),
-    (MULTI_SCALE_LOGITS, lambda: without_levels(logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 2))),
-    (GEOMETRIC_LOGITS, lambda: without_levels(logits_cases.geometric(2, 3, 4, 2, [(2, 3)], (1, 2)))),
-    (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0)),
+    *((operator, lambda o=operator, axis=axis: without(o, axis)) for operator in EVERY for axis in axes_of(operator)),
     (MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(2, 3, 4, 2, [(2, 3)], 0, 1, "point", box=True)),
-    *(
-        (AGGREGATION_LOGITS, lambda s=s: logits_cases.aggregation(*s, [[(2, 3)]] * 2))
-        for s in ((0, 3, 2, 4, 2), (2, 0, 2, 4, 2), (2, 3, 0, 4, 2), (2, 3, 2, 0, 2))
-    ),
-    *(
-        (GEOMETRIC_LOGITS, lambda s=s, w=w: logits_cases.geometric(*s, [(2, 3)], w))
-        for s, w in (((0, 3, 4, 2), (1, 2)), ((2, 0, 4, 2), (1, 2)), ((2, 3, 4, 2), (0, 2)), ((2, 3, 4, 0), (1, 2)))
-    ),
 ]
 
 
