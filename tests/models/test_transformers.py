@@ -61,13 +61,16 @@ def _shallow(config: transformers.PreTrainedConfig, name: str) -> dict[str, obje
     """A backbone of one block a stage, or of as many layers as are read, where its configuration counts them."""
     recipe = models.RECIPES.get(name, models.Recipe())
     backbone = copy.deepcopy(getattr(type(config)(**recipe.changes(type(config))), "backbone_config", None))
-    counts = [key for key in ("depths", "stage_num_blocks") if hasattr(backbone, key)]
+    counts = [key for key in ("depths", "stage_num_blocks", "stage_numb_of_layers") if hasattr(backbone, key)]
     for key in counts:
         setattr(backbone, key, [1] * len(getattr(backbone, key)))
     if not counts and getattr(backbone, "num_hidden_layers", 0) > 4:
         counts = backbone.num_hidden_layers = len(backbone.out_features)
         backbone.out_features = [f"stage{n + 1}" for n in range(counts)]
     return {"backbone_config": backbone} if counts else {}
+
+
+OMDET_TEXT = ("text_projection_in_dim", "text_projection_out_dim", "class_embed_dim")
 
 
 def _shrunk(name: str) -> dict[str, object]:
@@ -77,7 +80,9 @@ def _shrunk(name: str) -> dict[str, object]:
     config = transformers.AutoConfig.for_model(name.replace("_", "-") if dino or name == "omdet_turbo" else name)
     found: dict[str, object] = {"num_queries": 50, **_shallow(config, name)}
     if name == "omdet_turbo":
-        return {**found, "decoder_num_layers": 2, "text_config": transformers.CLIPTextConfig(num_hidden_layers=2)}
+        text = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
+        found |= {"decoder_num_layers": 2, **dict.fromkeys(OMDET_TEXT, 64), "text_config": transformers.CLIPTextConfig(**text)}
+        return found
     found |= {key: 2 for key in ("encoder_layers", "decoder_layers") if getattr(config, key, 0) > 2}
     text = {"num_hidden_layers": 2, "vocab_size": 5000, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
     return found | ({"text_config": transformers.BertConfig(**text)} if dino else {})
