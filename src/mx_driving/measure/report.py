@@ -120,7 +120,7 @@ def plot(rows: list[Row], path: Path) -> None:
     names = list(dict.fromkeys(r["implementation"] for r in rows))
     colours = dict(zip(names, cycle(plt.get_cmap("tab20").colors), strict=False))  # pyright: ignore
     groups = list(dict.fromkeys((r["workload"], r["dtype"]) for r in rows))
-    height = 0.6 + 0.22 * len(groups) * len(names)
+    height = 1.5 + 0.22 * len(groups) * len(names)  # titles, the axis and the legend take more than an inch
     figure, panels = plt.subplots(1, len(directions), figsize=(5.5 * len(directions), height), sharey=True, squeeze=False)
     for panel, direction in zip(panels[0], directions, strict=True):
         for i, group in enumerate(groups):

@@ -17,7 +17,7 @@ import mx_driving
 
 from .rivals import operator_of, recorded
 from .timing import Call, interleaved
-from .workloads import WORKLOADS, Workload
+from .workloads import WORKLOADS, Args, Workload
 
 PROCESSES = 5  # fresh ones, for the time of an import
 TIMED = ("forward", "backward")
@@ -38,8 +38,7 @@ def _with_threads(threads: int, call):
     return run
 
 
-def _calls(workload: Workload, dtype: str) -> dict[str, Call]:
-    args = workload.inputs(dtype)
+def _calls(workload: Workload, args: Args) -> dict[str, Call]:
     function, _, places = operator_of(workload.operator, args, workload.learned)
     mask = [i in places for i in workload.differentiable]
     backward = getattr(torch.ops.mx_driving, workload.operator + "_backward").default
@@ -54,16 +53,17 @@ def _calls(workload: Workload, dtype: str) -> dict[str, Call]:
 def traits(workload: Workload, seconds: float) -> dict[str, tuple[str, ...]]:
     """Figure -> (forward, backward), of memory also forward + backward."""
     threads = torch.get_num_threads()
-    own = _calls(workload, "float32")
+    own = _calls(workload, workload.inputs("float32"))
     found = {}
     for dtype in ("bfloat16", "float16"):
-        shorter = _calls(workload, dtype)
+        shorter = _calls(workload, workload.inputs(dtype))
         found[f"{dtype} / float32, time"] = _figures(_ratio({"16": shorter[way], "32": own[way]}, seconds) for way in TIMED)
     both = [{"1": _with_threads(1, own[way]), "2": _with_threads(2, own[way])} for way in TIMED]
     found["1 thread / 2 threads, time"] = _figures(_ratio(calls, seconds) for calls in both)
     torch.set_num_threads(threads)
-    for dtype in ("float32", "bfloat16"):
-        found[f"{dtype}, scratch memory / value"] = _figures(extra_memory(workload, dtype).values(), ".1%")
+    dtypes = ("float32", "bfloat16")
+    for dtype, shares in zip(dtypes, extra_memory(workload, dtypes), strict=True):
+        found[f"{dtype}, scratch memory / value"] = _figures(shares.values(), ".1%")
     return found
 
 
@@ -106,11 +106,12 @@ def one_query() -> tuple[float, float]:
     return plain, with_graph
 
 
-def extra_memory(workload: Workload, dtype: str) -> dict[str, float]:
-    """Peak memory of each direction beside inputs, outputs and gradients, as a fraction of value's size. Forward + backward is
-    recorded, so that what autograd keeps counts. The fresh process has an allocator that gives every block above 64 KB back at
-    once, so that memory gone after the call was scratch."""
-    call = f"_child({workload.name!r}, {dtype!r}, {torch.get_num_threads()})"
+def extra_memory(workload: Workload, dtypes: Iterable[str]) -> list[dict[str, float]]:
+    """Peak memory of each direction beside inputs, outputs and gradients, as a fraction of value's size, for each dtype.
+
+    Forward + backward is recorded, so that what autograd keeps counts. The fresh process has an allocator that gives every
+    block above 64 KB back at once, so that memory gone after the call was scratch."""
+    call = f"_child({workload.name!r}, {list(dtypes)!r}, {torch.get_num_threads()})"
     command = [sys.executable, "-c", f"from {__name__} import _child; {call}"]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
@@ -122,14 +123,18 @@ def _status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
 
 
-def _child(name: str, dtype: str, threads: int) -> None:
+def _child(name: str, dtypes: list[str], threads: int) -> None:
     torch.set_num_threads(threads)
     workload = next(w for w in WORKLOADS if w.name == name)
-    value = workload.inputs(dtype)[0]
+    print(json.dumps([_shares(workload, dtype) for dtype in dtypes]))
+
+
+def _shares(workload: Workload, dtype: str) -> dict[str, float]:
+    args = workload.inputs(dtype)
     shares = {}
-    for way, call in _calls(workload, dtype).items():
+    for way, call in _calls(workload, args).items():
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
         kept = call()
-        shares[way] = (_status("VmHWM") - _status("VmRSS")) / value.nbytes
+        shares[way] = (_status("VmHWM") - _status("VmRSS")) / args[0].nbytes
         del kept
-    print(json.dumps(shares))
+    return shares
