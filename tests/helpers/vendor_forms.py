@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import numpy as np
 import torch
 import torch_npu  # pyright: ignore[reportMissingImports]
+import truth
 from torch_npu.testing.testcase import TestCase, run_tests  # pyright: ignore[reportMissingImports]
 
 import mx_driving
@@ -17,15 +18,8 @@ from mx_driving.ops.npu_deformable_aggregation import AdsDeformableAggregation
 DEVICE_NAME = torch_npu.npu.get_device_name(0)[:10]
 
 
-def bilinear(plane, x, y):
-    """A sample of a numpy plane [H, W, ...] at pixel coordinates."""
-    h, w = plane.shape[:2]
-    total = np.zeros(plane.shape[2:])
-    for row in (int(np.floor(y)), int(np.floor(y)) + 1):
-        for column in (int(np.floor(x)), int(np.floor(x)) + 1):
-            if 0 <= row < h and 0 <= column < w:
-                total += (1 - abs(y - row)) * (1 - abs(x - column)) * plane[row, column]
-    return total
+def exactly(t):
+    return t.detach().double().numpy() if t.is_floating_point() else t.numpy()
 
 
 class TestMultiScale(TestCase):
@@ -37,18 +31,8 @@ class TestMultiScale(TestCase):
         output.backward(grad)
         return [t.detach().cpu().numpy() for t in (output, value.grad, locations.grad, weights.grad)]
 
-    def cpu_to_exec(self, value, shapes, offset, locations, weights, grad):
-        value, locations, weights = (i.double().requires_grad_() for i in (value, locations, weights))
-        parts = value.split([h * w for h, w in shapes.tolist()], dim=1)
-        total = 0
-        for level, (h, w) in enumerate(shapes.tolist()):
-            plane = parts[level].permute(0, 2, 3, 1).flatten(0, 1).unflatten(-1, (h, w))
-            grid = 2 * locations[:, :, :, level].transpose(1, 2).flatten(0, 1) - 1
-            sampled = torch.nn.functional.grid_sample(plane, grid, align_corners=False)
-            total = total + (sampled * weights[:, :, :, level].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
-        output = total.unflatten(0, value.shape[::2][:2]).flatten(1, 2).transpose(1, 2)
-        output.backward(grad.double())
-        return [t.detach().float().numpy() for t in (output, value.grad, locations.grad, weights.grad)]
+    def cpu_to_exec(self, *inputs):
+        return [t.astype(np.float32) for t in truth.multi_scale_deformable_attn(*(exactly(i) for i in inputs)).results]
 
     def test_forward_and_backward(self):
         bs, queries, channels, heads, levels, points = 2, 50, 16, 4, 2, 3
@@ -68,15 +52,10 @@ class TestAggregation(TestCase):
         features = np.random.rand(1, h * w, channels).astype(np.float32)
         sample = np.random.rand(1, anchors, points, 1, 2).astype(np.float32)
         weights = np.random.rand(1, anchors, points, 1, 1, groups).astype(np.float32)
-        expected = np.zeros((1, anchors, channels), np.float32)
-        for a in range(anchors):
-            for p in range(points):
-                x, y = sample[0, a, p, 0] * (w, h) - 0.5
-                expected[0, a] += bilinear(features[0].reshape(h, w, channels), x, y) * weights[0, a, p, 0, 0].repeat(
-                    channels // groups
-                )
         tables = torch.tensor([[[h, w]]], dtype=torch.int32).npu(), torch.tensor([[0]], dtype=torch.int32).npu()
         arrays = [torch.from_numpy(a).npu() for a in (features, sample, weights)]
+        given = (features, *(t.numpy() for t in tables), sample, weights, np.zeros((1, anchors, channels)))
+        expected = truth.deformable_aggregation(*given).results[0].astype(np.float32)
         found = mx_driving.fused.npu_deformable_aggregation(arrays[0], *tables, *arrays[1:])
         self.assertRtolEqual(expected, found.cpu().numpy())
 
