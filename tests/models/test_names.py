@@ -246,9 +246,3 @@ def test_public_modules_say_what_is_public():
         assert [n for n in listed if not hasattr(module, n)] == [], name
         own = {n for n, thing in vars(module).items() if getattr(thing, "__module__", None) == name}
         assert {n for n in own if not n.startswith("_")} <= set(listed), name
-
-
-def test_operators_have_their_names_in_torch_ops():
-    for operator in cases.OPERATORS:
-        assert hasattr(torch.ops.mx_driving, operator)
-        assert hasattr(torch.ops.mx_driving, operator + "_backward")
