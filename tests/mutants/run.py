@@ -49,7 +49,8 @@ TESTS = (
     *(f"operators/test_{name}.py" for name in OPERATORS.split()),
     *(f"native/test_{name}.py" for name in NATIVE.split()),
     *(f"torch/test_{name}.py" for name in ("transforms", "compile", "decompositions")),
-    *("deploy/test_beside.py", "models/test_nn_errors.py", "models/test_patching.py", "models/test_patching_pools.py"),
+    *(f"models/test_{name}.py" for name in ("bev_pool_names", "nn_errors", "patching", "patching_pools")),
+    "deploy/test_beside.py",
     "deploy/test_onnxruntime.py::test_axes_are_counted",
     "deploy/test_onnxruntime.py::test_anything_gives_the_bits_or_the_sentence_of_torch",
 )

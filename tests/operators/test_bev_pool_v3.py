@@ -344,21 +344,6 @@ def test_intervals_that_are_runs_of_cells_give_the_same():
     assert_close(first.sum(), mx_driving.bev_pool_v3(*public(p)).movedim(1, -1).flatten(0, 3)[p.ranks_bev[0]].sum())
 
 
-def test_the_autograd_function_is_channels_last():
-    p = points(60, 8)
-    args = public(p)
-    output = mx_driving.ops.bev_pool_v3.BEVPoolV3.apply(*args)
-    assert torch.equal(output, mx_driving.bev_pool_v3(*args).movedim(1, -1))
-
-    class Context:
-        saved_tensors = (p.depth, p.feat, p.ranks_feat, p.ranks_depth, p.ranks_bev)
-
-    grad = grad_for(p)
-    grad_depth, grad_feat, *others = mx_driving.ops.bev_pool_v3.BEVPoolV3.backward(Context(), grad.movedim(1, -1))
-    assert others == [None] * 4
-    assert_near([mx_driving.bev_pool_v3(*args), grad_feat, grad_depth], p, grad)
-
-
 WRONG = {
     "ranks_feat[3] must be one of the 9 rows of feat; got 9": {"ranks_feat": (3, 9)},
     "ranks_depth[0] must be one of the 40 elements of depth; got -1": {"ranks_depth": (0, -1)},
