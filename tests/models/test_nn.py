@@ -127,6 +127,38 @@ def test_spatial_in_groups_of_cameras(most, groups, monkeypatch):
     torch.testing.assert_close(found, published.spatial(dict(module.named_parameters()), (3, 3, 4), *args, None))
 
 
+def exported(module, inputs):
+    axes = ({0: "bs", 1: "q"}, {0: "bs", 2: "q"}, {0: "bs"}, None, None, {0: "bs", 2: "q"})
+    free = tuple(axis and dict.fromkeys(axis, torch.export.Dim.DYNAMIC) for axis in axes)
+    return torch.export.export(module, inputs, dynamic_shapes=free).module()
+
+
+# of another batch, with other queries, seen by other cameras
+@pytest.mark.parametrize(
+    "graph_of",
+    [
+        pytest.param(exported, marks=pytest.mark.needs("A program with free sizes, of a module")),
+        pytest.param(
+            torch.jit.trace, marks=pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+        ),
+    ],
+    ids=["export", "trace"],
+)
+def test_spatial_in_a_graph(graph_of):
+    module = randomise(nn.SpatialCrossAttention(24, num_heads=3, num_levels=3, num_points=4)).eval()
+
+    def inputs(bs, queries):
+        value, shapes, starts = pyramid(24, bs=bs * 3)
+        reference, mask = pillars(bs, 3, queries, 2)
+        return rand(bs, queries, 24), reference, value.unflatten(0, (bs, 3)), shapes, starts, mask
+
+    graph = graph_of(module, inputs(2, 11))
+    for bs, queries in ((2, 11), (3, 17)):
+        found = graph(*inputs(bs, queries))
+        expected = published.spatial(dict(module.named_parameters()), (3, 3, 4), *inputs(bs, queries), None)
+        torch.testing.assert_close(found, expected)
+
+
 def test_pictures_with_their_own_numbers_of_queries():
     module = randomise(nn.MSDeformableAttention3D(24, num_heads=3, num_levels=3, num_points=4))
     value, shapes, starts = pyramid(24, bs=3)

@@ -9,11 +9,15 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import projected
+from ._layers import is_exported, projected
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
 _TOGETHER = 2**22  # offsets and logits of cameras that go through the layers together: 16 MB in float32
+
+
+def _attend(*inputs: Tensor) -> Tensor:
+    return multi_scale_deformable_attn_with_logits(*inputs, reference_axis="point")
 
 
 def _groups(counts: Sequence[int], most: int) -> Iterator[list[int]]:
@@ -89,23 +93,20 @@ class MSDeformableAttention3D(nn.Module):
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
         _check.pictures(counts, query, reference_points, value, spatial_shapes, level_start_index, self)
-        heads, levels, points = self.num_heads, self.num_levels, self.num_points
-        rows = self.value_proj(value).unflatten(2, (heads, -1))
-        samples = (
-            reference_points,
-            self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2)),
-            self.attention_weights(query).unflatten(2, (heads, levels * points)),
-        )
-
-        def attend(rows: Tensor, *samples: Tensor) -> Tensor:
-            return multi_scale_deformable_attn_with_logits(
-                rows, spatial_shapes, level_start_index, *samples, reference_axis="point"
-            )
-
+        rows, maps = self._rows(value), (spatial_shapes, level_start_index)
+        samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
-            return attend(rows, *samples)
+            return _attend(rows, *maps, *samples)
         of_pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
-        return tuple(attend(*inputs) for inputs in of_pictures)
+        return tuple(_attend(rows, *maps, *of_picture) for rows, *of_picture in of_pictures)
+
+    def _rows(self, value: Tensor) -> Tensor:
+        return self.value_proj(value).unflatten(2, (self.num_heads, -1))
+
+    def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
+        return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
 
     def extra_repr(self) -> str:
         return (
@@ -136,7 +137,8 @@ class SpatialCrossAttention(nn.Module):
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
     How many cells a camera sees is known only when they are counted. `torch.compile` therefore runs the loop over cameras as
-    it is, between two graphs, and refuses the module with `fullgraph=True`.
+    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced samples every
+    camera by all cells, and leaves out what is not seen: the same result, and more work.
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
@@ -197,7 +199,8 @@ class SpatialCrossAttention(nn.Module):
         _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, inner.num_levels)
         _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
         positioned = query if query_pos is None else query + query_pos
-        mean = self._mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
+        mean_over_cameras = self._mean_of_all if is_exported() else self._mean_over_cameras
+        mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
         return projected(mean, self.output_proj, self.dropout, query)
 
     def _mean_over_cameras(
@@ -224,6 +227,17 @@ class SpatialCrossAttention(nn.Module):
         if summed is None:
             return torch.zeros_like(query)
         return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, -1)
+
+    def _mean_of_all(
+        self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
+    ) -> Tensor:
+        """The same in a graph of sizes that do not depend on what cameras see."""
+        inner, cams = self.deformable_attention, seen.shape[1]
+        offsets, logits = inner._offsets_and_logits(query)
+        in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in (offsets, logits)]
+        found = _attend(inner._rows(value.flatten(0, 1)), shapes, starts, reference_points.flatten(0, 1), *in_each)
+        seen = seen[..., None]
+        return found.view(*seen.shape[:3], -1).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
 
     # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
     _mean_over_cameras._torchdynamo_disable = True
