@@ -419,6 +419,15 @@ def test_a_replaced_layer_acts_and_so_does_a_hook():
             torch.testing.assert_close(replaced, hooked)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced_and_on_the_meta_device():
+    """torch.jit.trace itself compares what it traced, with and without gradients."""
+    for module, args in every_module():
+        expected = module.eval()(*args)
+        torch.testing.assert_close(torch.jit.trace(module, args)(*args), expected)
+        assert module.to("meta")(*(a.to("meta") for a in args)).shape == expected.shape
+
+
 def test_bevformer_without_gradients():
     """The query is then added in place, but not to what a hook has seen, and not to the query itself."""
     for module, args in bevformer():

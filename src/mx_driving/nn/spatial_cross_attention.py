@@ -137,8 +137,8 @@ class SpatialCrossAttention(nn.Module):
     Gradients: of query, query_pos, value, reference_points and all parameters.
 
     How many cells a camera sees is known only when they are counted. `torch.compile` therefore runs the loop over cameras as
-    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced samples every
-    camera by all cells, and leaves out what is not seen: the same result, and more work.
+    it is, between two graphs, and refuses the module with `fullgraph=True`. A graph that is exported or traced, and the device
+    meta, sample every camera by all cells and leave out what is not seen: the same result, and more work.
 
     Source: Li et al., "BEVFormer", ECCV 2022; defaults of its configurations.
 
@@ -199,7 +199,7 @@ class SpatialCrossAttention(nn.Module):
         _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, inner.num_levels)
         _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
         positioned = query if query_pos is None else query + query_pos
-        mean_over_cameras = self._mean_of_all if is_exported() else self._mean_over_cameras
+        mean_over_cameras = self._mean_of_all if is_exported() or query.is_meta else self._mean_over_cameras
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
         return projected(mean, self.output_proj, self.dropout, query)
 

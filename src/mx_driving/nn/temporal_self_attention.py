@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import is_plain, projected
+from ._layers import is_exported, is_plain, projected
 
 __all__ = ["TemporalSelfAttention"]
 
@@ -27,7 +27,7 @@ def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Ten
 
 def _mean_of_two(found: Tensor) -> Tensor:
     """Of [bs, 2, ...], over the second axis. Without gradients in place, because fresh memory takes longer than the sum."""
-    if found.requires_grad:
+    if found.requires_grad or is_exported():
         return found.mean(1)
     return found[:, 0].mul_(0.5).add_(found[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
 
