@@ -72,6 +72,14 @@ def test_deprecated_function_warns_on_each_call():
         assert caught[0].filename == __file__
 
 
+def test_names_compile_into_one_graph():
+    torch._dynamo.reset()
+    for name in (OLDER, APPLIED):
+        function = functools.reduce(getattr, name.split("."), mx_driving)
+        call = torch.compile(lambda *args, function=function: function(*args), fullgraph=True, backend="aot_eager")
+        assert torch.equal(call(*GOOD[MULTI_SCALE]()), mx_driving.multi_scale_deformable_attn(*GOOD[MULTI_SCALE]()))
+
+
 @pytest.mark.parametrize("name", ["npu_deformable_aggregation", "multi_scale_deformable_attn"])
 def test_current_names_are_silent(name):
     operator = AGGREGATION if "aggregation" in name else MULTI_SCALE

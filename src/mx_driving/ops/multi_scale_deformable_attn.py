@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _dispatch
@@ -74,15 +75,14 @@ _with_foreign_signatures = with_foreign_signatures(
 def npu_multi_scale_deformable_attn_function(
     value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
 ) -> Tensor:
-    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call.
+    """The vendor's older name of `multi_scale_deformable_attn`; warns DeprecationWarning on each call, unless torch.compile
+    makes a graph of it.
 
     The index tables may be lists. im2col_step is accepted because mmcv's function has it; it is not used.
     """
-    warnings.warn(
-        "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    if not torch.compiler.is_compiling():
+        sentence = "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn"
+        warnings.warn(sentence, DeprecationWarning, stacklevel=2)
     return _with_foreign_signatures(value, shape, offset, locations, weights)
 
 
