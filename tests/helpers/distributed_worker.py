@@ -25,6 +25,8 @@ SHARDED = {
     name: {axis: tuple(row.axes[axis][i] for i in (*FLOATING[name], -1)) for axis in row.sharded}
     for name, row in OPERATORS.items()
 }
+# The rules do not know how many processes there are: four try them for one operator of each kind of input.
+MEASURED = {2: cases.EVERY, 4: (MULTI_SCALE, AGGREGATION_LOGITS)}
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
 
 
@@ -205,14 +207,14 @@ def run(rank: int, world: int, folder: str) -> None:
         output = mx_driving.multi_scale_deformable_attn(*shards).full_tensor()
         found["inference"] = largest([(output, mx_driving.multi_scale_deformable_attn(*args))])
     for operator in cases.EVERY:
-        # The rules do not know how many processes there are: four try meshes of two dimensions alone.
-        for axis, layout in SHARDED[operator].items() if world == 2 else ():
+        for axis, layout in SHARDED[operator].items() if operator in MEASURED[world] else ():
             found[operator, axis] = measure(operator, INPUTS[operator](), mesh, [layout])
             if layout[-1] is not None:
                 found[operator, axis, "uneven"] = measure(operator, UNEVEN[operator](), mesh, [layout])
-        if world == 2:
+        if operator in MEASURED[world]:
             layouts, wanted = [SHARDED[operator]["bs"]], (cases.WEIGHTS[operator],)
             found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, layouts, wanted)
+        if world == 2:
             found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
         if world == 4 and _checks.needs.lacks(MESH):
             grid = init_device_mesh("cpu", (2, 2))

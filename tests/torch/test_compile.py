@@ -27,7 +27,7 @@ def opcheck_backward(operator, all_wanted, **options):
     assert set(torch.library.opcheck(backward, (grad, *args, mask), **options).values()) == {"SUCCESS"}
 
 
-@pytest.mark.parametrize("operator", [cases.GEOMETRIC, cases.MULTI_SCALE_LOGITS])
+@pytest.mark.parametrize("operator", [cases.GEOMETRIC, cases.MULTI_SCALE_LOGITS, cases.AGGREGATION_LOGITS])
 def test_opcheck_backward(operator):
     opcheck_backward(operator, True)
 
