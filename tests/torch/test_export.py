@@ -23,35 +23,28 @@ torch.save([run(*args) for args in torch.load(inputs)], outputs)
 
 
 class Three(torch.nn.Module):
-    """Bare operators, each behind something with a gradient of its own. Outputs are joined: less to compile."""
+    """All operators, each behind something with a gradient of its own. Outputs are joined: less to compile."""
 
-    def __init__(self, operators=cases.OPERATORS):
+    def __init__(self):
         super().__init__()
-        self.operators = operators
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
     def forward(self, *inputs):
         outputs = [
             getattr(mx_driving, operator)(args[0] * self.scale, *args[1:])
-            for operator, args in zip(self.operators, inputs, strict=True)
+            for operator, args in zip(cases.OPERATORS, inputs, strict=True)
         ]
         return (torch.cat(outputs, -1).relu(),)
 
 
-def inputs_of(bs, queries, operators=cases.OPERATORS):
-    return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in operators)
+def inputs_of(bs, queries):
+    return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in cases.OPERATORS)
 
 
-def in_a_fresh_process(kind, program, folder):
-    torch.save([inputs_of(*size) for size in SIZES], folder / "inputs.pt")
-    python("-c", RUN, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
+def in_a_fresh_process(kind, program, folder, code=RUN, inputs=None):
+    torch.save(inputs or [inputs_of(*size) for size in SIZES], folder / "inputs.pt")
+    python("-c", code, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
     return torch.load(folder / "outputs.pt")
-
-
-def decompositions(*operators):
-    """The table of docs/deploy.md."""
-    ours = [getattr(torch.ops.mx_driving, name).default for name in operators]
-    return {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(ours)}
 
 
 @pytest.fixture(scope="module")
@@ -80,51 +73,60 @@ def test_exported_module_trains(program):
         assert torch.equal(got.grad, expected.grad)
 
 
+def packaged(program, folder):
+    return torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+
+
 @pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
-    """Two operators are called, and one is decomposed. CI is set, too, which makes inductor stricter."""
+    """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
-    partly = program.run_decompositions(decompositions(cases.GEOMETRIC))
-    package = torch._inductor.aoti_compile_and_package(partly, package_path=str(tmp_path / "model.pt2"))
-    found = in_a_fresh_process("aoti", package, tmp_path)
+    found = in_a_fresh_process("aoti", packaged(program, tmp_path), tmp_path)
     for size, outputs in zip(SIZES, found, strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
             torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_export_keeps_the_operator_whole_unless_it_is_decomposed(operator):
+def test_export_keeps_the_operator_whole(operator):
     args = cases.cast(GROWING[operator](3, 5), torch.float32)
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
-    program, expected = torch.export.export(One(operator, args), tensors), getattr(mx_driving, operator)(*args)
+    program = torch.export.export(One(operator, args), tensors)
     op = getattr(torch.ops.mx_driving, operator).default
     for graph in (program.graph, program.run_decompositions().graph):
         assert [node.target for node in graph.nodes if node.op == "call_function"] == [op]
-    assert torch.equal(program.module()(*tensors), expected)
-    decomposed = program.run_decompositions(decompositions(*cases.EVERY))
-    assert not [node for node in decomposed.graph.nodes if "mx_driving" in str(node.target)]
-    torch.testing.assert_close(decomposed.module()(*tensors), expected)
+    assert torch.equal(program.module()(*tensors), getattr(mx_driving, operator)(*args))
+
+
+@pytest.mark.usefixtures("quick_packages")
+def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
+    """As a C++ program loads it. The table is that of docs/deploy.md."""
+    inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)
+    operators = [getattr(torch.ops.mx_driving, name).default for name in mx_driving.backends()["cpu"]]
+    table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}
+    package = packaged(torch.export.export(One(cases.GEOMETRIC, inputs), inputs).run_decompositions(table), tmp_path)
+    (found,) = in_a_fresh_process("aoti", package, tmp_path, RUN.replace(", mx_driving", ""), [inputs])
+    torch.testing.assert_close(found, mx_driving.geometric_kernel_attention(*inputs))
 
 
 def trained(module, size):
-    inputs = [tuple(t.requires_grad_(t.is_floating_point()) for t in args) for args in inputs_of(*size, module.operators)]
+    inputs = [tuple(t.requires_grad_(t.is_floating_point()) for t in args) for args in inputs_of(*size)]
     module.zero_grad()
     sum(output.square().sum() for output in module(*inputs)).backward()
     return [t.grad for args in inputs for t in args if t.grad is not None] + [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize(("backend", "operators"), [("aot_eager", cases.OPERATORS), ("inductor", cases.OPERATORS[:1])])
-def test_compiled_training_never_recompiles(backend, operators):
-    """One graph, forward and backward, without a break, for every batch and number of queries. What inductor makes of the
-    others is in test_aot_inductor_package."""
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_never_recompiles(backend):
+    """One graph, forward and backward, without a break, for every batch and number of queries."""
     torch._dynamo.reset()
     counters.clear()
     counter = CompileCounterWithBackend(backend)
-    original = Three(operators)
-    compiled = torch.compile(Three(operators), fullgraph=True, dynamic=True, backend=counter)
+    original = Three()
+    compiled = torch.compile(original, fullgraph=True, dynamic=True, backend=counter)
     for size in ((6, 5), (8, 7), (9, 11)):
-        expected, got = trained(original, size), trained(compiled, size)
-        assert len(expected) == sum(len(cases.DIFFERENTIABLE[operator]) for operator in operators) + 1
+        expected, got = trained(Three(), size), trained(compiled, size)
+        assert len(expected) == 9
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
