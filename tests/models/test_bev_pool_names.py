@@ -164,6 +164,7 @@ def test_voxel_pooling_leaves_out_what_is_outside(number):
         ({"input_features": torch.rand(4, 2, 5)}, r"input_features must have shape \(2, 4, C\); got \(4, 2, 5\)"),
         ({"voxel_num": (3, 2)}, r"voxel_num must be three ints, \(X, Y, Z\); got \(3, 2\)"),
         ({"voxel_num": (3, 2, 1.5)}, r"voxel_num must be three ints, \(X, Y, Z\); got \(3, 2, 1.5\)"),
+        ({"voxel_num": (3, -2, 1)}, r"voxel_num must have no negative size; got \(3, -2, 1\)"),
         ({"voxel_num": 3}, r"voxel_num must be three ints, \(X, Y, Z\); got 3"),
     ],
 )

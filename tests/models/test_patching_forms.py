@@ -67,11 +67,12 @@ def test_other_inputs(kind, change):
     agrees(module, {**given_to(module), **change})
 
 
-def test_shapes_that_an_exporter_cannot_fold():
+@pytest.mark.parametrize("references", [ONE_POINT, POINT, ONE_BOX, BOX])
+def test_shapes_that_an_exporter_cannot_fold(references):
     """RF-DETR then gives locations of at most five axes."""
     module = build(libraries.RfDetr)
     module._export = True
-    agrees(module, given_to(module))
+    agrees(module, given_to(module, references))
 
 
 def half_a_key(module):

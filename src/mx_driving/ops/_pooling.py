@@ -14,7 +14,7 @@ from .._checks.rules import INDEX, fail, need_axes, need_some_sizes, tensors
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
     """What the operator takes, in its order."""
-    *sizes, channels = _five(bev_feat_shape)
+    *sizes, channels = sizes_of("bev_feat_shape", bev_feat_shape, "five", "B, D, H, W, C")
     tensors(("feat", feat), ("ranks_bev", ranks_bev))
     if depth is None:
         return [*_without_depth(feat, ranks_bev, sizes, channels), *sizes]
@@ -24,20 +24,15 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
     return [feat.flatten(0, -2), depth.flatten(), ranks_feat, ranks_depth, ranks_bev, *sizes]
 
 
-def _five(shape: Any) -> list[int]:
-    """(B, D, H, W, C) as ints."""
-    sizes = ints(shape)
-    if sizes is None or len(sizes) != 5:
-        fail(ValueError, "bev_feat_shape", "be five ints, (B, D, H, W, C)", shape)
-    if any(size < 0 for size in sizes):
-        fail(ValueError, "bev_feat_shape", "have no negative size", tuple(sizes))
-    return sizes
-
-
-def ints(sizes: Any) -> list[int] | None:
-    """Whole numbers as ints, or None: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
-    found = [_int(size) for size in sizes] if isinstance(sizes, (list, tuple)) else [None]
-    return None if any(size is None for size in found) else cast(list[int], found)
+def sizes_of(name: str, given: Any, count: str, axes: str) -> list[int]:
+    """The sizes that an argument has, as ints: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
+    sizes = [_int(size) for size in given] if isinstance(given, (list, tuple)) else []
+    if len(sizes) != len(axes.split(", ")) or any(size is None for size in sizes):
+        fail(ValueError, name, f"be {count} ints, ({axes})", given)
+    found = cast(list[int], sizes)
+    if any(size < 0 for size in found):
+        fail(ValueError, name, "have no negative size", tuple(found))
+    return found
 
 
 def _int(size: Any) -> int | torch.SymInt | None:

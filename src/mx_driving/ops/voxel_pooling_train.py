@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, tensors
-from ._pooling import ints, points_inside
+from ._pooling import points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
@@ -44,10 +44,8 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     if rows[:1] != points[:1] or math.prod(rows) != math.prod(points):
         shape = ", ".join(map(str, points))
         fail(ValueError, "input_features", f"have shape ({shape}, C)", tuple(input_features.shape))
-    sizes = ints(voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num)
-    if sizes is None or len(sizes) != 3:
-        fail(ValueError, "voxel_num", "be three ints, (X, Y, Z)", voxel_num)
-    X, Y, _ = sizes
+    listed = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
+    X, Y, _ = sizes = sizes_of("voxel_num", listed, "three", "X, Y, Z")
     points, cells = points_inside(geom_xyz, sizes)
     one, shape = input_features.new_ones(1), (geom_xyz.shape[0], 1, Y, X, input_features.shape[-1])
     return bev_pool_v3(one, input_features, torch.zeros_like(points), points, cells, shape).squeeze(2)
