@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from derivatives import SMALL, chosen, inputs_of, loss_of
+from small_cases import GROWING
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -177,6 +178,25 @@ def test_vmap_is_one_call(operator, kernel_calls):
     torch.vmap(getattr(mx_driving, operator), in_dims=in_dims)(*stacked(operator, in_dims))
     functions = {operator, operator.removesuffix("_with_logits")}
     assert len([name for name in kernel_calls if name in functions]) == 1
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_vmap_over_nothing(operator):
+    """So torch.func.jacrev of no queries, too, which maps over the elements of the output."""
+    args = GROWING[operator](2, 0)
+    function, in_dims = getattr(mx_driving, operator), IN_DIMS[operator][0]
+    given = tuple(a if d is None else a.new_empty(0, *a.shape) for a, d in zip(args, in_dims, strict=True))
+    output = torch.vmap(function, in_dims=in_dims)(*given)
+    assert output.shape == (0, *function(*args).shape)
+    for place in cases.DIFFERENTIABLE[operator]:
+        assert torch.func.jacrev(function, argnums=place)(*args).shape == (*output.shape[1:], *args[place].shape)
+
+
+def test_vmap_over_no_tables_is_refused():
+    """Each entry has a call of its own there, and without a call there is no shape."""
+    rule = "^in_dims must name axes with entries where vmap calls multi_scale_deformable_attn for each; got size 0$"
+    with pytest.raises(ValueError, match=rule):
+        torch.vmap(mx_driving.multi_scale_deformable_attn)(*(a[None][:0] for a in SMALL[MULTI_SCALE]()))
 
 
 def counts(profile):

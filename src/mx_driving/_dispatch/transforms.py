@@ -161,7 +161,8 @@ def vmap_rule(operator: Operator, op: Any, first: int) -> Formula:
             _leading(a, d, info.batch_size, at).flatten(at, at + 1) if isinstance(a, Tensor) and i not in kept else a
             for i, (a, d) in enumerate(zip(args, dims, strict=True))
         ]
-        return _unfold(op(*folded), info.batch_size, at, mask)
+        each = _leading(args[first + 3], dims[first + 3], info.batch_size, at).shape[at + 1]  # batches or queries
+        return _unfold(op(*folded), (info.batch_size, each), at, mask)
 
     return rule
 
@@ -174,17 +175,17 @@ def _each_by_itself(op: Any) -> Formula:
     return rule
 
 
-def _unfold(found: Any, size: int, at: int, mask: list[bool] | None) -> Any:
+def _unfold(found: Any, sizes: tuple[int, int], at: int, mask: list[bool] | None) -> Any:
     if mask is None:
-        return found.unflatten(at, (size, found.shape[at] // size)), at
-    outputs = tuple(
-        g.unflatten(at, (size, g.shape[at] // size)) if wanted else g for g, wanted in zip(found, mask, strict=True)
-    )
+        return found.unflatten(at, sizes), at
+    outputs = tuple(g.unflatten(at, sizes) if wanted else g for g, wanted in zip(found, mask, strict=True))
     return outputs, tuple(at if wanted else None for wanted in mask)
 
 
 def _one_by_one(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
     """Maps of different sizes cannot share a call."""
+    if size == 0:
+        _checks.rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {op._opname} for each", "size 0")
     results = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0
