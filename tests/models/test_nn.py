@@ -169,11 +169,14 @@ def test_pictures_with_their_own_numbers_of_queries():
         torch.testing.assert_close(one, module(q, r, v, shapes, starts))
 
 
-def test_spatial_without_a_scene():
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("bs", "queries"), [(0, 5), (2, 0)])
+def test_spatial_without_a_scene_or_a_query(bs, queries, device):
     module = nn.SpatialCrossAttention(8, 2, 3, 2)
     _, shapes, starts = pyramid(8)
-    reference, mask = torch.zeros(0, 2, 5, 2, 2), torch.zeros(0, 2, 5, 2, dtype=torch.bool)
-    assert module(torch.zeros(0, 5, 8), reference, torch.zeros(0, 2, 89, 8), shapes, starts, mask).shape == (0, 5, 8)
+    reference, mask = torch.zeros(bs, 2, queries, 2, 2), torch.zeros(bs, 2, queries, 2, dtype=torch.bool)
+    args = (torch.zeros(bs, queries, 8), reference, torch.zeros(bs, 2, 89, 8), shapes, starts, mask)
+    assert module.to(device)(*(t.to(device) for t in args)).shape == (bs, queries, 8)
 
 
 def test_spatial_without_a_visible_query():
@@ -352,6 +355,22 @@ def test_initialisation(heads, levels, points):
                 assert 0.9 * bound < p.abs().max() <= bound
             if name in ("value_proj.bias", "output_proj.bias"):
                 assert not p.any()
+
+
+@pytest.mark.parametrize("kind", [nn.GeometricKernelAttention, nn.DeformableFeatureAggregation, nn.SpatialCrossAttention])
+def test_built_on_the_meta_device_and_initialised_elsewhere(kind):
+    """As FSDP does with a large model: memory first, then reset_parameters of every module that has it."""
+    with torch.device("meta"):
+        module = kind(24)
+    module.to_empty(device="cpu")
+    for t in (*module.parameters(), *module.buffers()):
+        t.detach().fill_(77)
+    module.apply(lambda each: each.reset_parameters() if hasattr(each, "reset_parameters") else None)
+    for name, t in (*kind(24).named_buffers(), *kind(24).named_parameters()):
+        found = module.get_buffer(name) if name == "grid_offsets" else module.get_parameter(name)
+        assert not (found == 77).any()
+        if not t.requires_grad:  # the window, and the fixed points
+            assert torch.equal(found, t)
 
 
 def bevformer():

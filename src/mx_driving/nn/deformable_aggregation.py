@@ -31,10 +31,17 @@ class KeyPoints(nn.Module):
         points = torch.tensor(fix_scale, dtype=torch.float32)
         _check.fix_scale(points, num_learnable_pts)
         self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
-        self.num_learnable_pts = num_learnable_pts
+        self._fixed, self.num_learnable_pts = fix_scale, num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
         if num_learnable_pts:
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
+
+    def reset_parameters(self) -> None:
+        """Sparse4D's initialisation. The fixed points, too, which a module built on the device meta lacks."""
+        with torch.no_grad():
+            self.fix_scale.copy_(torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
+        if self.num_learnable_pts:
+            _initial.xavier(self.learnable_fc)
 
     def forward(self, anchor: Tensor, instance_feature: Tensor) -> Tensor:
         """anchor [bs, anchor, >= 8] and instance_feature [bs, anchor, embed_dims] -> [bs, anchor, pts, 3], metres."""
@@ -105,8 +112,7 @@ class DeformableFeatureAggregation(nn.Module):
         """Sparse4D's initialisation: equal weights everywhere."""
         _initial.equal_weights(self.weights_fc)
         _initial.xavier(self.output_proj)
-        if self.kps_generator.num_learnable_pts:
-            _initial.xavier(self.kps_generator.learnable_fc)
+        self.kps_generator.reset_parameters()
 
     def forward(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -57,15 +59,16 @@ class GeometricKernelAttention(nn.Module):
         _check.kernel_size(kernel_size)
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
-        x, y = ((torch.arange(n) - n // 2) * dilation for n in reversed(kernel_size))
-        self.register_buffer("grid_offsets", torch.cartesian_prod(x, y).view(-1, 2), persistent=False)
-        self.num_points = len(self.grid_offsets)
+        self.num_points = math.prod(kernel_size)
+        self.register_buffer("grid_offsets", torch.empty(self.num_points, 2, dtype=torch.int64), persistent=False)
         self.attention_weights = nn.Linear(embed_dims, num_heads * num_levels * self.num_points)
         self.value_proj = nn.Linear(embed_dims, embed_dims)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """MapTR's initialisation: equal weights everywhere."""
+        """MapTR's initialisation: equal weights everywhere. The window, too, which a module built on the device meta lacks."""
+        x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
+        self.grid_offsets.copy_(torch.cartesian_prod(x, y).view(-1, 2))
         _initial.equal_weights(self.attention_weights)
         _initial.xavier(self.value_proj)
 

@@ -226,7 +226,7 @@ class SpatialCrossAttention(nn.Module):
                 summed.index_add_(0, next(places), found[0])
         if summed is None:
             return torch.zeros_like(query)
-        return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, -1)
+        return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, self.embed_dims)
 
     def _mean_of_all(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
@@ -237,7 +237,7 @@ class SpatialCrossAttention(nn.Module):
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in (offsets, logits)]
         found = _attend(inner._rows(value.flatten(0, 1)), shapes, starts, reference_points.flatten(0, 1), *in_each)
         seen = seen[..., None]
-        return found.view(*seen.shape[:3], -1).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
+        return found.view(*seen.shape[:3], self.embed_dims).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
 
     # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
     _mean_over_cameras._torchdynamo_disable = True
