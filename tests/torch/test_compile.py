@@ -54,6 +54,20 @@ def test_compile_fullgraph(operator, dynamic):
         assert torch.equal(compiled[i].grad, eager[i].grad)
 
 
+@pytest.mark.parametrize("operator", [*cases.OPERATORS, cases.MULTI_SCALE_LOGITS])
+def test_compiled_autograd_of_an_eager_forward(operator):
+    """For all inputs, then for the first alone."""
+    torch._dynamo.reset()
+    for wanted in (cases.DIFFERENTIABLE[operator], (0,)):
+        eager, compiled = inputs_of(operator, wanted), inputs_of(operator, wanted)
+        losses = [getattr(mx_driving, operator)(*args).square().sum() for args in (eager, compiled)]
+        losses[0].backward()
+        with torch._dynamo.config.patch(compiled_autograd=True):
+            torch.compile(lambda loss: loss.backward(), backend="eager")(losses[1])
+        for i in wanted:
+            torch.testing.assert_close(compiled[i].grad, eager[i].grad)
+
+
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_no_recompilation_when_batch_and_queries_change(operator):
     torch._dynamo.reset()
