@@ -304,6 +304,17 @@ def test_compiles_whole():
         close(results(torch.compile(module, fullgraph=True, backend="eager"), **given), expected)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_traced():
+    """torch.jit.trace traces again without gradients, and compares the graphs."""
+    module = build(libraries.HuggingFace).requires_grad_(False)
+    given = given_to(module, masked=False)
+    hidden = given.pop("hidden_states")
+    with patched(libraries.HuggingFace):
+        traced = torch.jit.trace(lambda hidden: module(hidden, **given), hidden)
+    close(traced(hidden), module(hidden, **given))
+
+
 def test_masks_that_cannot_be_read():
     """vmap over masks, whose numbers Python cannot see."""
     module = build(libraries.HuggingFace)

@@ -22,7 +22,7 @@ _HIDDEN = {"CACHE", "EXTENDED_ARG", "NOP"}
 
 def weights_may_be_watched(module: Any) -> bool:
     """Whether someone may ask for the gradient of the second of the two tensors that this call of the module returns."""
-    if not torch.is_grad_enabled():
+    if not (torch.is_grad_enabled() or torch._C._get_tracing_state()):  # torch.jit.trace compares its graph with one without
         return False
     if torch.compiler.is_dynamo_compiling():  # which cannot look at its callers
         return True
