@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import platform
 from collections.abc import Callable, Sequence
@@ -294,17 +293,13 @@ class _Numbers:
 
     def __init__(self, inputs: list[Any]) -> None:
         self.inputs = inputs
-        digest = hashlib.blake2b()
-        for a in inputs:
-            digest.update(repr((a.shape, a.dtype) if isinstance(a, np.ndarray) else a).encode())
-            digest.update(np.ascontiguousarray(a) if isinstance(a, np.ndarray) else b"")
-        self.digest = digest.digest()
+        self.numbers = [(a.shape, a.dtype, a.tobytes()) if isinstance(a, np.ndarray) else a for a in inputs]
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        return 0  # `_truth` keeps one of them
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Numbers) and self.digest == other.digest
+        return isinstance(other, _Numbers) and self.numbers == other.numbers
 
 
 @functools.lru_cache(maxsize=1)

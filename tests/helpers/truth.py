@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 
 class Truth(NamedTuple):
@@ -34,14 +35,33 @@ def _bilinear(height, width, x, y):
     return valid, corners
 
 
-def _sample(value, start, corners, which):
-    """Rows [..., c] weighted by the share (2) or one of its slopes (3, 4), and the same with absolute values."""
-    total = scale = 0.0
-    for corner in corners:
-        rows = np.where(corner[0][..., None], value[start + corner[1]], 0.0)
-        total = total + corner[which][..., None] * rows
-        scale = scale + np.abs(corner[which][..., None] * rows)
-    return total, scale
+def _sample(value, start, corners, grad, groups=1):
+    """Samples [..., c]; the dot products by group [3, ..., groups] of grad [..., c] with samples, and with their slopes along x
+    and y; and both with absolute values."""
+    total = total_scale = dots = dots_scale = 0.0
+    for on_map, row, *shares in corners:
+        rows = np.where(on_map[..., None], value[start + row], 0.0)
+        products = (grad * rows).reshape(*row.shape, groups, rows.shape[-1] // groups)
+        share, shares = shares[0][..., None], np.stack(shares)[..., None]
+        total = total + share * rows
+        total_scale = total_scale + share * np.abs(rows)
+        dots = dots + shares * products.sum(-1)
+        dots_scale = dots_scale + np.abs(shares) * np.abs(products).sum(-1)
+    return total, total_scale, dots, dots_scale
+
+
+def _add_rows(gradient, scale, row, terms):
+    """Adds terms [..., c] to rows of a gradient, and their absolute values to its scale."""
+    rows, terms = torch.from_numpy(row.reshape(-1)), torch.from_numpy(terms.reshape(-1, terms.shape[-1]))
+    torch.from_numpy(gradient).index_add_(0, rows, terms)
+    torch.from_numpy(scale).index_add_(0, rows, terms.abs())
+
+
+def _flat(results, scales) -> Truth:
+    """The output with heads and channels in one axis, the gradient of value with keys before heads."""
+    bs, queries, heads, channels = results[0].shape
+    flat = bs, queries, heads * channels
+    return Truth(*([out.reshape(flat), gv.swapaxes(1, 2), *rest] for out, gv, *rest in (results, scales)))
 
 
 def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad) -> Truth:
@@ -49,7 +69,7 @@ def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad)
     queries = locations.shape[1]
     out = np.zeros((bs, queries, heads, channels))
     g = grad.reshape(bs, queries, heads, channels)
-    gv, gl, gw = np.zeros(value.shape), np.zeros(locations.shape), np.zeros(weights.shape)
+    gv, gl, gw = np.zeros_like(value.swapaxes(1, 2), order="C"), np.zeros(locations.shape), np.zeros(weights.shape)
     scales = [np.zeros(a.shape) for a in (out, gv, gl, gw)]
     for b, h, l in np.ndindex(bs, heads, len(starts)):
         (height, width), start = shapes[l], starts[l]
@@ -58,21 +78,17 @@ def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad)
         valid, corners = _bilinear(height, width, x, y)
         w = np.where(valid, weights[b, :, h, l], 0.0)
         gq = np.where(valid[..., None], g[b, :, h][:, None], 0.0)
-        bil, bil_scale = _sample(value[b, :, h], start, corners, 2)
+        bil, bil_scale, (of_weight, *slopes), (of_weight_scale, *slope_scales) = _sample(value[b, :, h], start, corners, gq)
         out[b, :, h] += (w[..., None] * bil).sum(1)
         scales[0][b, :, h] += np.abs(w[..., None] * bil_scale).sum(1)
         for on_map, row, share, _, _ in corners:
             terms = np.where(on_map[..., None], (share * w)[..., None] * gq, 0.0)
-            np.add.at(gv[b, :, h], start + row, terms)
-            np.add.at(scales[1][b, :, h], start + row, np.abs(terms))
-        gw[b, :, h, l] = (gq * bil).sum(-1)
-        scales[3][b, :, h, l] = np.abs(gq * bil_scale).sum(-1)
+            _add_rows(gv[b, h], scales[1][b, h], start + row, terms)
+        gw[b, :, h, l], scales[3][b, :, h, l] = of_weight[..., 0], of_weight_scale[..., 0]
         for axis, size in ((0, width), (1, height)):
-            slope, slope_scale = _sample(value[b, :, h], start, corners, 3 + axis)
-            gl[b, :, h, l, :, axis] = size * w * (gq * slope).sum(-1)
-            scales[2][b, :, h, l, :, axis] = np.abs(size * w) * np.abs(gq * slope_scale).sum(-1)
-    flat = (bs, queries, heads * channels)
-    return Truth([out.reshape(flat), gv, gl, gw], [scales[0].reshape(flat), *scales[1:]])
+            gl[b, :, h, l, :, axis] = size * w * slopes[axis][..., 0]
+            scales[2][b, :, h, l, :, axis] = np.abs(size * w) * slope_scales[axis][..., 0]
+    return _flat([out, gv, gl, gw], scales)
 
 
 def deformable_aggregation(features, shapes, starts, locations, weight, grad) -> Truth:
@@ -81,7 +97,6 @@ def deformable_aggregation(features, shapes, starts, locations, weight, grad) ->
     out = np.zeros((bs, anchors, channels))
     gf, gl, gw = np.zeros(features.shape), np.zeros(locations.shape), np.zeros(weight.shape)
     scales = [np.zeros(a.shape) for a in (out, gf, gl, gw)]
-    size = channels // groups
     for b, cam, s in np.ndindex(bs, cams, maps):
         (height, width), start = shapes[cam, s], starts[cam, s]
         u, v = locations[b, :, :, cam, 0], locations[b, :, :, cam, 1]
@@ -89,22 +104,19 @@ def deformable_aggregation(features, shapes, starts, locations, weight, grad) ->
             seen = (u > 0) & (u < 1) & (v > 0) & (v < 1)
         nan = np.nan
         _, corners = _bilinear(height, width, np.where(seen, u * width - 0.5, nan), np.where(seen, v * height - 0.5, nan))
-        wide = np.repeat(np.where(seen[..., None], weight[b, :, :, cam, s], 0.0), size, -1)  # [anchors, points, channels]
+        w = np.where(seen[..., None], weight[b, :, :, cam, s], 0.0)
+        wide = np.repeat(w, channels // groups, -1)  # [anchors, points, channels]
         gq = np.where(seen[..., None], grad[b][:, None], 0.0)
-        bil, bil_scale = _sample(features[b], start, corners, 2)
+        found = _sample(features[b], start, corners, gq, groups)
+        bil, bil_scale, (of_weight, *slopes), (of_weight_scale, *slope_scales) = found
         out[b] += (wide * bil).sum(1)
         scales[0][b] += np.abs(wide * bil_scale).sum(1)
         for on_map, row, share, _, _ in corners:
-            terms = np.where(on_map[..., None], share[..., None] * wide * gq, 0.0)
-            np.add.at(gf[b], start + row, terms)
-            np.add.at(scales[1][b], start + row, np.abs(terms))
-        by_group = (*gq.shape[:2], groups, size)
-        gw[b, :, :, cam, s] = (gq * bil).reshape(by_group).sum(-1)
-        scales[3][b, :, :, cam, s] = np.abs(gq * bil_scale).reshape(by_group).sum(-1)
+            _add_rows(gf[b], scales[1][b], start + row, np.where(on_map[..., None], share[..., None] * wide * gq, 0.0))
+        gw[b, :, :, cam, s], scales[3][b, :, :, cam, s] = of_weight, of_weight_scale
         for axis, extent in ((0, width), (1, height)):
-            slope, slope_scale = _sample(features[b], start, corners, 3 + axis)
-            gl[b, :, :, cam, axis] += extent * (gq * wide * slope).sum(-1)
-            scales[2][b, :, :, cam, axis] += extent * np.abs(gq * wide * slope_scale).sum(-1)
+            gl[b, :, :, cam, axis] += extent * (w * slopes[axis]).sum(-1)
+            scales[2][b, :, :, cam, axis] += extent * np.abs(w * slope_scales[axis]).sum(-1)
     return Truth([out, gf, gl, gw], scales)
 
 
@@ -118,7 +130,7 @@ def geometric_kernel_attention(value, shapes, starts, locations, weights, grad) 
     queries = locations.shape[1]
     out = np.zeros((bs, queries, heads, channels))
     g = grad.reshape(out.shape)
-    gv, gw = np.zeros(value.shape), np.zeros(weights.shape)
+    gv, gw = np.zeros_like(value.swapaxes(1, 2), order="C"), np.zeros(weights.shape)
     scales = [np.zeros(a.shape) for a in (out, gv, gw)]
     for b, h, l in np.ndindex(bs, heads, len(starts)):
         (height, width), start = shapes[l], starts[l]
@@ -127,12 +139,10 @@ def geometric_kernel_attention(value, shapes, starts, locations, weights, grad) 
         w, rows, gq = weights[b, :, h, l][..., None], value[b, :, h][row], g[b, :, h][:, None]
         out[b, :, h] += (w * rows).sum(1)
         scales[0][b, :, h] += np.abs(w * rows).sum(1)
-        np.add.at(gv[b, :, h], row, w * gq)
-        np.add.at(scales[1][b, :, h], row, np.abs(w * gq))
+        _add_rows(gv[b, h], scales[1][b, h], row, w * gq)
         gw[b, :, h, l] = (gq * rows).sum(-1)
         scales[2][b, :, h, l] = np.abs(gq * rows).sum(-1)
-    flat = (bs, queries, heads * channels)
-    return Truth([out.reshape(flat), gv, gw], [scales[0].reshape(flat), *scales[1:]])
+    return _flat([out, gv, gw], scales)
 
 
 def _softmax(logits):
