@@ -75,7 +75,7 @@ print(*sorted(set(runtime.findall(open("/proc/self/maps").read()))), sep="\\n")
 """)
     assert (started, more) == ("3", "0")
     assert len(files) == 1
-    assert sentence == f"native C++, {_backends.native.isa()}, threads of {files[0]}; float32, float64, float16, bfloat16"
+    assert sentence.startswith(f"native C++, {_backends.native.isa()}, threads of {files[0]}")
 
 
 @ON_LINUX

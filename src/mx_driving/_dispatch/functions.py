@@ -54,7 +54,7 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
 
     def function(*inputs: Any) -> Tensor:
-        device = next((i.device.type for i in inputs if isinstance(i, Tensor)), "cpu")
+        device = [*(i.device.type for i in inputs if isinstance(i, Tensor)), "cpu"][0]
         # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
         available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
         if not (available and torch.is_autocast_enabled(device)):

@@ -29,7 +29,7 @@ def sizes_of(name: str, given: Any, count: str, axes: str) -> list[int]:
     sizes = [_int(size) for size in given] if isinstance(given, (list, tuple)) else []
     if len(sizes) != len(axes.split(", ")) or any(size is None for size in sizes):
         fail(ValueError, name, f"be {count} ints, ({axes})", given)
-    found = cast(list[int], sizes)
+    found = cast("list[int]", sizes)  # a text: torch 2.6 cannot compile list[int]
     if any(size < 0 for size in found):
         fail(ValueError, name, "have no negative size", tuple(found))
     return found
