@@ -86,16 +86,18 @@ def exported(case, export, **options):
 
 
 @cases
-def test_compiled_in_one_graph_for_all_sizes(case):
+def test_compiled_in_one_graph_for_all_sizes(case, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)  # as fullgraph does
     torch._dynamo.reset()
     call = torch.compile(case.call(), fullgraph=True, dynamic=True, backend="aot_eager")
     for inputs in (case.inputs(2, 30), case.inputs(2, 19)):
         assert torch.equal(call(*inputs), case.call()(*inputs))
 
 
+@pytest.mark.parametrize("strict", [False, True])
 @cases
-def test_exported(case):
-    call = exported(case, torch.export.export).module()
+def test_exported(case, strict):
+    call = exported(case, torch.export.export, strict=strict).module()
     for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
         assert torch.equal(call(*inputs), case.call()(*inputs))
 

@@ -228,8 +228,9 @@ def _need_output(operator: Operator, sizes: Sizes) -> None:
 
 
 def _memory_holds(elements: int | torch.SymInt) -> bool:
-    """A size that a graph leaves free is not compared: torch.export takes no limits of free sizes."""
-    return not isinstance(elements, int) or elements < _MOST_ELEMENTS
+    """Sizes of a graph are not compared: torch.export takes no limits of free ones, and torch.compile shows these as ints."""
+    in_graph = not isinstance(elements, int) or torch.compiler.is_compiling()
+    return in_graph or elements < _MOST_ELEMENTS
 
 
 def _needs_gradient(operator: Operator) -> Callable[..., bool]:
