@@ -26,12 +26,14 @@ def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
 
 
 def tensors(*named: Named) -> None:
-    """Every argument is a torch.Tensor."""
+    """Every argument is a torch.Tensor, whose elements lie in memory one by one."""
     for name, t in named:
         if not isinstance(t, Tensor):
             numbers = isinstance(t, (list, tuple)) and not any(isinstance(e, Tensor) for e in t)
             write = f", as torch.tensor({name}) makes it" if numbers else ""
             fail(TypeError, name, "be a torch.Tensor" + write, type(t).__name__)
+        if t.layout != torch.strided:
+            fail(ValueError, name, "have the layout torch.strided", t.layout)
 
 
 def need_one_device(first: Named, *others: Named) -> None:

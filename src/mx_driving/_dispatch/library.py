@@ -44,6 +44,8 @@ def _reference(name: str, backward: bool) -> Callable[..., Any]:
     run, check = getattr(reference, name + "_backward" if backward else name), _check_of(name, backward)
 
     def kernel(*args: Any) -> Any:
+        named = zip(OPERATORS[name].inputs, args[backward:], strict=False)
+        _checks.rules.tensors(*((tensor, a) for tensor, a in named if a is not None))
         check(*args)
         if args[backward].device.type == "cpu" or _checks.data.enabled():
             _checks.inputs.contents(OPERATORS[name], args[backward : len(args) - backward])
