@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import cases
-import kept_registry  # noqa: F401
+import quick_exports  # noqa: F401
 import onnx
 import onnxruntime
 import pytest

@@ -6,7 +6,7 @@ import itertools
 import pathlib
 import warnings
 
-import kept_registry  # noqa: F401
+import quick_exports  # noqa: F401
 import onnx
 import onnxruntime
 import pytest
