@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import cases
-import quick_exports  # noqa: F401
 import onnx
 import onnxruntime
 import pytest
+import quick_exports  # noqa: F401
 import torch
 from cases import GEOMETRIC, MULTI_SCALE
 from onnx_stand_ins import beside_the_nodes

@@ -6,10 +6,10 @@ import itertools
 import pathlib
 import warnings
 
-import quick_exports  # noqa: F401
 import onnx
 import onnxruntime
 import pytest
+import quick_exports  # noqa: F401
 import torch
 from torch.nn.functional import grid_sample
 

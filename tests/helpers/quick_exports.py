@@ -1,4 +1,4 @@
-"""Where this is imported, torch.onnx does less of what it does again for each export: a small one takes three fifths of the time."""
+"""Where this is imported, an export to ONNX repeats less work: a small one takes three fifths of the time."""
 
 from __future__ import annotations
 
