@@ -151,6 +151,17 @@ def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
     return {"before": first, "alone": losses[0], "together": losses[1]}
 
 
+def initialised(kind: type[torch.nn.Module], mesh: Any) -> float:
+    """A module that was built on the device meta and sharded before it had numbers -> the largest error of those not random."""
+    with torch.device("meta"):
+        module = kind(24)
+    fully_shard(module, mesh=mesh)
+    module.to_empty(device="cpu")
+    module.apply(lambda each: each.reset_parameters() if hasattr(each, "reset_parameters") else None)
+    found, expected = (dict(m.named_parameters()) for m in (module, kind(24)))
+    return largest([(found[n].full_tensor(), p) for n, p in expected.items() if "offsets" in n or "fix_scale" in n])
+
+
 def compiled(operator: str, mesh: Any) -> float:
     """Compile a function that calls the operator with DTensors -> its largest error."""
     args = list(INPUTS[operator]())
@@ -233,6 +244,9 @@ def run(rank: int, world: int, folder: str) -> None:
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
             if kind != "fully_shard" or not _checks.needs.lacks("fully_shard on a CPU"):
                 found[kind] = trained(kind, mesh, rank, world)
+        if not _checks.needs.lacks("fully_shard on a CPU"):
+            kinds = mx_driving.nn.TemporalSelfAttention, mx_driving.nn.DeformableFeatureAggregation
+            found["initialised"] = [initialised(kind, mesh) for kind in kinds]
     if rank == 0:
         torch.save(found, pathlib.Path(folder, "found.pt"))
     # Gloo's threads let go of tensors meanwhile. torch 2.6 waits for them in the next line and keeps the lock they need.

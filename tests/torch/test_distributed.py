@@ -138,6 +138,12 @@ def test_training(found, kind):
     assert losses["together"] < 0.99 * losses["before"]
 
 
+@two
+@pytest.mark.needs("fully_shard on a CPU")
+def test_modules_that_are_sharded_before_they_are_initialised(found):
+    assert found["initialised"] == [0, 0]
+
+
 @pytest.mark.parametrize("operator", EVERY)
 def test_an_older_torch_is_refused_in_a_sentence(found, world, operator):
     """At use, where DTensor itself would fail without saying why."""

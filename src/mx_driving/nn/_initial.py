@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from .._dispatch import distributed
+
+
+def fill(t: Tensor, numbers: Tensor) -> None:
+    """t has these numbers, or a process's part of them, where t is a DTensor."""
+    with torch.no_grad():
+        t.copy_(distributed.prepared((t, numbers.to(t.device)), shared=(1,))[1])
 
 
 def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
@@ -15,8 +23,8 @@ def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:
     direction = direction / direction.abs().amax(-1, keepdim=True)
     steps = torch.arange(1.0, num_points + 1)
     nn.init.zeros_(offsets.weight)
-    with torch.no_grad():
-        offsets.bias.view(num_heads, -1, num_points, 2).copy_((direction[:, None] * steps[:, None])[:, None])
+    levels = offsets.out_features // (num_heads * num_points * 2)
+    fill(offsets.bias, (direction[:, None] * steps[:, None])[:, None].expand(-1, levels, -1, -1).flatten())
 
 
 def equal_weights(logits: nn.Linear) -> None:

@@ -38,8 +38,7 @@ class KeyPoints(nn.Module):
 
     def reset_parameters(self) -> None:
         """Sparse4D's initialisation. The fixed points, too, which a module built on the device meta lacks."""
-        with torch.no_grad():
-            self.fix_scale.copy_(torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
+        _initial.fill(self.fix_scale, torch.tensor(self._fixed, dtype=torch.float32).view(-1, 3))
         if self.num_learnable_pts:
             _initial.xavier(self.learnable_fc)
 

@@ -68,7 +68,7 @@ class GeometricKernelAttention(nn.Module):
     def reset_parameters(self) -> None:
         """MapTR's initialisation: equal weights everywhere. The window, too, which a module built on the device meta lacks."""
         x, y = ((torch.arange(n) - n // 2) * self.dilation for n in reversed(self.kernel_size))
-        self.grid_offsets.copy_(torch.cartesian_prod(x, y).view(-1, 2))
+        _initial.fill(self.grid_offsets, torch.cartesian_prod(x, y).view(-1, 2))
         _initial.equal_weights(self.attention_weights)
         _initial.xavier(self.value_proj)
 
