@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
+import logging
 import pathlib
 import re
 import sys
+import warnings
 
 import onnx
 import onnx_nodes
 import onnxruntime.quantization
 import pytest
+import quick_exports  # noqa: F401
 import torch
-from programs import Done, example, python
+from programs import example
 
 import mx_driving.onnx
 
@@ -21,8 +25,19 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("detector")]  # so that 
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "deploy_onnx.py"
 
 
-def run(*options: str) -> Done:
-    return python(FILE, "--seconds", "1", *options, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+def run(*options: object) -> str:
+    """What the program prints. Here, where torch.onnx, onnxruntime and transformers are imported already."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.syspath_prepend(FILE.parent)  # it takes from examples/detect.py
+        patch.setattr(sys, "argv", [FILE.name, *map(str, options)])
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            example("deploy_onnx").main()
+        finally:
+            torch.set_num_threads(threads)
+            logging.disable(logging.NOTSET)
+    return said.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +48,8 @@ def exported(tmp_path_factory):
     detector, folder = tmp_path_factory.mktemp("saved"), tmp_path_factory.mktemp("exported")
     photo = detector / "photo.png"
     detectors.saved(detector, photo)
-    said = run("--checkpoint", str(detector), "--photo", str(photo), "--folder", str(folder), "--forms", "onnxruntime")
-    assert said.returncode == 0, said.stderr
-    return folder, said.stdout
+    given = "--checkpoint", detector, "--photo", photo, "--folder", folder
+    return folder, run(*given, "--forms", "onnxruntime", "--seconds", 1)
 
 
 def nodes_of(file: pathlib.Path) -> set[tuple[str, str]]:
@@ -77,10 +91,8 @@ def test_a_quantised_detector_runs_with_our_nodes(exported):
     assert (outputs(folder / "onnxruntime.onnx", other)[0] - logits).abs().max() > 3 * (found[0] - logits).abs().max()
 
 
-def test_what_is_no_detector_is_refused(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(FILE.parent)  # it takes from examples/detect.py
-    monkeypatch.setattr(sys, "argv", ["deploy_onnx.py", "--model", "bert"])
+def test_what_is_no_detector_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
-        example("deploy_onnx").main()
+        run("--model", "bert")
     assert stop.value.code == 1
     assert re.search(r"--model must be one of .*; got bert\n", capsys.readouterr().err)
