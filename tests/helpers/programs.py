@@ -7,6 +7,7 @@ loaded or about the interpreter's own options needs a process of its own: subpro
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import multiprocessing
 import os
@@ -61,6 +62,7 @@ def _run(words: list[str], cwd: str, environment: dict[str, str], printed: pathl
         file = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(file, stream)
         os.close(file)
+    gc.set_threshold(50_000, 20, 50)  # as in conftest.py
     os.chdir(cwd)
     sys.path[:] = [folder for folder in sys.path if not pathlib.Path(folder).is_relative_to(_TESTS)]
     os.environ.clear()
