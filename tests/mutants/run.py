@@ -1,25 +1,25 @@
-"""Plants the faults of faults.toml one by one, and fails if the tests do not notice one: python tests/mutants/run.py [PART]
+"""Plants the faults of faults.toml one by one, and fails if its tests do not notice one: python tests/mutants/run.py [PART]
 
 Native faults are compiled into one library, each behind a switch, because kernels take minutes to compile. The tests run once
 without a fault, which says which faults each of them reaches: lines of Python by coverage.py, switches by a mark that they
-leave. Then each fault meets the tests that reach it, the one that noticed it before and then the quickest first. The working
-tree stays as it is. build/mutants/results.jsonl has a line for each fault that was tried. A stopped run goes on where it was; a
-fault that was noticed is tried again when its file has changed. PART of a line, as sampling.h, leaves out the others.
+leave. Then each fault meets the tests that reach it, the one that noticed it before and then the quickest first. A stopped run
+goes on where it was; a noticed fault is tried again when its file has changed. PART of a line, as sampling.h, chooses some.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import csv
 import ctypes
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
 import pathlib
+import re
 import resource
 import shutil
 import subprocess
@@ -29,33 +29,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
-
-try:
-    import tomllib
-except ModuleNotFoundError:  # Python 3.10
-    import tomli as tomllib
+import tomllib
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build/mutants"
 LIST, HEADER = pathlib.Path(__file__).with_name("faults.toml"), pathlib.Path(__file__).with_name("switch.h")
 RESULTS = FOLDER / "results.jsonl"
+TESTS, SLOW, FILES = tomllib.loads(LIST.read_text()).values()
 Results = dict[str, tuple[str, float]]  # fault -> who noticed it, or nothing, and how long that took
 MOST = 1024  # switches in switch.h
 BUDGET = 30.0  # seconds that the tests of one fault may take: what only slower ones notice counts as survived
 LEAST, SLOWER = 30, 3  # CPU seconds that a trial may take: LEAST, and SLOWER times what its tests take without a fault
-OPERATORS = "bev_pool_v3 checks errors limits data_checks autograd values with_logits nonfinite"
-NATIVE = "refusals memory_of_calls plan plan_bounds logits_native aggregation_native aclnn_refusals"
-TESTS = (
-    *(f"operators/test_{name}.py" for name in OPERATORS.split()),
-    *(f"native/test_{name}.py" for name in NATIVE.split()),
-    *(f"torch/test_{name}.py" for name in ("transforms", "compile", "decompositions")),
-    *(f"models/test_{name}.py" for name in ("bev_pool_names", "nn_errors", "patching", "patching_pools")),
-    "deploy/test_beside.py",
-    "deploy/test_onnxruntime.py::test_axes_are_counted",
-    "deploy/test_onnxruntime.py::test_anything_gives_the_bits_or_the_sentence_of_torch",
-)
-LEFT_OUT = ("test_vendor_full_size", "test_sums_of_more_than_2_to_the_24_ones", "test_nothing_of_the_size")  # slow
-CALLS = 400  # random calls of `make compare` between guarded pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,11 +52,7 @@ class Fault:
     reason: str  # why no result can differ, or nothing
 
     def __str__(self) -> str:
-        return f"{self.path}, {self.change}"
-
-    @property
-    def change(self) -> str:
-        return f"{self.old}  ->  {self.new}"
+        return f"{self.path}, {self.old}  ->  {self.new}"
 
     @property
     def is_native(self) -> bool:
@@ -94,9 +74,8 @@ class Fault:
 
 def faults() -> list[Fault]:
     """The list. A quote that its file does not have exactly once stops the program, which names all of them."""
-    found: list[Fault] = []
-    lost: list[str] = []
-    for path, rows in tomllib.loads(LIST.read_text()).items():
+    found, lost = [], []
+    for path, rows in FILES.items():
         text = (ROOT / path).read_text() if (ROOT / path).exists() else ""
         for row in rows:
             at = row.get("at", row["old"])
@@ -113,21 +92,20 @@ def faults() -> list[Fault]:
 def build(every: list[Fault]) -> pathlib.Path:
     """Compile a copy of the sources with all switches."""
     copy, out = FOLDER / "native/source", FOLDER / "native/out"
-    sources = [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "src/mx_driving/_descriptions.py")]
-    sources += [f for f in (*ROOT.glob("native/**/*.*"), *ROOT.glob("tests/native/**/*.*")) if f.suffix not in (".py", ".md")]
-    for source in (s for s in sources if s.is_file() and s.suffix != ".pyc"):
-        name = str(source.relative_to(ROOT))
-        text = source.read_text()
+    sources = [f for folder in ("native", "tests/native") for f in (ROOT / folder).rglob("*.*") if "py" not in f.suffix]
+    sources += [ROOT / name for name in ("CMakeLists.txt", "pyproject.toml", "src/mx_driving/_descriptions.py")]
+    for source in filter(pathlib.Path.is_file, sources):
+        name, text = str(source.relative_to(ROOT)), source.read_text()
         for fault in sorted((f for f in every if f.path == name), key=lambda f: -f.begin):  # so that places before it stay
             text = fault.planted(text)
         if not (copy / name).exists() or (copy / name).read_text() != text:  # only what changed is compiled again
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             (copy / name).write_text(text)
     cmake = pathlib.Path(sys.executable).parent / "cmake"
-    options = ["-DMXD_BASELINE_ONLY=ON", "-DMXD_NATIVE_TESTS=ON", "-DMXD_KERNEL_OPTIMISATION=-O1", "-DCMAKE_BUILD_TYPE=Debug"]
-    flags = [f"-DCMAKE_CXX_FLAGS=-include {HEADER}", "-DCMAKE_CXX_FLAGS_DEBUG=-O1"]
+    options = "MXD_BASELINE_ONLY=ON MXD_NATIVE_TESTS=ON MXD_KERNEL_OPTIMISATION=-O1 CMAKE_CXX_FLAGS_DEBUG=-O1"
+    flags = [f"-D{option}" for option in (*options.split(), "CMAKE_BUILD_TYPE=Debug", f"CMAKE_CXX_FLAGS=-include {HEADER}")]
     targets = ["--parallel", "2", "--target", "mx_driving", "compare"]
-    for command in ([cmake, "-S", copy, "-B", out, *options, *flags], [cmake, "--build", out, *targets]):
+    for command in ([cmake, "-S", copy, "-B", out, *flags], [cmake, "--build", out, *targets]):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 
@@ -148,9 +126,8 @@ def in_fork(work: Callable[[], int], log: pathlib.Path, seconds: float = resourc
     """Whether `work`, in a process of its own, returned 0 within that CPU time, which other programs do not take."""
 
     def child() -> None:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        with log.open("w") as output:
+            os.dup2(output.fileno(), 1), os.dup2(output.fileno(), 2)
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))
         sys.exit(work())
 
@@ -162,15 +139,14 @@ def in_fork(work: Callable[[], int], log: pathlib.Path, seconds: float = resourc
 
 def run_pytest(tree: pathlib.Path, files: Iterable[str], plugin: object) -> int:
     os.chdir(tree)
-    # an editable installation finds the package before sys.path does
-    sys.meta_path[:] = [finder for finder in sys.meta_path if "ScikitBuild" not in type(finder).__name__]
+    sys.meta_path[:] = [f for f in sys.meta_path if "ScikitBuild" not in type(f).__name__]  # they find an editable installation
     sys.path.insert(0, str(tree / "src"))
     without = [f"-pno:{name}" for name in ("cacheprovider", "randomly", "faulthandler")]
     return int(pytest.main(["-x", "-s", *without, *(f"tests/{file}" for file in files)], plugins=[plugin]))
 
 
 class Noted:
-    """Notes which faults each test reaches, and how long it takes; and the modules that all of them import."""
+    """Notes which faults each test reaches, and how long it takes."""
 
     def __init__(self, tree: pathlib.Path, every: list[Fault], to: pathlib.Path) -> None:
         import coverage
@@ -184,7 +160,7 @@ class Noted:
         import mx_driving
 
         assert pathlib.Path(mx_driving.__file__).is_relative_to(self.tree), mx_driving.__file__
-        items[:] = [item for item in items if not any(name in item.nodeid for name in LEFT_OUT)]
+        items[:] = [item for item in items if not any(name in item.nodeid for name in SLOW)]
         library = ctypes.CDLL(str(self.tree / "src/mx_driving/libmx_driving.so"))
         self.reached = (ctypes.c_ubyte * MOST).in_dll(library, "mxd_reached")
 
@@ -205,20 +181,19 @@ class Noted:
             tests = {test for line in fault.lines(path.read_text()) for test in contexts.get(line, ())}
             for test in self.seen if "" in tests else tests:
                 self.seen[test][1].append(fault.number)
-        files = ((name, getattr(module, "__file__", None)) for name, module in list(sys.modules.items()))
-        modules = [name for name, file in files if file and not pathlib.Path(file).is_relative_to(self.tree)]
-        self.to.write_text(json.dumps({"seen": self.seen, "modules": modules}))
+        self.to.write_text(json.dumps(self.seen))
 
 
+@dataclasses.dataclass
 class Ordered:
     """Runs the tests of a list, in its order, and leaves the name of the one that runs in a file."""
 
-    def __init__(self, tests: list[str], name: pathlib.Path) -> None:
-        self.place, self.name = {test: place for place, test in enumerate(tests)}, name
+    tests: list[str]
+    name: pathlib.Path
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])
+        items[:] = sorted((i for i in items if i.nodeid in self.tests), key=lambda i: self.tests.index(i.nodeid))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:
@@ -237,14 +212,11 @@ def note(tree: pathlib.Path, every: list[Fault]) -> dict[str, Any]:
 
 def by_tests(tree: pathlib.Path, fault: Fault, seen: dict[str, Any], likely: str) -> str:
     """The test that notices the fault, or nothing."""
-    tests, seconds = [], 0.0
-    for test in sorted((t for t in seen if fault.number in seen[t][1]), key=lambda t: (t != likely, seen[t][0])):
-        seconds += seen[test][0]
-        if tests and seconds > BUDGET:
-            break
-        tests.append(test)
+    tests = sorted((t for t in seen if fault.number in seen[t][1]), key=lambda t: (t != likely, seen[t][0]))
     if not tests:
         return ""
+    totals = itertools.accumulate(seen[t][0] for t in tests)
+    tests = [t for t, total in zip(tests, totals, strict=True) if t == tests[0] or total <= BUDGET]
     path, name = tree / fault.path, tree / "test"
     source = path.read_text()
     name.write_text("import")
@@ -252,23 +224,21 @@ def by_tests(tree: pathlib.Path, fault: Fault, seen: dict[str, Any], likely: str
     if not fault.is_native:
         path.write_text(fault.planted(source))
     files = dict.fromkeys(test.partition("::")[0].removeprefix("tests/") for test in tests)
-    passed = in_fork(lambda: run_pytest(tree, files, Ordered(tests, name)), tree / "log", LEAST + SLOWER * seconds)
+    seconds = LEAST + SLOWER * sum(seen[t][0] for t in tests)
+    passed = in_fork(lambda: run_pytest(tree, files, Ordered(tests, name)), tree / "log", seconds)
     path.write_text(source)
     return "" if passed else name.read_text()
 
 
 def by_compare(out: pathlib.Path, fault: Fault) -> str:
-    """The first of random calls between guarded pages that touches memory which no tensor has."""
-    program, results = out / "tests/native/compare", out / "results"
+    """The first of 400 random calls between guarded pages that touches memory which no tensor has."""
 
-    def run(number: int, *how: str, **streams: Any) -> Any:
-        return subprocess.run([program, *how], env={**os.environ, "MXD_MUTANT": str(number)}, **streams)
+    def run(number: int, *how: str, given: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+        os.environ["MXD_MUTANT"] = str(number)
+        return subprocess.run([out / "tests/native/compare", *how], input=given, capture_output=True)
 
-    with results.open("w+b") as file:
-        run(0, "write", "0", str(CALLS), stdout=file, check=True)
-        file.seek(0)
-        done = run(fault.number, "read", stdin=file, capture_output=True, text=True)
-    findings = [line for line in (done.stdout + done.stderr).splitlines() if "signal" in line or "a byte beside" in line]
+    done = run(fault.number, "read", given=run(0, "write", "0", "400").stdout)
+    findings = re.findall(".*(?:signal|a byte beside).*", (done.stdout + done.stderr).decode())
     return f"compare: {findings[0]}" if findings else ""
 
 
@@ -284,16 +254,13 @@ def key(fault: Fault) -> str:
 def try_some(chosen: list[Fault], every: list[Fault], found: Results) -> None:
     out = build(every)
     tree = copy_tree(out / "libmx_driving.so")
-    noted = note(tree, every)
+    seen = note(tree, every)
     likely = {known.partition(" ")[2]: killer for known, (killer, _) in found.items()}
-    for name in noted["modules"]:  # so that no fork has to
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    for name in ("torch._dynamo", "onnxscript", "onnxruntime", "triton"):  # so that no fork has to
+        importlib.import_module(name)
     for fault in chosen:
         began = sum(os.times()[:4])
-        killer = by_tests(tree, fault, noted["seen"], likely.get(str(fault), ""))
-        if not killer and fault.is_native:
-            killer = by_compare(out, fault)
+        killer = by_tests(tree, fault, seen, likely.get(str(fault), "")) or (by_compare(out, fault) if fault.is_native else "")
         found[key(fault)] = killer, seconds = killer, sum(os.times()[:4]) - began
         with RESULTS.open("a") as file:
             print(json.dumps([key(fault), found[key(fault)]]), file=file)
@@ -301,17 +268,15 @@ def try_some(chosen: list[Fault], every: list[Fault], found: Results) -> None:
 
 
 def write_tables(every: list[Fault], found: Results) -> None:
-    lines, reasons = [], sorted((f.path, f.change, f.reason) for f in every if f.reason)
-    for path in sorted({f.path for f in every}):
+    lines = [("file", "planted", "killed", "survived", "equivalent", "seconds")]
+    for path in sorted(FILES):
         of_file = [f for f in every if f.path == path]
         rows = [found[key(f)] for f in of_file if not f.reason]
-        killed, equivalent = sum(bool(killer) for killer, _ in rows), len(of_file) - len(rows)
-        lines.append((path, len(of_file), killed, len(rows) - killed, equivalent, round(sum(s for _, s in rows))))
-    for name, table in (
-        ("mutants.csv", [("file", "planted", "killed", "survived", "equivalent", "seconds"), *lines]),
-        ("mutants_equivalent.csv", [("file", "fault", "reason"), *reasons]),
-    ):
-        with (ROOT / "docs/support" / name).open("w", newline="") as file:
+        killed, seconds = sum(bool(killer) for killer, _ in rows), sum(seconds for _, seconds in rows)
+        lines.append((path, len(of_file), killed, len(rows) - killed, len(of_file) - len(rows), round(seconds)))
+    reasons = [("file", "fault", "reason"), *sorted((*str(f).split(", ", 1), f.reason) for f in every if f.reason)]
+    for name, table in (("mutants", lines), ("mutants_equivalent", reasons)):
+        with (ROOT / f"docs/support/{name}.csv").open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows(table)
 
 
@@ -320,12 +285,11 @@ def main() -> None:
     os.environ.update(OMP_NUM_THREADS="1", MX_DRIVING_TEST_BACKENDS="native-baseline", TRITON_INTERPRET="1")
     sys.path.append(str(ROOT / "build/coverage"))  # last, so that what the tests need comes from their own environment
     sys.dont_write_bytecode = True  # two faults in one second would have one cached file
-    FOLDER.mkdir(parents=True, exist_ok=True)
     found: Results = dict(map(json.loads, RESULTS.read_text().splitlines() if RESULTS.exists() else []))
     real = [f for f in every if not f.reason]
     try_some([f for f in real if only in str(f) and not found.get(key(f), [""])[0]], every, found)
     untried = [f for f in real if key(f) not in found]
-    survivors = [f for f in real if f not in untried and not found[key(f)][0]]
+    survivors = [f for f in real if found.get(key(f)) and not found[key(f)][0]]
     if not untried:
         write_tables(every, found)
     print(f"{len(survivors)} survived, {len(untried)} of {len(every)} not tried", *survivors, sep="\n")
