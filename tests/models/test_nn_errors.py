@@ -237,8 +237,12 @@ def test_spatial_compiles_around_its_cameras():
         good = {**GOOD[SPATIAL], "bev_mask": mask}
         torch.testing.assert_close(compiled(**good), SPATIAL(**good))
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(SPATIAL, backend="eager", fullgraph=True)(**GOOD[SPATIAL])
+    whole = torch.compile(SPATIAL, backend="eager", fullgraph=True)
+    if torch.__version__.startswith("2.8."):  # this one runs the cameras between the graphs all the same
+        torch.testing.assert_close(whole(**GOOD[SPATIAL]), SPATIAL(**GOOD[SPATIAL]))
+    else:
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            whole(**GOOD[SPATIAL])
 
 
 def test_pyramids_compile():
