@@ -74,7 +74,8 @@ def _between() -> bool:
 def _function(name: str, forward: Formula, setup_context: Formula, backward: Formula) -> Any:
     """A function of a single level, named as the operator in the graph of autograd."""
     parts = {"forward": forward, "setup_context": setup_context, "backward": backward}
-    parts["_compiled_autograd_key"] = torch.autograd.Function._compiled_autograd_key
+    if hasattr(torch.autograd.Function, "_compiled_autograd_key"):  # what compiled autograd looks for
+        parts["_compiled_autograd_key"] = torch.autograd.Function._compiled_autograd_key
     return type(name, (_SingleLevelFunction,), {part: staticmethod(f) for part, f in parts.items()})
 
 
