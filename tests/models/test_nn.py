@@ -179,6 +179,15 @@ def test_spatial_without_a_scene_or_a_query(bs, queries, device):
     assert module.to(device)(*(t.to(device) for t in args)).shape == (bs, queries, 8)
 
 
+def test_pictures_compiled_in_one_graph_for_other_numbers_of_queries():
+    torch._dynamo.reset()
+    module = randomise(nn.MSDeformableAttention3D(24, num_heads=3, num_levels=3, num_points=4))
+    args = rand(1, 9, 24), rand(1, 9, 2, 2, seed=5), *pyramid(24, bs=3)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    for counts in ([4, 2, 3], [3, 2, 4]):
+        torch.testing.assert_close(compiled(*args, counts), module(*args, counts))
+
+
 def test_spatial_without_a_visible_query():
     """What no camera sees is the projection of zero; gradients are zero, not missing, so that processes agree on them."""
     module = randomise(nn.SpatialCrossAttention(8, 2, 3, 2)).eval()

@@ -140,7 +140,7 @@ def pictures(
     need_shape("level_start_index", starts, "num_levels", module.num_levels)
     bs, total, axes = value.shape[0], None, "bs, num_queries"
     if counts is not None:
-        if len(counts) != bs or min(counts, default=0) < 0:
+        if len(counts) != bs or any(count < 0 for count in counts):
             fail(ValueError, "counts", f"hold a number from 0 on for each of {bs} pictures", list(counts))
         bs, total, axes = 1, sum(counts), "1, sum(counts)"
     need_some_sizes("query", query, f"{axes}, embed_dims", bs, total, module.embed_dims)
