@@ -9,7 +9,7 @@
 namespace {
 
 bool compare(const char *what, const at::Tensor &found, const at::Tensor &expected) {
-    const bool same = at::equal(found, expected);
+    const bool same = found.equal(expected);
     std::printf("%s: %lld boxes, %s\n", what, static_cast<long long>(found.size(1)),
                 same ? "the bits of Python" : "other numbers than in Python");
     return same;
