@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import mx_driving
+from mx_driving.ops.bev_pool_v3 import BEVPoolV3
 
 C = 4
 
@@ -92,6 +93,17 @@ def test_compiled_in_one_graph_for_all_sizes(case, monkeypatch):
     call = torch.compile(case.call(), fullgraph=True, dynamic=True, backend="aot_eager")
     for inputs in (case.inputs(2, 30), case.inputs(2, 19)):
         assert torch.equal(call(*inputs), case.call()(*inputs))
+
+
+def test_the_vendors_function_compiled_in_one_graph():
+    """Forward and backward, which torch.compile reads beside apply."""
+    torch._dynamo.reset()
+    inputs, shape, gradients = lifted(2, 30), (2, 1, 3, 5, C), []
+    for run in (BEVPoolV3.apply, torch.compile(lambda *args: BEVPoolV3.apply(*args), fullgraph=True, backend="aot_eager")):
+        leaves = [t.clone().requires_grad_() for t in inputs[:2]]
+        run(*leaves, *inputs[2:], shape).square().sum().backward()
+        gradients.append([t.grad for t in leaves])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("strict", [False, True])
