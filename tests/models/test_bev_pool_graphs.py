@@ -95,13 +95,27 @@ def test_compiled_in_one_graph_for_all_sizes(case, monkeypatch):
         assert torch.equal(call(*inputs), case.call()(*inputs))
 
 
-def test_the_vendors_function_compiled_in_one_graph():
-    """Forward and backward, which torch.compile reads beside apply."""
+class Vendors(Call):
+    def forward(self, *args):
+        return BEVPoolV3.apply(*args, (2, 1, 3, 5, C))
+
+
+def compiled(call, inputs):
     torch._dynamo.reset()
-    inputs, shape, gradients = lifted(2, 30), (2, 1, 3, 5, C), []
-    for run in (BEVPoolV3.apply, torch.compile(lambda *args: BEVPoolV3.apply(*args), fullgraph=True, backend="aot_eager")):
+    return torch.compile(call, fullgraph=True, backend="aot_eager")
+
+
+def strictly_exported(call, inputs):
+    return torch.export.export(call, inputs, strict=True).module()
+
+
+@pytest.mark.parametrize("graph_of", [compiled, strictly_exported])
+def test_the_vendors_function_trains_in_a_graph(graph_of):
+    """Its forward and backward, which graphs are made of instead of its apply."""
+    inputs, gradients = lifted(2, 30), []
+    for run in (Vendors(), graph_of(Vendors(), inputs)):
         leaves = [t.clone().requires_grad_() for t in inputs[:2]]
-        run(*leaves, *inputs[2:], shape).square().sum().backward()
+        run(*leaves, *inputs[2:]).square().sum().backward()
         gradients.append([t.grad for t in leaves])
     torch.testing.assert_close(*gradients)
 

@@ -98,6 +98,22 @@ def test_export_keeps_the_operator_whole(operator):
     assert torch.equal(program.module()(*tensors), getattr(mx_driving, operator)(*args))
 
 
+class Vendors(torch.nn.Module):
+    def forward(self, *args):
+        return mx_driving.MultiScaleDeformableAttnFunction.apply(*args)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_autograd_function_trains(strict):
+    inputs = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
+    gradients = []
+    for run in (Vendors(), torch.export.export(Vendors(), inputs, strict=strict).module()):
+        value = inputs[0].clone().requires_grad_()
+        run(value, *inputs[1:]).square().sum().backward()
+        gradients.append(value.grad)
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
     """As a C++ program loads it. The table is that of docs/deploy.md."""

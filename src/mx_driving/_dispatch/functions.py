@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -31,10 +32,15 @@ class OperatorFunction(torch.autograd.Function):
         return super().apply(*args, **kwargs)
 
 
+def without_graph() -> contextlib.AbstractContextManager[Any]:
+    """Around a forward that may be called outside of `apply`, by a caller who calls backward himself. torch.export keeps
+    no_grad in its program, which would have no gradient then."""
+    return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
+
+
 def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The output, without a graph even outside of `apply`: a caller with a ctx of its own calls backward itself."""
     ctx.save_for_backward(*inputs)
-    with torch.no_grad():
+    with without_graph():
         return public(*inputs)
 
 

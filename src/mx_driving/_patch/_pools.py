@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch.functions import as_compiled
+from .._dispatch.functions import as_compiled, without_graph
 from ..ops._pooling import cells
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.bev_pool_v3 import bev_pool_v3
@@ -118,7 +118,7 @@ def methods(form: Pool, core: Any) -> dict[str, staticmethod]:
         ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
         ctx.others = [None if isinstance(a, Tensor) else a for a in args]
         ctx.is_tensor = [isinstance(a, Tensor) for a in args]
-        with torch.no_grad():
+        with without_graph():
             return run(*args)
 
     @functools.wraps(core.backward)

@@ -87,7 +87,7 @@ class BEVPoolV3(torch.autograd.Function):
     ) -> Tensor:
         """The output, channels last; the inputs are saved in ctx."""
         ctx.save_for_backward(depth, feat, ranks_feat, ranks_depth, ranks_bev)
-        with torch.no_grad():
+        with _dispatch.functions.without_graph():
             return bev_pool_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape).permute(0, 2, 3, 4, 1)
 
     @staticmethod
