@@ -162,7 +162,8 @@ def paint(lift: Lift, features: Tensor) -> list[Tensor]:
 
 
 def _blurred(plane: Tensor) -> Tensor:
-    return F.avg_pool2d(plane[None], 25, 1, 12)[0]
+    """The mean of 25 by 25 pixels: down the columns, then along the rows."""
+    return F.avg_pool2d(F.avg_pool2d(plane[None], (25, 1), 1, (12, 0)), (1, 25), 1, (0, 12))[0]
 
 
 def _enlarged(plane: Tensor, size: list[int]) -> Tensor:
