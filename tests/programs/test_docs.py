@@ -106,6 +106,8 @@ def test_snippets_run(page, snippet):
     for needed, mark in packages.items():
         if mark in snippet:
             pytest.importorskip(needed)
+    if "onnx.export" in snippet:
+        import quick_exports  # noqa: F401
     if "opset_version=20" in snippet and (sentence := _checks.needs.lacks("An ONNX file of opset 20")):
         pytest.skip(sentence)
     if "from_pretrained" in snippet:
