@@ -31,7 +31,8 @@ class KeyPoints(nn.Module):
         points = torch.tensor(fix_scale, dtype=torch.float32)
         _check.fix_scale(points, num_learnable_pts)
         self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
-        self._fixed, self.num_learnable_pts = fix_scale, num_learnable_pts
+        self._fixed = fix_scale
+        self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
         if num_learnable_pts:
             self.learnable_fc = nn.Linear(embed_dims, num_learnable_pts * 3)
