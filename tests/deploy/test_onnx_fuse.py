@@ -40,7 +40,7 @@ from tolerance import allowed  # noqa: E402
 import mx_driving.onnx  # noqa: E402
 from mx_driving.onnx import _fuse  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuse")]  # so that each file is exported once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 
 def judge(writing, before, after, arguments):

@@ -17,7 +17,7 @@ from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, 
 import mx_driving.onnx  # noqa: E402
 from mx_driving.onnx import _sizes  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuse")]  # so that each file is exported once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import mx_driving  # noqa: E402
 import mx_driving.onnx  # noqa: E402
 from mx_driving.onnx import FUSED_FORMS  # noqa: E402
 
-pytestmark = [pytest.mark.long, pytest.mark.xdist_group("fuse")]  # so that each file is exported once
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
 NODES = {
     "onnxruntime": "multi_scale_deformable_attn",

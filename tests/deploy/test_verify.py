@@ -105,16 +105,16 @@ WRITINGS = {
 def test_right_runtimes(name, runtime, tmp_path):
     pytest.importorskip(runtime)
     module, exporter = WRITINGS[name]
-    writings.export(module, tmp_path / "file.onnx", exporter)
-    report = verify(tmp_path / "file.onnx", runtimes.named(runtime), given(3, 11))
+    writings.export(module, tmp_path / "before.onnx", exporter)
+    report = verify(tmp_path / "before.onnx", runtimes.named(runtime), given(3, 11))
     assert report.right, reasons(report)
     assert len(report.places) == 2
     assert all(one.verdict.results[0].device < 0.2 for one in report.places)
 
 
 def test_what_is_no_place_is_named(tmp_path):
-    writings.export(writings.Both(), tmp_path / "file.onnx", "older")
-    report = verify(tmp_path / "file.onnx", runtimes.named("onnxruntime"), given())
+    writings.export(writings.Both(), tmp_path / "before.onnx", "older")
+    report = verify(tmp_path / "before.onnx", runtimes.named("onnxruntime"), given())
     assert report.right
     assert len(report.places) == 2
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
