@@ -61,7 +61,7 @@ def _flat(results, scales) -> Truth:
     """The output with heads and channels in one axis, the gradient of value with keys before heads."""
     bs, queries, heads, channels = results[0].shape
     flat = bs, queries, heads * channels
-    return Truth(*([out.reshape(flat), gv.swapaxes(1, 2), *rest] for out, gv, *rest in (results, scales)))
+    return Truth(*([out.reshape(flat), np.ascontiguousarray(gv.swapaxes(1, 2)), *rest] for out, gv, *rest in (results, scales)))
 
 
 def multi_scale_deformable_attn(value, shapes, starts, locations, weights, grad) -> Truth:

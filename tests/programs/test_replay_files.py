@@ -135,7 +135,7 @@ def expanded(name, queries):
 FOREIGN = {
     "none": (lambda t: {**t, "output": None}, "output of call-000001.pt must be a torch.Tensor; got NoneType"),
     "list": (lambda t: list(t.values()), "the tensors of call-000001.pt must be a table; got list"),
-    "sparse": (lambda t: {**t, "value": t["value"].to_sparse()}, "value of call-000001.pt must be a plain strided tensor"),
+    "sparse": (lambda t: {**t, "value": t["value"].to_sparse()}, "value of call-000001.pt must have the layout torch.strided"),
     "ranks": (lambda t: {name: t.flatten() for name, t in t.items()}, "call-000001 must be a legal call of multi_scale"),
     "complex": (lambda t: {**t, "value": t["value"] + 0j}, "call-000001 must be a legal call of multi_scale_deformable_attn"),
     "quantized": (
