@@ -262,6 +262,7 @@ def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 
     """The front camera, the true map and the prediction of the first scenes, one row each."""
     from matplotlib.figure import Figure
 
+    count = min(count, len(scenes))
     figure = Figure(figsize=(9.5, 2.9 * count), layout="constrained")
     axes = figure.subplots(count, 3, width_ratios=(1.6, 1, 1), squeeze=False)
     with torch.no_grad():

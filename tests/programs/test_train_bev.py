@@ -58,6 +58,8 @@ def test_learns_and_resumes_on_the_same_curve(folder, transform):
         assert min(shown.size) > 100
         assert colours is not None
         assert len(colours) > 100  # not blank
+    with Image.open(folder / f"whole-{transform}" / "prediction.png") as shown:
+        assert shown.height == int(90 * 2.9) * TINY["held_out"]  # a row for each scene, and none that is empty
     looks = written(page)[1]
     assert len(looks["cameras"]) == 6
     assert {query for query, _ in samples(looks)} <= set(range(144))
