@@ -19,10 +19,12 @@ pytest.importorskip("onnxscript")
 from onnx_writings import (  # noqa: E402
     GATHERS,
     WRITINGS,
+    Calls,
     Cut,
     Joined,
     Projected,
     Stacked,
+    Summed,
     at_the_border,
     by_three_indices,
     decomposed,
@@ -66,6 +68,17 @@ def test_the_node_gives_the_same(writing, exporter, tmp_path):
     assert "GridSample" not in kinds(after)
     assert kinds(after).count("multi_scale_deformable_attn") == 1
     judge(WRITINGS[writing], before, after, inputs() if exporter == "fixed sizes" else inputs(3, 11))
+
+
+def test_our_own_samples_become_the_node(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(Calls(), before, "our samples")
+    assert not mx_driving.onnx.fuse(before, after).left
+    assert "GridSample" in kinds(before)
+    assert "GridSample" not in kinds(after)
+    assert kinds(after).count("multi_scale_deformable_attn") == 1
+    value, locations, weights = inputs(3, 11)
+    judge(Calls(), before, after, (value, locations, weights.softmax(-1)))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +170,7 @@ NEAR_MISSES = {
     "factor": (Stacked(factor=3), "its grid is not 2 * locations - 1"),
     "shift": (Stacked(shift=0.5), "its grid is not 2 * locations - 1"),
     "order": (Stacked(order=(1, 0)), "it computes something else"),
+    "summed, order": (Summed(1, 0), "it computes something else"),
     "gathers, factor": (Stacked(masked, factor=3), "it computes something else"),
     "gathers, padding": (Stacked(at_the_border), "it computes something else"),
     "gathers, values": (Stacked(of_capped_values), "Where ("),

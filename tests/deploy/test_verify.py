@@ -97,6 +97,7 @@ WRITINGS = {
     "unequal points": (writings.Joined([2, 4]), "older"),
     "gathers": (writings.Stacked(writings.masked), "older"),
     "weights": (writings.Projected(), "older"),
+    "our samples": (writings.Calls(), "our samples"),
 }
 
 

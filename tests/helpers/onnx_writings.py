@@ -63,6 +63,24 @@ class Cut(Stacked):
         return super().forward(*given)[self.after]
 
 
+class Summed(torch.nn.Module):
+    """Levels are weighted and summed up one by one. Other maps than (0, 1) are not ours."""
+
+    def __init__(self, *maps) -> None:
+        super().__init__()
+        self.maps = maps or (0, 1)
+
+    def forward(self, value, locations, weights):
+        value, locations, weights = value * 1.5, locations + 0.1, weights.softmax(-1).unflatten(-1, (2, 3))
+        bs, _, heads, channels = value.shape
+        sums, levels = [], value.split(AREAS, 1)
+        for level, at in enumerate(self.maps):
+            image = levels[at].permute(0, 2, 3, 1).reshape(bs * heads, channels, *MAPS[at])
+            grid, share = (t[:, :, :, level].transpose(1, 2).flatten(0, 1) for t in (2 * locations - 1, weights))
+            sums.append((grid_sample(image, grid, align_corners=False) * share[:, None]).sum(-1))
+        return (sums[0] + sums[1]).view(bs, heads * channels, -1).transpose(1, 2).contiguous()
+
+
 class Joined(torch.nn.Module):
     """As RT-DETR v2 and D-FINE write it: levels and points in one axis, and levels may differ in points."""
 
@@ -208,7 +226,7 @@ class Logits(Calls):
         return mx_driving.multi_scale_deformable_attn_with_logits(value, self.shapes, self.starts, points, locations, weights)
 
 
-WRITINGS = {"stacked": Stacked(), "joined": Joined([3, 3]), "unequal points": Joined([2, 4])}
+WRITINGS = {"stacked": Stacked(), "summed": Summed(), "joined": Joined([3, 3]), "unequal points": Joined([2, 4])}
 GATHERS = (on_a_padded_map, masked, by_three_indices, decomposed)
 
 
@@ -243,9 +261,10 @@ def _export(module, path, exporter, opset, given):
     if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
     shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
-    more = {"dynamic_shapes": shapes} if exporter in ("free sizes", "our nodes") else {}
-    if exporter == "our nodes":
-        more["custom_translation_table"] = mx_driving.onnx.translations("onnxruntime")
+    form = {"our nodes": "onnxruntime", "our samples": "grid_sample"}.get(exporter)
+    more = {"dynamic_shapes": shapes} if form or exporter == "free sizes" else {}
+    if form:
+        more["custom_translation_table"] = mx_driving.onnx.translations(form)
     torch.onnx.export(module.eval(), given, path, input_names=names, dynamo=True, opset_version=20, verbose=False, **more)
 
 

@@ -47,7 +47,7 @@ class Fused:
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
 
 
-def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Sampling:
+def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
     """The first candidate that passes its trial. If none of the likeliest does, what is wrong with the first."""
     reasons = []
     for sampling in candidates(node, samples, weights)[:_LIKELIEST]:

@@ -50,6 +50,15 @@ def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
         yield value
 
 
+def sources_of_chosen(value: ir.Value) -> Iterator[ir.Value]:
+    """The sources, and those of what a Where chooses, or a constant instead."""
+    for last in sources(value):
+        yield last
+    node = last.producer()
+    if node is not None and is_node(node, "Where") and node.inputs[1] is not None and number(node.inputs[2]) is not None:
+        yield from sources_of_chosen(node.inputs[1])
+
+
 def source(value: ir.Value) -> ir.Value:
     *_, last = sources(value)
     return last

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import INTEGER, MOVES, Unfit, before, common, constant, dims, is_node, number, source, sources
+from ._graph import INTEGER, MOVES, Unfit, before, common, constant, dims, is_node, number, source, sources, sources_of_chosen
 
 _GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}
 _DEFAULTS = {"mode": "linear", "padding_mode": "zeros", "align_corners": 0}
@@ -66,7 +66,7 @@ def _of_grid_sample(node: ir.Node) -> Level:
     if len(sizes) != 3 or not all(isinstance(s, int) for s in sizes):
         raise Unfit("the file does not fix the size of a level or its points")
     height, width, points = sizes
-    return Level(list(sources(image)), list(sources(_before_scaling(grid))), [(height, width)], points)
+    return Level(list(sources(image)), list(sources_of_chosen(_before_scaling(grid))), [(height, width)], points)
 
 
 def _hold_to_rules(node: ir.Node) -> None:

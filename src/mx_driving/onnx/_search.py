@@ -6,6 +6,7 @@ nodes. It walks from a sum back to the tensors that the operator would take. `_t
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, common, dims, is_node, sources
+from ._graph import VIEWS, Unfit, common, dims, is_node, sources_of_chosen
 from ._levels import are_nearest, parts, read
 
 _MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
@@ -53,14 +54,24 @@ def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
     return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
-def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], ir.Value]]:
-    """Each ReduceSum over weighted samples, with the samples in the order of levels and their weights."""
+def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], list[ir.Value]]]:
+    """Each ReduceSum over weighted samples, or Add of such sums, with the samples and their weights in the order of levels."""
     found = {}
     for node in graph:
-        levels = ((parts(samples), weights) for samples, weights in _factors(node))
+        levels = ((parts(samples), [weights]) for samples, weights in _factors(node))
         if first := next((both for both in levels if both[0]), None):
             found[node] = first
+        added = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
+        samples = [part for one in added for part in found.get(one, ([], []))[0]]
+        if samples and all(one in found for one in added) and _of_one_tensor(samples):
+            found[node] = samples, [weights for one in added for weights in found.pop(one)[1]]
     return found
+
+
+def _of_one_tensor(samples: list[ir.Value]) -> bool:
+    with contextlib.suppress(Unfit):
+        return bool(common(read(part).images for part in samples))
+    return False
 
 
 def nearest(graph: ir.Graph) -> list[ir.Node]:
@@ -104,7 +115,7 @@ def _outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
         value = users[0].node.outputs[0]
 
 
-def candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> list[Sampling]:
+def candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> list[Sampling]:
     """What the sum may be, going by shapes, the likeliest first. None is certain before a trial."""
     return sorted(_candidates(node, samples, weights), key=_doubt)
 
@@ -116,14 +127,15 @@ def _doubt(sampling: Sampling) -> int:
     return sum(size != expected for size, expected in zip(found, (bs, queries, bs, queries, bs), strict=True))
 
 
-def _candidates(node: ir.Node, samples: list[ir.Value], weights: ir.Value) -> Iterator[Sampling]:
+def _candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Iterator[Sampling]:
     """More than one, where two sizes are equal."""
     levels = [read(part) for part in samples]
     points = tuple(level.points for level in levels)
-    values, locations = common(level.images for level in levels), common(level.places for level in levels)
+    images, places = common(level.images for level in levels), common(level.places for level in levels)
+    tensors = images, places, common(map(sources_of_chosen, weights))
     for maps in itertools.islice(itertools.product(*(level.sizes for level in levels)), _MAPS):
-        for heads in _heads(locations, points):
-            yield from _with_heads(node, (values, locations, list(sources(weights))), heads, maps, points)
+        for heads in _heads(places, points):
+            yield from _with_heads(node, tensors, heads, maps, points)
 
 
 def _with_heads(
