@@ -31,7 +31,7 @@ import onnx
 import onnxruntime
 import torch
 from fuzz_mutations import MUTATIONS
-from onnx_writings import Joined, Stacked, decomposed, export, masked, on_a_padded_map
+from onnx_writings import Calls, Joined, Stacked, Summed, decomposed, export, masked, on_a_padded_map
 
 import mx_driving.onnx
 
@@ -40,6 +40,8 @@ SECONDS, GIGABYTES = 60, 6  # of one core; a case takes one or two, and less tha
 CORPUS: dict[str, Callable[[Path], Any]] = {
     "stacked": lambda path: export(Stacked(), path, "older"),
     "unequal points": lambda path: export(Joined([2, 4]), path, "older"),
+    "summed": lambda path: export(Summed(), path, "older"),
+    "our samples": lambda path: export(Calls(), path, "our samples"),
     "equal points": lambda path: export(Joined([3, 3]), path, "older"),
     "fixed": lambda path: export(Stacked(), path, "older, fixed sizes", 16),
     "masked": lambda path: export(Stacked(masked), path, "older", 13),
