@@ -73,12 +73,12 @@ class Summed(torch.nn.Module):
     def forward(self, value, locations, weights):
         value, locations, weights = value * 1.5, locations + 0.1, weights.softmax(-1).unflatten(-1, (2, 3))
         bs, _, heads, channels = value.shape
-        sums, levels = [], value.split(AREAS, 1)
+        levels, output = value.split(AREAS, 1), 0
         for level, at in enumerate(self.maps):
             image = levels[at].permute(0, 2, 3, 1).reshape(bs * heads, channels, *MAPS[at])
             grid, share = (t[:, :, :, level].transpose(1, 2).flatten(0, 1) for t in (2 * locations - 1, weights))
-            sums.append((grid_sample(image, grid, align_corners=False) * share[:, None]).sum(-1))
-        return (sums[0] + sums[1]).view(bs, heads * channels, -1).transpose(1, 2).contiguous()
+            output = output + (grid_sample(image, grid, align_corners=False) * share[:, None]).sum(-1)
+        return output.view(bs, heads * channels, -1).transpose(1, 2).contiguous()
 
 
 class Joined(torch.nn.Module):

@@ -33,12 +33,13 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Around a forward that may be called outside of `apply`, by a caller who calls backward himself. torch.export keeps
+    """Around a forward that may be called outside of `apply`, by a caller that calls backward itself. torch.export keeps
     no_grad in its program, which would have no gradient then."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
 
 
 def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """The output; the inputs are saved in ctx."""
     ctx.save_for_backward(*inputs)
     with without_graph():
         return public(*inputs)
@@ -60,6 +61,7 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
 
     def function(*inputs: Any) -> Tensor:
+        # Torch 2.6 cannot compile next with a default.
         device = [*(i.device.type for i in inputs if isinstance(i, Tensor)), "cpu"][0]
         # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
         available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)

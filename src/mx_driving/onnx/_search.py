@@ -6,7 +6,6 @@ nodes. It walks from a sum back to the tensors that the operator would take. `_t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, Unfit, common, dims, is_node, sources_of_chosen
+from ._graph import VIEWS, common, dims, is_node, sources_of_chosen
 from ._levels import are_nearest, parts, read
 
 _MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
@@ -63,15 +62,9 @@ def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], list[ir.Value]]
             found[node] = first
         added = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
         samples = [part for one in added for part in found.get(one, ([], []))[0]]
-        if samples and all(one in found for one in added) and _of_one_tensor(samples):
+        if samples and all(one in found for one in added):
             found[node] = samples, [weights for one in added for weights in found.pop(one)[1]]
     return found
-
-
-def _of_one_tensor(samples: list[ir.Value]) -> bool:
-    with contextlib.suppress(Unfit):
-        return bool(common(read(part).images for part in samples))
-    return False
 
 
 def nearest(graph: ir.Graph) -> list[ir.Node]:
