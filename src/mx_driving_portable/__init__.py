@@ -16,6 +16,7 @@ import hashlib
 import importlib.metadata
 import pathlib
 import sys
+import warnings
 
 __all__ = ["beside", "lost_files", "main"]
 
@@ -80,6 +81,12 @@ def main() -> None:
     if lost_files():
         print(f"mx-driving: {beside()}", file=sys.stderr)
         sys.exit(1)
-    from mx_driving.cli.app import main
-
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the commands that need NumPy say so themselves
+    try:
+        from mx_driving.cli.app import main
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
+        sys.exit(1)
     main()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, _backends
 from .._cli_support.problems import in_a_sentence
@@ -13,12 +14,31 @@ from .bench import bench
 from .check import check
 from .demo import demo
 from .fuse import fuse
+from .info import info
 from .models import models
 from .record import AS_GIVEN, record
 from .replay import replay
 from .verify import verify
 
-app = typer.Typer(name="mx-driving", no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
+
+class _HidesTypesOfFlags:
+    """Show no type beside a flag in the help: `--quick <bool>` looks as if the flag took a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        params = super().get_params(ctx)  # pyright: ignore[reportAttributeAccessIssue]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class Command(_HidesTypesOfFlags, TyperCommand): ...
+
+
+class Group(_HidesTypesOfFlags, TyperGroup): ...
+
+
+app = typer.Typer(name="mx-driving", cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 
 def _say_version(wanted: bool) -> None:
@@ -38,14 +58,15 @@ def options(
     recorded calls."""
 
 
-app.command()(check)
-app.command()(demo)
-app.command()(bench)
-app.command()(models)
-app.command(context_settings=AS_GIVEN)(record)
-app.command()(replay)
-app.command()(fuse)
-app.command()(verify)
+app.command(cls=Command)(info)
+app.command(cls=Command)(check)
+app.command(cls=Command)(demo)
+app.command(cls=Command)(bench)
+app.command(cls=Command)(models)
+app.command(cls=Command, context_settings=AS_GIVEN)(record)
+app.command(cls=Command)(replay)
+app.command(cls=Command)(fuse)
+app.command(cls=Command)(verify)
 
 
 def main() -> None:

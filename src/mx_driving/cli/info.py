@@ -1,0 +1,99 @@
+"""`mx-driving info`: what a bug report needs, in one block to paste."""
+
+from __future__ import annotations
+
+import collections
+import importlib.metadata
+import json
+import platform
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import mx_driving_portable
+
+from .. import __distribution__, _backends
+from .._dispatch.library import backends
+
+PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
+
+
+def read_processor() -> str:
+    """Return the processor's name, and on Linux its family and model: virtual machines often hide the name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    if "model name" in facts:
+        return "{model name} (family {cpu family}, model {model})".format_map(collections.defaultdict(lambda: "?", facts))
+    return platform.processor() or platform.machine()
+
+
+def find_version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def list_accelerators() -> list[str]:
+    """Return the names of the GPUs that torch can use."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+
+
+def collect() -> dict[str, Any]:
+    """Return all facts, as `--json` prints them."""
+    return {
+        "versions": {"python": platform.python_version(), **{package: find_version(package) for package in PACKAGES}},
+        "system": platform.platform(),
+        "processor": read_processor(),
+        "accelerators": list_accelerators(),
+        "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
+        "threads": torch.get_num_threads(),
+        "kernels": backends(),
+        "beside": mx_driving_portable.beside(),
+    }
+
+
+def _kind(sentence: str) -> str:
+    """Return the kind of kernel that a sentence of `backends()` begins with: native C++, Triton, composition or reference."""
+    return re.split(r"[;:,]| over ", sentence)[0]
+
+
+def _lines(facts: dict[str, Any]) -> list[str]:
+    """Return the facts as lines of at most 80 columns, as far as names and sentences are short."""
+    versions = [f"{name} {version or 'none'}" for name, version in facts["versions"].items()]
+    kernels = facts["kernels"]
+    lines = [
+        "versions      " + ", ".join(versions[:3]),
+        "              " + ", ".join(versions[3:]),
+        f"system        {facts['system']}",
+        f"processor     {facts['processor']}",
+        f"instructions  {facts['instruction_set'] or 'none: the native library is not used'}",
+        f"threads       {facts['threads']}",
+        f"accelerators  {', '.join(facts['accelerators']) or 'none'}",
+        "",
+    ]
+    for name in kernels["cpu"]:
+        lines.append(f"{name:39} " + ", ".join(f"{device}: {_kind(kernels[device][name])}" for device in ("cpu", "cuda")))
+    lines.append("")
+    for device, sentences in kernels.items():
+        lines += [f"{device}: {sentence}" for sentence in dict.fromkeys(sentences.values())]
+    return [*lines, f"beside: {facts['beside']}"] if facts["beside"] else lines
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print versions, the processor and the kernel that serves each operator: a block to paste into a bug report.
+
+    Example: `mx-driving info --json`
+    """
+    facts = collect()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print("\n".join(_lines(facts)))

@@ -1,0 +1,54 @@
+"""`mx-driving info` is a block to paste into a bug report; the command line says in a sentence that torch is missing."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mx_driving
+from mx_driving.cli.app import app
+
+BLOCKED = "import sys; sys.modules['torch'] = None; import mx_driving_portable; mx_driving_portable.main()"
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_json_holds_the_facts():
+    facts = json.loads(run("info", "--json"))
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["versions"]["python"] == platform.python_version()
+    assert facts["kernels"] == mx_driving.backends()
+
+
+def test_the_block_names_each_operators_kernel_in_a_line():
+    lines = run("info").splitlines()
+    operators = mx_driving.backends()["cpu"]
+    for name in operators:
+        (line,) = [line for line in lines if line.startswith(name + " ")]
+        assert "cpu: " in line
+        assert len(line) <= 80
+    assert any(torch.__version__ in line for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("check", "--help"), ("info", "--help")])
+def test_the_help_shows_no_type_of_a_flag(arguments):
+    text = run(*arguments)
+    assert "--help" in text
+    assert "bool" not in text
+
+
+def test_a_missing_torch_is_a_sentence():
+    ended = subprocess.run([sys.executable, "-c", BLOCKED, "info"], capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("mx-driving: torch must be installed (pip install torch); got: ")
+    assert ended.stderr.count("\n") == 1
