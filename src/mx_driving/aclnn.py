@@ -261,8 +261,8 @@ def multi_scale_deformable_attention_grad_get_workspace_size(
         grad_output: [bs, num_queries, num_heads, channels] or [bs, num_queries, num_heads * channels]
         grad_value, grad_location, grad_attn_weight: written by phase two; shapes of value, location, attn_weight
 
-    Floating tensors are float32, float16 or bfloat16, in any mixture. Strides are free, but no two elements of an output may
-    share memory. None stands for a null pointer.
+    All floating tensors, inputs and outputs, have one dtype: float32, float16 or bfloat16. Strides are free, but no two
+    elements of an output may share memory. None stands for a null pointer.
 
     Returns:
         status, workspace_size in bytes (0 for an empty input), executor (None unless status is ACLNN_SUCCESS).
@@ -311,7 +311,7 @@ def multi_scale_deformable_attention_grad_out(
     """Both phases and `synchronize` in one call. It takes what phase one takes, and raises instead of returning statuses.
 
     Args:
-        grad_value, grad_location, grad_attn_weight: overwritten and returned; None makes one with its input's dtype
+        grad_value, grad_location, grad_attn_weight: overwritten and returned; None makes one, of the inputs' dtype
 
     Raises:
         TypeError: a dtype, or None. ValueError: a shape, a limit, a level that does not fit. MemoryError: no memory.

@@ -103,8 +103,8 @@ std::vector<Description> sound_call(Bytes &bytes, bool backward) {
                   channels = 8 * (1 + bytes.below(3)), levels = 1 + bytes.below(3), points = 1 + bytes.below(3),
                   keys = 1 + bytes.below(20);
     std::vector<Description> d(TENSORS);
-    for (Description &each : d) each.dtype = DTYPES[bytes.below(3)];
-    if (!backward) d[5].dtype = d[0].dtype;
+    const int dtype = DTYPES[bytes.below(3)];
+    for (Description &each : d) each.dtype = dtype;
     d[1].dtype = bytes.below(2) ? ACL_INT32 : ACL_INT64;
     d[2].dtype = bytes.below(2) ? ACL_INT32 : ACL_INT64;
     for (int i : {0, 6}) d[size_t(i)].set_shape({bs, keys, heads, channels});

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
 import torch
-from aclnn_calls import INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
+from aclnn_calls import DTYPES, INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
 
 from mx_driving import aclnn
 
@@ -52,6 +53,37 @@ def test_dtypes_out_of_range(index):
     for dtype in (torch.float32, torch.int16, torch.uint8) if index in (1, 2) else (torch.float64, torch.int32, torch.bool):
         assert phase_one(*replaced(index, lambda t, dtype=dtype: t.to(dtype)))[0] == INVALID
         assert (aclnn.recent_error() or "").startswith(f"{NAMES[index]} must have dtype ")
+
+
+def count_accepted(call, tensors, floating):
+    """Try every mixture of the three floating dtypes; only calls of one dtype are legal -> (accepted, refused)."""
+    accepted = refused = 0
+    for mixture in itertools.product(DTYPES, repeat=len(floating)):
+        mixed = [*tensors]
+        for index, dtype in zip(floating, mixture, strict=True):
+            mixed[index] = mixed[index].to(dtype)
+        status, _, executor = call(*mixed)
+        if len(set(mixture)) == 1:
+            assert status == OK, aclnn.recent_error()
+            accepted += 1
+            continue
+        assert (status, executor) == (INVALID, None), mixture
+        assert " must have value's dtype ACL_" in (aclnn.recent_error() or "")
+        refused += 1
+    return accepted, refused
+
+
+def test_mixtures_of_dtypes():
+    forward = aclnn.multi_scale_deformable_attn_function_get_workspace_size
+    tensors = nine(queries=2, sizes=((2, 2),), points=1)
+    assert count_accepted(phase_one, tensors, (0, 3, 4, 5, 6, 7, 8)) == (3, 3**7 - 3)
+    assert count_accepted(forward, [*tensors[:5], torch.zeros(1, 2, 16)], (0, 3, 4, 5)) == (3, 3**4 - 3)
+
+
+@pytest.mark.parametrize("index", range(3, 9))
+def test_the_sentence_of_a_mixture(index):
+    assert phase_one(*replaced(index, lambda t: t.half()))[0] == INVALID
+    assert aclnn.recent_error() == f"{NAMES[index]} must have value's dtype ACL_FLOAT; got ACL_FLOAT16"
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -182,6 +214,9 @@ def test_convenience_raises():
         with pytest.raises(error) as caught:
             call(*arguments)
         assert str(caught.value).startswith(sentence)
+    for index, name in enumerate(("location", "attn_weight", "grad_output"), start=3):
+        with pytest.raises(TypeError, match=f"^{name} must have value's dtype ACL_FLOAT; got ACL_BF16$"):
+            call(*tensors[:index], tensors[index].bfloat16(), *tensors[index + 1 :])
     wrong = torch.empty(1, 5, 16, dtype=torch.float16)
     with pytest.raises(TypeError, match="output must have value's dtype ACL_FLOAT; got ACL_FLOAT16"):
         aclnn.multi_scale_deformable_attn_function_out(*tensors[:5], wrong)

@@ -20,11 +20,11 @@ extern "C" {
 /* Phase one: checks the nine tensors and prepares the call. Reads no tensor data and writes nothing but its two
  * results.
  *
- * Floating tensors are ACL_FLOAT, ACL_FLOAT16 or ACL_BF16, in any mixture; everything is computed in float32 and
- * rounded once to each output's own dtype. Index tensors are ACL_INT32 or ACL_INT64. Format ACL_FORMAT_ND; any strides
- * and offset, except that no two elements of an output may share memory. No output may share memory with another
- * tensor. The program owns the tensors and their memory; the descriptors may be destroyed after this call, the
- * memory must live until the stream has run phase two.
+ * All floating tensors, inputs and outputs, have one dtype: ACL_FLOAT, ACL_FLOAT16 or ACL_BF16. Everything is computed
+ * in float32 and rounded once. Each index tensor is ACL_INT32 or ACL_INT64. Format ACL_FORMAT_ND; any strides and offset,
+ * except that no two elements of an output may share memory. No output may share memory with another tensor. The program owns
+ * the tensors and their memory; the descriptors may be destroyed after this call, the memory must live until the stream has run
+ * phase two.
  *
  * value            in   [bs, num_keys, num_heads, channels]; channels % 8 == 0, <= 256; num_heads <= 16
  * spatialShape     in   [num_levels, 2], (H, W); num_levels <= 16

@@ -84,12 +84,18 @@ void check_handles(Arguments &arguments) {
     });
 }
 
+// All floating tensors of a call have one dtype.
+void check_same_dtype(const Argument &argument, aclDataType dtype_of_value) {
+    if (argument.tensor.dtype != dtype_of_value)
+        invalid(argument, "have value's dtype " + dtype_name(dtype_of_value), dtype_name(argument.tensor.dtype));
+}
+
 // Formats and dtypes, then shapes and limits.
 mxd::AxisSizes check_description(const Arguments &a) {
+    const auto is_index = [&](const Argument *each) { return each == &a.spatial_shape || each == &a.level_start_index; };
+    for (const Argument *each : in_order(a)) is_index(each) ? check_index(*each) : check_floating(*each);
     for (const Argument *each : in_order(a))
-        each == &a.spatial_shape || each == &a.level_start_index ? check_index(*each) : check_floating(*each);
-    if (!a.backward && a.output.tensor.dtype != a.value.tensor.dtype)
-        invalid(a.output, "have value's dtype " + dtype_name(a.value.tensor.dtype), dtype_name(a.output.tensor.dtype));
+        if (!is_index(each)) check_same_dtype(*each, a.value.tensor.dtype);
     const mxd::AxisSizes sizes = check_shapes(a);
     check_limits(a, sizes);
     return sizes;
