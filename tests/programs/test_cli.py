@@ -68,6 +68,7 @@ COMMANDS = {
         *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
         *("--tolerance", "--traits", "--list", "--explain"),
     },
+    "info": {"--json"},
     "record": {"arguments"},
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
