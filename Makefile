@@ -33,6 +33,11 @@ EDITABLE := $(PIP) --no-build-isolation --config-settings build-dir=build/editab
 
 NO_COMPILER := Building needs a C++ compiler and there is none: apt install g++, dnf install gcc-c++ or xcode-select --install
 
+# The list above: the lines of this file that begin with "# make" or with blanks behind the hash.
+.PHONY: help
+help:
+	@sed -n '/^$$/q; s/^# //p' Makefile
+
 .PHONY: demo test bench docs lint native sanitize aarch64 clean compiler
 
 compiler:
@@ -152,7 +157,11 @@ onnx-forms: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python benchmarks/onnx_files.py --forms --side 320 --csv docs/support/onnx-forms.csv
 
 # Warnings are errors; building fetches nothing.
-docs: $(STAMP)
+$(VENV)/docs: $(VENV)/made pyproject.toml $(NATIVE)
+	test -e $(STAMP) || $(EDITABLE) '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
