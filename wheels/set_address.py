@@ -2,8 +2,8 @@
 
     python wheels/set_address.py https://host/owner/name COMMIT
 
-pyproject.toml gets [project.urls]. README's relative links become absolute ones of that commit, because a registry's page has no
-files beside it. The sources themselves name no address: a fork's release must not point elsewhere.
+pyproject.toml gets the project's addresses. README's relative links become absolute ones of that commit, because a registry's
+page has no files beside it. The sources themselves name no address: a fork's release must not point elsewhere.
 """
 
 from __future__ import annotations
