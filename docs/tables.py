@@ -220,7 +220,11 @@ def tested_by_file() -> str:
         ]
         for file in files
     ]
-    return markdown(["tests of", *(f"torch {place[0]}, {place[1]}" for place in runs)], cells)
+    header = ["tests of"]
+    for (torch, packages, *_), rows in runs.items():
+        dates = sorted(row["date"] for row in rows)
+        header.append(f"torch {torch}, {packages}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
+    return markdown(header, cells)
 
 
 def needs() -> str:

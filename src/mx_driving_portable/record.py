@@ -145,7 +145,7 @@ def _say(sentence: str) -> None:
 
 
 def _fact(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+    return getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
 
 
 def _known(module: str) -> dict[str, str]:
@@ -247,6 +247,17 @@ def _written_down(t: Tensor) -> bool:
     return torch.jit.is_tracing() or (t.is_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
 
 
+def _autocast(device: str) -> bool:
+    """Return whether autocast is on for a type of device."""
+    import torch
+
+    try:
+        return torch.is_autocast_enabled(device)  # pyright: ignore
+    except (RuntimeError, TypeError):  # an older torch, or a device that has no autocast
+        module: Any = getattr(torch, device, None)
+        return bool(getattr(module, "is_autocast_enabled", torch.is_autocast_enabled)())
+
+
 def _has_nan(t: Tensor) -> bool:
     """A sum is quick, and NaN if a term is. It is also NaN where infinities cancel."""
     total = t.detach().sum()
@@ -293,12 +304,14 @@ def _bind_pool(
     found = {name: a for name, a in found.items() if a is not None and name != "memo"}
     tensors = _ordinary({name: a for name, a in found.items() if isinstance(a, torch.Tensor)})
     written = {name[:-1]: tensors.pop(name[:-1]) for name in names if name.endswith("=")}
-    sizes = {
-        name: list(a) if isinstance(a, (list, tuple)) else int(a)
-        for name, a in found.items()
-        if name not in tensors and name not in written
-    }
+    sizes = {name: _whole_numbers(a) for name, a in found.items() if name not in tensors and name not in written}
     return tensors, written, sizes
+
+
+def _whole_numbers(size: Any) -> Any:
+    """Return a size, or a list of sizes, as ints: JSON takes no NumPy numbers and no tensors."""
+    sequence = isinstance(size, (list, tuple)) or getattr(size, "ndim", 0)
+    return [int(number) for number in size] if sequence else int(size)
 
 
 def _gradients(function: _Function, tensors: Any) -> dict[str, Tensor]:
@@ -333,12 +346,15 @@ class _Call:
         self.inputs, self.written, self.sizes = (_bind_pool if function.operator == _POOL else _bind)(function, args, kwargs)
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
         self.copies: dict[str, _Host] = {}
+        self.shared: list[str] = []  # inputs that are one tensor
         self.edges = self._edges() if torch.is_grad_enabled() and not function.backward else {}
         self.about: dict[str, Any] = {"function": function.name, "operator": function.operator, "index": index}
         self.about["direction"] = "backward" if function.backward else "forward"
-        self.about.update(device=str(self.first.device), caller=_caller(), autocast=torch.is_autocast_enabled())
+        self.about.update(device=str(self.first.device), caller=_caller(), autocast=_autocast(self.first.device.type))
         if function.operator == _POOL:
             self.about.update(form=function.form, sizes=self.sizes)
+        if self.shared:
+            self.about["shared"] = self.shared
         self.stem = ""
 
     @property
@@ -346,11 +362,14 @@ class _Call:
         return next(iter(self.inputs.values()))
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
-        """Where autograd will bring the gradient of each input that has one."""
-        wanted = {p: self.inputs[p] for p in self.function.learned if p in self.inputs and self.inputs[p].requires_grad}
+        """Return where autograd brings the gradient of each input that has one. An edge that several inputs share brings the
+        sum of their gradients, which is no result of the operator: leave these inputs out, and name them in `shared`."""
+        inputs = {p: self.inputs[p] for p in self.function.learned if p in self.inputs and self.inputs[p].requires_grad}
         # a leaf's node is behind the node of anything that is made from it
-        nodes = {p: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for p, t in wanted.items()}  # pyright: ignore
-        return {p: (nodes[p], t.output_nr) for p, t in wanted.items()}
+        nodes = {p: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for p, t in inputs.items()}  # pyright: ignore
+        edges = {p: (nodes[p], t.output_nr) for p, t in inputs.items()}
+        self.shared = [p for p, edge in edges.items() if list(edges.values()).count(edge) > 1]
+        return {p: edge for p, edge in edges.items() if p not in self.shared}
 
     def size(self) -> int:
         """Bytes of all that may be recorded of it."""
@@ -487,8 +506,15 @@ class _Writer(threading.Thread):
             self._manifest()
 
     def _manifest(self) -> None:
-        text = json.dumps({**self.recorder.facts(), "calls": self.calls}, indent=1)
-        self._whole(self.recorder.folder / "manifest.json", lambda part: part.write_text(text))
+        path, facts = self.recorder.folder / "manifest.json", self.recorder.facts()
+        text = json.dumps({**facts, "calls": self.calls}, indent=1)
+        try:
+            self._whole(path, lambda part: part.write_text(text))
+        except OSError:  # no room or no inode for another file: without its calls the text fits into the one that is there
+            with contextlib.suppress(OSError), path.open("r+") as file:
+                file.write(json.dumps({**facts, "calls": {}}, indent=1))
+                file.truncate()
+            raise
         self.reported = time.monotonic()
 
     def _whole(self, path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
@@ -582,13 +608,17 @@ class Recorder:
                 raise ValueError(f"functions must {rule}; got {name}={operator}")
         self.folder = _rank_folder(out)
         try:
+            if not os.fspath(out):
+                raise OSError("no name")
             self.folder.mkdir(parents=True, exist_ok=True)
             if any(self.folder.iterdir()):
                 raise OSError("one with files")
         except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
             fact = getattr(error, "strerror", None) or error
-            raise ValueError(f"out must be a new or an empty folder; got {str(self.folder)!r}, {fact}") from None
-        self.every, self.nan, self.budget, self.taken = int(every), nan, megabytes * 1e6, 0
+            raise ValueError(
+                f"out must be a new or an empty folder; got {os.fspath(out) and str(self.folder)!r}, {fact}"
+            ) from None
+        self.every, self.nan, self.budget, self.taken = int(every), bool(nan), float(megabytes) * 1e6, 0
         self.spent = self.ended = self.closed = self.failed = False  # the budget, sampling, gradients, for a reason
         self.gone = False  # calls are not even counted
         self.functions: dict[str, _Function] = {}

@@ -7,14 +7,17 @@ import csv
 import datetime
 import pathlib
 import platform
+import re
 from typing import Any
 
 import torch
 
 from mx_driving.measure.report import processor
 
+TESTS = pathlib.Path(__file__).parents[1]
 OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
 WHERE = ("torch", "python", "system", "processor", "packages")
+RUN = ("torch", "python", "system", "packages")  # a run replaces the rows of these, whatever its processor
 COLUMNS = (*WHERE, "file", "passed", "failed", "skipped", "date")
 
 
@@ -37,19 +40,40 @@ def counts(stats: dict[str, list[Any]]) -> dict[str, collections.Counter[str]]:
     return found
 
 
-def write(path: pathlib.Path, place: dict[str, str], found: dict[str, collections.Counter[str]]) -> None:
-    """Replace the rows of the same place and test file, and keep all others."""
-    rows = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    rows = [row for row in rows if row["file"] not in found or any(row[column] != place[column] for column in WHERE)]
+def check_version(row: dict[str, str]) -> None:
+    """Raise ValueError if a row's version of torch is none, such as "3.0+cpu", which is the end of one."""
+    if not re.match(r"\d+\.\d+\.\d+", row["torch"]):
+        raise ValueError(f"torch must be a version of three numbers; got {row['torch']!r}")
+
+
+def read(path: pathlib.Path) -> list[dict[str, str]]:
+    """Return the rows of a file; none if it does not exist."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        check_version(row)
+    return rows
+
+
+def write(path: pathlib.Path, place: dict[str, str], by_file: dict[str, collections.Counter[str]]) -> None:
+    """Replace the rows of the same run and test file, drop rows of the run whose test file is gone, and keep all others."""
+    check_version(place)
+    tests = {file.name for file in TESTS.rglob("test_*.py")}
+    rows = [
+        row
+        for row in read(path)
+        if any(row[column] != place[column] for column in RUN) or (row["file"] in tests and row["file"] not in by_file)
+    ]
     date = datetime.date.today().isoformat()
-    for name, by_outcome in found.items():
-        numbers = {outcome: str(by_outcome[outcome]) for outcome in ("passed", "failed", "skipped")}
+    for name, outcomes in by_file.items():
+        numbers = {outcome: str(outcomes[outcome]) for outcome in ("passed", "failed", "skipped")}
         rows.append({**place, "file": name, **numbers, "date": date})
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    part = path.with_name(path.name + ".part")
+    with part.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(sorted(rows, key=lambda row: [row[column] for column in (*WHERE, "file")]))
+    part.replace(path)  # whole or not at all

@@ -16,11 +16,12 @@ import time
 import types
 
 import cases
+import numpy as np
 import pytest
 import torch
 from device_machine import FILE, KINDS, device_machine, recorded, run
 from programs import python
-from recorded_calls import replay
+from recorded_calls import call, replay
 
 import mx_driving
 from mx_driving_portable import record
@@ -468,12 +469,13 @@ def test_a_killed_recorder_leaves_nothing_that_replay_does_not_mention(tmp_path)
     assert [file.name for file in (tmp_path / "calls").iterdir()] == ["call-000000.safetensors.part"]
 
 
-@pytest.mark.parametrize("way", ["whole", "tmpfs", "tmpfs, pt"])
+@pytest.mark.parametrize("way", ["whole", "tmpfs", "tmpfs, pt", "tmpfs, inodes"])
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, tmp_path, capsys, monkeypatch, way):
     folder = tmp_path / "disk"
     folder.mkdir()
     if "tmpfs" in way:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)], capture_output=True)
+        small = "nr_inodes=8" if "inodes" in way else "size=64k"
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", small, "tmpfs", str(folder)], capture_output=True)
         if mounted.returncode:
             pytest.skip("mounting a small disk needs root on Linux")
     try:
@@ -500,9 +502,37 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, 
         kept = len(list((folder / "calls").glob("call-*")))
         assert all("output" in tensors for _, tensors in recorded(folder / "calls").values())  # what is there is whole
         assert f"record: {kept} of 20 calls recorded, 0 MB" in said.splitlines()[-1]
+        judged = replay(folder / "calls")
+        assert "the recording ended early: recording into" in judged.output if kept else judged.exit_code == 1
     finally:
         if "tmpfs" in way:
             subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_recording_that_a_disk_without_inodes_ended_has_its_reason(attention, tmp_path, capsys, monkeypatch):
+    """No new file can be made from the third call on: neither a call's, nor one to replace the manifest."""
+    writer = record._Writer._whole
+
+    def without_inodes(self, path, write):
+        if len(self.calls) >= 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        writer(self, path, write)
+
+    monkeypatch.setattr(record._Writer, "_whole", without_inodes)
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
+        for _ in range(5):
+            attention.attend(*inputs(()))
+            while recording.writer.waiting:
+                time.sleep(0.01)
+        monkeypatch.setattr(record.tempfile, "TemporaryFile", lambda **_: without_inodes(recording.writer, None, None))
+        attention.attend(*inputs(()))
+    words = f"recording into {tmp_path / 'calls'} has ended after 2 files: No space left on device; the program goes on"
+    assert words in capsys.readouterr().err
+    manifest = json.loads((tmp_path / "calls/manifest.json").read_text())
+    assert manifest["finished"] >= manifest["started"]
+    judged = replay(tmp_path / "calls")
+    assert judged.exit_code == 0
+    assert "the recording ended early: recording into" in judged.output
 
 
 def test_without_safetensors_calls_are_pt_files(attention, tmp_path, capsys, monkeypatch):
@@ -513,6 +543,63 @@ def test_without_safetensors_calls_are_pt_files(attention, tmp_path, capsys, mon
     whole = torch.load(tmp_path / "calls/call-000000.pt", weights_only=True)
     assert torch.equal(whole["tensors"]["output"], out.detach())
     assert whole["metadata"]["format"] == str(record.FORMAT)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("operator", [*cases.OPERATORS, "bev_pool_v3"])
+def test_calls_under_autocast_are_right(operator, dtype, tmp_path):
+    """Their inputs have 16 bits and their output 32, in which our own columns are computed, too."""
+    if operator == "bev_pool_v3":
+        ranks = torch.arange(24)
+        arguments = [torch.rand(24, 1), torch.randn(12, 8), ranks, ranks // 2, ranks // 3, (1, 2, 2, 2, 8)]
+    else:
+        arguments = list(call(operator)[0])
+    arguments = [a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments]
+    leaves = [arguments[i].requires_grad_() for i in {**cases.DIFFERENTIABLE, "bev_pool_v3": (0, 1)}[operator]]
+    with record.recording(tmp_path / "calls", every=1), torch.autocast("cpu", torch.bfloat16):
+        out = getattr(mx_driving, operator)(*arguments)
+        out.sin().sum().backward()
+    assert out.dtype == torch.float32
+    assert {leaf.grad.dtype for leaf in leaves} == {dtype}
+    assert recorded(tmp_path / "calls")["call-000000"][0]["autocast"] is True
+    judged = replay(tmp_path / "calls")
+    assert judged.exit_code == 0
+    assert "please report" not in judged.output
+    assert judged.output.count(" right ") == 1 + len(leaves)
+
+
+def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention, tmp_path):
+    """Autograd brings it the sum of two gradients, which is no result of the operator."""
+    rows, one = torch.rand(12, 1, requires_grad=True), torch.zeros(12, dtype=torch.long)
+    value, shapes, starts, locations, weights = inputs()
+    mixed = value.sin()
+    with record.recording(tmp_path / "calls", every=1, functions=NAMED):
+        mx_driving.bev_pool_v3(rows, rows, torch.arange(12), torch.arange(12), one, (1, 1, 1, 1, 1)).sum().backward()
+        attention.attend(mixed, shapes, starts, locations, weights).sin().sum().backward()
+    files = recorded(tmp_path / "calls")
+    assert files["call-000000"][0]["shared"] == ["feat", "depth"]
+    assert "call-000000-gradients" not in files
+    judged = replay(tmp_path / "calls")
+    assert judged.exit_code == 0
+    assert "feat and depth are one tensor, which has the sum of their gradients: not judged" in judged.output
+    assert "grad_value" in judged.output
+
+
+def test_sizes_and_options_are_written_as_plain_numbers(tmp_path, capsys):
+    """NumPy's numbers and tensors without axes are no JSON."""
+    rows, ranks, places = torch.rand(4, 2), torch.arange(4), torch.zeros(4, 4, dtype=torch.long)
+    geometry = torch.zeros(1, 4, 3, dtype=torch.int32)
+    number, tensor = np.int64(1), torch.tensor(1)
+    with record.recording(tmp_path / "calls", every=np.int64(1), nan=np.bool_(False), megabytes=np.float32(9)):
+        for one in (number, tensor):
+            mx_driving.bev_pool_v3(rows[:, :1], rows, ranks, ranks, ranks * 0, (one, one, one, one, 2))
+            mx_driving.bev_pool(rows, places, one, one, one, one)
+            mx_driving.npu_voxel_pooling_train(geometry, rows[None], [one, one, one])
+        mx_driving.bev_pool_v3(rows[:, :1], rows, ranks, ranks, ranks * 0, [*map(np.int64, (1, 1, 1, 1, 2))])
+    assert "record: 7 of 7 calls recorded" in capsys.readouterr().err
+    judged = replay(tmp_path / "calls")
+    assert judged.exit_code == 0
+    assert "7 calls are right" in judged.output
 
 
 def test_forms_of_arguments(attention, tmp_path):
@@ -556,6 +643,7 @@ def test_strides_and_devices_are_written_down(attention, tmp_path):
         ({"functions": {"a.b": "convolution"}}, "functions must name a Python function of a module, and one of"),
         ({"functions": {"torch.ops.a.b": cases.MULTI_SCALE}}, "functions must name a Python function of a module"),
         ({"out": "full"}, "out must be a new or an empty folder; got '.*full', one with files"),
+        ({"out": ""}, "out must be a new or an empty folder; got '', no name"),
         ({"out": "full/file"}, "out must be a new or an empty folder; got '.*file', "),
         ({"out": "full/file/in"}, "out must be a new or an empty folder; got '.*in', "),
         ({"out": "a" * 300}, "out must be a new or an empty folder; got '.*a', "),
@@ -566,7 +654,8 @@ def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options,
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("kept")
     before = list(sys.meta_path)
-    options = {**options, "out": tmp_path / options.get("out", "calls")}
+    out = options.get("out", "calls")
+    options = {**options, "out": out and tmp_path / out}
     with pytest.raises(ValueError, match=words):
         record.start(**options)
     assert sys.meta_path == before

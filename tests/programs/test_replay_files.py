@@ -223,7 +223,10 @@ def test_nothing_read_is_a_sentence_and_no_picture(tmp_path):
     [
         ({"ended": "the disk is full"}, "the recording ended early: the disk is full"),
         ({"ended_early": "the disk is full", "finished": "2026"}, "the recording ended early: the disk is full"),
-        ({"ended_early": "", "finished": ""}, "the recording has not ended: its program runs, or was killed"),
+        (
+            {"ended_early": "", "finished": ""},
+            "the recording has no end: its program still runs, was killed, or could write no more",
+        ),
         ({"ended_early": "", "finished": "2026"}, ""),
         ({"ended": ""}, ""),
     ],
@@ -271,6 +274,16 @@ def test_no_recording(mx, what, tmp_path):
     code, out, err = mx("replay", tmp_path / what)
     assert (code, out) == (1, "")
     assert re.fullmatch(r"mx-driving: calls must .*; got .*\n", err)
+
+
+def test_an_empty_name_is_not_the_working_folder(mx, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert mx("replay", ".")[0] == 0
+    assert mx("replay", "") == (
+        1,
+        "",
+        "mx-driving: calls must be a folder that record.py wrote, or one file of it; got ''\n",
+    )
 
 
 def test_one_file_one_call_and_a_picture(folder, tmp_path):

@@ -15,7 +15,7 @@ from .options import Threads, use_threads
 
 
 def replay(
-    calls: Annotated[Path, typer.Argument(help="Folder that record.py wrote, or one file of it.")],
+    folder: Annotated[str, typer.Argument(metavar="CALLS", help="Folder that record.py wrote, or one file of it.")],
     only: Annotated[
         list[str] | None, typer.Option("--call", help="Only calls whose name matches, e.g. `'*000012'`; may be repeated.")
     ] = None,
@@ -48,6 +48,9 @@ def replay(
     from ..replay import show as shown
     from ..replay.judge import WRONG, Verdict, judge
 
+    if not folder:  # as a path it would be the working folder
+        raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
+    calls = Path(folder)
     found = recorded.stems(calls)
     names = {str(stem.relative_to(calls)) if calls.is_dir() else stem.name: stem for stem in found}
     chosen = [names[name] for name in matching("--call", only, names)]

@@ -47,6 +47,7 @@ _BARE = [name for name, row in OPERATORS.items() if not row.bare]
 ABOUT = {
     **dict.fromkeys(("function", "device", "caller", "reason", "direction", "of", "form"), _TEXT),
     **dict.fromkeys(("autocast", "packed", "cleared"), _FLAG),
+    "shared": _Rule("be a list of names", lambda x: isinstance(x, list) and all(isinstance(name, str) for name in x)),
     "operator": _Rule(f"be one of {', '.join(_BARE)}", lambda x: isinstance(x, str) and x in _BARE),
     "index": _Rule("be a whole number", _whole),
     "sizes": _Rule("be whole numbers, or lists of them, by name", _sizes),
@@ -121,6 +122,6 @@ def histories(path: Path) -> Iterator[str | Problem]:
                 if early := shown(manifest.get("ended_early", manifest.get("ended", ""))):
                     yield f"the recording ended early: {early}"
                 elif not manifest.get("finished", True):
-                    yield "the recording has not ended: its program runs, or was killed"
+                    yield "the recording has no end: its program still runs, was killed, or could write no more"
         except Problem as problem:
             yield Problem(shown(problem, SENTENCE))

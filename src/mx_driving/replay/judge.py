@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -52,7 +52,8 @@ class Verdict:
 def judge(call: Call) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and say what the device's results are worth."""
     bound = ErrorBound(call)
-    float32, ours = computed(call, None), by_kernel(call)
+    wide = _as_computed(call)
+    float32, ours = computed(wide, None), by_kernel(wide)
     verdict = Verdict(
         call, off_map(call), *_not_finite(call.inputs), [], limit=limits.passed_by(call.row.name, *given(call.row, call.inputs))
     )
@@ -66,10 +67,22 @@ def judge(call: Call) -> Verdict:
             _as_coarse(bound, judged, call.results[judged.result])
         if judged.ours > 1:
             verdict.notes.append(f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file")
+    if shared := call.about.get("shared"):
+        verdict.notes.append(f"{' and '.join(shared)} are one tensor, which has the sum of their gradients: not judged")
     inputs = verdict.nans or verdict.infinities
     if inputs and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in verdict.results):
         verdict.notes.append("its NaN and infinities come from the inputs: float64 has the same")
     return verdict
+
+
+def _as_computed(call: Call) -> Call:
+    """Return the call with 16-bit inputs in the dtype of its output, where that is wider: autocast reads 16 bits, and computes
+    and returns float32. The conversion is exact."""
+    output = call.results.get("output", call.grad_output)
+    if output is None or output.dtype.itemsize <= call.inputs[0].dtype.itemsize:
+        return call
+    inputs = tuple(t.to(output.dtype) if t.is_floating_point() and t.dtype.itemsize == 2 else t for t in call.inputs)
+    return replace(call, inputs=inputs)
 
 
 def _result(bound: ErrorBound, name: str, got: Tensor, float32: Results, ours: Results) -> Judged:
