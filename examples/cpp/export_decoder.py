@@ -1,7 +1,7 @@
 """Export a detector's decoder for a C++ program that has no Python: `python examples/cpp/export_decoder.py FOLDER`.
 
-Writes decoder.pt2, a package of AOTInductor; decoder.pt, the traced module; and example.pt, the inputs and what both give in
-Python: `queries`, `memory`, `of_package` and `of_trace`.
+Makes the folder and writes decoder.pt2, a package of AOTInductor; decoder.pt, the traced module; and example.pt, the inputs
+and what both give in Python: `queries`, `memory`, `of_package` and `of_trace`.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Example(torch.nn.Module):
 
 
 def export(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     decoder = Decoder().eval()
     inputs = torch.randn(1, QUERIES, EMBED_DIMS), torch.randn(1, sum(h * w for h, w in SIZES), EMBED_DIMS)
@@ -70,8 +71,8 @@ def export(folder: Path) -> None:
         )
         traced = torch.jit.trace(decoder, inputs)
         torch.jit.save(traced, folder / "decoder.pt")
-        found = torch._inductor.aoti_load_package(package)(*inputs), traced(*inputs)
-        torch.jit.save(torch.jit.script(Example(*inputs, *found)), folder / "example.pt")
+        outputs = torch._inductor.aoti_load_package(package)(*inputs), traced(*inputs)
+        torch.jit.save(torch.jit.script(Example(*inputs, *outputs)), folder / "example.pt")
 
 
 if __name__ == "__main__":

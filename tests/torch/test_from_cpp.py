@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-import shlex
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +12,7 @@ import sys
 import cases
 import pytest
 import torch
-from programs import example, python
+from programs import python
 from small_cases import GROWING
 
 from mx_driving import _backends, _operators, config
@@ -194,30 +194,47 @@ print(torch.equal(found, example.of_package), "mx_driving" in sys.modules)
 """
 
 
+# What the `quick_packages` fixture does, for a Python that the documented lines start.
+QUICK_PACKAGES = """
+import sys
+if "examples/cpp/export_decoder.py" in sys.orig_argv:
+    from torch._inductor.config import aot_inductor
+    aot_inductor.precompile_headers = False
+    aot_inductor.compile_wrapper_opt_level = "O0"
+    aot_inductor.enable_line_tables = False
+"""
+
+
+def documented_lines():
+    """The shell commands of docs/deploy.md that build and run examples/cpp."""
+    page = (EXAMPLE.parents[1] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    (lines,) = [block for block in re.findall(r"^```shell\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "cmake -S" in block]
+    return lines
+
+
 @pytest.mark.long
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torch's CMake files want the CUDA toolkit")
 @pytest.mark.skipif(sys.platform != "linux", reason="built with this system's compiler")
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("quick_packages")
-def test_a_program_of_cpp_runs_a_decoder_with_the_bits_of_python(tmp_path):
+def test_the_documented_lines_run_a_decoder_in_cpp_with_the_bits_of_python(tmp_path):
     """A package of AOTInductor and a traced module, by a program in which there is no Python; the package in Python,
     too, without ours."""
-    exporter = example("cpp/export_decoder")
-    exporter.LAYERS = 1
-    exporter.export(tmp_path)
-    assert printed(PACKAGE, config.torch_library(), str(tmp_path)) == "True False\n"
-    build, torch_folder = tmp_path / "build", torch.utils.cmake_prefix_path
-    cmake = pathlib.Path(sys.executable).with_name("cmake")
-    cmake = cmake if cmake.exists() else shutil.which("cmake")
-    # Fewer of torch's headers, and a compiler that takes memory instead of looking for garbage: a third less time.
-    flags = "-DAT_PER_OPERATOR_HEADERS --param ggc-min-expand=1000 --param ggc-min-heapsize=2000000"
-    where = f"-Dmx_driving_DIR={config.cmakedir()} -DCMAKE_PREFIX_PATH={torch_folder}"
-    for command in (
-        f"{cmake} -S {EXAMPLE} -B {build} {where} '-DCMAKE_CXX_FLAGS={flags}'",
-        f"{cmake} --build {build}",
-    ):
-        done = subprocess.run(shlex.split(command), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-    done = subprocess.run([build / "decoder", tmp_path], capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["AOTInductor: 100 boxes, the bits of Python", "traced: 100 boxes, the bits of Python"]
-    assert (done.returncode, done.stderr) == (0, "")
+    shutil.copytree(EXAMPLE, tmp_path / "examples" / "cpp", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "sitecustomize.py").write_text(QUICK_PACKAGES)
+    environment = {
+        **os.environ,
+        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+        "PYTHONPATH": str(tmp_path),
+        # Fewer of torch's headers, and a compiler that takes memory instead of looking for garbage: a third less time.
+        "CXXFLAGS": "-DAT_PER_OPERATOR_HEADERS --param ggc-min-expand=1000 --param ggc-min-heapsize=2000000",
+    }
+    done = subprocess.run(
+        ["bash", "-e", "-c", documented_lines()], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = ["AOTInductor: 100 boxes, the bits of Python", "traced: 100 boxes, the bits of Python"]
+    assert done.stdout.splitlines()[-2:] == said
+    assert printed(PACKAGE, config.torch_library(), str(tmp_path / "exported")) == "True False\n"
+    done = subprocess.run([tmp_path / "build" / "decoder", "nowhere"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "nowhere/example.pt" in done.stderr
+    assert "frame #" not in done.stderr
