@@ -241,6 +241,73 @@ def test_classes_of_the_whole_file(wrong, right):
     assert whole.judged("classes", classes, [classes], got).right == right
 
 
+class Resized(torch.nn.Module):
+    """An upsampled map beside attention. `write` says how its size is written."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, value, locations, weights):
+        attended = writings.Stacked()(value, locations, weights)
+        larger = self.write(value[:, :36].permute(0, 3, 2, 1).reshape(value.shape[0], 32, 6, 6))
+        return torch.cat([larger, torch.ones(1, 32, 12, 12).expand_as(larger)], 1).mean() + attended
+
+
+SIZES = {
+    "scales": lambda x: torch.nn.functional.interpolate(x, scale_factor=2.0),
+    "linear": lambda x: torch.nn.functional.interpolate(x, scale_factor=(2.0, 2.0), mode="bilinear"),
+    "range": lambda x: torch.nn.functional.interpolate(x, scale_factor=2.0)[:, :, torch.arange(0.0, 12.0, 1.0).long()],
+    "clip": lambda x: torch.nn.functional.interpolate(x, scale_factor=2.0).clamp(-100.0, 100.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "exporter"),
+    [("scales", "fixed sizes"), ("range", "fixed sizes"), ("clip", "fixed sizes"), ("linear", "older, fixed sizes")],
+)
+def test_numbers_that_decide_a_shape_are_not_changed(size, exporter, tmp_path):
+    """A Resize by 0.9999999 along the batch gives no batch."""
+    path = tmp_path / "resized.onnx"
+    writings.export(Resized(SIZES[size]), path, exporter, 18)
+    report = verify(path, runtimes.named("onnxruntime"), given())
+    assert report.right
+    assert len(report.outputs) == 1
+
+
+def with_scales(kind):
+    """A Resize whose scales come from float arithmetic, from an input, or with a roi."""
+    tensor = onnx.helper.make_tensor_value_info
+    inputs = [tensor("x", onnx.TensorProto.FLOAT, [1, 2, 4, 4])] + [tensor("s", 1, [4])] * (kind == "input")
+    scales = onnx.numpy_helper.from_array(np.array([1, 1, 2, 2], np.float32), "s")
+    double = onnx.numpy_helper.from_array(np.array([1, 1, 0.5, 0.5], np.float32), "d")
+    nodes = [onnx.helper.make_node("Div", ["s", "d"], ["t"])] if kind == "arithmetic" else []
+    scale = "t" if nodes else "s"
+    nodes.append(onnx.helper.make_node("Resize", ["x", "", scale], ["y"], mode="nearest"))
+    output = tensor("y", 1, None)
+    held = [scales] * (kind != "input") + [double] * (kind == "arithmetic")
+    graph = onnx.helper.make_graph(nodes, "one", inputs, [output], held)
+    return ir.from_proto(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 18)]))
+
+
+@pytest.mark.parametrize("kind", ["initializer", "arithmetic", "input"])
+def test_scales_stay_exact(kind):
+    model = with_scales(kind)
+    fed = {"x": np.ones((1, 2, 4, 4), np.float32), "s": np.array([1, 1, 2, 2], np.float32)}
+    for moved in whole.changed(model, fed, 0.0):
+        assert (moved["x"] != 1).any()
+        assert (moved["s"] == fed["s"]).all()
+        assert all((v.const_value.numpy() % 0.5 == 0).all() for v in model.graph.initializers.values())
+
+
+def test_outputs_without_a_changed_file():
+    """If all changed files have outputs of other shapes, a few ulps of the largest number are allowed."""
+    near = [ROWS[:, :90], ROWS[:0]]
+    assert whole.judged("boxes", ROWS, near, ROWS * np.float32(1 + 1e-6)).right
+    assert not whole.judged("boxes", ROWS, near, ROWS + np.float32(1e-4)).right
+    assert not whole.judged("boxes", ROWS, near, ROWS[:, :90]).right
+
+
 BAD_RUNTIMES = {
     "raise SystemExit('no licence')": "the program ends with status 1: no licence",
     "pass": "what the program writes must be an .npz file; got ",

@@ -1,8 +1,10 @@
 """A whole file's outputs on a runtime beside those of onnxruntime, and how far rounding may move them.
 
-Rounding anywhere in a file acts like a small change of its weights and inputs. So these are changed by a few ulps, several
-times, and what the outputs then move by is what rounding may do. Where a ranking nearly ties, rounding exchanges whole queries;
+Rounding anywhere in a file acts like a small change of its weights and inputs. So change these by a few ulps, several times:
+rounding may move the outputs as far as these changes do. Where a ranking nearly ties, rounding exchanges whole queries;
 therefore an output is judged by how many of its numbers moved further, and the changed files say how many may.
+
+Numbers that decide a shape stay: the scales of a Resize, floor(0.9999999 * 1), would leave no batch.
 """
 
 from __future__ import annotations
@@ -13,11 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from ..onnx._graph import MOVES, before, is_node
 from .places import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # that weights and inputs are changed by, at most
 _FURTHER = 16.0  # times the usual change; the changes of one tensor differ by less
+# Inputs that decide the shape of a node's output, or what is left of it.
+_SHAPING = {
+    **dict.fromkeys(("Resize", "Upsample", "Pad", "Slice", "Clip", "NonMaxSuppression"), (1, 2, 3, 4)),
+    **dict.fromkeys(("Range", "ConstantOfShape"), (0, 1, 2)),
+    **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Split", "AffineGrid"), (1,)),
+}
+_OF_SHAPES = MOVES | {"Add", "Cast", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mul", "ReduceProd", "Round", "Sub", "Where"}
 _SOME = 0.02  # of an output's numbers may be off without being judged wrong: a ranking with near ties
 
 
@@ -42,13 +52,23 @@ class Output:
 
 def changed(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
     """Change the model's weights in place, and give inputs that are changed, too: by ulps of their dtypes, or of eps."""
-    weights = {v: np.asarray(v.const_value.numpy()) for v in model.graph.initializers.values() if v.const_value is not None}
+    shaping = _values_that_decide_shapes(model)
+    initializers = (v for v in model.graph.initializers.values() if v.const_value is not None and v not in shaping)
+    weights = {v: np.asarray(v.const_value.numpy()) for v in initializers if v.const_value is not None}
+    names = {str(v.name) for v in shaping}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
         for value, array in weights.items():
             if array.dtype.kind == "f":
                 value.const_value = ir.tensor(_moved(array, random, eps), name=value.name)
-        yield {name: _moved(array, random, eps) if array.dtype.kind == "f" else array for name, array in arrays.items()}
+        yield {n: a if a.dtype.kind != "f" or n in names else _moved(a, random, eps) for n, a in arrays.items()}
+
+
+def _values_that_decide_shapes(model: ir.Model) -> set[ir.Value]:
+    """Return scales of Resize, ends of Range and the like, and what they are computed from by arithmetic of shapes."""
+    nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if is_node(node, *_SHAPING)]
+    shaping = [node.inputs[i] for node in nodes for i in _SHAPING[node.op_type] if i < len(node.inputs)]
+    return {v for end in shaping if end is not None for v in before(end, lambda node: is_node(node, *_OF_SHAPES))}
 
 
 def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
@@ -59,17 +79,24 @@ def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
 
 
 def judged(name: str, true: Array, near: list[Array], got: Array | None) -> Output:
-    """`true`: onnxruntime's; `near`: those of changed weights and inputs."""
+    """`true`: onnxruntime's; `near`: those of changed weights and inputs, which count where their shape is the same."""
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
     if got.shape != true.shape:
         return Output(name, np.inf, 1, 0, f"it has shape {got.shape}, where onnxruntime's has {true.shape}")
-    moves = [_distance(one, true) if one.shape == true.shape else np.full(true.shape, np.inf) for one in near]
-    most = np.maximum.reduce(moves)
+    most = np.maximum.reduce([_distance(one, true) for one in near if one.shape == true.shape] or [_few_ulps(true)])
     distance = _distance(got, true)
     allowed = _allowed(most, true)
     off, moved = (float(np.mean(d > allowed)) if d.size else 0.0 for d in (distance, most))
     return Output(name, float(distance.max()) if distance.size else 0.0, off, moved)
+
+
+def _few_ulps(true: Array) -> Array:
+    """Return what outputs move by if no changed file gives outputs of these shapes."""
+    if true.dtype.kind != "f":
+        return np.zeros(true.shape)
+    largest = np.abs(true[np.isfinite(true)]).max(initial=0.0)
+    return np.full(true.shape, _ULPS * float(np.finfo(true.dtype).eps) * largest)
 
 
 def _distance(a: Array, b: Array) -> Array:
