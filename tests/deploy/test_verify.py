@@ -377,7 +377,7 @@ def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
         ),
         (
             (stacked, "--runtime", "onnxruntime", "--inputs", tmp_path / "small.npz"),
-            "path_in must run in onnxruntime on these inputs; got",
+            "--inputs must have all inputs of the file, v, l, w; got no l, w",
         ),
         ((stacked, "--runtime", "onnxruntime", "--inputs", stacked), "--inputs must be an .npz file"),
     ):
@@ -395,6 +395,42 @@ def test_a_program_that_does_not_start(stacked, tmp_path):
     program.chmod(0o755)
     report = verify(stacked, runtimes.named(str(program)), given())
     assert all(why.startswith("the program does not start: ") for why in reasons(report))
+
+
+BAD_INPUTS = {
+    "an unknown name": ({"value": 0}, "arrays for the file's inputs, v, l, w; got value"),
+    "another case": ({"V": 0, "l": None}, "arrays for the file's inputs, v, l, w; got V"),
+    "a missing input": ({"l": None}, "all inputs of the file, v, l, w; got no l"),
+    "a wrong dtype": (
+        {"v": np.ones((2, 42, 4, 8))},
+        "'v' as float32 of shape (2, 42, 4, 8); got float64 of shape (2, 42, 4, 8)",
+    ),
+    "whole numbers": (
+        {"w": np.ones((2, 7, 4, 6), int)},
+        "'w' as float32 of shape (2, 7, 4, 6); got int64 of shape (2, 7, 4, 6)",
+    ),
+    "a wrong size": (
+        {"v": np.ones((2, 40, 4, 8), "f")},
+        "'v' as float32 of shape (2, 42, 4, 8); got float32 of shape (2, 40, 4, 8)",
+    ),
+    "a wrong rank": (
+        {"v": np.ones((2, 42, 32), "f")},
+        "'v' as float32 of shape (2, 42, 4, 8); got float32 of shape (2, 42, 32)",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ["verify", "fuse"])
+@pytest.mark.parametrize("name", BAD_INPUTS)
+def test_bad_inputs_are_refused_in_a_sentence(name, program, mx, stacked, tmp_path):
+    """None means: leave this one out. Random numbers in their place would say that all is well."""
+    changes, sentence = BAD_INPUTS[name]
+    arrays = {key: array for key, array in {**given(), **changes}.items() if array is not None}
+    np.savez(tmp_path / "inputs.npz", **arrays)
+    run = ("--runtime", "onnxruntime") if program == "verify" else (tmp_path / "fused.onnx", "--time")
+    status, said, problem = mx(program, stacked, *run, "--inputs", tmp_path / "inputs.npz")
+    assert (status, problem) == (1, f"mx-driving: --inputs must have {sentence}\n")
+    assert "all is well" not in said
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])

@@ -19,6 +19,15 @@ from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 _FEW = 8  # columns
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(double)": np.float64,
+    "tensor(bool)": np.bool_,
+    **{
+        f"tensor({name})": getattr(np, name)
+        for name in ("float16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -48,24 +57,44 @@ def session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def inputs(running: Any, given: Arrays) -> dict[str, np.ndarray[Any, Any]]:
-    """What is given; else random floats from 0 to 1, ones, and a free batch of 1."""
-    random = np.random.default_rng(0)
-    wanted = {one.name: one for one in running.get_inputs()}
-    return {name: given[name] if name in given else _made(one, random) for name, one in wanted.items()}
+def inputs(running: Any, given: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
+    """Return `given`, which must have all inputs but those with a default. If it is empty, make random floats from 0 to 1, ones,
+    and a free batch of 1."""
+    defaults, random = defaults or {}, np.random.default_rng(0)
+    required = {one.name: one for one in running.get_inputs()}
+    allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
+    if not given:
+        return {name: defaults[name] if name in defaults else _made(one, random) for name, one in required.items()}
+    _check_names(list(allowed), [name for name in required if name not in defaults], list(given))
+    for name, array in given.items():
+        _check_input(allowed[name], array)
+    return {**{name: array for name, array in defaults.items() if name in required}, **given}
+
+
+def _check_names(allowed: list[str], required: list[str], given: list[str]) -> None:
+    if unknown := [name for name in given if name not in allowed]:
+        raise Problem(f"--inputs must have arrays for the file's inputs, {', '.join(allowed)}; got {', '.join(unknown)}")
+    if missing := [name for name in required if name not in given]:
+        raise Problem(f"--inputs must have all inputs of the file, {', '.join(required)}; got no {', '.join(missing)}")
+
+
+def _check_input(expected: Any, array: np.ndarray[Any, Any]) -> None:
+    dtype, shape = _DTYPES.get(expected.type, array.dtype), expected.shape or array.shape
+    sizes = zip(shape, array.shape, strict=False)
+    fits = len(shape) == array.ndim and all(not isinstance(one, int) or one == size for one, size in sizes)
+    if array.dtype != dtype or not fits:
+        rule = f"{np.dtype(dtype).name} of shape ({', '.join(map(str, shape))})"
+        raise Problem(f"--inputs must have {expected.name!r} as {rule}; got {array.dtype.name} of shape {array.shape}")
 
 
 def _made(wanted: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
     sizes = [1 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(wanted.shape)]
     if free := [str(size) for size in sizes if not isinstance(size, int)]:
         raise Problem(f"--inputs must have {wanted.name!r}, whose sizes {', '.join(free)} the file leaves free; got none")
-    kinds = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16}
-    if wanted.type in kinds:
-        return random.random(sizes).astype(kinds[wanted.type])
-    whole = {"tensor(int64)": np.int64, "tensor(int32)": np.int32, "tensor(bool)": np.bool_}
-    if wanted.type not in whole:
+    dtype = _DTYPES.get(wanted.type)
+    if dtype is None:
         raise Problem(f"--inputs must have {wanted.name!r}, of type {wanted.type}; got none")
-    return np.ones(sizes, whole[wanted.type])
+    return random.random(sizes).astype(dtype) if np.dtype(dtype).kind == "f" else np.ones(sizes, dtype)
 
 
 def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:

@@ -55,7 +55,7 @@ class Verified:
 
 def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: Path | None = None) -> Verified:
     """Args:
-    given: the file's inputs by name, random where they are missing.
+    given: the file's inputs by name, all of them; random if there are none.
     precision: what the runtime computes in, if that is narrower than the file's dtypes.
     original: the file that this one was made of, which then says where the places are, and what is true.
     """
@@ -78,7 +78,7 @@ def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         defaults = {str(v.name): v.meta["default"].numpy() for v in model.graph.inputs if "default" in v.meta}
-        fed, arrays, made, near = _of_reference(model, folder, {**defaults, **given}, found, precision)
+        fed, arrays, made, near = _of_reference(model, folder, given, defaults, found, precision)
         report = Verified(left=left)
         for number, place in enumerate(found):
             report.places += _alone(place, arrays, run, folder / f"place{number}.onnx", precision)
@@ -89,11 +89,11 @@ def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = 
 
 
 def _of_reference(
-    model: ir.Model, folder: Path, given: Arrays, found: list[Place], precision: torch.dtype | None
+    model: ir.Model, folder: Path, given: Arrays, defaults: Arrays, found: list[Place], precision: torch.dtype | None
 ) -> tuple[Arrays, Arrays, Arrays, list[Arrays]]:
     """What the file is fed, what its places are, what it gives, and what it gives after small changes."""
     wanted = as_reference(model, found)
-    fed, made = _reference(model, folder, given)
+    fed, made = _reference(model, folder, given, defaults)
     arrays = {name: _array(v, {**fed, **made}) for name, v in wanted.items()}
     eps = torch.finfo(precision).eps if precision else 0.0
     return fed, arrays, made, [_run_changed(model, folder, moved) for moved in whole.changed(model, fed, eps)]
@@ -107,13 +107,13 @@ def _run_changed(model: ir.Model, folder: Path, moved: Arrays) -> Arrays:
         return {}
 
 
-def _reference(model: ir.Model, folder: Path, given: Arrays) -> tuple[Arrays, Arrays]:
+def _reference(model: ir.Model, folder: Path, given: Arrays, defaults: Arrays | None = None) -> tuple[Arrays, Arrays]:
     """The file's inputs and its outputs, by onnxruntime on the CPU."""
     file = folder / "reference.onnx"
     ir.save(model, file, external_data="reference.data")
     try:
         running = onnx_files.session(file)
-        fed = onnx_files.inputs(running, given)
+        fed = onnx_files.inputs(running, given, defaults)
         return fed, dict(zip((one.name for one in running.get_outputs()), running.run(None, fed), strict=True))
     except Problem:
         raise

@@ -27,7 +27,21 @@ _SHAPING = {
     **dict.fromkeys(("Range", "ConstantOfShape"), (0, 1, 2)),
     **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Split", "AffineGrid"), (1,)),
 }
-_OF_SHAPES = MOVES | {"Add", "Cast", "Ceil", "Concat", "Div", "Floor", "Max", "Min", "Mul", "ReduceProd", "Round", "Sub", "Where"}
+_OF_SHAPES = MOVES | {
+    "Add",
+    "Cast",
+    "Ceil",
+    "Concat",
+    "Div",
+    "Floor",
+    "Max",
+    "Min",
+    "Mul",
+    "ReduceProd",
+    "Round",
+    "Sub",
+    "Where",
+}
 _SOME = 0.02  # of an output's numbers may be off without being judged wrong: a ranking with near ties
 
 
