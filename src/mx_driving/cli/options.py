@@ -10,6 +10,7 @@ import torch
 import typer
 
 from .._cli_support.files import read_arrays
+from .._cli_support.problems import Problem
 
 
 class DType(str, Enum):
@@ -26,7 +27,7 @@ _DTYPE = f"Dtype of the inputs: {', '.join(d.value for d in DType)}; may be repe
 # metavar, because typer would break its own list of choices within a word
 DTypes = Annotated[list[DType] | None, typer.Option("--dtype", metavar="NAME", help=_DTYPE)]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads; 0: as many as torch uses.")]
-Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of the file's inputs by name; else random.")]
+Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure each comparison about this long.")]
 
 
@@ -37,5 +38,9 @@ def use_threads(threads: int) -> None:
 
 
 def arrays(path: Path | None) -> dict[str, Any]:
-    """What --inputs holds, by name."""
-    return read_arrays("--inputs", path) if path else {}
+    """Return the arrays of --inputs by name; none without it."""
+    if path is None:
+        return {}
+    if found := read_arrays("--inputs", path):
+        return found
+    raise Problem(f"--inputs must have an array for each input of the file; got {path}, which has none")

@@ -23,10 +23,8 @@ _DTYPES = {
     "tensor(float)": np.float32,
     "tensor(double)": np.float64,
     "tensor(bool)": np.bool_,
-    **{
-        f"tensor({name})": getattr(np, name)
-        for name in ("float16", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")
-    },
+    "tensor(float16)": np.float16,
+    **{f"tensor({sign}int{bits})": getattr(np, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)},
 }
 
 
@@ -58,8 +56,10 @@ def session(path: Path) -> Any:
 
 
 def inputs(running: Any, given: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
-    """Return `given`, which must have all inputs but those with a default. If it is empty, make random floats from 0 to 1, ones,
-    and a free batch of 1."""
+    """Return `given`, which must have all inputs but those with a default.
+
+    If it is empty, make random floats from 0 to 1, ones, and a free batch of 1.
+    """
     defaults, random = defaults or {}, np.random.default_rng(0)
     required = {one.name: one for one in running.get_inputs()}
     allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
