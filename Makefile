@@ -17,8 +17,6 @@
 # make test-wheel    the whole test suite against this machine's wheel, installed in an environment of its own
 # make test-oldest   the tests with TORCH=2.6.0 and the oldest other packages: downloads 3.5 GB, takes 7 GB of disk
 # make release-check   whether a release can be made: versions, changes, interface, wheels twice, all tests; QUICK=1 builds nothing
-# make mutants  plants faults, and fails if the tests do not notice one: docs/support/mutants.csv; takes a quarter of an hour
-# make tests-of AT=src/mx_driving/reference.py:30   the tests that reach a line of Python, not of C++; runs the suite once first
 # make native  rebuild the C++ library of an existing environment after a change in native/
 
 PYTHON ?= python3
@@ -266,26 +264,6 @@ interface: $(STAMP)
 .PHONY: release-check
 release-check: $(STAMP)
 	$(BIN)/python wheels/release.py $(if $(QUICK),--quick) $(if $(KEEP_GOING),--keep-going)
-
-# coverage.py lies beside the environment, so that the tests do not see it.
-COVERAGE := build/coverage
-$(COVERAGE)/installed: tests/mutants/requirements.txt $(STAMP)
-	$(BIN)/python -m pip --disable-pip-version-check install --no-deps --target $(COVERAGE) --requirement tests/mutants/requirements.txt
-	touch $@
-
-# ONLY=sampling.h tries some alone; AGAIN=1 tries those again that a test noticed
-.PHONY: mutants
-mutants: $(COVERAGE)/installed
-	$(if $(AGAIN),rm -f build/mutants/results.jsonl)
-	$(BIN)/python tests/mutants/run.py $(ONLY)
-
-# Which lines each test reaches is recorded once, by all tests or by those of FILES; AGAIN=1 records anew.
-.PHONY: tests-of
-tests-of: $(COVERAGE)/installed
-	$(if $(AGAIN),rm -f $(COVERAGE)/recorded)
-	test -f $(COVERAGE)/recorded || PYTHONPATH=$(COVERAGE) COVERAGE_FILE=$(COVERAGE)/recorded $(BIN)/python -m pytest -n 2 \
-		--dist loadgroup --cov=mx_driving --cov-context=test --cov-report= $(FILES)
-	PYTHONPATH=$(COVERAGE) $(BIN)/python tests/helpers/tests_of.py $(COVERAGE)/recorded $(AT)
 
 # Whether a tag names the version of pyproject.toml: make version TAG=v0.1.0
 .PHONY: version

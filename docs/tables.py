@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
 # libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`; transformers.csv: `make test-transformers`
-# mutants.csv, mutants_equivalent.csv: `make mutants`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH = "epyc-zen4-2-cores.csv"
 # Other processors: the file of bare operators, and that of operators with logits
@@ -287,18 +286,6 @@ def libraries() -> str:
     return "\n\n".join([markdown([*columns.values(), "ONNX"], body).rstrip(), *refused, made(rows)]) + "\n"
 
 
-def mutants() -> str:
-    """Each file with the faults that were planted in it, and the faults that are none with their reasons."""
-    rows = _rows("mutants.csv")
-    if not rows:
-        return NOTHING_YET
-    counts = ("planted", "killed", "survived", "equivalent")
-    sums = [str(sum(int(row[column]) for row in rows)) for column in counts]
-    table = markdown(["file", *counts], [*([row["file"], *(row[c] for c in counts)] for row in rows), ["together", *sums]])
-    reasons = [f"- `{row['file']}`: `{row['fault']}`. {row['reason']}" for row in _rows("mutants_equivalent.csv")]
-    return "\n".join([table, *reasons]) + "\n"
-
-
 def onnx_files() -> str:
     """Files that libraries export of their models, before and after `fuse`."""
     if not (RESULTS / "onnx-files.csv").exists():
@@ -376,7 +363,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "wheels": wheels,
     "deploy": deploy,
     "tested_libraries": tested_libraries,
-    "mutants": mutants,
     "transformers": transformers,
 }
 

@@ -22,7 +22,6 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 
-import neon
 import pefile
 from elftools.elf.elffile import ELFFile
 from macholib import mach_o
@@ -146,10 +145,7 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
     needs, _, _ = READERS[library.suffix](library.with_name(for_torch(platform)), platform)
     beside = [pathlib.PurePath(name).name for name in strangers(needs, library)]
     holds(beside == [platform.library], f"{for_torch(platform)} must need {platform.library} alone; got {beside}")
-    if "aarch64-linux" in platform.target:
-        facts += "; " + neon.check(library)
-    facts += "; " + check_bill(platform.wheel)
-    return f"{facts}; imports {', '.join(sorted(needed))}; exports {len(exported)} functions"
+    return f"{facts}; {check_bill(platform.wheel)}; imports {', '.join(sorted(needed))}; exports {len(exported)} functions"
 
 
 # ---- tests/native against the library

@@ -278,7 +278,6 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     monkeypatch.setattr(tables, "SUPPORT", tmp_path)
     assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.NOTHING_YET
     assert tables.deploy() == tables.tested_libraries() == tables.transformers() == tables.NOTHING_YET
-    assert tables.mutants() == tables.NOTHING_YET
     place = "3.11.7,Linux x86_64,EPYC,oldest"
     counts = (
         "2.11.0,{},test_a.py,3,0,0,2026-11-22",
@@ -297,16 +296,6 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     line, _, built, *_ = tables.wheels().splitlines()
     assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests. Looked at on 2026-11-22."
     assert built == "*Built by gcc.*"
-    rows = ("a.py,3,2,1,0,9", "b.h,4,3,0,1,9")
-    (tmp_path / "mutants.csv").write_text("\n".join(["file,planted,killed,survived,equivalent,seconds", *rows]))
-    (tmp_path / "mutants_equivalent.csv").write_text("file,fault,reason\nb.h,x  ->  y,It is slower.\n")
-    assert tables.mutants().splitlines()[2:] == [
-        "| a.py | 3 | 2 | 1 | 0 |",
-        "| b.h | 4 | 3 | 0 | 1 |",
-        "| together | 7 | 5 | 1 | 1 |",
-        "",
-        "- `b.h`: `x  ->  y`. It is slower.",
-    ]
     header = "operator,runtime,version,exports,runs,difference,times ours,message,machine"
     rows = ("a,Fast,fast 1,yes,yes,1e-7,2.04,,m", "b,Fast,fast 1,yes,no,,,It fell. Twice.,m", "a,Far,far 2,yes,not here,,,,m")
     (tmp_path / "deploy.csv").write_text("\n".join([header, *rows]))
