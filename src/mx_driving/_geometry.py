@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +19,16 @@ def on_map(pixels: Tensor, sizes: Tensor) -> Tensor:
 def inside(locations: Tensor) -> Tensor:
     """Strictly inside the picture; NaN is not."""
     return ((locations > 0) & (locations < 1)).all(-1)
+
+
+def clamp_index(index: Tensor, size: int | torch.SymInt | Tensor) -> tuple[Tensor, Tensor]:
+    """Return index clamped to 0..size, and a flag that is 1 where it was not one of 0..size - 1, and 0 elsewhere.
+
+    It has no comparison: there are compilers that compute comparisons of int64 wrongly.
+    """
+    index = index.long().clamp(min=-1).clamp(max=size)
+    clamped = index.clamp(min=0)
+    return clamped, clamped - index.clamp(max=size - 1)
 
 
 def starts_of(shapes: Tensor) -> Tensor:

@@ -169,19 +169,22 @@ def _masked(gradients, inputs: tuple[Tensor, ...], output_mask: list[bool]) -> t
     )
 
 
-def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """Truncated locations as rows of value, and which rows exist. Clamping is in int64: no floating dtype holds every size."""
+def _truncated(location: Tensor) -> Tensor:
+    """Locations as int64, those below 0 as 0. Sizes are compared in int64: no floating dtype holds every size."""
     if location.dtype.is_floating_point:
         location = location.to(_compute_dtype(location))
         location = torch.where(location > 0, location, 0)  # a NaN goes to 0
         location = torch.where(location < _LARGE, location, _LARGE)
+    return location.long()
 
-    def index(x: Tensor, size: Tensor) -> Tensor:
-        return torch.minimum(x.long(), size.long() - 1).clamp(min=0)
 
-    x, y = index(location[..., 0], shape[1]), index(location[..., 1], shape[0])
-    row = start.long() + y * shape[1].long() + x
-    inside = (row >= 0) & (row < num_keys) & (shape[0] > 0) & (shape[1] > 0)
+def _nearest(location: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """Truncated locations as rows of value, and which rows exist."""
+    height, width = shape[0].long(), shape[1].long()
+    x, y = _truncated(location).unbind(-1)
+    x, y = torch.minimum(x, width - 1).clamp(min=0), torch.minimum(y, height - 1).clamp(min=0)
+    row = start.long() + y * width + x
+    inside = (row >= 0) & (row < num_keys) & (height > 0) & (width > 0)
     return torch.where(inside, row, 0), inside
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import pytest
@@ -128,15 +129,45 @@ def test_exported(case, strict):
         assert torch.equal(call(*inputs), case.call()(*inputs))
 
 
-@cases
-def test_onnx(tmp_path, case):
+@functools.cache
+def session_of(call):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    exported(case, torch.onnx.export, dynamo=True, verbose=False).save(tmp_path / "call.onnx")
-    session = runtime.InferenceSession(tmp_path / "call.onnx", providers=["CPUExecutionProvider"])
+    case = next(case for case in CASES if case.call is call)
+    model = exported(case, torch.onnx.export, dynamo=True, verbose=False).model_proto
+    return runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+
+
+def run_in_onnxruntime(call, inputs):
+    session = session_of(call)
+    names = [i.name for i in session.get_inputs()]
+    (output,) = session.run(None, {name: t.numpy() for name, t in zip(names, inputs, strict=True)})
+    return torch.from_numpy(output)
+
+
+@cases
+def test_onnx(case):
     for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
-        (found,) = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)})
-        torch.testing.assert_close(torch.from_numpy(found), case.call()(*inputs))
+        torch.testing.assert_close(run_in_onnxruntime(case.call, inputs), case.call()(*inputs))
+
+
+OUTSIDE = [[-1, 0, 0, 0], [3, 0, 0, 0], [0, 5, 0, 0], [0, -(2**40), 0, 0], [0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, -1]]
+
+
+def test_a_place_outside_is_in_no_cell_of_a_file():
+    """It is not in the last one, as if -1 counted from the end; its NaN is in none, either."""
+    feat, inside = places(2, 9)
+    everything = torch.cat([feat, torch.full((len(OUTSIDE), C), torch.nan)]), torch.cat([inside, torch.tensor(OUTSIDE)])
+    torch.testing.assert_close(run_in_onnxruntime(V1, everything), V1()(feat, inside))
+    with pytest.raises(ValueError, match="ranks_bev"):
+        V1()(*everything)
+
+
+def test_other_forms_have_no_node_of_a_pool():
+    """They are written as the default form is."""
+    pytest.importorskip("onnxscript")
+    for form in set(mx_driving.onnx.FORMS) - {"onnxruntime"}:
+        assert torch.ops.mx_driving.bev_pool_v3.default not in mx_driving.onnx.translations(form)
 
 
 @pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])

@@ -238,3 +238,64 @@ def test_bevdepth_in_inference(extension):
     sizes = (2, 3, 4, 2, 3, C, *number)
     extension("voxel_pooling_inference_ext").voxel_pooling_inference_forward_wrapper(*sizes, geometry, depth, context, output)
     close([output.permute(0, 3, 1, 2)], [mx_driving.npu_voxel_pooling_train(geometry, rows, number)])
+
+
+# Every name that sums rows at places, of places (h, w, d, b): a function of feat and places.
+PLACED = {
+    "bev_pool": lambda feat, places: mx_driving.bev_pool(feat, places, B, D, H, W),
+    "bev_pool_v3": lambda feat, places: mx_driving.bev_pool_v3(None, feat, None, None, places, SHAPE),
+    "BEVPoolV3": lambda feat, places: BEVPoolV3.apply(None, feat, None, None, places, SHAPE),
+    "BEVPoolV3.forward": lambda feat, places: BEVPoolV3.forward(Mock(), None, feat, None, None, places, SHAPE),
+    "_C.npu_bev_pool": lambda feat, places: _C.npu_bev_pool(feat, places, FIRST, FIRST, B, D, H, W),
+    "_C.npu_bev_pool_v3": lambda feat, places: _C.npu_bev_pool_v3(None, feat, None, None, places, B, D, H, W),
+    "_C.npu_bev_pool_backward": lambda feat, places: _C.npu_bev_pool_backward(GRAD, places, FIRST, FIRST, B, D, H, W),
+    "_C.npu_bev_pool_v3_backward": lambda feat, places: _C.npu_bev_pool_v3_backward(GRAD, None, feat, None, None, places),
+}
+FIRST, GRAD = torch.zeros(1).int(), torch.ones(SHAPE)
+NO_INDEX = [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.int16, torch.uint8]
+
+
+@pytest.mark.parametrize("dtype", NO_INDEX, ids=str)
+@pytest.mark.parametrize("name", PLACED)
+def test_places_are_int32_or_int64(name, dtype):
+    """Truncated, -0.5 would count in cell 0."""
+    with pytest.raises(TypeError, match="^(geom_feat|ranks_bev) must have dtype int32 or int64; got "):
+        PLACED[name](torch.rand(3, C), torch.zeros(3, 4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", NO_INDEX, ids=str)
+def test_voxels_and_intervals_are_int32_or_int64(extension, dtype):
+    voxels, intervals = GEOMETRY.to(dtype), FIRST.to(dtype)
+    feat, places, output = torch.rand(2, 4, 5), torch.zeros(3, 4).int(), torch.zeros(2, 2, 3, 5)
+    train = extension("voxel_pooling_train_ext").voxel_pooling_train_forward_wrapper
+    inference = extension("voxel_pooling_inference_ext").voxel_pooling_inference_forward_wrapper
+    pool, memo = extension("bev_pool_ext"), torch.zeros(2, 4, 3).int()
+    calls = (
+        lambda: mx_driving.npu_voxel_pooling_train(voxels, feat, (3, 2, 1)),
+        lambda: train(2, 4, 5, 3, 2, 1, voxels, feat, output, memo),
+        lambda: inference(2, 1, 4, 1, 1, 5, 3, 2, 1, voxels, torch.rand(2, 4, 1, 1), torch.rand(2, 5, 1, 1), output),
+        lambda: pool.bev_pool_forward(torch.rand(3, C), places, intervals, FIRST, B, D, H, W),
+        lambda: pool.bev_pool_backward(GRAD, places, FIRST, intervals, B, D, H, W),
+        lambda: _C.npu_bev_pool_v2_backward(GRAD, *lifted(), intervals, intervals, B, D, H, W),
+        lambda: mx_driving.bev_pool_v2(*lifted(), SHAPE, FIRST, intervals),
+    )
+    for call in calls:
+        with pytest.raises(TypeError, match="^(geom_xyz|interval_lengths|interval_starts) must have dtype int32 or int64; got "):
+            call()
+
+
+@pytest.mark.parametrize("shape", [(4, C), (2, C), (3, 1, C), (3 * C,), (3, C, 1)])
+@pytest.mark.parametrize("name", ["bev_pool", "_C.npu_bev_pool"])
+def test_bev_pool_takes_a_row_for_each_place(name, shape):
+    """Only bev_pool_v3 reads the first rows of a longer view."""
+    with pytest.raises(ValueError, match=r"^feat must have shape \(n=3, C\); got "):
+        PLACED[name](torch.rand(shape), torch.zeros(3, 4).int())
+
+
+def test_without_channels_the_output_is_empty():
+    places = torch.zeros(3, 4).long()
+    for out in (PLACED["bev_pool"](torch.rand(3, 0), places), mx_driving.bev_pool(torch.rand(3, 0), places, B, D, H, W)):
+        assert out.shape == (B, 0, D, H, W)
+    feat = torch.rand(4, 0, requires_grad=True)
+    mx_driving.bev_pool_v3(None, feat, None, None, places, (B, D, H, W, 0)).sum().backward()
+    assert feat.grad.shape == (4, 0)

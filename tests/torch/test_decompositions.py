@@ -7,10 +7,12 @@ import logits_cases
 import numpy as np
 import pytest
 import torch
+from small_cases import One
 from torch.fx.experimental.proxy_tensor import make_fx
 from values import first
 
 import mx_driving
+from mx_driving._operators import OPERATORS
 
 LARGE = {"BEVFormer spatial", "Sparse4D", "vendor 15 points"}
 SMALL = [case for case in cases.CASES if case.name not in LARGE] + logits_cases.CASES
@@ -46,3 +48,68 @@ def test_exporters_write_gathers_and_sums(operator):
     )
     assert not [node for node in graph.graph.nodes if "mx_driving" in str(node.target)]
     torch.testing.assert_close(graph(*args), getattr(mx_driving, operator)(*args), rtol=3e-7, atol=1e-4)
+
+
+def comparisons_of_int64(program):
+    """Nodes that compare int64 tensors, in a program whose operators are decomposed."""
+    table = torch.export.default_decompositions()
+    for operator in OPERATORS:
+        op = getattr(torch.ops.mx_driving, operator).default
+        table[op] = torch._decomp.decomposition_table[op]
+    graph = program.run_decompositions(table).graph
+    assert not [node for node in graph.nodes if "mx_driving" in str(node.target)]
+    compared = [node for node in graph.nodes if getattr(node.target, "overloadpacket", None) in COMPARISONS]
+    return [str(node) for node in compared if any(t.meta["val"].dtype == torch.int64 for t in node.all_input_nodes)]
+
+
+COMPARISONS = {getattr(torch.ops.aten, name) for name in ("ge", "gt", "le", "lt", "eq", "ne", "logical_not")}
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_no_graph_of_a_sampling_operator_compares_int64(operator):
+    """Compilers are known to compute such comparisons wrongly (Core AI, apple/coreai-torch #11)."""
+    args = first(operator)
+    tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
+    assert comparisons_of_int64(torch.export.export(One(operator, args), tensors)) == []
+
+
+class Pool(torch.nn.Module):
+    """A name of bev_pool, of sizes that are numbers."""
+
+    def __init__(self, name, *sizes):
+        super().__init__()
+        self.pool, self.sizes = getattr(mx_driving, name), sizes
+
+    def forward(self, *tensors):
+        return self.pool(*tensors[:5], *self.sizes, *tensors[5:])
+
+
+PLACES, RANKS, ONE = torch.zeros(5, 4).long(), torch.zeros(5).long(), torch.zeros(1).long()
+POOLS = {
+    "bev_pool": (Pool("bev_pool", 1, 1, 2, 3), (torch.rand(5, 2), PLACES)),
+    "bev_pool_v2": (Pool("bev_pool_v2", (1, 1, 2, 3, 2)), (torch.rand(4), torch.rand(4, 2), *[RANKS] * 3, ONE, ONE)),
+    "bev_pool_v3": (Pool("bev_pool_v3", (1, 1, 2, 3, 2)), (torch.rand(4), torch.rand(4, 2), *[RANKS] * 3)),
+    "npu_voxel_pooling_train": (Pool("npu_voxel_pooling_train", (3, 2, 1)), (PLACES[None, :, :3], torch.rand(1, 5, 2))),
+}
+
+
+@pytest.mark.parametrize(("pool", "inputs"), POOLS.values(), ids=POOLS)
+def test_no_graph_of_a_pool_compares_int64(pool, inputs):
+    assert comparisons_of_int64(torch.export.export(pool, inputs)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("sizes", [(4, 3, 6), (0, 3, 6), (4, 0, 6), (4, 3, 0)])
+def test_ranks_without_a_row_add_nothing(sizes, dtype):
+    """As in the reference; NaN in the rows that stand for them enters no cell, and no rank counts from the end."""
+    rows, elements, cells = sizes
+    feat, depth = torch.randn(rows, 2), torch.rand(elements)
+    feat[:1], depth[:1] = torch.nan, torch.inf
+    feat[-1:], depth[-1:] = torch.inf, torch.nan
+    far = torch.iinfo(dtype)
+    ranks = [[-1, far.min, far.max, size, 0, 1, 2] for size in sizes]
+    points = torch.cartesian_prod(*(torch.tensor(r, dtype=dtype) for r in ranks)).unbind(1)
+    args = feat, depth, *points, 1, 1, cells // 3, 3
+    torch.testing.assert_close(
+        decomposed("bev_pool_v3", args), mx_driving.reference.bev_pool_v3(*args), equal_nan=True, rtol=1e-6, atol=1e-6
+    )

@@ -1,8 +1,8 @@
 """The operators for exporters: gathers and sums of standard torch operations, without loops over levels.
 
 Rows are read with `index_select` alone, which every runtime does right: no `grid_sample`, no data-dependent shapes. Batch,
-queries and map sizes stay free. The geometry is the reference's, and so are the numbers and the rule for samples that are
-not on the map.
+queries and map sizes stay free. The numbers are the reference's. Comparisons are of floating numbers alone, because there are
+compilers that compute comparisons of int64 wrongly: an index outside its table is clamped to a row of zeros instead.
 """
 
 from __future__ import annotations
@@ -17,32 +17,55 @@ from .. import _composition, _geometry, reference
 from .._operators import OPERATORS
 from .._replacing import when_imported
 
-
-def _weighted_rows(value: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Sum of coefficient * value[index - 1] over parts (index, coefficient) [..., samples] -> [..., c]; 0: the zero row."""
-    value = torch.cat([value.new_zeros(1, value.shape[1]), value])
-    total = None
-    for index, coefficient in parts:
-        rows = value.index_select(0, index.flatten()).unflatten(0, index.shape)
-        part = (coefficient[..., None] * rows).sum(-2)
-        total = part if total is None else total + part
-    assert total is not None
-    return total
+# For each corner: the row of a padded value, and the coefficient.
+Corners = list[tuple[Tensor, Tensor]]
 
 
-def _by_head(corners: reference.Corners, weight: Tensor, num_keys: int) -> list[tuple[Tensor, Tensor]]:
-    """Corners [bs, num_queries, num_heads, num_levels, num_points] as parts over value.flatten(0, 2), one for each corner."""
-    return [
-        (_row_of_head(corners.row[k], corners.inside[k], num_keys), (corners.coefficient(k) * weight).flatten(-2))
-        for k in range(4)
+def _pad_rows(value: Tensor) -> Tensor:
+    """Put a row of zeros before and behind the rows of each batch entry, axis 1."""
+    zeros = value.new_zeros(value.shape[0], 1, *value.shape[2:])
+    return torch.cat([zeros, value, zeros], 1)
+
+
+def _padded_row(row: Tensor, num_keys: int) -> Tensor:
+    """Return the place of a row among `_pad_rows`; a row outside of value is a row of zeros."""
+    return row.clamp(min=-1).clamp(max=num_keys) + 1
+
+
+def _corners(x: Tensor, y: Tensor, shape: Tensor, start: Tensor, num_keys: int) -> tuple[Tensor, Corners]:
+    """Return which samples are valid, and the four corners of each."""
+    width, height = shape[1].to(x.dtype), shape[0].to(x.dtype)
+    valid = (x > -1) & (y > -1) & (x < width) & (y < height)
+    x, y = torch.where(valid, x, 0), torch.where(valid, y, 0)
+    column, line = x.detach().floor(), y.detach().floor()
+    row = start.long() + line.long() * shape[1].long() + column.long()
+    corners = []
+    for below, vertical, on_line in ((0, 1 - (y - line), line >= 0), (shape[1].long(), y - line, line + 1 < height)):
+        for right, horizontal, on_column in ((0, 1 - (x - column), column >= 0), (1, x - column, column + 1 < width)):
+            on_map = torch.where(valid & on_line & on_column, row + below + right, -1)
+            corners.append((_padded_row(on_map, num_keys), horizontal * vertical))
+    return valid, corners
+
+
+def _weighted_rows(value: Tensor, corners: Corners) -> Tensor:
+    """Sum of coefficient * value[index] over the corners (index, coefficient) [..., samples] -> [..., c]."""
+    parts = [
+        (coefficient[..., None] * value.index_select(0, index.flatten()).unflatten(0, index.shape)).sum(-2)
+        for index, coefficient in corners
     ]
+    return sum(parts[1:], parts[0])
 
 
-def _row_of_head(row: Tensor, inside: Tensor, num_keys: int) -> Tensor:
-    bs, _, heads = row.shape[:3]
-    batch = torch.arange(bs, device=row.device).view(-1, 1, 1, 1, 1)
-    head = torch.arange(heads, device=row.device).view(-1, 1, 1)
-    return torch.where(inside, (batch * num_keys + row) * heads + head + 1, 0).flatten(-2)
+def _sum_by_head(value: Tensor, corners: Corners, weights: Tensor) -> Tensor:
+    """Sum over corners [bs, num_queries, num_heads, num_levels, num_points] of value [bs, num_keys, num_heads, embed_dims]."""
+    bs, heads = value.shape[0], value.shape[2]
+    batch = torch.arange(bs, device=value.device).view(-1, 1, 1, 1, 1)
+    head = torch.arange(heads, device=value.device).view(-1, 1, 1)
+    rows = value.shape[1] + 2
+    of_head = [
+        (((batch * rows + row) * heads + head).flatten(-2), (coefficient * weights).flatten(-2)) for row, coefficient in corners
+    ]
+    return _weighted_rows(_pad_rows(value).flatten(0, 2), of_head).flatten(2)
 
 
 def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,17 +76,18 @@ def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = reference._compute_dtype(value, locations, weights)
     shape, start = _columns(shapes, starts)
-    corners = reference._corners(*reference._pixels(locations.to(dtype), shape), shape, start, value.shape[1])
-    weight = torch.where(corners.valid, weights.to(dtype), 0)
-    out = _weighted_rows(value.to(dtype).flatten(0, 2), _by_head(corners, weight, value.shape[1]))
-    return out.flatten(2).to(value.dtype)
+    valid, corners = _corners(*reference._pixels(locations.to(dtype), shape), shape, start, value.shape[1])
+    return _sum_by_head(value.to(dtype), corners, torch.where(valid, weights.to(dtype), 0)).to(value.dtype)
 
 
 def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     dtype = reference._compute_dtype(value, locations, weights)
-    row, inside = reference._nearest(locations, *_columns(shapes, starts), value.shape[1])
-    parts = [(_row_of_head(row, inside, value.shape[1]), weights.to(dtype).flatten(-2))]
-    return _weighted_rows(value.to(dtype).flatten(0, 2), parts).flatten(2).to(value.dtype)
+    (height, width), start = _columns(shapes.long(), starts.long())
+    x, y = reference._truncated(locations).unbind(-1)
+    row = start + torch.minimum(y, height - 1).clamp(min=0) * width + torch.minimum(x, width - 1).clamp(min=0)
+    exists = height.clamp(0, 1) * width.clamp(0, 1)  # 1 for a map that has pixels, else 0
+    corner = (_padded_row(row, value.shape[1]) * exists, torch.ones((), dtype=dtype, device=value.device))
+    return _sum_by_head(value.to(dtype), [corner], weights.to(dtype)).to(value.dtype)
 
 
 def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
@@ -72,27 +96,34 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     groups = weight.shape[-1]
     location = locations.to(dtype)[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
     seen = _geometry.inside(location)
-    corners = reference._aggregation_corners(location, seen, shapes.movedim(-1, 0), starts, num_feat)
+    shape = shapes.movedim(-1, 0)
+    x, y = (torch.where(seen, pixel, float("nan")) for pixel in reference._pixels(location, shape))
+    _, corners = _corners(x, y, shape, starts, num_feat)
     weights = torch.where(seen[..., None], weight.to(dtype), 0)
     batch = torch.arange(bs, device=weight.device).view(-1, 1, 1, 1, 1)
     group = torch.arange(groups, device=weight.device)
-    parts = []
-    for k in range(4):
-        row = (batch * num_feat + corners.row[k])[..., None] * groups + group + 1
-        index = torch.where(corners.inside[k][..., None], row, 0)
-        coefficient = corners.coefficient(k)[..., None] * weights
-        parts.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in (index, coefficient)))  # [bs, anchor, group, samples]
-    v = feature_maps.to(dtype).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
-    return _weighted_rows(v, parts).flatten(2).to(feature_maps.dtype)
+    of_group = []
+    for row, coefficient in corners:
+        index = (batch * (num_feat + 2) + row)[..., None] * groups + group
+        both = (index, coefficient[..., None] * weights)
+        of_group.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in both))  # [bs, anchor, group, samples]
+    rows = _pad_rows(feature_maps.to(dtype)).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
+    return _weighted_rows(rows, of_group).flatten(2).to(feature_maps.dtype)
 
 
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    dtype = reference._compute_dtype(feat, depth)
-    coefficient = depth.to(dtype).index_select(0, ranks_depth)
-    rows = coefficient[:, None] * feat.to(dtype).index_select(0, ranks_feat)
-    sums = rows.new_zeros(bs * d * h * w, feat.shape[1]).index_put((ranks_bev.long(),), rows, accumulate=True)
+    """A point with a rank that has no row goes to one more cell, which is cut off: times 0 it might still be NaN."""
+    dtype, cells = reference._compute_dtype(feat, depth), bs * d * h * w
+    feat_row, no_feat = _geometry.clamp_index(ranks_feat, feat.shape[0])
+    depth_row, no_depth = _geometry.clamp_index(ranks_depth, depth.shape[0])
+    cell, no_cell = _geometry.clamp_index(ranks_bev, cells)
+    cell = cell + (no_feat + no_depth + no_cell).clamp(max=1) * (cells - cell)
+    coefficient = torch.cat([depth.to(dtype), depth.new_zeros(1, dtype=dtype)]).index_select(0, depth_row)
+    features = torch.cat([feat.to(dtype), feat.new_zeros(1, feat.shape[1], dtype=dtype)]).index_select(0, feat_row)
+    rows = coefficient[:, None] * features
+    sums = rows.new_zeros(cells + 1, feat.shape[1]).index_put((cell,), rows, accumulate=True)[:cells]
     return sums.unflatten(0, (bs, d, h, w)).movedim(-1, 1).contiguous().to(feat.dtype)
 
 

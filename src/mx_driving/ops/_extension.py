@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._checks.rules import INDEX, INDEX_RULE, need_dtype, tensors
 from .._dispatch.functions import as_compiled
 from ._pooling import gradients
 from .bev_pool import bev_pool
@@ -27,12 +28,15 @@ def _channels_last(out: Tensor) -> Tensor:
 @torch.no_grad()
 def bev_pool_forward(feat: Tensor, geom_feat: Tensor, interval_lengths: Any, interval_starts: Any, *sizes: int) -> Tensor:
     """[b, d, h, w, c]; sizes are b, d, h, w."""
+    _check_intervals(interval_lengths, interval_starts)
     return _channels_last(_v1(feat, geom_feat, *sizes))
 
 
 @torch.no_grad()
 def bev_pool_backward(grad_out: Tensor, geom_feat: Tensor, *intervals_and_sizes: Any) -> Tensor:
     """The gradient of feat, [n, c]."""
+    tensors(("grad_out", grad_out), ("geom_feat", geom_feat))
+    _check_intervals(*intervals_and_sizes)
     rows = grad_out.new_zeros(()).expand(geom_feat.shape[0], grad_out.shape[-1])
     return gradients(grad_out, None, rows, None, None, geom_feat)[1]
 
@@ -49,7 +53,8 @@ def bev_pool_v2_forward(
     *sizes: int,
 ) -> Tensor:
     """[b, d, h, w, c]; sizes are b, d, h, w."""
-    shape = (*sizes, feat.shape[-1])
+    tensors(("feat", feat))
+    shape = (*sizes, *feat.shape[-1:])
     return _channels_last(_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, interval_starts, interval_lengths))
 
 
@@ -58,8 +63,9 @@ def bev_pool_v3_forward(
     depth: Tensor | None, feat: Tensor, ranks_depth: Tensor | None, ranks_feat: Tensor | None, ranks_bev: Tensor, *sizes: int
 ) -> Tensor:
     """[b, d, h, w, c]; sizes are b, d, h, w. Without depth feat's second axis is c."""
-    channels = feat.shape[1 if depth is None else -1]
-    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (*sizes, channels)))
+    tensors(("feat", feat))
+    channels = feat.shape[1:2] if depth is None else feat.shape[-1:]
+    return _channels_last(_v3(depth, feat, ranks_depth, ranks_feat, ranks_bev, (*sizes, *channels)))
 
 
 @torch.no_grad()
@@ -73,4 +79,12 @@ def bev_pool_v3_backward(
     *intervals_and_sizes: Any,
 ) -> tuple[Any, Tensor]:
     """The gradients of depth, if there is one, and of feat, as bev_pool_v2's and bev_pool_v3's extensions give them."""
+    _check_intervals(*intervals_and_sizes)
     return gradients(grad_out, depth, feat, ranks_depth, ranks_feat, ranks_bev)
+
+
+def _check_intervals(*intervals_and_sizes: Any) -> None:
+    """Check the dtype of interval_lengths and interval_starts, which come first where a caller gives them."""
+    for name, t in zip(("interval_lengths", "interval_starts"), intervals_and_sizes, strict=False):
+        if isinstance(t, Tensor):
+            need_dtype(name, t, INDEX, INDEX_RULE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Sequence
 from typing import Any, cast
@@ -9,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, fail, need_axes, need_some_sizes, tensors
+from .. import _geometry
+from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_some_sizes, tensors
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
@@ -43,32 +45,44 @@ def _int(size: Any) -> int | torch.SymInt | None:
 
 
 def _without_depth(feat: Tensor, ranks_bev: Tensor, sizes: list[int], channels: int) -> tuple[Tensor, ...]:
+    need_dtype("ranks_bev", ranks_bev, INDEX, INDEX_RULE)
     if ranks_bev.dim() != 2:
         raise ValueError("ranks_bev must be 2D when running without depth")
     need_some_sizes("ranks_bev", ranks_bev, "n, 4", None, 4)
     count = ranks_bev.shape[0]
-    if channels <= 0 or feat.numel() % channels or feat.numel() < count * channels:
+    rows = feat.numel() // channels if channels else math.prod(feat.shape[:-1])
+    if rows * channels != feat.numel() or rows < count:
         fail(ValueError, "feat", f"hold {count} or more rows of C={channels}", f"shape {tuple(feat.shape)}")
     one = torch.ones((), dtype=torch.float64 if feat.dtype == torch.float64 else torch.float32, device=feat.device)
     row = torch.arange(count, dtype=torch.int32, device=feat.device)
-    return feat.reshape(-1, channels)[:count], one.expand(count), row, row, cells(ranks_bev, *sizes)
+    return feat.reshape(rows, channels)[:count], one.expand(count), row, row, cells(ranks_bev, *sizes)
 
 
 def cells(places: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
-    """The cells of (h, w, d, b); -1 for a place that is in none, since the number of its cell may be another's."""
-    h, w, d, b = places.long().unbind(1)
-    inside = torch.stack([(at >= 0) & (at < size) for at, size in ((h, H), (w, W), (d, D), (b, B))]).all(0)
-    return torch.where(inside, ((b * D + d) * H + h) * W + w, -1)
+    """Return the cell of each place (h, w, d, b). A place outside the view is in cell -1: its number may be another cell's."""
+    (h, w, d, b), outside = _clamp_places(places, H, W, D, B)
+    cell = ((b * D + d) * H + h) * W + w
+    return cell - outside * (cell + 1)
 
 
 def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor]:
     """The points of geom_xyz [B, ..., 3] that lie in the grid (X, Y, Z), in memory order, and their cells of [B, Y, X]."""
-    places = geom_xyz.flatten(1, -2).long()
-    sizes = torch.tensor(voxel_num, device=places.device)
-    inside = ((places >= 0) & (places < sizes)).all(-1)
-    batch, point = inside.nonzero(as_tuple=True)
-    x, y, _ = places[inside].unbind(-1)
-    return batch * inside.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
+    need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
+    places = geom_xyz.flatten(1, -2)
+    if places.is_meta:
+        return (places.new_empty(0, dtype=torch.int64),) * 2
+    (x, y, _), outside = _clamp_places(places, *voxel_num)
+    batch, point = (1 - outside).nonzero(as_tuple=True)
+    x, y = x[batch, point], y[batch, point]
+    return batch * places.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
+
+
+def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
+    """Return the columns of places, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
+    clamped, outside = zip(
+        *(_geometry.clamp_index(column, size) for column, size in zip(places.unbind(-1), sizes, strict=True)), strict=True
+    )
+    return list(clamped), torch.stack(outside).sum(0).clamp(max=1)
 
 
 def gradients(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks.rules import tensors
+from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes, tensors
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool"]
@@ -24,12 +24,14 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
         [B, C, D, H, W], in feat's dtype.
 
     Raises:
-        TypeError, ValueError: as `bev_pool_v3`.
+        TypeError, ValueError: as `bev_pool_v3`; ValueError also where feat and geom_feat have not as many rows.
 
     >>> import torch, mx_driving
     >>> mx_driving.bev_pool(torch.ones(2, 1), torch.tensor([[0, 1, 0, 0], [0, 1, 0, 0]]), 1, 1, 1, 2)
     tensor([[[[[0., 2.]]]]])
     """
     tensors(("feat", feat), ("geom_feat", geom_feat))
-    channels = feat.shape[-1] if feat.dim() else 0
-    return bev_pool_v3(None, feat, None, None, geom_feat, (B, D, H, W, channels))
+    need_dtype("geom_feat", geom_feat, INDEX, INDEX_RULE)
+    need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
+    need_some_sizes("feat", feat, "n, C", geom_feat.shape[0], None)
+    return bev_pool_v3(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))

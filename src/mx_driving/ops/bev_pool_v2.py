@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, tensors
+from .. import _geometry
+from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool_v2"]
@@ -40,42 +41,43 @@ def bev_pool_v2(
     >>> mx_driving.bev_pool_v2(depth, feat, zero, zero, zero, (1, 1, 1, 1, 1), torch.tensor([0]), torch.tensor([2]))
     tensor([[[[[8.]]]]])
     """
-    named = {"ranks_depth": ranks_depth, "ranks_feat": ranks_feat, "ranks_bev": ranks_bev}
+    ranks = {"ranks_bev": ranks_bev, "ranks_depth": ranks_depth, "ranks_feat": ranks_feat}
     intervals = {"interval_starts": interval_starts, "interval_lengths": interval_lengths}
-    tensors(*named.items(), *intervals.items())
+    tensors(*ranks.items(), *intervals.items())
+    need_one_device(*ranks.items(), *intervals.items())
+    for axis, named in (("n", ranks), ("n_intervals", intervals)):
+        (first, like), *others = named.items()
+        need_axes(first, like, axis)
+        for name, t in others:
+            need_shape(name, t, axis, like.shape[0])
     for name, t in intervals.items():
-        need_axes(name, t, "n_intervals")
         need_dtype(name, t, INDEX, INDEX_RULE)
-    for name, t in named.items():
-        if t.shape != ranks_bev.shape:
-            fail(ValueError, name, f"have shape (n={ranks_bev.shape[0]})", tuple(t.shape))
-    if interval_lengths.shape != interval_starts.shape:
-        rule = f"have shape (n_intervals={interval_starts.shape[0]})"
-        fail(ValueError, "interval_lengths", rule, tuple(interval_lengths.shape))
-    points, cells = _in_intervals(ranks_bev, interval_starts, interval_lengths)
+    points, cells = _points_of_intervals(ranks_bev, interval_starts.long(), interval_lengths.long())
     return bev_pool_v3(depth, feat, ranks_depth[points], ranks_feat[points], cells, bev_feat_shape)
 
 
-def _in_intervals(ranks_bev: Tensor, interval_starts: Tensor, interval_lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """The points of all intervals, and their cells: those of the intervals' first points."""
-    starts, lengths = interval_starts.long(), interval_lengths.long()
+def _points_of_intervals(ranks_bev: Tensor, starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the points of all intervals, and their cells: those of the intervals' first points."""
+    if ranks_bev.is_meta:  # the number of points is data
+        return ranks_bev.new_empty(0, dtype=torch.int64), ranks_bev[:0]
     if starts.device.type == "cpu":
-        _check(starts, lengths, ranks_bev.shape[0])
+        _check_intervals(starts, lengths, ranks_bev.shape[0])
     before = lengths.cumsum(0) - lengths
     interval = torch.repeat_interleave(lengths)  # of each point
     points = torch.arange(interval.shape[0], device=starts.device) + (starts - before)[interval]
     return points, ranks_bev[starts[interval]]
 
 
-def _check(starts: Tensor, lengths: Tensor, count: int) -> None:
-    outside = (starts < 0) | (starts + lengths > count)
-    if torch.compiler.is_compiling():  # into a graph, which cannot read numbers for a sentence
-        torch.ops.aten._assert_async.msg(
-            ~(outside | (lengths < 0)).any(), "interval_starts and interval_lengths must lie within the points"
-        )
-        return
-    for name, t, wrong in (("interval_lengths", lengths, lengths < 0), ("interval_starts", starts, outside)):
-        if wrong.any():
-            at = int(wrong.int().argmax())
-            rule = "not be negative" if t is lengths else f"leave room for {int(lengths[at])} of {count} points"
-            fail(ValueError, f"{name}[{at}]", rule, int(t[at]))
+def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
+    start, outside = _geometry.clamp_index(starts, count + 1)
+    _, too_long = _geometry.clamp_index(lengths, count + 1 - start)
+    wrong = outside + too_long
+    if torch.compiler.is_compiling():  # a graph cannot read numbers for a sentence
+        ok = 1 - wrong.sum().clamp(max=1)
+        torch.ops.aten._assert_async.msg(ok, "interval_starts and interval_lengths must lie within the points")
+    elif wrong.any():
+        at = int(wrong.nonzero()[0])
+        start, length = int(starts[at]), int(lengths[at])
+        if length < 0:
+            fail(ValueError, f"interval_lengths[{at}]", "not be negative", length)
+        fail(ValueError, f"interval_starts[{at}]", f"leave room for {length} of {count} points", start)
