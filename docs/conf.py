@@ -20,7 +20,7 @@ import tables  # noqa: E402
 project = "mx_driving, portable"
 author = "the mx_driving portable contributors"
 release = importlib.metadata.version("mx-driving-portable")
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 exclude_patterns = ["_build", "_generated"]
 html_theme = "furo"
 html_title = f"{project} {release}"
@@ -32,7 +32,12 @@ html_math_renderer = "mathml"
 default_role = "code"  # docstrings mark code with single backticks
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+autosummary_generate = False
+viewcode_line_numbers = True
 napoleon_custom_sections = ["Outside", "Source"]
 
 

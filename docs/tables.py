@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import pathlib
+import re
 from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
@@ -27,10 +28,17 @@ def read(name: str) -> list[Row]:
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table whose columns after the first are numbers, to the right."""
-    header = list(header)
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    """Return a table whose columns of numbers are aligned to the right; columns with any word are aligned to the left."""
+    header, rows = list(header), [list(row) for row in rows]
+    columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
+    rules = ["---:" if any(cells) and all(is_number(cell) for cell in cells if cell) else "---" for cells in columns]
+    lines = [header, rules, *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def is_number(cell: str) -> bool:
+    """Return whether a cell is a number, possibly with a unit or a mark behind it."""
+    return re.fullmatch(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?\S{1,2})?", cell) is not None
 
 
 def milliseconds(row: Row) -> str:

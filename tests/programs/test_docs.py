@@ -212,6 +212,12 @@ def test_the_readmes_figures_are_those_of_the_files(tables):
     assert all(whole[name]["machine"].partition(",")[0] in TEXTS["README.md"] for name, *_ in rows)
 
 
+def test_every_public_name_has_an_entry():
+    entries = "".join(file.read_text(encoding="utf-8") for file in (DOCS / "api").glob("*.md"))
+    missing = [name for name in mx_driving.__all__ if name != "ops" and not re.search(rf"\b{name}\b", entries)]
+    assert not missing
+
+
 def test_what_is_cited_is_this_version():
     assert f"\nversion: {mx_driving.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
