@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,135 @@ def test_before_version_4_nothing_is_overridden(tmp_path):
     assert with_inputs(whole, before, ir_version=3)
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
+
+
+BRANCHES = "function", "function of another opset", "function in a function", "If", "Loop"
+
+
+def inside(model, kind, out="y"):
+    """The nodes of the model in a local function, a branch of If, or the body of Loop; and what that needs before it."""
+    names, helper, opsets = [i.name for i in model.graph.input], onnx.helper, list(model.opset_import)
+    inner = onnx.compose.add_prefix(model, "inner/", rename_inputs=False)
+    (result,), nodes = inner.graph.output, list(inner.graph.node)
+    if kind.startswith("function"):
+        opsets = [helper.make_opsetid("", 16)] if "opset" in kind else opsets
+        functions = [helper.make_function("theirs", "Attend", names, [result.name], nodes, opsets)]
+        if kind.endswith("in a function"):
+            call = helper.make_node("Attend", names, [result.name], domain="theirs")
+            own = helper.make_opsetid("theirs", 1)
+            functions.append(helper.make_function("theirs", "Outer", names, [result.name], [call], [own]))
+        return [helper.make_node(functions[-1].name, names, [out], domain="theirs")], functions
+    value, tensor = onnx.helper.make_tensor_value_info, onnx.numpy_helper.from_array
+    floats = value(result.name, onnx.TensorProto.FLOAT, None)
+    yes = helper.make_node("Constant", [], ["yes"], value=tensor(np.array(True)))
+    if kind == "If":
+        graph = helper.make_graph(nodes, "branch", [], [floats])
+        other = helper.make_graph([helper.make_node("Identity", ["v"], ["others"])], "other", [], [value("others", 1, None)])
+        return [yes, helper.make_node("If", ["yes"], [out], name="branches", then_branch=graph, else_branch=other)], []
+    once = helper.make_node("Constant", [], ["once"], value=tensor(np.array(1)))
+    state = [value("number", onnx.TensorProto.INT64, []), value("before", onnx.TensorProto.BOOL, [])]
+    going = helper.make_node("Identity", ["before"], ["after"])
+    body = helper.make_graph([*nodes, going], "body", state, [value("after", onnx.TensorProto.BOOL, []), floats])
+    loop = helper.make_node("Loop", ["once", "yes"], ["turns"], name="loop", body=body)
+    first = helper.make_node("Constant", [], ["first"], value=tensor(np.array(0)))
+    return [yes, once, loop, first, helper.make_node("Gather", ["turns", "first"], [out], axis=0)], []
+
+
+def write_inside(path, kind, beside):
+    """Attention in a function or subgraph, and in the main graph beside it if asked for."""
+    export(WRITINGS["stacked"], path, "older")
+    model = onnx.load(path)
+    nodes, functions = inside(model, kind)
+    outputs = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [None] * 3)]
+    graph = onnx.helper.make_graph(
+        [*(list(model.graph.node) if beside else []), *nodes],
+        "outer",
+        list(model.graph.input),
+        [*(list(model.graph.output) if beside else []), *outputs],
+    )
+    opsets = [*model.opset_import, *[onnx.helper.make_opsetid("theirs", 1)] * bool(functions)]
+    onnx.save(onnx.helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=9), path)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
+@pytest.mark.parametrize("kind", BRANCHES)
+def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_path):
+    """Functions are inlined. What lies in If and Loop is left, and both commands say so."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    write_inside(before, kind, beside)
+    where = f"it lies in a subgraph of {kind} ({'branches' if kind == 'If' else 'loop'})"
+    status, said, problem = mx("fuse", before, after)
+    np.savez(tmp_path / "inputs.npz", **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
+    checked = mx("verify", before, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")
+    if kind.startswith("function"):
+        assert (status, f"{1 + beside} replaced, 0 left" in said) == (0, True)
+        assert (checked[0], f"all is well: {2 + 2 * beside} comparisons of places" in checked[1]) == (0, True)
+        np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
+    elif beside:
+        assert (status, "1 replaced, 1 left" in said, where in said) == (0, True, True)
+        assert (checked[0], "1 left out" in checked[1], where in checked[1]) == (0, True, True)
+    else:
+        assert (status, where in problem) == (1, True)
+        assert (checked[0], where in checked[2]) == (1, True)
+
+
+@pytest.mark.parametrize("kind", ["function", "If"])
+def test_our_nodes_in_functions_and_subgraphs(kind, tmp_path):
+    """Another form takes their place, or names them."""
+    before, after, form = tmp_path / "before.onnx", tmp_path / "after.onnx", "gather"
+    write_inside(before, kind, beside=False)
+    model = onnx.load(before)
+    body = model.functions[0] if kind == "function" else model.graph.node[1].attribute[0].g
+    tables = [("maps", [[6, 5], [3, 4]]), ("starts", [0, 30]), ("shape", [0, 0, 4, 2, 3])]
+    constants = [
+        onnx.helper.make_node("Constant", [], [name], value=onnx.numpy_helper.from_array(np.array(numbers)))
+        for name, numbers in tables
+    ]
+    node = onnx.helper.make_node(
+        "multi_scale_deformable_attn", ["v", "maps", "starts", "l", "weights"], [body.node[-1].output[0]], domain="mx_driving"
+    )
+    del body.node[:]
+    body.node.extend([*constants, onnx.helper.make_node("Reshape", ["w", "shape"], ["weights"]), node])
+    for opsets in (model.opset_import, *([body.opset_import] if kind == "function" else [])):
+        opsets.append(onnx.helper.make_opsetid("mx_driving", 1))
+    onnx.save(model, before)
+    if kind == "function":
+        mx_driving.onnx.fuse(before, after, form)
+        np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
+    else:
+        with pytest.raises(ValueError, match=r"it lies in a subgraph of If \(branches\)"):
+            mx_driving.onnx.fuse(before, after, form)
+
+
+def test_a_function_that_cannot_be_inlined_is_named(tmp_path, monkeypatch):
+    write_inside(tmp_path / "before.onnx", "function", beside=True)
+    monkeypatch.setattr(onnx.inliner, "inline_local_functions", mock.Mock(side_effect=RuntimeError("no converter")))
+    report = mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
+    assert len(report.replaced) == 1
+    assert ["it lies in the local function theirs::Attend; " in why for why in report.left.values()] == [True]
+
+
+def add_sparse(graph, kind):
+    values = onnx.helper.make_tensor("few", onnx.TensorProto.FLOAT, [1], [2.0])
+    places = onnx.helper.make_tensor("few/places", onnx.TensorProto.INT64, [1], [3])
+    sparse = onnx.helper.make_sparse_tensor(values, places, [8])
+    if kind == "constant":
+        graph.node.append(onnx.helper.make_node("Constant", [], ["few"], sparse_value=sparse))
+    else:
+        graph.sparse_initializer.append(sparse)
+
+
+@pytest.mark.parametrize("kind", ["initializer", "constant", "in a branch"])
+def test_sparse_tensors_are_refused(kind, tmp_path):
+    """They vanished from the new file."""
+    before = tmp_path / "before.onnx"
+    write_inside(before, "If", beside=True)
+    model = onnx.load(before)
+    add_sparse(model.graph.node[-1].attribute[0].g if kind == "in a branch" else model.graph, kind)
+    onnx.save(model, before)
+    with pytest.raises(ValueError, match=r"^path_in must have dense tensors; got .*before.onnx, where few is sparse$"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")
+    assert not (tmp_path / "after.onnx").exists()
 
 
 def in_circles(model):

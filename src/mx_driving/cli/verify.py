@@ -59,7 +59,11 @@ def verify(
         wrong = sum(not one.right for one in (*report.places, *report.outputs))
         say(console, f"[bold red]{wrong} of {len(report.places) + len(report.outputs)} comparisons are wrong[/]")
         raise typer.Exit(1)
-    say(console, f"[bold green]all is well[/]: {len(report.places)} comparisons of places, {len(report.outputs)} of outputs")
+    left = f"; {len(report.left)} left out" if report.left else ""
+    say(
+        console,
+        f"[bold green]all is well[/]: {len(report.places)} comparisons of places, {len(report.outputs)} of outputs{left}",
+    )
 
 
 def _word(right: bool, word: str = "right") -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
@@ -35,16 +36,41 @@ def outputs(model: ir.Model) -> Iterator[ir.Value]:
 
 def _read(path: Path) -> ir.Model:
     try:
-        model = ir.serde.deserialize_model(onnx.load(path, format="protobuf", load_external_data=False))
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
+        sparse = [name for graph in (proto.graph, *proto.functions) for name in _sparse(graph)]
+        model = ir.serde.deserialize_model(_inlined(proto)) if not sparse else None
     except OSError as error:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's and onnx_ir's own
         raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
+    if model is None:
+        raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
     _take_in_attributes(model, path)
     for tensor in outside(model):
         _find(tensor, path)
     _set_defaults_aside(model)
     return model
+
+
+def _sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
+    """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
+    yield from (tensor.values.name for tensor in getattr(graph, "sparse_initializer", ()))
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+                yield node.output[0]
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from _sparse(subgraph)
+
+
+def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Inline local functions. Return the model as it is if onnx cannot."""
+    if not proto.functions:
+        return proto
+    try:
+        return onnx.inliner.inline_local_functions(proto, convert_version=True)
+    except Exception:  # of opsets that differ, for one; attention in functions is then reported as left
+        return proto
 
 
 def _set_defaults_aside(model: ir.Model) -> None:

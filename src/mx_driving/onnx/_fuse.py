@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -75,6 +76,37 @@ def places(model: ir.Model) -> dict[ir.Node, Callable[[], Sampling]]:
     return found | {node: partial(certain, model, node, *both) for node, both in others.items()}
 
 
+def left_in_subgraphs(model: ir.Model) -> dict[str, str]:
+    """Return name -> reason of attention in branches of If, bodies of Loop, and functions that were not inlined."""
+    left: dict[str, str] = {}
+    roots: list[tuple[Any, str]] = [(model.graph, "")]
+    roots += [(function, f"the local function {function.domain}::{function.name}") for function in model.functions.values()]
+    for root, function in roots:
+        graphs = {root: function} | {
+            graph: f"a subgraph of {node.op_type} ({node.name})"
+            for node in ir.traversal.RecursiveGraphIterator(root)
+            for attribute in node.attributes.values()
+            for graph in _subgraphs(attribute)
+        }
+        graphs.pop(model.graph, None)
+        for graph, where in graphs.items():
+            for node in (*sums(graph), *nearest(graph), *nodes(graph), *_single_samplers(graph)):
+                left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
+    return left
+
+
+def _single_samplers(graph: ir.Graph) -> list[ir.Node]:
+    """Return GridSample nodes that belong to no weighted sum."""
+    seen = {source(part).producer() for samples, _ in sums(graph).values() for part in samples}
+    return [node for node in graph if is_node(node, "GridSample") and node not in seen]
+
+
+def _subgraphs(attribute: ir.Attr) -> list[ir.Graph]:
+    if attribute.type == ir.AttributeType.GRAPH:
+        return [attribute.value]
+    return list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
+
+
 def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
     """Locations or weights with an axis of levels and one of points, the same number for each level."""
     points = sampling.points
@@ -113,8 +145,8 @@ def in_words(sampling: Sampling) -> str:
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
-    report, others = Fused(path), nodes(model.graph)
-    seen = {source(part).producer() for samples, _ in sums(model.graph).values() for part in samples}
+    report, others = Fused(path, left=left_in_subgraphs(model)), nodes(model.graph)
+    singles = _single_samplers(model.graph)
     for node in nearest(model.graph):
         report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
     for node, proved in places(model).items():
@@ -128,9 +160,8 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
         except Unfit as unfit:
             report.left[name] = str(unfit)
     _rewrite(model, others, report, form, **options)
-    for node in model.graph:
-        if is_node(node, "GridSample") and node not in seen:
-            report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
+    for node in singles:
+        report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
     return report
 
 

@@ -56,7 +56,7 @@ class Place:
 
 def places(model: ir.Model) -> tuple[list[Place], dict[str, str]]:
     """All places, and name -> why weighted samples are none."""
-    found, left = [], {}
+    found, left = [], _fuse.left_in_subgraphs(model)
     for node, proved in _fuse.places(model).items():
         try:
             found.append(_of_sampling(model, proved()))
