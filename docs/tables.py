@@ -241,6 +241,22 @@ def needs() -> str:
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 
 
+def limits() -> str:
+    """The vendor's documented limits, with the releases that have them."""
+    from mx_driving._checks.limits import LIMITS, NEWEST
+
+    def releases(first: str, last: str) -> str:
+        return f"since {first}" if last == NEWEST else first if first == last else f"{first} to {last}"
+
+    header = ["operator", "argument", "limit of Atlas A2", "releases", "document of Ascend/DrivingSDK"]
+    rows = [
+        [f"`{row.operator}`", f"`{row.argument}`", f"{row.quantity} {row.relation} {row.bound}{row.when}",
+         releases(row.first, row.last), row.document]
+        for row in LIMITS
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
 def wheels() -> str:
     """A line for each wheel that `make check-wheels` looked at."""
     rows = _rows("wheels.csv")
@@ -369,6 +385,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tested_by_file": tested_by_file,
     "needs": needs,
     "wheels": wheels,
+    "limits": limits,
     "deploy": deploy,
     "tested_libraries": tested_libraries,
     "transformers": transformers,

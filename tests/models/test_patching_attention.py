@@ -197,9 +197,9 @@ def test_a_module_with_other_arithmetic_keeps_its_code_around_the_core(kind, rea
     ("width", "heads", "points", "words"),
     [
         (256, 8, 4, ""),
-        (256, 16, 4, "value must have num_heads <= 8 (Atlas A2 limit); got 16"),
-        (256, 8, 40, "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 80"),
-        (48, 4, 4, "value must have embed_dims a multiple of 8 and <= 64 (Atlas A2 limit); got 12"),
+        (256, 16, 4, "value must have num_heads <= 8 (Atlas A2 limit of 26.2); got 16"),
+        (256, 8, 40, "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit of 26.2); got 80"),
+        (48, 4, 4, "value must have embed_dims a multiple of 8 (Atlas A2 limit of 26.2); got 12"),
     ],
 )
 def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on(width, heads, points, words):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 
 import cases
 import logits_cases
@@ -11,6 +13,7 @@ import torch
 from programs import python
 
 import mx_driving
+from mx_driving._checks import limits
 from mx_driving._checks.flags import flag
 
 
@@ -31,8 +34,14 @@ def extra_row(operator, args):
     return operator, (torch.cat([args[0], args[0][:, :1]], 1), *args[1:])
 
 
-def location_outside(operator, args):
-    return operator, (*args[:3], args[3] * 0 + 1.25, args[4])
+def location_at(x, operator, args):
+    return operator, (*args[:3], args[3] * 0 + x, args[4])
+
+
+def pooling(channels=8, dtype=torch.float32):
+    one = torch.zeros(1, dtype=torch.long)
+    feat = torch.rand(1, channels, dtype=dtype)
+    return "bev_pool_v3", (torch.rand(1, 1, dtype=dtype), feat, one, one, one, (1, 1, 1, 1, channels))
 
 
 def multi_scale_logits(heads=1, levels=1, points=1):
@@ -55,10 +64,8 @@ def geometric_logits(heads=1, levels=1, window=(1, 1)):
 PAST = [
     (lambda: multi_scale(levels=5, points=13), "sampling_locations must have num_points * num_levels <= 64; got 65"),
     (lambda: multi_scale(heads=9), "value must have num_heads <= 8; got 9"),
-    (lambda: multi_scale(dims=12), "value must have embed_dims a multiple of 8 and <= 64; got 12"),
-    (lambda: multi_scale(dims=72), "value must have embed_dims a multiple of 8 and <= 64; got 72"),
-    (lambda: multi_scale(heads=8, dims=64, levels=8, points=8),
-     "value must have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64; got 8"),
+    (lambda: multi_scale(dims=12), "value must have embed_dims a multiple of 8; got 12"),
+    (lambda: multi_scale(dims=264), "value must have embed_dims <= 256; got 264"),
     (lambda: aggregation(bs=129), "feature_maps must have bs <= 128; got 129"),
     (lambda: aggregation(c=320), "feature_maps must have c <= 256; got 320"),
     (lambda: aggregation(cams=7), "weight must have cam <= 6; got 7"),
@@ -67,18 +74,22 @@ PAST = [
     (lambda: aggregation(points=2049), "weight must have pts <= 2048; got 2049"),
     (lambda: aggregation(groups=4), "weight must have group == 8; got 4"),
     (lambda: aggregation(c=96), "feature_maps must have c / group a multiple of 8; got 12"),
-    (lambda: extra_row(*aggregation()), "feature_maps must have num_feat == sum of H * W == 1; got 2"),
-    (lambda: location_outside(*aggregation()), "sample_locations must lie in [0, 1]; got "),
+    (lambda: extra_row(*aggregation()), "feature_maps must have num_feat == sum of H * W (1); got 2"),
+    (lambda: location_at(1.25, *aggregation()), "sample_locations must have the largest value <= 1; got 1.25"),
+    (lambda: location_at(-0.5, *aggregation()), "sample_locations must have the smallest value >= 0; got -0.5"),
     (lambda: geometric(dims=12), "value must have embed_dims a multiple of 8; got 12"),
     (lambda: geometric(heads=8, dims=256, points=8),
      "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384; got 16384"),
     (lambda: geometric(heads=8, levels=4, points=4),
      "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256; got 256"),
+    (lambda: pooling(channels=12), "feat must have C a multiple of 8; got 12"),
+    (lambda: pooling(channels=368), "feat must have C <= 360; got 368"),
+    (lambda: pooling(dtype=torch.float64), "feat must have dtype == float32; got float64"),
     # with logits, in the words of the bare operator
     (lambda: multi_scale_logits(levels=5, points=13), "sampling_locations must have num_points * num_levels <= 64; got 65"),
     (lambda: multi_scale_logits(heads=9), "value must have num_heads <= 8; got 9"),
     (lambda: aggregation_logits(groups=4), "weight must have group == 8; got 4"),
-    (lambda: aggregation_logits(ahead=False), "sample_locations must lie in [0, 1]; got "),
+    (lambda: aggregation_logits(ahead=False), "sample_locations must have the largest value <= 1; got 100000"),
     (lambda: geometric_logits(heads=8, levels=4, window=(2, 4)),
      "sampling_locations must have num_heads * num_levels * num_points (rounded up to 8) < 256; got 256"),
 ]  # fmt: skip
@@ -87,7 +98,8 @@ WITHIN = [
     aggregation_logits,
     lambda: geometric_logits(heads=31, window=(2, 4)),
     lambda: multi_scale(heads=8, dims=64, levels=7, points=9),
-    lambda: multi_scale(heads=7, dims=64, levels=8, points=8),
+    lambda: multi_scale(heads=8, dims=256, levels=8, points=8),
+    lambda: pooling(channels=360),
     lambda: aggregation(bs=128, cams=6, scales=4),
     lambda: aggregation(c=256, anchors=2048),
     lambda: aggregation(points=2048),
@@ -102,7 +114,7 @@ def test_one_past_a_limit(make, sentence):
     function(*args)  # fine where nobody asked for the limits
     with mx_driving.atlas_limits(), pytest.raises(ValueError) as caught:
         function(*args)
-    assert str(caught.value).startswith(sentence.replace("; got", " (Atlas A2 limit); got"))
+    assert str(caught.value).startswith(sentence.replace("; got", " (Atlas A2 limit of 26.2); got"))
     function(*args)
 
 
@@ -113,12 +125,66 @@ def test_at_the_limits(make):
         assert getattr(mx_driving, operator)(*args).isfinite().all()
 
 
+FULL = "value must have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64"
+BY_RELEASE = [  # a call, the releases that refuse it, and their sentence
+    (lambda: multi_scale(heads=8, dims=64, levels=8, points=8), ("7.1",), FULL),
+    (lambda: multi_scale(heads=7, dims=64, levels=8, points=8), (), ""),
+    (lambda: multi_scale(dims=72), ("7.1", "7.2", "7.3"), "value must have embed_dims <= 64"),
+    (lambda: multi_scale(dims=264), ("7.1", "7.2", "7.3", "26.0", "26.2"), "value must have embed_dims <= "),
+    (lambda: multi_scale(heads=9), ("7.1", "7.2", "7.3", "26.0", "26.2"), "value must have num_heads <= 8"),
+    (lambda: pooling(channels=368), ("26.2",), "feat must have C <= 360"),
+]
+
+
+@pytest.mark.parametrize("release", limits.RELEASES)
+@pytest.mark.parametrize(("make", "refusing", "sentence"), BY_RELEASE)
+def test_releases_have_limits_of_their_own(make, refusing, sentence, release):
+    operator, args = make()
+    with mx_driving.atlas_limits(release):
+        if release in refusing:
+            with pytest.raises(ValueError, match=rf"{re.escape(sentence)}.* \(Atlas A2 limit of {release}\); got "):
+                getattr(mx_driving, operator)(*args)
+        else:
+            assert getattr(mx_driving, operator)(*args).isfinite().all()
+        with mx_driving.atlas_limits("26.2"):  # both hold
+            assert limits.current() == "26.2"
+            refused = {release, "26.2"} & {*refusing}
+            with pytest.raises(ValueError, match="Atlas A2 limit of ") if refused else contextlib.nullcontext():
+                getattr(mx_driving, operator)(*args)
+        assert limits.current() == release
+    assert limits.current() == "26.2"
+
+
+def test_limits_are_rows_of_known_releases_and_documents():
+    for limit in limits.LIMITS:
+        assert limits.RELEASES.index(limit.first) <= limits.RELEASES.index(limit.last)
+        assert re.fullmatch(rf"docs/(zh/)?api/context/{limit.operator}\.md", limit.document)
+
+
+@pytest.mark.parametrize("release", ["7.4", "", 26.2, None])
+def test_a_release_that_is_not_known_is_refused(release):
+    with pytest.raises(ValueError) as refused, mx_driving.atlas_limits(release):
+        pass
+    assert str(refused.value) == f"release must be 7.1, 7.2, 7.3, 26.0 or 26.2; got {release!r}"
+
+
+def test_compiled_calls_follow_the_limits_of_the_moment():
+    compiled = torch.compile(mx_driving.multi_scale_deformable_attn, backend="eager")
+    _, args = multi_scale(dims=72)
+    compiled(*args)
+    with mx_driving.atlas_limits("7.3"), pytest.raises(Exception, match="embed_dims <= 64"):
+        compiled(*args)
+    with mx_driving.atlas_limits("26.0"):
+        compiled(*args)
+    torch.compiler.reset()
+
+
 def test_elements_limit_counts_without_memory():
     args = list(aggregation()[1])
     args[0] = args[0][:1, :1, :1].expand(1, 1, 64)
     args[3] = args[3][:, :, :1].expand(1, 1, 1, 1, 2)
     big = torch.zeros(1).expand(100, 2048, 2048, 1, 2)
-    with mx_driving.atlas_limits(), pytest.raises(ValueError, match=r"at most 150000000 elements"):
+    with mx_driving.atlas_limits(), pytest.raises(ValueError, match=r"num_elements <= 150000000"):
         mx_driving.deformable_aggregation(
             torch.zeros(100, 1, 64), args[1], args[2], big, torch.zeros(1).expand(100, 2048, 2048, 1, 1, 8)
         )
@@ -131,24 +197,27 @@ CALL = (
 )
 
 
-def with_flag(word):
-    return python("-c", CALL, env={**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}, check=False)
+def with_flag(word, dims):
+    return python("-c", CALL.replace("12", str(dims)), env={**os.environ, "MX_DRIVING_ATLAS_LIMITS": word}, check=False)
 
 
-@pytest.mark.parametrize(("word", "enforced"), [("1", True), ("0", False)])
-def test_environment_variable(word, enforced):
-    done = with_flag(word)
-    assert done.returncode == enforced
-    assert ("Atlas A2 limit" in done.stderr) == enforced
+@pytest.mark.parametrize(
+    ("word", "dims", "release"), [("On", 264, "26.2"), ("7.3", 72, "7.3"), ("26.0", 72, ""), ("0", 264, "")]
+)
+def test_environment_variable(word, dims, release):
+    done = with_flag(word, dims)
+    assert done.returncode == bool(release)
+    assert ("Atlas A2 limit" in done.stderr) == bool(release)
+    assert f"(Atlas A2 limit of {release})" in done.stderr or not release
 
 
-def test_word_that_is_no_flag_stops_the_import():
-    done = with_flag("ture")
-    rule = "MX_DRIVING_ATLAS_LIMITS must be 1, true, yes or on, or 0, false, no, off or empty; got 'ture'"
-    assert done.stderr.splitlines()[-1] == f"ValueError: {rule}"
+def test_word_that_is_no_release_stops_the_import():
+    done = with_flag("ture", 8)
+    rule = "be 1, true, yes or on; 0, false, no, off or empty; or a release: 7.1, 7.2, 7.3, 26.0 or 26.2; got 'ture'"
+    assert done.stderr.splitlines()[-1] == f"ValueError: MX_DRIVING_ATLAS_LIMITS must {rule}"
 
 
-@pytest.mark.parametrize("name", ["MX_DRIVING_ATLAS_LIMITS", "MX_DRIVING_CHECK", "MX_DRIVING_TRITON"])
+@pytest.mark.parametrize("name", ["MX_DRIVING_CHECK", "MX_DRIVING_TRITON"])
 def test_words_of_flags(name, monkeypatch):
     for word in ("1", "true", "Yes", "ON"):
         monkeypatch.setenv(name, word)

@@ -249,7 +249,8 @@ def test_calls_that_the_vendors_device_would_refuse_are_remarked_on(tmp_path):
     assert found.exit_code == 0
     said = [line for line in found.output.splitlines() if "device would refuse" in line]
     assert said == [
-        "the vendor's device would refuse call-000001 and 1 more: value must have num_heads <= 8 (Atlas A2 limit); got 16",
+        "the vendor's device would refuse call-000001 and 1 more: "
+        "value must have num_heads <= 8 (Atlas A2 limit of 26.2); got 16",
         "the vendor's device would refuse call-000003: "
-        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit); got 65",
+        "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit of 26.2); got 65",
     ]

@@ -1,11 +1,13 @@
-"""The limits that the vendor documents for its operators on Atlas A2, as data; they are enforced only on request."""
+"""The limits that the vendor documents for its operators on Atlas A2, as data by release. Enforced only on request."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+import operator
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,139 +15,220 @@ from torch import Tensor
 from .. import _composition
 from .._operators import OPERATORS
 from . import rules
-from .flags import flag
+from .flags import OFF, ON
 
-MULTI_SCALE = {"points_times_levels": 64, "num_heads": 8, "embed_dims": 64, "embed_dims_multiple": 8}
-# one head fewer if points * levels is 64 and embed_dims fills eight blocks of eight
-MULTI_SCALE_FULL_HEADS = 7
-AGGREGATION = {"bs": 128, "c": 256, "cam": 6, "scale": 4, "anchor": 2048, "pts": 2048}
-AGGREGATION_GROUP = 8
-AGGREGATION_GROUP_CHANNELS_MULTIPLE = 8
-AGGREGATION_ELEMENTS = 150_000_000
-GEOMETRIC_DIM_MULTIPLE = 8
-GEOMETRIC_PRODUCT_WITH_DIM = 16384  # num_heads * num_levels * (points rounded up to 8) * dim is less
-GEOMETRIC_PRODUCT = 256  # num_heads * num_levels * (points rounded up to 8) is less
-POOLING_CHANNELS_MULTIPLE = 8
-POOLING_ELEMENTS = 2**31
+RELEASES = ("7.1", "7.2", "7.3", "26.0", "26.2")  # of Ascend DrivingSDK, oldest first
+NEWEST = RELEASES[-1]
+_VARIABLE = "MX_DRIVING_ATLAS_LIMITS"
 
-# The number of open atlas_limits(), plus one if the environment turns them on. Process-wide, like torch.backends' flags; a
-# plain number, so that torch.compile can guard on it.
-_open = int(flag("MX_DRIVING_ATLAS_LIMITS"))
+Sizes = dict[str, dict[str, Any]]  # argument -> quantity -> value
+_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
+    "<=": operator.le,
+    "<": operator.lt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "a multiple of": lambda number, factor: number % factor == 0,
+}
+
+
+class Limit(NamedTuple):
+    """One documented limit: `argument` must have `quantity` `relation` `bound`.
+
+    `bound` is a value, or the name of another quantity of the argument. `when` says in which case the limit holds; `_SIZES`
+    gives the quantity 0 in all other cases. `document` is a path in the vendor's repository, Ascend/DrivingSDK.
+    """
+
+    operator: str
+    argument: str
+    quantity: str
+    relation: str
+    bound: Any
+    document: str
+    first: str = RELEASES[0]
+    last: str = NEWEST
+    when: str = ""
+
+    def in_force(self, release: str) -> bool:
+        return RELEASES.index(self.first) <= RELEASES.index(release) <= RELEASES.index(self.last)
+
+    def broken_by(self, sizes: Sizes, release: str) -> tuple[str, Any] | None:
+        """Return the rule and the fact if the sizes break the limit."""
+        quantities = sizes[self.argument]
+        value = quantities.get(self.quantity + self.when)
+        bound = quantities.get(self.bound, self.bound)
+        if value is None or _RELATIONS[self.relation](value, bound):
+            return None
+        shown = f"{self.bound} ({bound})" if self.bound in quantities else self.bound
+        return f"have {self.quantity} {self.relation} {shown}{self.when} (Atlas A2 limit of {release})", value
+
+
+_ATTENTION, _AGGREGATION, _GEOMETRIC, _POOL = (
+    "multi_scale_deformable_attn",
+    "deformable_aggregation",
+    "geometric_kernel_attention",
+    "bev_pool_v3",
+)
+_OLD, _NEW = ("docs/api/context/{}.md".format, "docs/zh/api/context/{}.md".format)  # the folder moved with 26.0
+_PADDED = "num_heads * num_levels * num_points (rounded up to 8)"
+_FULL = " when num_points * num_levels is 64 and embed_dims 64"
+LIMITS = (
+    Limit(_ATTENTION, "sampling_locations", "num_points * num_levels", "<=", 64, _OLD(_ATTENTION)),
+    Limit(_ATTENTION, "value", "num_heads", "<=", 8, _OLD(_ATTENTION)),
+    Limit(_ATTENTION, "value", "embed_dims", "a multiple of", 8, _OLD(_ATTENTION)),
+    Limit(_ATTENTION, "value", "embed_dims", "<=", 64, _OLD(_ATTENTION), last="7.3"),
+    Limit(_ATTENTION, "value", "num_heads", "<=", 7, _OLD(_ATTENTION), last="7.1", when=_FULL),
+    Limit(_ATTENTION, "value", "embed_dims", "<=", 256, _NEW(_ATTENTION), first="26.0"),
+    Limit(_AGGREGATION, "feature_maps", "bs", "<=", 128, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "feature_maps", "c", "<=", 256, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "cam", "<=", 6, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "scale", "<=", 4, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "anchor", "<=", 2048, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "pts", "<=", 2048, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "group", "==", 8, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "feature_maps", "c / group", "a multiple of", 8, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "feature_maps", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "sample_locations", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "weight", "num_elements", "<=", 150_000_000, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "feature_maps", "num_feat", "==", "sum of H * W", _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "sample_locations", "the smallest value", ">=", 0, _OLD(_AGGREGATION)),
+    Limit(_AGGREGATION, "sample_locations", "the largest value", "<=", 1, _OLD(_AGGREGATION)),
+    Limit(_GEOMETRIC, "value", "embed_dims", "a multiple of", 8, _OLD(_GEOMETRIC)),
+    Limit(_GEOMETRIC, "sampling_locations", f"{_PADDED} * embed_dims", "<", 16384, _OLD(_GEOMETRIC)),
+    Limit(_GEOMETRIC, "sampling_locations", _PADDED, "<", 256, _OLD(_GEOMETRIC)),
+    Limit(_POOL, "feat", "dtype", "==", "float32", _OLD(_POOL)),
+    Limit(_POOL, "depth", "dtype", "==", "float32", _OLD(_POOL)),
+    Limit(_POOL, "feat", "C", "a multiple of", 8, _OLD(_POOL)),
+    Limit(_POOL, "feat", "C", "<=", 360, _NEW(_POOL), first="26.2"),
+    Limit(_POOL, "bev_feat_shape", "B * D * H * W * C", "<=", 2**31, _OLD(_POOL)),
+)
+
+
+def _check_release(release: Any, name: str = "release", words: str = "") -> str:
+    if release not in RELEASES:
+        rules.fail(ValueError, name, f"be {words}{', '.join(RELEASES[:-1])} or {NEWEST}", repr(release))
+    return release
+
+
+def _releases_of_environment() -> list[str]:
+    word = os.environ.get(_VARIABLE, "")
+    if word.lower() in OFF:
+        return []
+    switches = "1, true, yes or on; 0, false, no, off or empty; or a release: "
+    return [NEWEST if word.lower() in ON else _check_release(word, _VARIABLE, switches)]
+
+
+# The releases of all open atlas_limits(), after the environment's. Process-wide, like torch.backends' flags.
+_open: list[str] = _releases_of_environment()
 
 
 @contextlib.contextmanager
-def atlas_limits() -> Iterator[None]:
-    """Hold every call inside to the limits that the vendor documents for Atlas A2; a call past one raises ValueError.
+def atlas_limits(release: str = NEWEST) -> Iterator[None]:
+    """Hold every call inside to the limits that the vendor documents for Atlas A2. A call beyond a limit raises ValueError.
 
     The vendor has no operators with logits. There a model makes locations and weights itself and calls the bare operator, so
-    these are held to the bare operator's limits, and the sentence names its inputs. All locations are worked out for it.
+    operators with logits are held to the bare operator's limits, and the sentence names its inputs. This computes all
+    locations.
 
-    Process-wide while it is open. `MX_DRIVING_ATLAS_LIMITS=1` (true, yes, on) in the environment does the same for a whole
-    program; a word that is neither on nor off is a ValueError when the package is imported.
+    The limits hold in all threads of the process, and while a generator that has opened them is suspended.
+    `MX_DRIVING_ATLAS_LIMITS` in the environment holds a whole program to them: `1` (true, yes, on) to the newest release's, or
+    the name of a release. Any other word is a ValueError when the package is imported.
+
+    Args:
+        release: of the vendor's library: "7.1", "7.2", "7.3", "26.0" or "26.2", the newest.
+
+    Raises:
+        ValueError: a release that is not one of these.
     """
-    global _open
-    _open += 1
+    _open.append(_check_release(release))
     try:
         yield
     finally:
-        _open -= 1
+        _open.remove(release)
 
 
 def enforced() -> bool:
-    return _open > 0
+    return bool(_open)
 
 
-def hold(operator: str, *args: Any) -> None:
-    """Refuse a call that passes a limit."""
-    bare = OPERATORS[operator].bare
+def current() -> str:
+    """Return the release of the innermost atlas_limits(), or the newest if there is none."""
+    return _open[-1] if _open else NEWEST
+
+
+def hold(name: str, *args: Any) -> None:
+    """Refuse a call that breaks a limit of an open release."""
+    bare = OPERATORS[name].bare
     with torch.no_grad():
-        _RULES[bare or operator](*(_composition.bare_inputs(operator, *args) if bare else args))
+        inputs = _composition.bare_inputs(name, *args) if bare else args
+        _refuse(bare or name, sizes := _SIZES[bare or name](*inputs))
+        if (bare or name) == _AGGREGATION and inputs[3].numel():
+            smallest, largest = (round(number, 4) for number in torch.stack(inputs[3].aminmax()).tolist())
+            sizes["sample_locations"].update({"the smallest value": smallest, "the largest value": largest})
+            _refuse(bare or name, sizes)
 
 
-def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
-    attention_sizes(value.shape[2], value.shape[3], locations.shape[3] * locations.shape[4])
+def _refuse(name: str, sizes: Sizes) -> None:
+    for release in dict.fromkeys(_open):
+        for limit, (rule, fact) in _broken(name, sizes, release):
+            rules.fail(ValueError, limit.argument, rule, fact)
 
 
-def attention_sizes(heads: int, dims: int, samples: int) -> None:
-    """A module of multi_scale_deformable_attn: heads, channels of a head, points on all levels."""
-    if samples > MULTI_SCALE["points_times_levels"]:
-        rules.limit("sampling_locations", "have num_points * num_levels <= 64", samples)
-    if heads > MULTI_SCALE["num_heads"]:
-        rules.limit("value", "have num_heads <= 8", heads)
-    if dims % MULTI_SCALE["embed_dims_multiple"] or dims > MULTI_SCALE["embed_dims"]:
-        rules.limit("value", "have embed_dims a multiple of 8 and <= 64", dims)
-    if samples == 64 and -(-dims // 8) == 8 and heads > MULTI_SCALE_FULL_HEADS:
-        rules.limit("value", "have num_heads <= 7 when num_points * num_levels is 64 and embed_dims 64", heads)
+def _broken(name: str, sizes: Sizes, release: str) -> Iterator[tuple[Limit, tuple[str, Any]]]:
+    for limit in LIMITS:
+        if limit.operator == name and limit.in_force(release) and (broken := limit.broken_by(sizes, release)):
+            yield limit, broken
 
 
-def _aggregation_sizes(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    bs, num_feat, c = feature_maps.shape
-    _, anchor, pts, cam, scale, group = weight.shape
-    sizes = {"bs": bs, "c": c, "cam": cam, "scale": scale, "anchor": anchor, "pts": pts}
-    for axis, most in AGGREGATION.items():
-        if sizes[axis] > most:
-            rules.limit("feature_maps" if axis in ("bs", "c") else "weight", f"have {axis} <= {most}", sizes[axis])
-    if group != AGGREGATION_GROUP:
-        rules.limit("weight", f"have group == {AGGREGATION_GROUP}", group)
-    if (c // group) % AGGREGATION_GROUP_CHANNELS_MULTIPLE:
-        rules.limit("feature_maps", "have c / group a multiple of 8", c // group)
-    for name, t in (("feature_maps", feature_maps), ("sample_locations", locations), ("weight", weight)):
-        if t.numel() > AGGREGATION_ELEMENTS:
-            rules.limit(name, f"have at most {AGGREGATION_ELEMENTS} elements", t.numel())
+def first_broken(name: str, sizes: Sizes) -> str:
+    """Return the sentence of the first limit of the current release that the sizes break; empty if they break none."""
+    broken = _broken(name, sizes, current())
+    return next((f"{limit.argument} must {rule}; got {fact}" for limit, (rule, fact) in broken), "")
+
+
+def first_broken_by(name: str, *inputs: Any) -> str:
+    """As `first_broken`, for the inputs of a bare operator. Where samples lie is not looked at."""
+    return first_broken(name, _SIZES[name](*inputs))
+
+
+def attention_sizes(heads: int, channels: int, samples: int) -> Sizes:
+    """Return the quantities of multi_scale_deformable_attn: heads, channels of a head, points on all levels."""
+    full = samples == 64 and -(-channels // 8) == 8
+    value = {"num_heads": heads, "embed_dims": channels, "num_heads" + _FULL: heads if full else 0}
+    return {"value": value, "sampling_locations": {"num_points * num_levels": samples}}
+
+
+def _attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Sizes:
+    return attention_sizes(value.shape[2], value.shape[3], locations.shape[3] * locations.shape[4])
+
+
+def _aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Sizes:
+    bs, num_feat, channels = feature_maps.shape
+    weight_sizes = dict(zip(("anchor", "pts", "cam", "scale", "group"), weight.shape[1:], strict=True))
     rows = int(shapes.long().prod(-1).sum())
-    if rows != num_feat:
-        rules.limit("feature_maps", f"have num_feat == sum of H * W == {rows}", num_feat)
+    maps = {"bs": bs, "c": channels, "c / group": channels // weight.shape[-1], "num_feat": num_feat, "sum of H * W": rows}
+    return {
+        "feature_maps": {**maps, "num_elements": feature_maps.numel()},
+        "weight": {**weight_sizes, "num_elements": weight.numel()},
+        "sample_locations": {"num_elements": locations.numel()},
+    }
 
 
-def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> None:
-    _aggregation_sizes(feature_maps, shapes, starts, locations, weight)
-    if locations.numel() and not bool(((locations >= 0) & (locations <= 1)).all()):
-        worst = (locations - 0.5).abs().max().item() + 0.5
-        rules.limit("sample_locations", "lie in [0, 1]", f"a value {worst:.4g} away from the far edge")
+def _geometric(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Sizes:
+    channels, padded = value.shape[3], value.shape[2] * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
+    samples = {_PADDED: padded, f"{_PADDED} * embed_dims": padded * channels}
+    return {"value": {"embed_dims": channels}, "sampling_locations": samples}
 
 
-def geometric_kernel_attention(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
-    _, _, heads, dim = value.shape
-    product = heads * locations.shape[3] * (-(-locations.shape[4] // 8) * 8)
-    if dim % GEOMETRIC_DIM_MULTIPLE:
-        rules.limit("value", "have embed_dims a multiple of 8", dim)
-    if product * dim >= GEOMETRIC_PRODUCT_WITH_DIM:
-        rule = "have num_heads * num_levels * num_points (rounded up to 8) * embed_dims < 16384"
-        rules.limit("sampling_locations", rule, product * dim)
-    if product >= GEOMETRIC_PRODUCT:
-        rule = "have num_heads * num_levels * num_points (rounded up to 8) < 256"
-        rules.limit("sampling_locations", rule, product)
+def _pool(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> Sizes:
+    dtypes = {name: {"dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("feat", feat), ("depth", depth))}
+    channels = feat.shape[1]
+    elements = {"B * D * H * W * C": math.prod(sizes) * channels}
+    return {"feat": {**dtypes["feat"], "C": channels}, "depth": dtypes["depth"], "bev_feat_shape": elements}
 
 
-def bev_pool_v3(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, *sizes: int) -> None:
-    channels, elements = feat.shape[1], math.prod(sizes) * feat.shape[1]
-    for name, t in (("feat", feat), ("depth", depth)):
-        if t.dtype != torch.float32:
-            rules.limit(name, "have dtype float32", str(t.dtype).removeprefix("torch."))
-    if channels % POOLING_CHANNELS_MULTIPLE:
-        rules.limit("feat", "have c a multiple of 8", channels)
-    if elements > POOLING_ELEMENTS:
-        rules.limit("bev_feat_shape", "have B * D * H * W * C <= 2**31", elements)
-
-
-_RULES: dict[str, Callable[..., None]] = {
-    "multi_scale_deformable_attn": multi_scale_deformable_attn,
-    "deformable_aggregation": deformable_aggregation,
-    "geometric_kernel_attention": geometric_kernel_attention,
-    "bev_pool_v3": bev_pool_v3,
+_SIZES: dict[str, Callable[..., Sizes]] = {
+    _ATTENTION: _attention,
+    _AGGREGATION: _aggregation,
+    _GEOMETRIC: _geometric,
+    _POOL: _pool,
 }
-_SIZES = {**_RULES, "deformable_aggregation": _aggregation_sizes}
-
-
-def passed(rule: Callable[..., None], *args: Any) -> str:
-    """The sentence of the limit that is passed; empty if none is."""
-    try:
-        rule(*args)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def passed_by(operator: str, *inputs: Tensor) -> str:
-    """As `passed`, for the sizes of a bare operator's call. Where its samples lie is not looked at."""
-    return passed(_SIZES[operator], *inputs)

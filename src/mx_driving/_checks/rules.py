@@ -71,11 +71,6 @@ def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], r
     fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
 
 
-def limit(name: str, rule: str, fact: object) -> NoReturn:
-    """Refuse what passes a documented limit of Atlas A2."""
-    fail(ValueError, name, f"{rule} (Atlas A2 limit)", fact)
-
-
 def flag(name: str, word: str) -> NoReturn:
     """Refuse a switch in the environment that is neither on nor off."""
     fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))

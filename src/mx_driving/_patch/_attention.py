@@ -166,13 +166,14 @@ def _sizes(module: Any) -> tuple[int, int, int]:
 
 
 def passed_limits(model: torch.nn.Module) -> dict[str, str]:
-    """Attention modules whose sizes pass a documented limit of Atlas A2, by name. Whose sizes are not known is passed over."""
-    found = {}
+    """Return the attention modules whose sizes break a documented limit of Atlas A2 -> the limit. Skip unknown sizes."""
+    limits = {}
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
-                found[name] = _checks.limits.passed(_checks.limits.attention_sizes, *_sizes(module))
-    return {name: limit for name, limit in found.items() if limit}
+                sizes = _checks.limits.attention_sizes(*_sizes(module))
+                limits[name] = _checks.limits.first_broken("multi_scale_deformable_attn", sizes)
+    return {name: limit for name, limit in limits.items() if limit}
 
 
 def _rows(module: Any, inputs: Inputs) -> Tensor:

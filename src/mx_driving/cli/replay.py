@@ -15,7 +15,7 @@ from .options import Threads, use_threads
 
 
 def replay(
-    folder: Annotated[str, typer.Argument(metavar="CALLS", help="Folder that record.py wrote, or one file of it.")],
+    calls: Annotated[str, typer.Argument(help="Folder that record.py wrote, or one file of it.")],
     only: Annotated[
         list[str] | None, typer.Option("--call", help="Only calls whose name matches, e.g. `'*000012'`; may be repeated.")
     ] = None,
@@ -48,11 +48,11 @@ def replay(
     from ..replay import show as shown
     from ..replay.judge import WRONG, Verdict, judge
 
-    if not folder:  # as a path it would be the working folder
+    if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
-    calls = Path(folder)
-    found = recorded.stems(calls)
-    names = {str(stem.relative_to(calls)) if calls.is_dir() else stem.name: stem for stem in found}
+    path = Path(calls)
+    found = recorded.stems(path)
+    names = {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in found}
     chosen = [names[name] for name in matching("--call", only, names)]
     if out:
         writable("--csv", out)
@@ -60,9 +60,9 @@ def replay(
         writable_picture("--plot", picture, "mx-driving replay --plot")
     use_threads(threads)
     console = open_console(f"mx-driving replay: {calls}")
-    problems: list[Any] = recorded.unfinished(calls)
+    problems: list[Any] = recorded.unfinished(path)
     verdicts: list[Verdict] = []
-    reading = recorded.read(calls, chosen)
+    reading = recorded.read(path, chosen)
     for one in track(reading, description="judging", total=len(chosen), console=console, transient=True):
         try:
             if isinstance(one, Problem):
@@ -79,7 +79,7 @@ def replay(
             say(console, sentence)
     for remark in shown.remarks(verdicts):
         say(console, remark)
-    for history in _schema.histories(calls):
+    for history in _schema.histories(path):
         if isinstance(history, Problem):
             problems.append(history)
         else:

@@ -55,7 +55,11 @@ def judge(call: Call) -> Verdict:
     wide = _as_computed(call)
     float32, ours = computed(wide, None), by_kernel(wide)
     verdict = Verdict(
-        call, off_map(call), *_not_finite(call.inputs), [], limit=limits.passed_by(call.row.name, *given(call.row, call.inputs))
+        call,
+        off_map(call),
+        *_not_finite(call.inputs),
+        [],
+        limit=limits.first_broken_by(call.row.name, *given(call.row, call.inputs)),
     )
     for name, got in call.results.items():
         verdict.results.append(_result(bound, name, got, float32, ours))
