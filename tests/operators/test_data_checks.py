@@ -36,10 +36,17 @@ def on_map(args):
     return (*args[:3], args[3].clamp(torch.tensor(0), (args[1].flip(-1) - 1)[:, None]), args[4])
 
 
+def softmaxed(args):
+    """Weights that sum to 1 over the samples of a query."""
+    axes = (2, 3, 4) if args[4].dim() == 6 else (3, 4)
+    return (*args[:4], args[4].abs() / args[4].abs().sum(axes, keepdim=True))
+
+
 GOOD = {
-    MULTI_SCALE: smooth(cases.multi_scale(2, 30, 8, 4, SIZES, 3)),
-    AGGREGATION: smooth(cases.aggregation(2, 30, 7, 32, 4, [SIZES, [(16, 9), (8, 5)]])),  # one camera stands upright
-    GEOMETRIC: smooth(on_map(cases.geometric(2, 30, 8, 4, SIZES, 3))),
+    MULTI_SCALE: softmaxed(smooth(cases.multi_scale(2, 30, 8, 4, SIZES, 3))),
+    # one camera stands upright
+    AGGREGATION: softmaxed(smooth(cases.aggregation(2, 30, 7, 32, 4, [SIZES, [(16, 9), (8, 5)]]))),
+    GEOMETRIC: softmaxed(smooth(on_map(cases.geometric(2, 30, 8, 4, SIZES, 3)))),
     POOL: (torch.randn(20, 8), torch.rand(5, 20).softmax(0).flatten(), *torch.randint(12, (3, 30)), 1, 1, 3, 4),
 }
 
@@ -77,6 +84,23 @@ def other_groups():
     return AGGREGATION, [*args, torch.rand(1, 30, 7, 3, 2), torch.rand(1, 30, 7, 3, 2, 4)]
 
 
+def six_cameras():
+    return softmaxed(smooth(cases.aggregation(1, 10, 2, 32, 4, [[(24, 44), (12, 22)]] * 6)))
+
+
+def by_scale():
+    """Six cameras whose maps lie scale by scale."""
+    args = six_cameras()
+    maps = [
+        args[0][:, s : s + h * w] for (h, w), s in zip(args[1].view(-1, 2).tolist(), args[2].flatten().tolist(), strict=True)
+    ]
+    return AGGREGATION, [torch.cat([*maps[::2], *maps[1::2]], 1), *args[1:]]
+
+
+def pool_of(*sizes):
+    return POOL, [*GOOD[POOL][:5], *sizes]
+
+
 # (operator and arguments), the sentence
 ROWS = [
     (lambda: of(MULTI_SCALE, 0, one_nan), "value should have no NaN; got 25 %"),
@@ -109,6 +133,17 @@ ROWS = [
      "spatial_shape should be (H, W); got (20, 12), while rows of feature_maps seem to end every 20"),
     (other_groups, "scale_start_index should give each map rows of its own; got maps that overlap, "
      "while 39 of 99 rows of feature_maps are in none"),
+    (by_scale, "feature_maps should hold the maps camera by camera, as the starts say; "
+     "got maps that seem to lie scale by scale, all cameras of a scale together"),
+    (lambda: of(MULTI_SCALE, 4, lambda t: t - 0.04),
+     "attention_weights should come from a softmax, 0..1; got 10.5 % below 0, as if they were logits"),
+    (lambda: of(AGGREGATION, 4, torch.neg), "weight should come from a softmax, 0..1; got 100 % below 0, as if they were logits"),
+    (lambda: of(GEOMETRIC, 4, lambda t: t * 3),
+     "attention_weights should sum to about 1 for each query, as after a softmax; got sums around 3"),
+    (lambda: of(AGGREGATION, 4, lambda t: t / 2),
+     "weight should sum to about 1 for each query, as after a softmax; got sums around 0.5"),
+    (lambda: pool_of(1, 4, 1, 3),
+     "bev_feat_shape should be (B, D, H, W, C); got D=4 beside H=1 and W=3, as if D and H were exchanged"),
 ]  # fmt: skip
 
 
@@ -135,6 +170,11 @@ def test_sentence(make, sentence):
 def test_what_is_right_is_not_warned_of(operator):
     with mx_driving.data_checks():
         assert warned(lambda: call(operator, GOOD[operator])) == []
+
+
+def test_maps_that_lie_camera_by_camera_are_not_warned_of():
+    with mx_driving.data_checks():
+        assert warned(lambda: call(AGGREGATION, six_cameras())) == []
 
 
 def test_points_of_no_features_and_second_derivatives_are_not_warned_of():
@@ -340,7 +380,7 @@ def test_a_point_is_seen_by_any_camera():
     locations = torch.full((2, 1, 4, 2, 2), -1.0)
     locations[0, 0, 0], locations[1, 0, 1, 0] = 0.5, 0.5
     tables = torch.tensor([[[2, 2]], [[2, 2]]]), torch.tensor([[0], [4]])
-    args = torch.ones(2, 8, 1), *tables, locations, torch.ones(2, 1, 4, 2, 1, 1)
+    args = torch.ones(2, 8, 1), *tables, locations, torch.full((2, 1, 4, 2, 1, 1), 1 / 8)
     with pytest.warns(mx_driving.DataWarning, match="got 75 % of points in none"), mx_driving.data_checks():
         mx_driving.deformable_aggregation(*args)
 

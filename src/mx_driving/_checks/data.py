@@ -35,6 +35,7 @@ _FEW_ROWS, _FEW_NUMBERS = 8, 256  # with fewer rows, or fewer numbers at their e
 # Times the mean difference of neighbours: more than usual from _STEP on, usual up to _NO_STEP. At the ends of rows we measured
 # 1.2 to 8, for photographs through a convolution and for smooth random maps (2026-11-22).
 _STEP, _NO_STEP = 1.5, 1.1
+_SUMS = (0.75, 1.33)  # the median sum of a query's weights after a softmax; dropout moves sums by less
 
 
 class DataWarning(UserWarning):
@@ -47,9 +48,11 @@ def data_checks() -> Iterator[None]:
 
     It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
     in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
-    maps only when swapped, and rows of value that end where (W, H) would have them end; and of maps that overlap while rows of
-    value are in none; and of negative depth in bev_pool_v3, as logits have it before their softmax. It cannot judge square
-    maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a CPU.
+    maps only when swapped, and rows of value that end where (W, H) would have them end; of maps that overlap while rows of
+    value are in none; of maps of several cameras that lie scale by scale; of weights that are negative or do not sum to about 1,
+    and of negative depth in bev_pool_v3, as logits are before their softmax; and of D and H exchanged in bev_pool_v3. It cannot
+    judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a
+    CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
@@ -93,7 +96,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
         output = kernel(*args)
         if _open:
             inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
-            _look(_Call(operator, *inputs) if operator.samples else _Points(operator, *inputs[:2]))
+            _look(_Call(operator, *inputs) if operator.samples else _Points(operator, *inputs[:2], inputs[5:]))
         return output
 
     return run
@@ -123,6 +126,7 @@ class _Points(NamedTuple):
     operator: Operator
     feat: Tensor
     depth: Tensor
+    sizes: tuple[int, ...]  # B, D, H, W
 
     @property
     def floating(self) -> tuple[tuple[str, Tensor], ...]:
@@ -130,7 +134,7 @@ class _Points(NamedTuple):
 
 
 def _look(call: _Call | _Points) -> None:
-    if not all(t.numel() for t in call[1:]):
+    if not all(t.numel() for t in call if isinstance(t, Tensor)):
         return
     if call[1].is_cuda and torch.cuda.is_current_stream_capturing():
         return  # a graph's capture cannot wait for data
@@ -278,14 +282,44 @@ def _row_ends(call: _Call) -> None:
     if not oblong or max(oblong)[0] ** 0.5 * numbers < _FEW_NUMBERS:
         return
     rows, height, width, start = max(oblong)
-    steps = call.value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
-    steps = steps / steps.mean()
+    steps = _steps(call.value, start, rows)
     end = torch.arange(1, rows, device=steps.device)
     as_given = steps[(end % width == 0) & (end % height != 0)].mean()  # but not ends that (W, H) has too
     as_swapped = steps[end % height == 0].mean()
     if as_given < _NO_STEP and as_swapped > _STEP:
         fact = f"({height}, {width}), while rows of {call.names.value} seem to end every {height}"
         _warn(call, "swapped", call.names.shapes, "be (H, W)", fact)
+
+
+def _steps(value: Tensor, start: int, rows: int) -> Tensor:
+    """Return how much neighbours among some rows of value differ, of what they differ on average."""
+    steps = value[:, start : start + rows].float().diff(dim=1).abs().flatten(2).mean((0, 2))
+    return steps / steps.mean()
+
+
+def _scale_major(call: _Call) -> None:
+    """deformable_aggregation. Read scale by scale, a small map shows rows of a larger one, of which half end elsewhere."""
+    camera_major = _geometry.starts_of(call.shapes)
+    if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
+        return
+    by_scale = _geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
+    (height, width), rows = call.shapes[0, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
+    numbers = call.value[:, 0].numel()
+    if rows > call.value.shape[1] or min(height, width) < _FEW_ROWS or (height * width) ** 0.5 * numbers < _FEW_NUMBERS:
+        return
+    as_given, as_by_scale = (_ends_of_rows(call.value, call.shapes[:, 1], starts[:, 1]) for starts in (camera_major, by_scale))
+    if min(as_given) < _NO_STEP and sum(as_by_scale) / len(as_by_scale) > _STEP:
+        fact = "maps that seem to lie scale by scale, all cameras of a scale together"
+        _warn(call, "scale-major", call.names.value, "hold the maps camera by camera, as the starts say", fact)
+
+
+def _ends_of_rows(value: Tensor, shapes: Tensor, starts: Tensor) -> list[float]:
+    """Return for each map how much neighbours differ where a row ends: the smaller number of even and odd rows."""
+    steps = [
+        _steps(value, start, height * width)[width - 1 :: width]
+        for (height, width), start in zip(shapes.tolist(), starts.tolist(), strict=True)
+    ]
+    return [min(ends[::2].mean().item(), ends[1::2].mean().item()) for ends in steps]
 
 
 def _rows_of_maps(call: _Call) -> None:
@@ -306,10 +340,34 @@ def _like_logits(call: _Points) -> None:
         _warn(call, "logits", "depth", "say how much of a pixel lies at each depth, 0..1", fact)
 
 
-_MAPS = (_swapped_levels, _row_ends, _rows_of_maps)
+def _exchanged_axes(call: _Points) -> None:
+    _, depth, height, width = call.sizes
+    if depth > height and depth * height > 0 and abs(math.log(depth / width)) < abs(math.log(height / width)):
+        fact = f"D={depth} beside H={height} and W={width}, as if D and H were exchanged"
+        _warn(call, "exchanged", "bev_feat_shape", "be (B, D, H, W, C)", fact)
+
+
+def _softmaxed(call: _Call) -> None:
+    """Logits before their softmax are negative, and other numbers do not sum to 1."""
+    if call.operator.bare:
+        return
+    name, weights = call.names.weights, call.weights.double()
+    if (fraction := _fraction(weights < 0)) > _SOME:
+        fact = f"{_percent(fraction)} below 0, as if they were logits"
+        _warn(call, "no softmax", name, "come from a softmax, 0..1", fact)
+        return
+    if call.operator.grouped and weights.shape[2] == 1:
+        return  # of a point alone: where points are summed later, they share the 1
+    sums = weights.sum((2, 3, 4) if call.operator.grouped else (3, 4))
+    median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
+    if median < _SUMS[0] or median > _SUMS[1]:
+        _warn(call, "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}")
+
+
+_MAPS = (_softmaxed, _swapped_levels, _row_ends, _rows_of_maps)
 _LOOKS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "multi_scale_deformable_attn": (_normalised, *_MAPS),
-    "deformable_aggregation": (_seen, *_MAPS),
+    "deformable_aggregation": (_seen, *_MAPS, _scale_major),
     "geometric_kernel_attention": (_in_pixels, *_MAPS),
-    "bev_pool_v3": (_like_logits,),
+    "bev_pool_v3": (_like_logits, _exchanged_axes),
 }
