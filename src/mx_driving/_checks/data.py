@@ -46,13 +46,19 @@ class DataWarning(UserWarning):
 def data_checks() -> Iterator[None]:
     """Look at the data of every call inside, and warn `DataWarning` once for each operator and kind of finding.
 
-    It warns of NaN; of samples that mostly lie off their map; of locations in pixels where 0..1 is the map, and the reverse
-    in geometric_kernel_attention; and of shapes that look like (W, H): wide levels beside high ones, pixels that fit the
-    maps only when swapped, and rows of value that end where (W, H) would have them end; of maps that overlap while rows of
-    value are in none; of maps of several cameras that lie scale by scale; of weights that are negative or do not sum to about 1,
-    and of negative depth in bev_pool_v3, as logits are before their softmax; and of D and H exchanged in bev_pool_v3. It cannot
-    judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call does on a
-    CPU.
+    It warns of:
+
+    - NaN;
+    - samples that mostly lie off their map, locations in pixels where 0..1 is the map, and the reverse in
+      geometric_kernel_attention;
+    - shapes that look like (W, H): wide levels beside high ones, pixels that fit the maps only when swapped, and rows of value
+      that end where (W, H) would have them end;
+    - maps that overlap while rows of value are in none, and maps of several cameras that lie scale by scale;
+    - weights that are negative or do not sum to about 1, and negative depth in bev_pool_v3, as logits are before their softmax;
+    - D and H exchanged in bev_pool_v3.
+
+    It cannot judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call
+    does on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
