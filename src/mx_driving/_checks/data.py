@@ -57,8 +57,8 @@ def data_checks() -> Iterator[None]:
     - weights that are negative or do not sum to about 1, and negative depth in bev_pool_v3, as logits are before their softmax;
     - D and H exchanged in bev_pool_v3.
 
-    It cannot judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every call
-    does on a CPU.
+    It cannot judge square maps, or inputs without any of these signs. On a GPU it also refuses wrong index tables, as every
+    call does on a CPU.
 
     Every call reads all of its inputs and, on a GPU, waits for them. Process-wide while it is open; `MX_DRIVING_CHECK=1`
     (true, yes, on) in the environment does the same for a whole program.
