@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._cli_support.problems import Problem
 from ..ops._pooling import inputs_of, points_inside
-from ..ops.bev_pool_v2 import _in_intervals
+from ..ops.bev_pool_v2 import _points_of_intervals
 from . import _schema
 
 Given = dict[str, Any]  # tensors and sizes by name
@@ -28,7 +28,7 @@ def _by_interval(given: Given, shape: Sequence[int] | None = None) -> list[Any]:
     lengths = given["interval_lengths"]
     if int(lengths.clamp_min(0).double().sum()) > _schema.NUMBERS // 16:
         raise Problem(f"interval_lengths must have a sum of at most {_schema.NUMBERS // 16}; got {int(lengths.sum())}")
-    points, cells = _in_intervals(given["ranks_bev"], given["interval_starts"], lengths)
+    points, cells = _points_of_intervals(given["ranks_bev"], given["interval_starts"].long(), lengths.long())
     ranks = {name: given[name][points] for name in ("ranks_depth", "ranks_feat")}
     return _lifted({**given, **ranks, "ranks_bev": cells}, shape)
 
