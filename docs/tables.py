@@ -107,7 +107,7 @@ def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
 
 
 def floors(file: str = BENCH) -> str:
-    """Our time in milliseconds, and as a multiple of either gather floor, of workloads that have one."""
+    """Return our time in milliseconds, and as a multiple of either gather loop, of workloads that have one."""
     forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
     floors = ("gather floor", "gather floor, head-major")
     rows = []
@@ -116,7 +116,7 @@ def floors(file: str = BENCH) -> str:
         for by in (forward[name], backward[name]):
             cells += [milliseconds(by["mx_driving"]), *(ratio(by, floor) if floor in by else "" for floor in floors)]
         rows.append(cells)
-    of_each = ["ours / floor", "ours / head-major floor"]
+    of_each = ["ours / loop", "ours / head-major loop"]
     return markdown(["workload", "forward, ms", *of_each, "backward, ms", *of_each], rows)
 
 
