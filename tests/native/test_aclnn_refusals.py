@@ -204,7 +204,7 @@ def test_convenience_raises():
     for index, bad, error, sentence in (
         (0, tensors[0].double(), TypeError, "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got ACL_DOUBLE"),
         (5, None, TypeError, "grad_output must be a tensor; got NULL"),
-        (2, torch.tensor([0]), ValueError, "level_start_index must have shape (num_levels=2); got (1,)"),
+        (2, torch.tensor([0]), ValueError, "level_start_index must have shape (num_levels=2,); got (1,)"),
         (2, torch.tensor([0, 99]), ValueError, "level_start_index[1] must leave room for 2 x 2 rows among 16; got 99"),
         (4, "weights", TypeError, "attn_weight must be a torch.Tensor; got str"),
         (6, torch.empty(1, device="meta"), ValueError, "grad_value must be a plain strided tensor on the CPU; got "),

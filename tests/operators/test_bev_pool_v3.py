@@ -378,7 +378,7 @@ def refusals() -> dict[str, tuple[Any, ...]]:
         "output must have fewer than 2**48 elements; got 4194304 x 8 x 4194304 x 1 x 7": (
             depth, feat, rd, rf, rb, (2**22, 2**22, 1, 7, 8)
         ),
-        "ranks_feat must have shape (n=30); got (29,)": (depth, feat, rd, rf[:29], rb, shape),
+        "ranks_feat must have shape (n=30,); got (29,)": (depth, feat, rd, rf[:29], rb, shape),
         "ranks_bev must have dtype int32 or int64; got float32": (depth, feat, rd, rf, rb.float(), shape),
         "ranks_depth must be a torch.Tensor; got NoneType": (depth, feat, None, rf, rb, shape),
         "ranks_bev must be 2D when running without depth": (None, feat, None, None, rb, shape),
@@ -411,7 +411,7 @@ def test_sizes_that_the_operator_refuses():
         ([0], [31], "interval_starts[0] must leave room for 31 of 30 points; got 0"),
         ([0, 4], [1, -1], "interval_lengths[1] must not be negative; got -1"),
         ([-1], [1], "interval_starts[0] must leave room for 1 of 30 points; got -1"),
-        ([0, 1], [1], "interval_lengths must have shape (n_intervals=2); got (1,)"),
+        ([0, 1], [1], "interval_lengths must have shape (n_intervals=2,); got (1,)"),
     ],
 )
 def test_intervals_beyond_the_points_are_refused(starts, lengths, sentence):

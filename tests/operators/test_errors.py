@@ -33,7 +33,7 @@ SENTENCES = [
     (GEOMETRIC, 4, lambda a: torch.nested.nested_tensor([*a], layout=torch.jagged),
      "attention_weights must have the layout torch.strided; got torch.jagged"),
     (MULTI_SCALE, 1, lambda a: a[0], "value_spatial_shapes must have shape (num_levels=2, 2); got (2,)"),
-    (MULTI_SCALE, 2, lambda a: a[:1], f"{LEVELS} must have shape (num_levels=2); got (1,)"),
+    (MULTI_SCALE, 2, lambda a: a[:1], f"{LEVELS} must have shape (num_levels=2,); got (1,)"),
     (MULTI_SCALE, 4, lambda a: a[..., :1],
      f"attention_weights must have shape ({QUERIES}, num_levels=2, num_points=2); got (2, 3, 2, 2, 1)"),
     (GEOMETRIC, 0, lambda a: a.transpose(1, 2),
@@ -69,6 +69,13 @@ SENTENCES = [
      f"{LEVELS}[1] must leave room for {2**62} x {2**62} rows among 16; got 12 (needs {12 + 2**124} rows)"),
     (AGGREGATION, 2, lambda a: t([[5], [12]]),
      "scale_start_index[0, 0] must leave room for 3 x 4 rows among 16; got 5 (needs 17 rows)"),
+    (AGGREGATION, 0, lambda a: torch.rand(2, 4, 16),
+     "scale_start_index[0, 0] must leave room for 3 x 4 rows among 4; "
+     "got 0 (needs 12 rows); axes 1 and 2 of feature_maps look swapped"),
+    (MULTI_SCALE, 2, lambda a: torch.rand(2, 3, 2, 2, 2, 2),
+     f"{LEVELS} must have shape (num_levels=2,); got (2, 3, 2, 2, 2, 2), which looks like sampling_locations"),
+    (GEOMETRIC_LOGITS, 4, lambda a: torch.rand(2, 3, 2, 4),
+     "window must have shape (num_points, 2); got (2, 3, 2, 4), which looks like attention_logits"),
     (AGGREGATION_LOGITS, 2, lambda a: a + 1,
      "scale_start_index[1, 0] must leave room for 2 x 2 rows among 16; got 13 (needs 17 rows)"),
 ]  # fmt: skip
@@ -250,3 +257,38 @@ def test_every_location_to_draw_has_a_weight(shape):
     same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(1, 2, 4))
     sentence = said(lambda: same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(shape)))
     assert sentence == f"weights must have shape (1, 2, 4); got {shape}"
+
+
+TAKES = f"{MULTI_SCALE} must be called with"
+NO_STEP = "mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"
+ARGUMENTS = [
+    (lambda f, v, h, s, x, w: f(v, h, x, w), f"{LEVELS} must be given as argument 3 of {MULTI_SCALE}; got 4 arguments"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x),
+     f"attention_weights must be given as argument 5 of {MULTI_SCALE}; got 4 arguments"),
+    (lambda f, v, h, s, x, w: f(v, h, sampling_locations=x, attention_weights=w),
+     f"{LEVELS} must be given as argument 3 of {MULTI_SCALE}; got 4 arguments"),
+    (lambda f, v, h, s, x, w: f(v, spatial_shapes=h, level_start_index=s, sampling_locations=x, attention_weights=w),
+     "value_spatial_shapes must be given by this name; got the name spatial_shapes"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, 64), f"{TAKES} 5 arguments; got 6; {NO_STEP}"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, im2col_step=64), f"{TAKES} value, value_spatial_shapes, "
+     f"value_level_start_index, sampling_locations, attention_weights; got im2col_step; {NO_STEP}"),
+    (lambda f, v, h, s, x, w: f(v, h, s, x, w, w, w), f"{TAKES} 5 arguments; got 7"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "sentence"), ARGUMENTS)
+def test_arguments_are_counted_and_named(call, sentence):
+    """Python would name the last argument where another one is missing."""
+    with pytest.raises(TypeError) as refused:
+        call(mx_driving.multi_scale_deformable_attn, *GOOD[MULTI_SCALE]())
+    assert str(refused.value) == sentence
+
+
+@pytest.mark.parametrize("operator", sorted(GOOD))
+def test_forgotten_starts_are_named(operator):
+    value, shapes, _, *others = GOOD[operator]()
+    rest = [
+        t for t, name in zip(others, OPERATORS[operator].inputs[3:], strict=False) if name not in ("image_size", "pair_scale")
+    ]
+    with pytest.raises(TypeError, match=rf"^\w+_start_index must be given as argument 3 of {operator}; got "):
+        getattr(mx_driving, operator)(value, shapes, *rest)

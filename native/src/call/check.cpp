@@ -229,6 +229,13 @@ class Judge {
         return -1;
     }
 
+    // Another input that would fit in this shape of two axes or more; -1: none.
+    int look_alike(int i, const AxisSizes &others) const {
+        for (int j = 0; j < count && is_input(i) && given[i].axes > 1; ++j)
+            if (j != i && is_input(j) && is_given(given[j]) && all_fit(j, given[i], others)) return j;
+        return -1;
+    }
+
     bool all_fit(int i, const Given &t, AxisSizes sizes) const {
         const int64_t levels = op.references < 0 ? -1 : sizes.of[op.levels];
         if (op.references >= 0 && is_input(i)) sizes.of[op.references] = -1;
@@ -245,8 +252,11 @@ class Judge {
             text += (text.empty() ? "" : ", ") + with_size(axis, others);
         const int at = swapped_axis(i, others);
         const std::string places = std::to_string(at) + " and " + std::to_string(at + 1);
-        const std::string remark = at < 0 ? "" : ", whose axes " + places + " look swapped";
-        return refuse(MXD_BAD_SHAPE, i, "have shape (" + text + ")", text_of_shape(t) + remark);
+        const int like = look_alike(i, others);
+        const std::string name = like < 0 ? "" : ", which looks like " + argument(like).name;
+        const std::string remark = at < 0 ? name : ", whose axes " + places + " look swapped";
+        const char *end = (axes ? *axes : argument(i).axes).count == 1 ? ",)" : ")";
+        return refuse(MXD_BAD_SHAPE, i, "have shape (" + text + end, text_of_shape(t) + remark);
     }
 
     Refusal wrong_shape(int i) const {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._operators import OPERATORS, Input, Operator
-from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
+from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, shape_text, tensors
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 _ELEMENTS = {
@@ -177,9 +177,17 @@ def _need_shape(name: str, a: Tensor, axes: Sequence[str], given: Given, sizes: 
     others = numbers | _sizes([(t, each) for t, each in given if t.name != name])
     swaps = ((*shape[:i], shape[i + 1], shape[i], *shape[i + 2 :]) for i in range(len(shape) - 1))
     at = next((i for i, swapped in enumerate(swaps) if _fits(axes, swapped, others, options)), None)
-    remark = "" if at is None else f", whose axes {at} and {at + 1} look swapped"
-    rule = ", ".join(_with_size(axis, others, options) for axis in axes)
-    fail(ValueError, name, f"have shape ({rule})", f"{shape}{remark}")
+    remark = _look_alike(name, a, given, others, options) if at is None else f", whose axes {at} and {at + 1} look swapped"
+    rule = shape_text([_with_size(axis, others, options) for axis in axes])
+    fail(ValueError, name, f"have shape {rule}", f"{shape}{remark}")
+
+
+def _look_alike(name: str, a: Tensor, given: Given, sizes: Sizes, options: dict[str, str]) -> str:
+    """Return a remark where an input of two axes or more has the shape of another one, as in another order of arguments."""
+    names = [t.name for t, _ in given]
+    likes = (t.name for t, _ in given if t.name != name and _fits(_form(t, a), tuple(a.shape), sizes, options))
+    like = next(likes, None) if name in names and a.dim() > 1 else None
+    return "" if like is None else f", which looks like {like}"
 
 
 def _fits(axes: Sequence[str], shape: tuple[int, ...], sizes: Sizes, options: dict[str, str]) -> bool:
@@ -295,7 +303,7 @@ def contents(operator: Operator, inputs: Sequence[Any]) -> None:
     """What index tensors hold: maps inside value, or ranks of rows. This reads them, which costs nothing only on a CPU."""
     if operator.samples:
         value, shapes, starts, *_ = inputs
-        levels(*operator.tables, shapes, starts, value.shape[1])
+        levels(*operator.tables, shapes, starts, value.shape[1], value.shape[2] if value.dim() == 3 else 0)
     else:
         ranks(*inputs)
 
@@ -313,8 +321,11 @@ def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, 
             fail(ValueError, f"{name}[{first}]", f"be one of the {rows} {of}", int(t[first]))
 
 
-def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Every map lies inside num_keys rows. This reads the index tables, which costs nothing only on a CPU."""
+def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
+    """Check that every map lies inside num_keys rows. This reads the index tables, which costs nothing only on a CPU.
+
+    Feature maps that have rows enough among their channels have their axes swapped.
+    """
     axes = starts.dim()
     for flat, ((height, width), start) in enumerate(
         zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)
@@ -326,7 +337,8 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
             fail(ValueError, starts_name + where, "not be negative", start)
         if start + height * width > num_keys:
             rule = f"leave room for {height} x {width} rows among {num_keys}"
-            fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows)")
+            swapped = "; axes 1 and 2 of feature_maps look swapped" if start + height * width <= channels else ""
+            fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows){swapped}")
 
 
 def host_memory(name: str, t: Any) -> None:

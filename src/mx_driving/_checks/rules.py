@@ -51,7 +51,7 @@ def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str)
 def need_axes(name: str, t: Tensor, axes: str) -> None:
     """t has as many axes as `axes` has names."""
     if t.dim() != axes.count(",") + 1:
-        fail(ValueError, name, f"have shape ({axes})", tuple(t.shape))
+        fail(ValueError, name, f"have shape {shape_text(axes.split(', '))}", tuple(t.shape))
 
 
 def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
@@ -67,8 +67,13 @@ def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None
 
 def fail_shape(name: str, t: Tensor, axes: str, sizes: tuple[int | None, ...], remark: str = "") -> NoReturn:
     named = zip((axis.strip() for axis in axes.split(",")), sizes, strict=True)
-    expected = ", ".join(axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named)
-    fail(ValueError, name, f"have shape ({expected})", f"{tuple(t.shape)}{remark}")
+    expected = shape_text([axis if axis.isdigit() or size is None else f"{axis}={size}" for axis, size in named])
+    fail(ValueError, name, f"have shape {expected}", f"{tuple(t.shape)}{remark}")
+
+
+def shape_text(axes: Sequence[str]) -> str:
+    """Return a shape as Python writes a tuple: a single axis has a comma behind it."""
+    return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
 
 
 def flag(name: str, word: str) -> NoReturn:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes, tensors
+from ._arguments import explain_arguments
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool"]
 
 
+@explain_arguments
 def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) -> Tensor:
     """Sum of the rows of feat whose points lie in each cell.
 

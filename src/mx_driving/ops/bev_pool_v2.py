@@ -9,11 +9,13 @@ from torch import Tensor
 
 from .. import _geometry
 from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
+from ._arguments import explain_arguments
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["bev_pool_v2"]
 
 
+@explain_arguments
 def bev_pool_v2(
     depth: Tensor,
     feat: Tensor,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from ._arguments import explain_arguments
 from ._pooling import gradients, inputs_of
 
 __all__ = ["BEVPoolV3", "bev_pool_v3"]
@@ -16,6 +17,7 @@ __all__ = ["BEVPoolV3", "bev_pool_v3"]
 _call = _dispatch.library.public("bev_pool_v3")
 
 
+@explain_arguments
 def bev_pool_v3(
     depth: Tensor | None,
     feat: Tensor,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _dispatch
+from ._arguments import explain_arguments
 
 __all__ = ["deformable_aggregation_with_logits"]
 
 _call = _dispatch.library.public("deformable_aggregation_with_logits")
 
 
+@explain_arguments
 def deformable_aggregation_with_logits(
     feature_maps: Tensor,
     spatial_shape: Tensor,

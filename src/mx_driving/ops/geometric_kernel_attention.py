@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
+from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
@@ -15,6 +16,7 @@ __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_ge
 _call = _dispatch.library.public("geometric_kernel_attention")
 
 
+@explain_arguments
 def geometric_kernel_attention(
     value: Tensor,
     spatial_shapes: Tensor,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _dispatch
+from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
 
 _call = _dispatch.library.public("geometric_kernel_attention_with_logits")
 
 
+@explain_arguments
 def geometric_kernel_attention_with_logits(
     value: Tensor,
     spatial_shapes: Tensor,

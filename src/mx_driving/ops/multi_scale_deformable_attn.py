@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._operators import OPERATORS
+from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
@@ -17,6 +18,7 @@ __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "n
 _call = _dispatch.library.public("multi_scale_deformable_attn")
 
 
+@explain_arguments
 def multi_scale_deformable_attn(
     value: Tensor,
     value_spatial_shapes: Tensor,

@@ -5,12 +5,14 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import _dispatch
+from ._arguments import explain_arguments
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
 
 _call = _dispatch.library.public("multi_scale_deformable_attn_with_logits")
 
 
+@explain_arguments
 def multi_scale_deformable_attn_with_logits(
     value: Tensor,
     value_spatial_shapes: Tensor,

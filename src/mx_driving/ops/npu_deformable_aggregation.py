@@ -7,12 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from .. import _dispatch
+from ._arguments import explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
 
 _call = _dispatch.library.public("deformable_aggregation")
 
 
+@explain_arguments
 def deformable_aggregation(
     feature_maps: Tensor,
     spatial_shape: Tensor,

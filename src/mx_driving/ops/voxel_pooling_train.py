@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, tensors
+from ._arguments import explain_arguments
 from ._pooling import points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
 
 __all__ = ["npu_voxel_pooling_train"]
 
 
+@explain_arguments
 def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num: Sequence[int] | Tensor) -> Tensor:
     """Sum of the features of the points above each cell of the ground; points outside the grid are left out.
 
