@@ -24,9 +24,7 @@ int refuse(int status, const std::string &sentence) {
     return status;
 }
 
-int refuse(const Function &function, const Refusal &why) {
-    return refuse(why.status, sentence(function.arguments[size_t(why.argument)].name, why.rule, why.fact));
-}
+int refuse(const Function &function, const Refusal &why) { return refuse(why.status, sentence(function, why)); }
 
 // The tensors of one call, in order.
 struct Request {

@@ -6,21 +6,21 @@
     status = synchronize(stream)
 
 Phase one checks and returns a status; it does not raise where CANN returns a status. `recent_error()` is the sentence that
-belongs to the status. Phase two queues the call and returns. A level that does not fit in num_keys shows only in the data, so
-`synchronize` returns that status. The header native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h
-is the reference. Its names are in camelCase, and so are the names in the sentences.
+belongs to the status. Phase two runs the call and returns. A level that does not fit in num_keys shows only in the data; the
+stream remembers that status, and `synchronize` returns it. The header
+native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h is the reference. Its names are in camelCase, as are the
+names in the sentences.
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import enum
 import functools
 import re
 import weakref
 from ctypes import POINTER, c_char_p, c_int, c_int64, c_uint64, c_void_p
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -104,30 +104,27 @@ def _library() -> ctypes.CDLL:
 
 
 def recent_error() -> str | None:
-    """The sentence of this thread's last failure: *name* must *rule*; got *fact*. Each is returned once."""
+    """Return the sentence of this thread's last failure, once: *name* must *rule*; got *fact*."""
     message = _library().aclGetRecentErrMsg()
     return message.decode() if message is not None else None
 
 
 class Executor:
-    """A call that phase one has prepared. It holds its tensors. Phase two frees it, or the end of this object."""
+    """A call that phase one has prepared. Holds its tensors. Phase two frees it, or the end of this object."""
 
     def __init__(self, handle: int, tensors: tuple[Tensor | None, ...]) -> None:
         self._handle, self._tensors = handle, tensors
         self._free = weakref.finalize(self, _library().aclDestroyAclOpExecutor, handle)
 
     def _hand_over(self) -> int:
-        """The handle, once: phase two frees it, and its address may then become another executor's."""
+        """Return the handle, once: phase two frees it, and its address may then become another executor's."""
         handle, self._handle = self._handle, _NO_EXECUTOR
         self._free.detach()
         return handle
 
 
 class Stream:
-    """A queue with a thread of its own. It keeps the tensors of queued calls until somebody synchronises.
-
-    Destroying the object waits for the queue; so does the end of the program.
-    """
+    """Runs a call at once, and remembers the first error until somebody synchronises."""
 
     def __init__(self) -> None:
         handle = c_void_p()
@@ -135,34 +132,20 @@ class Stream:
         if status:
             _raise(status)
         self._handle = handle.value
-        self._running: list[Any] = []
         weakref.finalize(self, _library().aclrtDestroyStream, self._handle)
 
     def synchronize(self) -> Status:
-        """Wait for all that was queued; the first error since the last call, or ACLNN_SUCCESS."""
-        finished, self._running = self._running, []
-        status = Status(_library().aclrtSynchronizeStream(self._handle))
-        finished.clear()
-        return status
-
-
-class _DefaultStream(Stream):
-    def __init__(self) -> None:
-        self._handle = None
-        self._running = []
-        atexit.register(self.synchronize)
-
-
-_default_stream = functools.cache(_DefaultStream)
+        """Return the first error since the last call, or ACLNN_SUCCESS."""
+        return synchronize(self)
 
 
 def synchronize(stream: Stream | None = None) -> Status:
-    """Wait for a stream, by default the default stream; the first error since the last call, or ACLNN_SUCCESS."""
-    return (stream or _default_stream()).synchronize()
+    """Return a stream's first error since the last call, or ACLNN_SUCCESS; None is the default stream."""
+    return Status(_library().aclrtSynchronizeStream(stream and stream._handle))
 
 
 def _describe(name: str, t: Tensor | None) -> int | None:
-    """An aclTensor for a tensor, which the caller destroys; None for None."""
+    """Return an aclTensor for a tensor, which the caller destroys; None for None."""
     if t is None:
         return None
     _checks.inputs.host_memory(name, t)
@@ -204,15 +187,11 @@ def _phase_one(operator: str, tensors: tuple[Tensor | None, ...]) -> tuple[Statu
 def _phase_two(
     operator: str, workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None
 ) -> Status:
-    queue = stream or _default_stream()
     if workspace is not None:
         _checks.inputs.workspace(workspace, workspace_size)
     memory = None if workspace is None else workspace.data_ptr()
     handle = None if executor is None else executor._hand_over()
-    status = Status(getattr(_library(), operator)(memory, workspace_size, handle, queue._handle))
-    if status == Status.ACLNN_SUCCESS:
-        queue._running.append((executor, workspace))
-    return status
+    return Status(getattr(_library(), operator)(memory, workspace_size, handle, stream and stream._handle))
 
 
 def _raise(status: int) -> NoReturn:
@@ -224,8 +203,8 @@ def _raise(status: int) -> NoReturn:
     raise kind(re.sub(r"(?<=[a-z])[A-Z]", lambda letter: "_" + letter.group().lower(), name) + space + rest)
 
 
-def _output(given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype) if given is None else given
+def _output(tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype) if tensor is None else tensor
 
 
 def _both_phases(operator: str, tensors: tuple[Tensor | None, ...], stream: Stream | None) -> None:
@@ -281,10 +260,10 @@ def multi_scale_deformable_attention_grad_get_workspace_size(
 def multi_scale_deformable_attention_grad(
     workspace: Tensor | None, workspace_size: int, executor: Executor | None, stream: Stream | None = None
 ) -> Status:
-    """Phase two: queue what phase one prepared, on a stream or on the default stream, and return.
+    """Phase two: run what phase one prepared.
 
-    The outputs are written when `synchronize(stream)` returns; its status also reports levels that do not fit. An executor
-    runs once; a failed check uses it up, too.
+    The outputs are written when the call returns, unless a level does not fit: `synchronize(stream)` returns that status. An
+    executor runs once; a failed check uses it up, too.
 
     Args:
         workspace: at least workspace_size contiguous bytes; None if phase one returned 0

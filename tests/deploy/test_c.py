@@ -101,13 +101,17 @@ def test_the_native_tests(tmp_path):
     assert printed.count("passed") == 10
 
 
-def test_the_cmake_package(tmp_path):
-    cmake = pathlib.Path(sys.executable).with_name("cmake")
-    cmake = cmake if cmake.exists() else shutil.which("cmake")
-    run(cmake, "-S", EXAMPLES, "-B", tmp_path, f"-Dmx_driving_DIR={config.cmakedir()}")
-    run(cmake, "--build", tmp_path)
-    check_training(run(tmp_path / "train"))
-    check_known_answer(run(tmp_path / "known_answer"))
+def test_the_documented_lines(tmp_path):
+    """The shell commands of docs/c.md, as they stand, in a clone."""
+    shutil.copytree(EXAMPLES, tmp_path / "examples" / "c")
+    (lines,) = re.findall(r"^```shell\n(.*?)^```$", (ROOT / "docs" / "c.md").read_text(encoding="utf-8"), re.M | re.S)
+    path = os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-ec", lines], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    check_training(done.stdout)
+    check_known_answer(done.stdout)
     version = (pathlib.Path(config.cmakedir()) / "mx_driving-config-version.cmake").read_text()
     assert f'"{mx_driving.__version__}"' in version
 

@@ -74,10 +74,9 @@ def count_accepted(call, tensors, floating):
 
 
 def test_mixtures_of_dtypes():
-    forward = aclnn.multi_scale_deformable_attn_function_get_workspace_size
     tensors = nine(queries=2, sizes=((2, 2),), points=1)
     assert count_accepted(phase_one, tensors, (0, 3, 4, 5, 6, 7, 8)) == (3, 3**7 - 3)
-    assert count_accepted(forward, [*tensors[:5], torch.zeros(1, 2, 16)], (0, 3, 4, 5)) == (3, 3**4 - 3)
+    assert count_accepted(forward_phase_one, [*tensors[:5], torch.zeros(1, 2, 16)], (0, 3, 4, 5)) == (3, 3**4 - 3)
 
 
 @pytest.mark.parametrize("index", range(3, 9))
@@ -104,6 +103,23 @@ def test_sentences():
     assert aclnn.recent_error() == rule + "got (1, 5, 17)"
 
 
+forward_phase_one = aclnn.multi_scale_deformable_attn_function_get_workspace_size
+
+
+def test_the_forwards_output_has_three_axes():
+    """CANN's sources refuse four since July 2026; gradOutput may still have them, as older documents say."""
+    inputs = nine()[:5]
+    assert forward_phase_one(*inputs, torch.zeros(1, 5, 16))[0] == OK
+    assert forward_phase_one(*inputs, torch.zeros(1, 5, 2, 8))[0] == INVALID
+    assert aclnn.recent_error() == "output must have 3 axes (bs, num_queries, num_heads * channels); got (1, 5, 2, 8)"
+    for shape in ((1, 5, 17), (1, 6, 16), (2, 5, 16), (5, 16), (1, 5, 1, 2, 8)):
+        assert forward_phase_one(*inputs, torch.zeros(shape))[0] == INVALID
+        assert (aclnn.recent_error() or "").startswith(
+            "output must have shape (bs=1, num_queries=5, num_heads * channels=16); got"
+        )
+    assert phase_one(*replaced(5, torch.ones(1, 5, 2, 8)))[0] == OK
+
+
 LEVELS_16 = [(1, 1)] * 16
 LIMITS = [
     ({"channels": 256}, {"channels": 264}, "value must have channels a multiple of 8 and <= 256; got 264"),
@@ -127,6 +143,38 @@ def test_limits(within, past, sentence):
     assert executor is not None
     assert phase_one(*nine(**past)) == (INVALID, 0, None)
     assert aclnn.recent_error() == sentence
+
+
+LIMITS_OF_310P = [
+    ({"channels": 24}, "value must have channels a multiple of 32 on 310P; got 24"),
+    ({"heads": 3}, "value must have num_heads 2, 4 or 8 on 310P; got 3"),
+    ({"queries": 31}, "location must have num_queries >= 32 on 310P; got 31"),
+    ({"points": 3}, "location must have num_points 4 or 8 on 310P; got 3"),
+    ({"dtype": torch.bfloat16}, "value must have dtype ACL_FLOAT or ACL_FLOAT16 on 310P; got ACL_BF16"),
+    ({"points": 17}, "location must have num_points <= 16; got 17"),
+]
+
+
+def test_limits_of_310p(monkeypatch):
+    """The forward's, on request; the product has no gradient."""
+
+    def forward(**sizes):
+        sizes = {"queries": 32, "channels": 32, "heads": 2, "points": 4, **sizes}
+        tensors = nine(**sizes)
+        return forward_phase_one(*tensors[:5], tensors[0].new_zeros(1, sizes["queries"], sizes["heads"] * sizes["channels"]))[0]
+
+    assert [forward(**sizes) for sizes, _ in LIMITS_OF_310P] == [OK] * 5 + [INVALID]
+    monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "310P")
+    for heads, points, dtype in itertools.product((2, 4, 8), (4, 8), DTYPES[:2]):
+        assert forward(heads=heads, points=points, dtype=dtype) == OK
+    for sizes, sentence in LIMITS_OF_310P:
+        assert forward(**sizes) == INVALID
+        assert aclnn.recent_error() == sentence
+    assert phase_one(*nine(queries=32, channels=32, points=4))[0] == INVALID
+    assert aclnn.recent_error() == "gradOutput must not be given on 310P, which has no gradient; got a tensor"
+    monkeypatch.setenv("MX_DRIVING_CANN_PRODUCT", "910")
+    assert forward() == INVALID
+    assert aclnn.recent_error() == "MX_DRIVING_CANN_PRODUCT must be 310P or empty; got 910"
 
 
 def test_rows_beyond_what_a_kernel_can_count():

@@ -1,4 +1,4 @@
-// The two phases: a known answer, who owns what, what is a queue, and what may happen at once.
+// The two phases: a known answer, who owns what, what a stream remembers, and what may happen at once.
 #include "problem.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
@@ -74,6 +74,8 @@ void handles() {
     CHECK(aclrtMemcpy(memory, 8, nullptr, 8, ACL_MEMCPY_HOST_TO_DEVICE) == ACL_ERROR_INVALID_PARAM);
     CHECK(aclrtFree(memory) == ACL_SUCCESS);
     CHECK(aclrtFree(nullptr) == ACL_ERROR_INVALID_PARAM);
+    CHECK(aclrtCtxSetSysParamOpt(ACL_OPT_DETERMINISTIC, 1) == ACL_SUCCESS);
+    CHECK(aclrtSetSysParamOpt(aclSysParamOpt(12345), 1) == ACL_ERROR_INVALID_PARAM);
     CHECK(aclrtSetDevice(-1) == ACL_ERROR_INVALID_PARAM && aclrtSetDevice(7) == ACL_SUCCESS);
 }
 
@@ -144,27 +146,20 @@ void streams() {
     aclrtStream first, second;
     CHECK(aclrtCreateStream(&first) == ACL_SUCCESS && aclrtCreateStream(&second) == ACL_SUCCESS);
 
-    // A queue in order: many calls that write the same outputs, the last one with doubled gradients.
-    Problem p(SMALL, 3);
-    std::vector<Workspace> workspaces;
+    // Work is done when phase two returns: the workspace may be used again at once.
+    Problem p(SMALL, 3), same(SMALL, 3);
     uint64_t bytes;
     aclOpExecutor *executor;
     CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    aclDestroyAclOpExecutor(executor);
-    workspaces.assign(20, Workspace(bytes));
-    for (Workspace &workspace : workspaces) {
-        CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-        CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
-    }
-    CHECK(aclrtSynchronizeStream(first) == ACL_SUCCESS);
-    Problem same(SMALL, 3);
+    Workspace workspace(bytes);
+    CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
     same.run(second);
     CHECK(p.grad_value.numbers() == same.grad_value.numbers());
 
     // An error stays with its stream and is returned once: by a synchronise, or when the stream is destroyed.
     p.starts.data[1] = 1000;
     CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    CHECK(aclnnMultiScaleDeformableAttentionGrad(workspaces[0].data(), bytes, executor, first) == ACLNN_SUCCESS);
+    CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
     CHECK(aclrtSynchronizeStream(second) == ACL_SUCCESS);
     CHECK(aclrtDestroyStream(first) == ACL_ERROR_RT_AICORE_EXCEPTION);
     CHECK(aclrtSynchronizeStream(first) == ACL_ERROR_INVALID_PARAM);
@@ -190,6 +185,22 @@ void many_threads() {
         });
     for (std::thread &thread : threads) thread.join();
     CHECK(aclrtDestroyStream(shared) == ACL_SUCCESS);
+
+    // A stream runs one task after the other: a repeatable executor has one workspace.
+    Problem again(SMALL, 8), once(SMALL, 8);
+    uint64_t size;
+    aclOpExecutor *repeatable;
+    CHECK(again.plan(&size, &repeatable) == ACLNN_SUCCESS && aclSetAclOpExecutorRepeatable(repeatable) == ACLNN_SUCCESS);
+    Workspace of_all(size);
+    threads.clear();
+    for (int t = 0; t < 4; ++t)
+        threads.emplace_back([&] {
+            for (int i = 0; i < 10; ++i)
+                CHECK(aclnnMultiScaleDeformableAttentionGrad(of_all.data(), size, repeatable, nullptr) == ACLNN_SUCCESS);
+        });
+    for (std::thread &thread : threads) thread.join();
+    once.run(nullptr);
+    CHECK(again.grad_value.numbers() == once.grad_value.numbers() && aclDestroyAclOpExecutor(repeatable) == ACLNN_SUCCESS);
 
     // Many threads run the same executor: one of them may.
     Problem p(SMALL, 9);

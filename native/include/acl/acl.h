@@ -2,8 +2,9 @@
  *
  * Names, signatures and numeric values are CANN's, so that a program written for an NPU builds and runs here unchanged.
  * "Device memory" is the host's. What differs from a device is said at each function; in short: aclInit and
- * aclrtSetDevice are not required, every device id works, and a mistake is reported instead of crashing where that
- * costs little (a handle used after it was destroyed, a view that leaves its storage, an executor run twice).
+ * aclrtSetDevice are not required, every device id works, work is done when it is queued, and a mistake is reported instead of
+ * crashing where that costs little (a handle used after it was destroyed, a view that leaves its storage, an executor run
+ * twice).
  *
  * Functions may be called from several threads at once. A function that fails leaves a sentence for its thread:
  * see aclGetRecentErrMsg.
@@ -48,7 +49,7 @@ static const int ACL_ERROR_UNINITIALIZE = 100001;        /* aclFinalize without 
 static const int ACL_ERROR_REPEAT_INITIALIZE = 100002;   /* aclInit a second time */
 static const int ACL_ERROR_REPEAT_FINALIZE = 100037;     /* aclFinalize a second time */
 static const int ACL_ERROR_BAD_ALLOC = 200000;           /* no memory */
-static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a thread */
+static const int ACL_ERROR_INTERNAL_ERROR = 500000;      /* the host refused, for example a lock */
 static const int ACL_ERROR_RT_AICORE_EXCEPTION = 507015; /* a kernel met data it cannot work on: index tables */
 
 static const aclnnStatus ACLNN_SUCCESS = 0;
@@ -115,37 +116,46 @@ typedef enum aclrtMemcpyKind ACL_ANY_INT {
     ACL_MEMCPY_DEFAULT = 4
 } aclrtMemcpyKind;
 
+typedef enum aclSysParamOpt ACL_ANY_INT {
+    ACL_OPT_DETERMINISTIC = 0,
+    ACL_OPT_ENABLE_DEBUG_KERNEL = 1,
+    ACL_OPT_STRONG_CONSISTENCY = 2
+} aclSysParamOpt;
+
 /* The sentence of the last failure on this thread, and forgets it; NULL when there is none. The text stays valid until
  * this thread calls aclGetRecentErrMsg again. Sentences read: NAME must RULE; got FACT. */
 ACL_FUNC_VISIBILITY const char *aclGetRecentErrMsg(void);
 
 /* configPath: ignored, may be NULL. ACL_ERROR_REPEAT_INITIALIZE when already initialised. Not required here. */
 ACL_FUNC_VISIBILITY aclError aclInit(const char *configPath);
-/* Waits for the default stream and returns its pending error. ACL_ERROR_UNINITIALIZE before aclInit,
- * ACL_ERROR_REPEAT_FINALIZE a second time. */
+/* Returns the default stream's pending error. ACL_ERROR_UNINITIALIZE before aclInit, ACL_ERROR_REPEAT_FINALIZE a second
+ * time. */
 ACL_FUNC_VISIBILITY aclError aclFinalize(void);
 
 /* deviceId: any number from 0 on; there is one host behind all of them. Not required here. */
 ACL_FUNC_VISIBILITY aclError aclrtSetDevice(int32_t deviceId);
-/* Waits for the default stream and returns its pending error. */
+/* Returns the default stream's pending error. */
 ACL_FUNC_VISIBILITY aclError aclrtResetDevice(int32_t deviceId);
 
-/* A stream is a queue with a thread of its own: tasks run in order, two streams run side by side. NULL in
- * place of a stream means the default stream, which is also a queue. A forked child has a default stream of its own and
- * cannot use its parent's others. */
+/* Parameters of the context, and of the process. value is 0 or 1. They change nothing here: equal inputs have equal bits
+ * in any case. ACL_ERROR_INVALID_PARAM for another number. */
+ACL_FUNC_VISIBILITY aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value);
+ACL_FUNC_VISIBILITY aclError aclrtSetSysParamOpt(aclSysParamOpt opt, int64_t value);
+
+/* A stream runs a task at once, on the calling thread, and remembers the first error. NULL in place of a stream means the
+ * default stream. Tasks of several threads on one stream run one after the other. */
 ACL_FUNC_VISIBILITY aclError aclrtCreateStream(aclrtStream *stream);
-/* Waits for what is queued, then ends the thread. Returns the error that no synchronise has returned, if there is one.
- */
+/* Returns the error that no synchronise has returned, if there is one. */
 ACL_FUNC_VISIBILITY aclError aclrtDestroyStream(aclrtStream stream);
-/* Waits for everything queued before this call. Returns the first error since the last synchronise, with its sentence
- * for the calling thread, and forgets it; the tasks queued behind a failed one have run. */
+/* Returns the first error since the last synchronise, with its sentence for the calling thread, and forgets it; the tasks
+ * behind a failed one have run. */
 ACL_FUNC_VISIBILITY aclError aclrtSynchronizeStream(aclrtStream stream);
 
 /* Memory aligned to 64 bytes; the policy is ignored. ACL_ERROR_INVALID_PARAM for devPtr NULL or size 0. */
 ACL_FUNC_VISIBILITY aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy policy);
 /* devPtr: from aclrtMalloc, not NULL. */
 ACL_FUNC_VISIBILITY aclError aclrtFree(void *devPtr);
-/* Copies count bytes at once, whatever is queued on streams. ACL_ERROR_INVALID_PARAM when count > destMax or a pointer
+/* Copies count bytes. ACL_ERROR_INVALID_PARAM when count > destMax or a pointer
  * is NULL; nothing is copied then. */
 ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind);
 
@@ -158,7 +168,7 @@ ACL_FUNC_VISIBILITY aclError aclrtMemcpy(void *dst, size_t destMax, const void *
  * format                   the operators here take ACL_FORMAT_ND
  * storageDims, storageDimsNum   shape of the memory behind tensorData, at most 8 axes. Phase one refuses a view that
  *                          leaves it. NULL or 0 axes: the size is unknown and the program vouches for it
- * tensorData               the memory; must live until the stream has run what uses it
+ * tensorData               the memory; must live until phase two has returned
  *
  * NULL when there is no memory or too many axes (aclGetRecentErrMsg). Destroy it any time after phase one. */
 ACL_FUNC_VISIBILITY aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDataType dataType,

@@ -23,8 +23,8 @@ extern "C" {
  * All floating tensors, inputs and outputs, have one dtype: ACL_FLOAT, ACL_FLOAT16 or ACL_BF16. Everything is computed
  * in float32 and rounded once. Each index tensor is ACL_INT32 or ACL_INT64. Format ACL_FORMAT_ND; any strides and offset,
  * except that no two elements of an output may share memory. No output may share memory with another tensor. The program owns
- * the tensors and their memory; the descriptors may be destroyed after this call, the memory must live until the stream has run
- * phase two.
+ * the tensors and their memory; the descriptors may be destroyed after this call, the memory must live until phase two has
+ * returned.
  *
  * value            in   [bs, num_keys, num_heads, channels]; channels % 8 == 0, <= 256; num_heads <= 16
  * spatialShape     in   [num_levels, 2], (H, W); num_levels <= 16
@@ -40,16 +40,16 @@ extern "C" {
  * executor         out  the prepared call; phase two frees it, or aclDestroyAclOpExecutor
  *
  * Returns 0; ACLNN_ERR_PARAM_NULLPTR (161001) when a pointer, or the memory of a tensor with elements, is NULL;
- * ACLNN_ERR_PARAM_INVALID (161002) for a dtype, format, shape or limit as above, a view that leaves its storage or is
- * not aligned to its elements, or a destroyed tensor. aclGetRecentErrMsg tells which. */
+ * ACLNN_ERR_PARAM_INVALID (161002) for a dtype, format, shape or limit as above, shapes that do not agree, a view that leaves
+ * its storage or is not aligned to its elements, or a destroyed tensor. aclGetRecentErrMsg tells which. */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
     const aclTensor *value, const aclTensor *spatialShape, const aclTensor *levelStartIndex, const aclTensor *location,
     const aclTensor *attnWeight, const aclTensor *gradOutput, aclTensor *gradValue, aclTensor *gradLocation,
     aclTensor *gradAttnWeight, uint64_t *workspaceSize, aclOpExecutor **executor);
 
-/* Phase two: queues the call on the stream and returns.
+/* Phase two: runs the call.
  *
- * workspace      workspaceSize bytes, aligned to 8, at the call's disposal until the stream has run it
+ * workspace      workspaceSize bytes, aligned to 8
  * workspaceSize  what phase one announced, or more
  * executor       from phase one; freed, also when a check fails, unless it is repeatable
  * stream         from aclrtCreateStream; NULL: the default stream

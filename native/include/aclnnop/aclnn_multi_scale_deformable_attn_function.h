@@ -24,7 +24,7 @@ extern "C" {
  * location         in   [bs, num_queries, num_heads, num_levels, num_points, 2], (x, y), 0..1 is the map;
  *                       num_queries < 500000, num_points <= 16
  * attnWeight       in   [bs, num_queries, num_heads, num_levels, num_points]
- * output           out  [bs, num_queries, num_heads * channels], value's dtype; overwritten
+ * output           out  [bs, num_queries, num_heads * channels], three axes; overwritten
  * workspaceSize    out  bytes that phase two needs; 0 for an empty input
  * executor         out  the prepared call; phase two frees it, or aclDestroyAclOpExecutor */
 ACL_FUNC_VISIBILITY aclnnStatus aclnnMultiScaleDeformableAttnFunctionGetWorkspaceSize(

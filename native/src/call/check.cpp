@@ -299,6 +299,11 @@ Refusal refusal_of(const Function &function, const Given *given, int count, int6
     return Judge(function, given, count, option).refusal();
 }
 
+std::string sentence(const Function &function, const Refusal &why) {
+    const auto name = [&](int argument) { return function.arguments[size_t(argument)].name; };
+    return sentence(name(why.argument), why.other < 0 ? why.rule : why.rule + " " + name(why.other), why.fact);
+}
+
 Refusal check_memory(const Function &function, const Given *given) {
     const int all = int(function.arguments.size());
     Extent extents[MOST_ARGUMENTS];
@@ -321,8 +326,7 @@ Refusal check_memory(const Function &function, const Given *given) {
             return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
         for (int other = 0; other < i; ++other)
             if (extents[i].meets(extents[other]) && !lie_apart(view(i), view(other)))
-                return {MXD_BAD_MEMORY, i, "share no memory with " + function.arguments[size_t(other)].name,
-                        "addresses that both have"};
+                return {MXD_BAD_MEMORY, i, "share no memory with", "addresses that both have", other};
     }
     return {};
 }

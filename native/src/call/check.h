@@ -29,7 +29,10 @@ struct Refusal {
     int status = MXD_OK; // there is nothing to refuse
     int argument = 0;
     std::string rule, fact;
+    int other = -1; // the argument whose name ends the rule
 };
+
+std::string sentence(const Function &function, const Refusal &why);
 
 // What `fits` finds wrong. An axis has the size that most of the inputs give it, the first of them if as many give it
 // another; the first input that disagrees is refused.

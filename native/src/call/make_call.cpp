@@ -40,6 +40,22 @@ int64_t cells_of(const Tensor &t) {
 
 } // namespace
 
+mxd_tensor split_products(const Argument &argument, const Given &tensor, const AxisSizes &sizes) {
+    mxd_tensor to{const_cast<void *>(tensor.data), tensor.dtype, {}, {}};
+    const OfAxes<NamedAxis> &axes = *argument.axes_of(tensor.axes);
+    for (int from = 0, a = 0; from < axes.count; ++from, ++a) {
+        to.shape[a] = tensor.shape[from];
+        to.strides[a] = tensor.strides[from];
+        if (axes[from].times < 0) continue;
+        const int64_t inner = sizes.of[axes[from].times];
+        to.shape[a] = sizes.of[axes[from].size];
+        to.strides[a] *= inner;
+        to.shape[++a] = inner;
+        to.strides[a] = tensor.strides[from];
+    }
+    return to;
+}
+
 Call make_call(const Function &function, const mxd_tensor *const *tensors, const AxisSizes &sizes, int64_t option,
                int num_threads) {
     Call call{};

@@ -1,27 +1,29 @@
 // Errors of the CANN-style interface. The code inside throws a status with a sentence; a C function returns the status
-// and keeps the sentence for aclGetRecentErrMsg.
+// and keeps the sentence for aclGetRecentErrMsg. A stream remembers an error until somebody synchronises.
 #pragma once
 
 #include "acl/acl.h"
 #include "call/words.h"
+#include "threads/threads.h"
 
+#include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace acl {
 
+// Checks throw it.
 struct Outcome {
     aclError status = ACL_SUCCESS;
     std::string sentence;
 };
 
-// What checks throw.
-struct Refusal : Outcome {
-    explicit Refusal(Outcome why) : Outcome(std::move(why)) {}
-    Refusal(aclError why, const std::string &name, const std::string &rule, const std::string &fact)
-        : Outcome{why, mxd::sentence(name, rule, fact)} {}
-};
+inline void require(bool holds, aclError status, const char *name, const std::string &rule, const std::string &fact) {
+    if (!holds) throw Outcome{status, mxd::sentence(name, rule, fact)};
+}
 
 // Keeps the sentence for this thread's aclGetRecentErrMsg and returns the status.
 aclError report(const Outcome &outcome) noexcept;
@@ -31,7 +33,7 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
     try {
         fn();
         return {};
-    } catch (const Refusal &refusal) {
+    } catch (const Outcome &refusal) {
         return refusal;
     } catch (const std::bad_alloc &) {
         return {ACL_ERROR_BAD_ALLOC, {}}; // no sentence: it may need memory, and report() has one
@@ -42,5 +44,31 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
 
 // Runs the body of a C function: what the body throws becomes the status that the function returns.
 template <class Fn> aclError guarded(Fn &&fn) noexcept { return report(outcome_of(fn)); }
+
+// Runs a task at once, on its caller's thread, and remembers the first failure.
+class Stream {
+  public:
+    const int64_t process = mxd::this_process();
+
+    // Waits for the tasks of other threads: on a device a stream runs one task after the other.
+    template <class Task> void run(Task &&task) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        Outcome outcome = outcome_of(task);
+        if (failure.status == ACL_SUCCESS) failure = std::move(outcome);
+    }
+    // Throws the first failure since the last call, and forgets it.
+    void synchronize() {
+        const std::lock_guard<std::mutex> lock(mutex);
+        Outcome outcome = std::exchange(failure, Outcome{});
+        if (outcome.status != ACL_SUCCESS) throw outcome;
+    }
+
+  private:
+    std::mutex mutex;
+    Outcome failure;
+};
+
+// The stream behind a handle; NULL is the default stream.
+std::shared_ptr<Stream> stream_of(aclrtStream handle);
 
 } // namespace acl

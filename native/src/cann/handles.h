@@ -41,4 +41,9 @@ template <class T> class Handles {
     static uintptr_t key(const void *handle) { return ~reinterpret_cast<uintptr_t>(handle); }
 };
 
+template <class T> Handles<T> &live() {
+    static Handles<T> handles;
+    return handles;
+}
+
 } // namespace acl

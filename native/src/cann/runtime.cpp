@@ -1,5 +1,7 @@
-// Devices and memory of the CANN-style interface. Every device is the host, and all memory is the host's.
-#include "cann/stream.h"
+// The runtime of the CANN-style interface: devices, memory, streams and error messages. Every device is the host, and all
+// memory is the host's.
+#include "cann/error.h"
+#include "cann/handles.h"
 
 #include <atomic>
 #include <cstring>
@@ -10,39 +12,83 @@ namespace {
 constexpr std::align_val_t ALIGNMENT{64};
 
 enum Phase { BEFORE, INITIALISED, FINALISED };
+std::atomic<Phase> phase(BEFORE);
 
-std::atomic<Phase> &phase() {
-    static std::atomic<Phase> now(BEFORE);
-    return now;
+struct Recent {
+    std::string sentence, handed_out;
+};
+thread_local Recent recent;
+
+void check(bool holds, const char *name, const char *rule, const std::string &fact) {
+    require(holds, ACL_ERROR_INVALID_PARAM, name, rule, fact);
 }
 
-void require(bool holds, const char *name, const char *rule, const std::string &fact) {
-    if (!holds) throw Refusal(ACL_ERROR_INVALID_PARAM, name, rule, fact);
+void require_device(int32_t id) { check(id >= 0, "deviceId", "be 0 or more", std::to_string(id)); }
+
+// Parameters change nothing here, so none is kept.
+void check_parameter(aclSysParamOpt opt, int64_t value) {
+    check(opt >= ACL_OPT_DETERMINISTIC && opt <= ACL_OPT_STRONG_CONSISTENCY, "opt", "be an aclSysParamOpt",
+          std::to_string(int(opt)));
+    check(value == 0 || value == 1, "value", "be 0 or 1", std::to_string(value));
 }
 
-void require_device(int32_t id) { require(id >= 0, "deviceId", "be 0 or more", std::to_string(id)); }
+typedef std::shared_ptr<Stream> Shared;
+
+// A forked child makes its own: another thread of the parent may have held the lock of the parent's.
+Shared default_stream() {
+    static std::mutex mutex;
+    static Shared stream;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!stream || stream->process != mxd::this_process()) stream = std::make_shared<Stream>();
+    return stream;
+}
+
+void need_stream(bool is_alive) {
+    check(is_alive, "stream", "come from aclrtCreateStream and not be destroyed", "a pointer that is no stream");
+}
 
 } // namespace
+
+Shared stream_of(aclrtStream handle) {
+    if (!handle) return default_stream();
+    Shared stream;
+    need_stream(live<Shared>().copy(handle, stream));
+    return stream;
+}
+
+aclError report(const Outcome &outcome) noexcept {
+    if (outcome.status == ACL_SUCCESS) return ACL_SUCCESS;
+    try {
+        recent.sentence = outcome.status == ACL_ERROR_BAD_ALLOC ? "out of memory" : outcome.sentence;
+    } catch (const std::bad_alloc &) {
+    }
+    return outcome.status;
+}
+
 } // namespace acl
 
 extern "C" {
 
+const char *aclGetRecentErrMsg(void) {
+    acl::recent.handed_out = std::exchange(acl::recent.sentence, {});
+    return acl::recent.handed_out.empty() ? nullptr : acl::recent.handed_out.c_str();
+}
+
 aclError aclInit(const char *) {
     return acl::guarded([] {
-        if (acl::phase().exchange(acl::INITIALISED) == acl::INITIALISED)
-            throw acl::Refusal(ACL_ERROR_REPEAT_INITIALIZE, "aclInit", "be called once", "a second call");
+        acl::require(acl::phase.exchange(acl::INITIALISED) != acl::INITIALISED, ACL_ERROR_REPEAT_INITIALIZE, "aclInit",
+                     "be called once", "a second call");
     });
 }
 
 aclError aclFinalize(void) {
-    const aclError status = acl::guarded([] {
+    return acl::guarded([] {
         acl::Phase expected = acl::INITIALISED;
-        if (acl::phase().compare_exchange_strong(expected, acl::FINALISED)) return;
-        const bool early = expected == acl::BEFORE;
-        throw acl::Refusal(early ? ACL_ERROR_UNINITIALIZE : ACL_ERROR_REPEAT_FINALIZE, "aclFinalize",
-                           "be called once after aclInit", early ? "no aclInit" : "a second call");
+        const bool once = acl::phase.compare_exchange_strong(expected, acl::FINALISED), early = expected == acl::BEFORE;
+        acl::require(once, early ? ACL_ERROR_UNINITIALIZE : ACL_ERROR_REPEAT_FINALIZE, "aclFinalize",
+                     "be called once after aclInit", early ? "no aclInit" : "a second call");
+        acl::default_stream()->synchronize();
     });
-    return status ? status : acl::report(acl::finish_default_stream());
 }
 
 aclError aclrtSetDevice(int32_t deviceId) {
@@ -50,35 +96,59 @@ aclError aclrtSetDevice(int32_t deviceId) {
 }
 
 aclError aclrtResetDevice(int32_t deviceId) {
-    const aclError status = acl::guarded([&] { acl::require_device(deviceId); });
-    return status ? status : acl::report(acl::finish_default_stream());
+    return acl::guarded([&] {
+        acl::require_device(deviceId);
+        acl::default_stream()->synchronize();
+    });
+}
+
+aclError aclrtCtxSetSysParamOpt(aclSysParamOpt opt, int64_t value) {
+    return acl::guarded([&] { acl::check_parameter(opt, value); });
+}
+
+aclError aclrtSetSysParamOpt(aclSysParamOpt opt, int64_t value) { return aclrtCtxSetSysParamOpt(opt, value); }
+
+aclError aclrtCreateStream(aclrtStream *stream) {
+    return acl::guarded([&] {
+        acl::check(stream, "stream", "point to a stream", "NULL");
+        *stream = acl::live<acl::Shared>().add(std::make_unique<acl::Shared>(std::make_shared<acl::Stream>()));
+    });
+}
+
+aclError aclrtSynchronizeStream(aclrtStream stream) {
+    return acl::guarded([&] { acl::stream_of(stream)->synchronize(); });
+}
+
+aclError aclrtDestroyStream(aclrtStream stream) {
+    return acl::guarded([&] {
+        const std::unique_ptr<acl::Shared> last = acl::live<acl::Shared>().remove(stream);
+        acl::need_stream(bool(last));
+        (*last)->synchronize();
+    });
 }
 
 aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
     return acl::guarded([&] {
-        acl::require(devPtr, "devPtr", "point to a pointer", "NULL");
-        acl::require(size > 0, "size", "be positive", "0");
-        void *memory = ::operator new(size, acl::ALIGNMENT, std::nothrow);
-        if (!memory) throw std::bad_alloc();
-        *devPtr = memory;
+        acl::check(devPtr, "devPtr", "point to a pointer", "NULL");
+        acl::check(size > 0, "size", "be positive", "0");
+        *devPtr = ::operator new(size, acl::ALIGNMENT);
     });
 }
 
 aclError aclrtFree(void *devPtr) {
     return acl::guarded([&] {
-        acl::require(devPtr, "devPtr", "come from aclrtMalloc", "NULL");
+        acl::check(devPtr, "devPtr", "come from aclrtMalloc", "NULL");
         ::operator delete(devPtr, acl::ALIGNMENT);
     });
 }
 
 aclError aclrtMemcpy(void *dst, size_t destMax, const void *src, size_t count, aclrtMemcpyKind kind) {
     return acl::guarded([&] {
-        acl::require(dst, "dst", "be memory", "NULL");
-        acl::require(src, "src", "be memory", "NULL");
-        acl::require(count <= destMax, "count", "be at most destMax",
-                     std::to_string(count) + " for " + std::to_string(destMax));
-        acl::require(kind >= ACL_MEMCPY_HOST_TO_HOST && kind <= ACL_MEMCPY_DEFAULT, "kind", "be an aclrtMemcpyKind",
-                     std::to_string(int(kind)));
+        acl::check(dst, "dst", "be memory", "NULL");
+        acl::check(src, "src", "be memory", "NULL");
+        acl::check(count <= destMax, "count", "be at most destMax", std::to_string(count) + " for " + std::to_string(destMax));
+        acl::check(kind >= ACL_MEMCPY_HOST_TO_HOST && kind <= ACL_MEMCPY_DEFAULT, "kind", "be an aclrtMemcpyKind",
+                   std::to_string(int(kind)));
         std::memmove(dst, src, count);
     });
 }

@@ -5,43 +5,25 @@
 #include "cann/handles.h"
 
 #include <algorithm>
-#include <iterator>
 
 namespace acl {
 namespace {
 
-// More elements than any memory holds, yet few enough that sums of such numbers, in bytes, do not overflow.
-constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47;
-
-Handles<aclTensor> &tensors() {
-    static Handles<aclTensor> handles;
-    return handles;
-}
-
 void read_axes(const char *name, const int64_t *numbers, uint64_t count, int64_t *to) {
-    if (count > ACL_MOST_AXES)
-        throw Refusal(ACL_ERROR_INVALID_PARAM, name, "be at most " + std::to_string(ACL_MOST_AXES), std::to_string(count));
-    if (count && !numbers) throw Refusal(ACL_ERROR_INVALID_PARAM, name, "be 0 without numbers", std::to_string(count));
+    require(count <= ACL_MOST_AXES, ACL_ERROR_INVALID_PARAM, name, "be at most 8", std::to_string(count));
+    require(numbers || !count, ACL_ERROR_INVALID_PARAM, name, "be 0 without numbers", std::to_string(count));
     std::copy_n(numbers, count, to);
 }
 
-void contiguous_strides(aclTensor &t) {
-    int64_t stride = 1;
-    for (int a = t.axes - 1; a >= 0; --a) {
-        t.strides[a] = stride;
-        if (__builtin_mul_overflow(stride, std::max<int64_t>(1, t.shape[a]), &stride)) stride = INT64_MAX;
-    }
-}
-
-// Elements of a storage, and at most MOST_ELEMENTS; 0 when a size is 0 or negative.
-int64_t storage_elements(const int64_t *shape, int axes) {
+// Returns the elements of a contiguous tensor, at most MOST_ELEMENTS; 0 where a size is 0 or negative.
+int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     int64_t count = 1;
-    for (int a = 0; a < axes; ++a) {
-        if (shape[a] <= 0) return 0;
-        if (__builtin_mul_overflow(count, shape[a], &count)) count = MOST_ELEMENTS;
+    for (int a = axes; a-- > 0;) {
+        strides[a] = count;
+        if (__builtin_mul_overflow(count, std::max<int64_t>(1, shape[a]), &count)) count = MOST_ELEMENTS;
         count = std::min(count, MOST_ELEMENTS);
     }
-    return count;
+    return std::all_of(shape, shape + axes, [](int64_t size) { return size > 0; }) ? count : 0;
 }
 
 struct Dtype {
@@ -50,32 +32,33 @@ struct Dtype {
     int64_t bytes; // 0: operators do not take it
 };
 
-const Dtype *known_dtype(aclDataType dtype) {
+const Dtype *find_dtype(aclDataType dtype) {
     static const Dtype ALL[] = {{ACL_FLOAT, "ACL_FLOAT", 4}, {ACL_FLOAT16, "ACL_FLOAT16", 2}, {ACL_BF16, "ACL_BF16", 2},
                                 {ACL_INT32, "ACL_INT32", 4}, {ACL_INT64, "ACL_INT64", 8},     {ACL_DOUBLE, "ACL_DOUBLE", 0},
                                 {ACL_INT8, "ACL_INT8", 0},   {ACL_INT16, "ACL_INT16", 0},     {ACL_UINT8, "ACL_UINT8", 0},
                                 {ACL_BOOL, "ACL_BOOL", 0}};
-    const Dtype *found = std::find_if(ALL, std::end(ALL), [&](const Dtype &each) { return each.number == dtype; });
-    return found == std::end(ALL) ? nullptr : found;
+    for (const Dtype &each : ALL)
+        if (each.number == dtype) return &each;
+    return nullptr;
 }
 
 } // namespace
 
-bool copy_tensor(const aclTensor *handle, aclTensor &to) { return tensors().copy(handle, to); }
+bool copy_tensor(const aclTensor *handle, aclTensor &to) { return live<aclTensor>().copy(handle, to); }
 
 int64_t element_size(aclDataType dtype) {
-    const Dtype *known = known_dtype(dtype);
-    return known ? known->bytes : 0;
+    const Dtype *entry = find_dtype(dtype);
+    return entry ? entry->bytes : 0;
 }
 
 std::string dtype_name(aclDataType dtype) {
-    const Dtype *known = known_dtype(dtype);
-    return known ? known->name : "aclDataType " + std::to_string(int(dtype));
+    const Dtype *entry = find_dtype(dtype);
+    return entry ? entry->name : "aclDataType " + std::to_string(int(dtype));
 }
 
-bool empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
+bool is_empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }
 
-bool extent(const aclTensor &t, int64_t &first, int64_t &last) {
+bool find_elements(const aclTensor &t, int64_t &first, int64_t &last) {
     first = last = t.offset;
     int64_t elements = 1;
     for (int a = 0; a < t.axes; ++a) {
@@ -100,29 +83,28 @@ aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDat
         auto tensor = std::make_unique<aclTensor>();
         acl::read_axes("viewDimsNum", viewDims, viewDimsNum, tensor->shape);
         tensor->axes = int(viewDimsNum);
-        acl::contiguous_strides(*tensor);
+        acl::set_strides(tensor->shape, tensor->axes, tensor->strides);
         if (stride) std::copy_n(stride, viewDimsNum, tensor->strides);
         tensor->storage = acl::UNKNOWN_STORAGE;
         if (storageDims && storageDimsNum) {
-            int64_t storage[ACL_MOST_AXES];
+            int64_t storage[ACL_MOST_AXES], strides[ACL_MOST_AXES];
             acl::read_axes("storageDimsNum", storageDims, storageDimsNum, storage);
-            tensor->storage = acl::storage_elements(storage, int(storageDimsNum));
+            tensor->storage = acl::set_strides(storage, int(storageDimsNum), strides);
         }
         tensor->offset = offset;
         tensor->dtype = dataType;
         tensor->format = format;
         tensor->data = tensorData;
-        made = acl::tensors().add(std::move(tensor));
+        made = acl::live<aclTensor>().add(std::move(tensor));
     });
     return made;
 }
 
 aclnnStatus aclDestroyTensor(const aclTensor *tensor) {
     return acl::guarded([&] {
-        if (!tensor) throw acl::Refusal(ACLNN_ERR_PARAM_NULLPTR, "tensor", "be a tensor", "NULL");
-        if (!acl::tensors().remove(tensor))
-            throw acl::Refusal(ACLNN_ERR_PARAM_INVALID, "tensor", "come from aclCreateTensor and be destroyed once",
-                               "a pointer that is no tensor");
+        acl::require(tensor, ACLNN_ERR_PARAM_NULLPTR, "tensor", "be a tensor", "NULL");
+        acl::require(bool(acl::live<aclTensor>().remove(tensor)), ACLNN_ERR_PARAM_INVALID, "tensor",
+                     "come from aclCreateTensor and be destroyed once", "a pointer that is no tensor");
     });
 }
 }

@@ -21,7 +21,8 @@ struct aclTensor {
 
 namespace acl {
 
-constexpr int64_t UNKNOWN_STORAGE = -1;
+// More elements than any memory holds, yet few enough that sums of such numbers, in bytes, do not overflow.
+constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47, UNKNOWN_STORAGE = MOST_ELEMENTS + 1;
 
 // Copies a live tensor. False: the handle is no live tensor.
 bool copy_tensor(const aclTensor *handle, aclTensor &to);
@@ -30,8 +31,8 @@ bool copy_tensor(const aclTensor *handle, aclTensor &to);
 int64_t element_size(aclDataType dtype);
 std::string dtype_name(aclDataType dtype);
 
-bool empty(const aclTensor &t);
+bool is_empty(const aclTensor &t);
 // First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
-bool extent(const aclTensor &t, int64_t &first, int64_t &last);
+bool find_elements(const aclTensor &t, int64_t &first, int64_t &last);
 
 } // namespace acl

@@ -181,8 +181,7 @@ struct Inputs {
             for (size_t i = 0; i < instance.numbers.size(); ++i) sizes.of[function.op->given[i]] = instance.numbers[i];
             return;
         }
-        const Refusal why = refusal_of(function, given, function.num_inputs, instance.option);
-        refuse(api, sentence(function.arguments[size_t(why.argument)].name, why.rule, why.fact));
+        refuse(api, sentence(function, refusal_of(function, given, function.num_inputs, instance.option)));
     }
     int64_t size(const NamedAxis &axis) const { return sizes.of[axis.size] * (axis.times < 0 ? 1 : sizes.of[axis.times]); }
 };

@@ -204,9 +204,7 @@ class BoxedCall {
         api->torch_delete_list(list);
     }
 
-    [[noreturn]] void refuse(const Refusal &why) const {
-        throw Refused{sentence(argument(why.argument).name, why.rule, why.fact)};
-    }
+    [[noreturn]] void refuse(const Refusal &why) const { throw Refused{sentence(function, why)}; }
 
     void describe(int i, Device device) {
         const bool cpu = device == Device::CPU;
@@ -263,24 +261,6 @@ class BoxedCall {
         }
     }
 
-    // A tensor with both factors of a product.
-    mxd_tensor described(int i) const {
-        const Given &t = given[i];
-        mxd_tensor to{i < function.first_written ? const_cast<void *>(t.data) : tensors[i].memory(), t.dtype, {}, {}};
-        const OfAxes<NamedAxis> &axes = *argument(i).axes_of(t.axes);
-        for (int from = 0, a = 0; from < axes.count; ++from, ++a) {
-            to.shape[a] = t.shape[from];
-            to.strides[a] = t.strides[from];
-            if (axes[from].times < 0) continue;
-            const int64_t inner = sizes.of[axes[from].times];
-            to.shape[a] = sizes.of[axes[from].size];
-            to.strides[a] *= inner;
-            to.shape[++a] = inner;
-            to.strides[a] = t.strides[from];
-        }
-        return to;
-    }
-
     void compute() {
         const Refusal memory = check_memory_of_inputs();
         if (memory.status != MXD_OK) refuse(memory);
@@ -288,7 +268,8 @@ class BoxedCall {
         const mxd_tensor *places[MOST_ARGUMENTS] = {};
         for (int i = 0; i < count(); ++i) {
             if (!given[i].shape) continue;
-            all[i] = described(i);
+            if (i >= function.first_written) given[i].data = tensors[i].memory();
+            all[i] = split_products(argument(i), given[i], sizes);
             places[i] = &all[i];
         }
         Call call = make_call(function, places, sizes, option, 1);
