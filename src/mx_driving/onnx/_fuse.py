@@ -15,6 +15,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from ._constants import batches, spelled_out
 from ._file import load
 from ._forms import DOMAIN, WRITE, Call, Sizes
 from ._graph import Unfit, dims, is_node, source
@@ -49,7 +50,21 @@ class Fused:
 
 
 def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
-    """The first candidate that passes its trial. If none of the likeliest does, what is wrong with the first."""
+    """Return the first candidate that passes its trial. Constants of levels become one tensor, for each possible batch."""
+    reasons = []
+    for batch in batches(samples, weights):
+        try:
+            with spelled_out(model, samples, weights, batch) as spelled:
+                return _certain(model, node, samples, spelled)
+        except Unfit as unfit:
+            reasons.append(unfit)
+    if reasons:
+        raise reasons[0]
+    return _certain(model, node, samples, weights)
+
+
+def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
+    """Return the first candidate that passes its trial. If none of the likeliest does, raise what is wrong with the first."""
     reasons = []
     for sampling in candidates(node, samples, weights)[:_LIKELIEST]:
         try:

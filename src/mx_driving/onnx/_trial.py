@@ -177,6 +177,9 @@ def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
     """The part of the graph between the operator's inputs and its output, whole by itself; sizes are inputs, too."""
     ends = [sampling.value, sampling.locations, sampling.weights, *sizes]
     graph = ir.convenience.extract(model.graph, ends, [sampling.output])
+    for value in graph.inputs:
+        graph.initializers.pop(str(value.name), None)
+        value.const_value = None
     return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 

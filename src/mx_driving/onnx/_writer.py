@@ -78,6 +78,12 @@ class Writer:
             for place in range(len(node.inputs)):
                 node.replace_input_with(place, None)
 
+    def put_first(self) -> None:
+        """Insert the new nodes, which read tables alone, before all others."""
+        for table in self.tape.initializers:
+            self.model.graph.register_initializer(table)
+        self.model.graph.insert_before(self.model.graph[0], self.tape.nodes)
+
     def put_in_place(self, new: ir.Value) -> None:
         """`new` takes the old tensor's readers, name, sizes and dtype."""
         old, graph, producer = self.old, self.model.graph, self.old.producer()

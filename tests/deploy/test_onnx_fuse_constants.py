@@ -1,0 +1,114 @@
+"""`fuse` and `verify` on files whose value, locations or weights depend on no input, so that exporters fold them."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from onnx_writings import Joined, Stacked, Summed, inputs, kinds, run  # noqa: E402
+
+import mx_driving.onnx  # noqa: E402
+from mx_driving.verify import runtimes  # noqa: E402
+from mx_driving.verify.verify import verify  # noqa: E402
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.xdist_group("onnx"),
+    pytest.mark.needs("An ONNX file of opset 20"),
+]
+
+
+class Ours(torch.nn.Module):
+    """In the form "grid_sample"."""
+
+    def forward(self, value, locations, weights):
+        levels = torch.tensor([[6, 5], [3, 4]]), torch.tensor([0, 30])
+        return mx_driving.multi_scale_deformable_attn(value, *levels, locations, weights.softmax(-1).unflatten(-1, (2, 3)))
+
+
+class Fixed(torch.nn.Module):
+    """A writing of which some inputs are buffers."""
+
+    def __init__(self, writing, names, batch=1):
+        super().__init__()
+        self.writing, self.names = writing, names
+        for name, tensor in zip("vlw", inputs(batch), strict=True):
+            self.register_buffer(f"fixed_{name}", tensor)
+
+    def forward(self, value, locations, weights):
+        given = zip("vlw", (value, locations, weights), strict=True)
+        return self.writing(*(getattr(self, f"fixed_{name}") if name in self.names else tensor for name, tensor in given))
+
+
+WRITINGS = {
+    "stacked": Stacked(),
+    "summed": Summed(),
+    "unequal points": Joined([2, 4]),
+    "ours": Ours(),
+}
+
+
+def export(module, path, given):
+    options = (
+        {"custom_translation_table": mx_driving.onnx.translations("grid_sample")} if isinstance(module.writing, Ours) else {}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module.eval(), given, path, dynamo=True, opset_version=20, input_names=["v", "l", "w"], verbose=False, **options
+        )
+
+
+@pytest.mark.parametrize(
+    ("writing", "fixed", "batch"),
+    [
+        ("ours", "lw", 1),
+        ("ours", "l", 2),
+        ("stacked", "lw", 1),
+        ("stacked", "w", 2),
+        ("unequal points", "l", 2),
+        ("summed", "vw", 1),
+        ("summed", "vl", 2),
+    ],
+)
+def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    module, given = Fixed(WRITINGS[writing], fixed, batch), inputs(batch)
+    export(module, before, given)
+    report = mx_driving.onnx.fuse(before, after)
+    assert (len(report.replaced), report.left) == (1, {})
+    assert "GridSample" not in kinds(after)
+    true = module.double()(*(tensor.double() for tensor in given))
+    np.testing.assert_allclose(run(after, given), true.numpy(), rtol=0, atol=3e-6)
+    report = verify(before, runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", given, strict=True)})
+    assert report.right
+    assert len(report.places) == 2
+
+
+class Both(Fixed):
+    """The first is deformable attention, the second is not, because its corners are aligned."""
+
+    def forward(self, value, locations, weights):
+        other = Stacked(align_corners=True)
+        return super().forward(value, locations, weights) + other(value, self.fixed_l, weights)
+
+
+def test_constants_of_what_stays_are_untouched(tmp_path):
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    module, given = Both(Summed(), "l"), inputs(1)
+    export(module, before, given)
+    report = mx_driving.onnx.fuse(before, after)
+    assert len(report.replaced) == 1
+    assert ["align_corners is 1" in why for why in report.left.values()] == [True]
+    samplers = [node for node in onnx.load(after).graph.node if node.op_type == "GridSample"]
+    old, new = ({t.name: t.SerializeToString() for t in onnx.load(path).graph.initializer} for path in (before, after))
+    assert len(samplers) == 2
+    assert all(new[node.input[1]] == old[node.input[1]] for node in samplers)
+    np.testing.assert_allclose(run(after, given), run(before, given), rtol=0, atol=1e-5)
