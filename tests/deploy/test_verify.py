@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
 import sys
 from pathlib import Path
+from unittest import mock
 
 import cases
 import numpy as np
@@ -306,6 +308,57 @@ def test_outputs_without_a_changed_file():
     assert whole.judged("boxes", ROWS, near, ROWS * np.float32(1 + 1e-6)).right
     assert not whole.judged("boxes", ROWS, near, ROWS + np.float32(1e-4)).right
     assert not whole.judged("boxes", ROWS, near, ROWS[:, :90]).right
+
+
+@pytest.mark.parametrize("program", ["fuse", "verify", "replay"])
+def test_a_name_that_standard_output_cannot_show(program, mx, monkeypatch, tmp_path):
+    """As with PYTHONIOENCODING=ascii: a letter becomes its escape."""
+    path, output = tmp_path / "für.onnx", io.BytesIO()
+    writings.export(writings.Stacked(), path, "older, fixed sizes")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, "ascii", write_through=True))
+    if program == "replay":
+        (tmp_path / "für").mkdir()
+        status, _, problem = mx("replay", tmp_path / "für")
+        assert (status, problem.count("\n")) == (1, 1)
+        return
+    more = (tmp_path / "fürs.onnx",) if program == "fuse" else ("--runtime", "onnxruntime")
+    status, _, problem = mx(program, path, *more)
+    said = output.getvalue().decode("ascii")
+    assert (status, problem) == (0, "")
+    assert "f\\xfcr" in said
+    assert ("1 replaced" if program == "fuse" else "all is well") in said
+
+
+BAD_PATHS = {
+    "empty": ("", "must be the path of a file; got ''"),
+    "another encoding": ("b\udcfc.onnx", "must have a name in UTF-8, which Python reads if PYTHONUTF8=1; got b'b\\xfc.onnx'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PATHS)
+@pytest.mark.parametrize("argument", ["path_in", "path_out", "--original"])
+def test_bad_paths_are_refused_in_a_sentence(name, argument, mx, stacked, tmp_path):
+    path, sentence = BAD_PATHS[name]
+    if argument == "--original":
+        command = ("verify", stacked, "--runtime", "onnxruntime", "--original", path)
+    else:
+        command = ("fuse", *((path, tmp_path / "after.onnx") if argument == "path_in" else (stacked, path)))
+    assert mx(*command) == (1, mock.ANY, f"mx-driving: {argument} {sentence}\n")
+    if argument == "path_in":
+        assert mx("verify", path, "--runtime", "onnxruntime")[2] == f"mx-driving: path_in {sentence}\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("program", ["fuse", "verify"])
+def test_a_full_standard_output_is_named(program, mx, monkeypatch, stacked, tmp_path):
+    """The file is written whole: it is not path_out that is full."""
+    more = (tmp_path / "after.onnx",) if program == "fuse" else ("--runtime", "onnxruntime")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status, _, problem = mx(program, stacked, *more)
+    sentence = "mx-driving: standard output must take what is printed; got No space left on device\n"
+    assert (status, problem) == (1, sentence)
+    assert program == "verify" or onnx.load(tmp_path / "after.onnx").graph.node
 
 
 BAD_RUNTIMES = {

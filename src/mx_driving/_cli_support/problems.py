@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from argparse import ArgumentTypeError
@@ -39,6 +40,8 @@ def in_a_sentence(program: str) -> Iterator[None]:
         output = sys.stdout
         if output is None:
             raise Problem("standard output must be open; got a closed one")
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors="backslashreplace")  # an ASCII terminal cannot show every name
         try:
             yield
         finally:

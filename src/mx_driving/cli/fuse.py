@@ -12,8 +12,8 @@ from .options import Inputs, Seconds, Threads, arrays, use_threads
 
 
 def fuse(
-    path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
-    path_out: Annotated[Path, typer.Argument(help="The ONNX file to write.")],
+    path_in: Annotated[str, typer.Argument(metavar="PATH_IN", help="The ONNX file to read.")],
+    path_out: Annotated[str, typer.Argument(metavar="PATH_OUT", help="The ONNX file to write.")],
     form: Annotated[str, typer.Option(help="What is written: onnxruntime, tensorrt, npu or gather.")] = "onnxruntime",
     plugin_version: Annotated[str | None, typer.Option(help="With tensorrt: the attribute plugin_version, such as 2.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Run both files on the inputs, compare and time them.")] = False,
@@ -37,13 +37,14 @@ def fuse(
     use_threads(threads)
     given = arrays(inputs)
     try:
-        print(onnx.fuse(path_in, path_out, form, plugin_version))
+        report = onnx.fuse(path_in, path_out, form, plugin_version)
     except ValueError as error:
         raise Problem(str(error)) from None
     except OSError as error:
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
+    print(report)
     if time:
-        _time(path_in, path_out, seconds, given)
+        _time(Path(path_in), Path(path_out), seconds, given)
 
 
 def _time(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -22,10 +21,10 @@ _PRECISION = "Dtype that the runtime computes in, if it is narrower than the fil
 
 
 def verify(
-    path_in: Annotated[Path, typer.Argument(help="The ONNX file to read.")],
+    path_in: Annotated[str, typer.Argument(metavar="PATH_IN", help="The ONNX file to read.")],
     runtime: Annotated[str, typer.Option(metavar="NAME", help=_RUNTIME)],
     inputs: Inputs = None,
-    original: Annotated[Path | None, typer.Option(help=_ORIGINAL)] = None,
+    original: Annotated[str | None, typer.Option(metavar="PATH", help=_ORIGINAL)] = None,
     precision: Annotated[DType | None, typer.Option(metavar="NAME", help=_PRECISION)] = None,
     threads: Threads = 0,
 ) -> None:

@@ -18,6 +18,19 @@ _FEW = 8192  # numbers of a table, as in onnxscript
 _Sizes = dict[str, list[int | str | None]]
 
 
+def check_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Return the path. An empty one would be the working folder, and onnx takes names in UTF-8 alone."""
+    text = os.fspath(path)
+    if not text:
+        raise ValueError(f"{name} must be the path of a file; got ''")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        rule = "must have a name in UTF-8, which Python reads if PYTHONUTF8=1"
+        raise ValueError(f"{name} {rule}; got {os.fsencode(path)!r}") from None
+    return Path(text)
+
+
 def load(path: Path) -> ir.Model:
     """The model, with all sizes that can be found. `save` leaves out those that the file does not say."""
     model = _read(path)

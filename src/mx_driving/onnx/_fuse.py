@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from ._constants import batches, spelled_out
-from ._file import load
+from ._file import check_path, load
 from ._forms import DOMAIN, WRITE, Call, Sizes
 from ._graph import Unfit, dims, is_node, source
 from ._marks import KEY, inside, mark, marked, read
@@ -232,7 +232,7 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def fuse(path_in: str | os.PathLike[str], path_out: str | os.PathLike[str], form: str, **options: str | None) -> Fused:
-    source, target = Path(path_in), Path(path_out)
+    source, target = check_path("path_in", path_in), check_path("path_out", path_out)
     if source.resolve() == target.resolve():
         raise ValueError(f"path_out must be another file than path_in; got {target} for both")
     try:

@@ -53,13 +53,17 @@ class Verified:
         return all(one.right for one in (*self.places, *self.outputs))
 
 
-def verify(path: Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: Path | None = None) -> Verified:
+def verify(
+    path: str | Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: str | Path | None = None
+) -> Verified:
     """Args:
     given: the file's inputs by name, all of them; random if there are none.
     precision: what the runtime computes in, if that is narrower than the file's dtypes.
     original: the file that this one was made of, which then says where the places are, and what is true.
     """
     try:
+        path = _file.check_path("path_in", path)
+        original = None if original is None else _file.check_path("--original", original)
         with silent():
             model = _file.load(original or path)
             found, left = places(model)
