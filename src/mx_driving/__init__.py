@@ -1,39 +1,37 @@
 """The vendor's deformable sampling operators for every machine that has PyTorch."""
 
-import sys
+import sys as _sys
 
 __version__ = "0.2.0"  # the native library must have the same
 __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 
-if sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in sys.orig_argv]:
-    # `python -m mx_driving.config` imports this file first. It only prints a path, so it must not wait seconds for torch.
-    from .config import main
+# `python -m mx_driving.config` imports this file first. It prints paths, and must not wait seconds for torch.
+if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
+    from . import _compiled as _C
+    from . import compat, kernels, nn, onnx, ops, viz
+    from ._checks.data import DataWarning, data_checks
+    from ._checks.limits import atlas_limits
+    from ._checks.rules import explain_missing as _explain_missing
+    from ._dispatch.library import backends
+    from ._patch import Patch, patch, patched
+    from .ops.bev_pool import bev_pool
+    from .ops.bev_pool_v2 import bev_pool_v2
+    from .ops.bev_pool_v3 import bev_pool_v3
+    from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
+    from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
+    from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
+    from .ops.multi_scale_deformable_attn import (
+        MultiScaleDeformableAttnFunction,
+        multi_scale_deformable_attn,
+        npu_multi_scale_deformable_attn_function,
+    )
+    from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
+    from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
+    from .ops.voxel_pooling_train import npu_voxel_pooling_train
 
-    raise SystemExit(main())
-
-from . import _compiled as _C
-from . import compat, kernels, nn, onnx, ops, viz
-from ._checks.data import DataWarning, data_checks
-from ._checks.limits import atlas_limits
-from ._dispatch.library import backends
-from ._patch import Patch, patch, patched
-from .ops.bev_pool import bev_pool
-from .ops.bev_pool_v2 import bev_pool_v2
-from .ops.bev_pool_v3 import bev_pool_v3
-from .ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
-from .ops.geometric_kernel_attention import geometric_kernel_attention, npu_geometric_kernel_attention
-from .ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
-from .ops.multi_scale_deformable_attn import (
-    MultiScaleDeformableAttnFunction,
-    multi_scale_deformable_attn,
-    npu_multi_scale_deformable_attn_function,
-)
-from .ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from .ops.npu_deformable_aggregation import deformable_aggregation, npu_deformable_aggregation
-from .ops.voxel_pooling_train import npu_voxel_pooling_train
-
-# By name, Python would find the vendor's compiled _C, which lies in this folder if the vendor's distribution is installed too.
-sys.modules[f"{__name__}._C"] = _C
+    # By name, Python would find the vendor's compiled _C in this folder, if the vendor's distribution is installed too.
+    _sys.modules[f"{__name__}._C"] = _C
+    __getattr__ = _explain_missing(__name__)
 
 __all__ = [
     "DataWarning",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._checks.rules import explain_missing
 from ._dispatch.functions import as_compiled, backward_as_compiled
 from .ops import _extension
 from .ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
@@ -59,3 +60,5 @@ npu_geometric_kernel_attention_backward = geometric_kernel_attention_backward
 npu_bev_pool, npu_bev_pool_backward = _extension.bev_pool_forward, _extension.bev_pool_backward
 npu_bev_pool_v2, npu_bev_pool_v3 = _extension.bev_pool_v2_forward, _extension.bev_pool_v3_forward
 npu_bev_pool_v2_backward = npu_bev_pool_v3_backward = _extension.bev_pool_v3_backward
+
+__getattr__ = explain_missing("mx_driving._C")

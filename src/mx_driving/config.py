@@ -29,7 +29,7 @@ def _folder() -> pathlib.Path:
     """The folder of the library, the headers and the CMake package."""
     library = library_path()
     if not library.exists():
-        raise SystemExit(f"mx_driving.config: {library.name} is not in the package: it was not built or not installed")
+        raise RuntimeError(f"{library.name} is not in the package: it was not built or not installed")
     return library.parent.resolve()
 
 
@@ -69,7 +69,10 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [answer for answer in answers if getattr(options, answer.__name__)]
     if not wanted:
         parser.error("one of --cflags, --libs, --cmakedir, --torch-library is required")
-    print(*(answer() for answer in wanted))
+    try:
+        print(*(answer() for answer in wanted))
+    except RuntimeError as error:
+        raise SystemExit(f"mx_driving.config: {error}") from None
 
 
 if __name__ == "__main__":

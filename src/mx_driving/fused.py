@@ -2,6 +2,7 @@
 
 import warnings
 
+from ._checks.rules import explain_missing
 from .ops.geometric_kernel_attention import npu_geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import (
     MultiScaleDeformableAttnFunction,
@@ -22,3 +23,5 @@ __all__ = [
     "npu_geometric_kernel_attention_func",
     "npu_multi_scale_deformable_attn_function",
 ]
+
+__getattr__ = explain_missing(__name__)

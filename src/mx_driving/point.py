@@ -2,6 +2,7 @@
 
 import warnings
 
+from ._checks.rules import explain_missing
 from .ops.bev_pool import bev_pool
 from .ops.bev_pool_v2 import bev_pool_v2
 from .ops.bev_pool_v3 import bev_pool_v3
@@ -17,3 +18,5 @@ __all__ = [
     "npu_multi_scale_deformable_attn_function",
     "npu_voxel_pooling_train",
 ]
+
+__getattr__ = explain_missing(__name__)

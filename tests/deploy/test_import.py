@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pathlib
@@ -234,3 +235,29 @@ def test_without_a_compiler_make_says_what_to_install(tmp_path):
     done = subprocess.run([make, "-C", root, "compiler"], env={"PATH": str(tmp_path)}, capture_output=True, text=True)
     assert done.returncode != 0
     assert "Building needs a C++ compiler and there is none: apt install g++" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("module", ["mx_driving", "mx_driving.ops", "mx_driving._C", "mx_driving.point", "mx_driving.fused"])
+def test_a_name_that_is_not_there_lists_the_operators(module):
+    """The vendor's library has many more operators."""
+    there = importlib.import_module(module)
+    assert not hasattr(there, "furthest_point_sampling")
+    with pytest.raises(AttributeError) as missing:
+        there.multi_scale_deformable_attention  # noqa: B018
+    start = f"module '{module}' has no attribute 'multi_scale_deformable_attention'; the operators here are multi_scale_"
+    assert str(missing.value).startswith(start)
+    assert all(name in str(missing.value) for name in (*cases.EVERY, "bev_pool_v3", "npu_voxel_pooling_train"))
+
+
+def test_the_package_has_no_name_of_a_module_of_pythons():
+    modules = {name for name, thing in vars(mx_driving).items() if isinstance(thing, types.ModuleType)}
+    assert not {name for name in modules if not name.startswith("_")} & sys.stdlib_module_names
+
+
+def test_an_import_for_the_command_config_goes_on():
+    """`python -m mx_driving.config` imports the package first; it imports no torch, and does not end the program."""
+    code = "import sys; sys.argv[0], sys.orig_argv = '-m', ['-mmx_driving.config']; "
+    code += "import mx_driving; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "False")
