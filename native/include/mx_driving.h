@@ -7,6 +7,8 @@
  * A tensor that is written, an output or a gradient, has memory of its own: strides that step over the elements before
  * (those of any slice or permutation of a contiguous tensor do, expanded ones do not), and no element where another
  * tensor of the call has one. Inputs may be expanded, and may share memory with each other.
+ *
+ * An output has value's dtype. The output of 16-bit value may be float32; it is not rounded to 16 bits then.
  */
 #ifndef MX_DRIVING_H
 #define MX_DRIVING_H

@@ -15,8 +15,10 @@ constexpr uint64_t bit(int64_t dtype) { return uint64_t(1) << dtype; }
 constexpr uint64_t FLOATING = bit(MXD_FLOAT32) | bit(MXD_FLOAT64) | bit(MXD_FLOAT16) | bit(MXD_BFLOAT16),
                    INDEX = bit(MXD_INT32) | bit(MXD_INT64);
 
+bool is_16_bits(int64_t dtype) { return dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16; }
+
 bool dtype_fits(Elements elements, int64_t dtype, int64_t of_value) {
-    if (elements == Elements::OF_VALUE) return dtype == of_value;
+    if (elements == Elements::OF_VALUE) return dtype == of_value || (dtype == MXD_FLOAT32 && is_16_bits(of_value));
     const uint64_t allowed = elements == Elements::FLOATING ? FLOATING : elements == Elements::INDEX ? INDEX : FLOATING | INDEX;
     return dtype >= 0 && dtype < 64 && (allowed >> dtype & 1);
 }
@@ -288,7 +290,9 @@ class Judge {
         case Elements::FLOATING: return "have dtype float32, float64, float16 or bfloat16";
         case Elements::INDEX: return "have dtype int32 or int64";
         case Elements::NUMBER: return "have a floating dtype, int32 or int64";
-        default: return "have " + argument(function.first_input).name + "'s dtype " + name_of(value());
+        default:
+            return "have " + argument(function.first_input).name + "'s dtype " + name_of(value()) +
+                   (is_16_bits(value().dtype) ? ", or float32" : "");
         }
     }
 };

@@ -6,8 +6,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. V: the type of the output. R: of the rows: V, or T if they are packed_as_computed; then they are
-// all near, so without SOME_FAR.
+// Items: QueryBlocks. V: the type of value. R: of the rows: V, or T if they are packed_as_computed; then they are all
+// near, so without SOME_FAR.
 template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V> class Forward : QueryWorker<R, T, Rule> {
     typedef QueryWorker<R, T, Rule> Base;
 
@@ -16,13 +16,15 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
     Forward(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
           far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
-          sum(arena.take<V>(this->n.channels)) {}
+          sum(arena.take<T>(this->n.channels)) {}
 
     void operator()(int64_t item) {
         const int64_t b = blocks.batch(item), h = blocks.head(item);
         const Tensor &output = this->call.output;
-        // value may have been widened to double, while the output keeps its dtype
-        const bool in_place = output.dtype == this->call.value.dtype && output.strides[CHANNEL] == 1;
+        const bool side_by_side = output.strides[CHANNEL] == 1;
+        // Value may have been widened to double, and the output of 16-bit value may be float32.
+        const bool as_value = side_by_side && output.dtype == this->call.value.dtype;
+        const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);
         this->find_value(job, b, h);
         this->reader.open(b, h);
@@ -31,9 +33,10 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
             [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
+                T *const computed = as_value ? nullptr : as_computed ? reinterpret_cast<T *>(out) : sum;
                 weighted_sum<V, T, SOME_FAR, R>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
-                                                this->n.channels, in_place ? reinterpret_cast<V *>(out) : sum);
-                if (!in_place) write_sum(out);
+                                                this->n.channels, reinterpret_cast<V *>(out), computed);
+                if (computed == sum) write_elements(sum, out, output.dtype, output.strides[CHANNEL], this->n.channels);
             });
     }
 
@@ -41,16 +44,7 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
     const Job job;
     QueryBlocks blocks;
     FarRows far;
-    V *sum; // of a query, where output has another dtype or stride
-
-    void write_sum(char *out) const {
-        const Tensor &output = this->call.output;
-        if constexpr (same_type<V, T>)
-            write_elements(sum, out, output.dtype, output.strides[CHANNEL], this->n.channels);
-        else // the dtype is the same, only the stride differs
-            for (int64_t c = 0; c < this->n.channels; ++c)
-                memcpy(out + c * output.strides[CHANNEL] * int64_t(sizeof(V)), sum + c, sizeof(V));
-    }
+    T *sum; // of a query, where output has another dtype or stride
 };
 
 } // namespace

@@ -68,7 +68,7 @@ inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, in
                 [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
 }
 
-// As pack(), but rows are T in packed memory, in each_vector's order for V.
+// As pack(), but rows are T in packed memory.
 template <class V, class T>
 inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
                     int64_t chunks = 1) {
@@ -78,18 +78,17 @@ inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int
         widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
     });
 }
-// Packed rows of the gradient go to where they belong, whatever its dtype and strides are. `row` is memory for one.
-template <class V, class T>
-inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h, T *row) {
+// Packed rows of the gradient go to where they belong, whatever its dtype and strides are.
+template <class T>
+inline void unpack_as(const Call &call, const PackedLevels &levels, const char *packed, int64_t b, int64_t h) {
     const Tensor &t = call.grad_value;
     const HeadRows rows(t, b, h);
     const int64_t channels = call.sizes.channels, row_bytes = channels * int64_t(sizeof(T));
-    const bool as_it_is = same_type<V, T> && t.dtype == OWN<T> && t.strides[CHANNEL] == 1;
+    const bool as_it_is = t.dtype == OWN<T> && t.strides[CHANNEL] == 1;
     packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
         char *const to = rows.first + i * rows.step;
         if (as_it_is) return copy_row(from, to, row_bytes);
-        order_row<V, T>(reinterpret_cast<const T *>(from), row, channels);
-        write_elements(row, to, t.dtype, t.strides[CHANNEL], channels);
+        write_elements(reinterpret_cast<const T *>(from), to, t.dtype, t.strides[CHANNEL], channels);
     });
 }
 

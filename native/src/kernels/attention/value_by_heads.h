@@ -30,7 +30,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
                 scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows, this->n.channels,
                                grad_output.of(q));
             });
-        unpack_as<T, T>(call, plan.packed_gradient, packed, b, h, this->row);
+        unpack_as<T>(call, plan.packed_gradient, packed, b, h);
     }
 
   private:

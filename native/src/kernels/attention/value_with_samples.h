@@ -32,11 +32,11 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
             [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
             [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 const T *g = grad_output.of(q);
-                dots_and_scatter_add<V, T, !PACKED>(prepared.address, prepared.coefficient, next.address, gradient,
-                                                    this->num_rows, this->n.channels, g, samples.dot);
+                dots_and_scatter_add<T, !PACKED>(prepared.address, prepared.coefficient, next.address, gradient, this->num_rows,
+                                                 this->n.channels, g, samples.dot);
                 samples.write(q, prepared.query, this->reader);
             });
-        if (PACKED) unpack_as<V, T>(call, levels, packed_gradient, b, h, this->row);
+        if (PACKED) unpack_as<T>(call, levels, packed_gradient, b, h);
     }
 
   private:

@@ -7,14 +7,14 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: (batch, block of queries). V: the type of value and output. Rows are read as T; if V is another type, all rows
-// of the batch were widened, to job.packed_value.
+// Items: (batch, block of queries). V: the type of value. Rows are read as T; if V is another type, all rows of the batch
+// were widened, to job.packed_value.
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
     WindowForward(const Job &job, Arena &arena)
         : call(job.call), widened(job.packed_value), n(call.sizes), zero_row(arena.zeros<T>(n.channels)),
-          sums(arena.take<V>(n.heads * n.channels)),
+          sums(arena.take<T>(n.heads * n.channels)),
           queries(
               call, n, n.heads, [&](int64_t l) { return call.levels[l].start * step_of_rows(); }, step_of_rows(), zero_row,
               arena) {}
@@ -38,7 +38,7 @@ template <class V, class T> class WindowForward {
     const char *widened; // rows of the batch that is worked on
     Sizes n;
     T *zero_row; // a row of zeros
-    V *sums;     // where output has another dtype or stride
+    T *sums;     // where output has another dtype or stride
     WindowQueries<T, true> queries;
 
     // Bytes from a head's row to its next.
@@ -53,28 +53,25 @@ template <class V, class T> class WindowForward {
 
     MXD_INLINE void sum_rows(const PreparedHeads<T> &prepared, char *to) {
         const Tensor &output = call.output;
-        const bool in_place = output.dtype == call.value.dtype && output.strides[CHANNEL] == 1;
-        V *const out = in_place ? reinterpret_cast<V *>(to) : sums;
-        const int64_t step = in_place ? output.strides[HEAD] : n.channels, heads = n.heads, num_rows = queries.num_rows,
+        const bool side_by_side = output.strides[CHANNEL] == 1, as_value = side_by_side && output.dtype == call.value.dtype,
+                   as_computed = side_by_side && output.dtype == OWN<T>;
+        V *const out = reinterpret_cast<V *>(to);
+        T *const computed = as_value ? nullptr : as_computed ? reinterpret_cast<T *>(to) : sums;
+        const int64_t step = computed == sums ? n.channels : output.strides[HEAD], heads = n.heads, num_rows = queries.num_rows,
                       address_step = queries.address_step, weight_step = queries.weight_step;
         for_pieces<T>(n.channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
             for (int64_t h = 0; h < heads; ++h)
-                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(prepared.address + h * address_step,
-                                                                               prepared.weights + h * weight_step, nullptr,
-                                                                               FarRows{}, num_rows, c, out + h * step + c);
+                weighted_sum_piece<V, T, lanes.value, vectors.value, false, T>(
+                    prepared.address + h * address_step, prepared.weights + h * weight_step, nullptr, FarRows{}, num_rows, c,
+                    out + h * step, computed ? computed + h * step : nullptr);
         });
-        if (!in_place) write_sums(to);
+        if (computed == sums) write_sums(to);
     }
     void write_sums(char *to) const {
         const Tensor &output = call.output;
         const int64_t size = element_size(output.dtype);
-        for (int64_t h = 0; h < n.heads; ++h, to += output.strides[HEAD] * size) {
-            const V *from = sums + h * n.channels;
-            if constexpr (same_type<V, T>)
-                write_elements(from, to, output.dtype, output.strides[CHANNEL], n.channels);
-            else // the dtype is the same, only the stride differs
-                for (int64_t c = 0; c < n.channels; ++c) memcpy(to + c * output.strides[CHANNEL] * size, from + c, sizeof(V));
-        }
+        for (int64_t h = 0; h < n.heads; ++h, to += output.strides[HEAD] * size)
+            write_elements(sums + h * n.channels, to, output.dtype, output.strides[CHANNEL], n.channels);
     }
 };
 

@@ -40,7 +40,7 @@ template <class V, class T> class WindowGradients {
     Sizes n;
     int64_t heads; // that go together
     char *packed_value, *packed_gradient;
-    T *row;       // of grad_output, where it has another dtype or stride, and of the gradient
+    T *row;       // of grad_output, where it has another dtype or stride
     T *dots;      // of grad_output with rows, head by head
     T *of_logits; // where the tensor cannot be written in whole vectors
     SomeAxes<3> axes;
@@ -61,8 +61,7 @@ template <class V, class T> class WindowGradients {
         queries.open(b, h, [&](int64_t i) { return packed_value + i * levels().bytes; });
     }
     void close(int64_t b, int64_t h) {
-        for (int64_t i = 0; i < heads; ++i)
-            unpack_as<V, T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i, row);
+        for (int64_t i = 0; i < heads; ++i) unpack_as<T>(call, levels(), packed_gradient + i * levels().bytes, b, h + i);
     }
 
     // Both for all rows of a query: the products with grad_output, and what is added to the gradient.
@@ -74,8 +73,8 @@ template <class V, class T> class WindowGradients {
         for (int64_t h = 0; h < heads; ++h) {
             const T *g = row_as(grad_output + h * step, t.dtype, t.strides[CHANNEL], n.channels, row);
             const int64_t *address = prepared.address + h * address_step;
-            dots_and_scatter_add<V, T, false>(address, prepared.weights + h * weight_step, address, gradient, queries.num_rows,
-                                              n.channels, g, dots + h * dot_step);
+            dots_and_scatter_add<T, false>(address, prepared.weights + h * weight_step, address, gradient, queries.num_rows,
+                                           n.channels, g, dots + h * dot_step);
         }
     }
     MXD_INLINE void write_logits(const PreparedHeads<T> &prepared, char *to) {

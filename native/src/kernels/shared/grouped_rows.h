@@ -79,7 +79,7 @@ inline void grouped_dots_piece(const int64_t *address, int64_t groups, int64_t n
     constexpr int R = G < 4 ? 4 / G : 1; // rows at once: sums come four at a time
     Vec<T, N> factor[G][K];
     MXD_UNROLL
-    for (int group = 0; group < G; ++group) read_factors<V, T, N, K>(g + group * K * N, factor[group]);
+    for (int group = 0; group < G; ++group) read_factors<T, N, K>(g + group * K * N, factor[group]);
     for (int64_t i = 0; i < n; i += R) {
         Vec<T, N> products[R * G];
         MXD_UNROLL

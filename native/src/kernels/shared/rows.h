@@ -75,9 +75,10 @@ template <int BYTES> MXD_INLINE void ask_for(int64_t address) {
         __builtin_prefetch(reinterpret_cast<const void *>(address + 64 * line));
 }
 
-// Two vectors of bfloat16 are read as one vector of words. A word's upper half is a float as it stands, its lower half
-// needs a shift. That is cheaper than widening one vector after the other. It separates even and odd channels, so
-// sums and factors are put in the same order, once.
+// Sums read two vectors of bfloat16 as one vector of words. A word's upper half is a float as it stands, its lower half
+// needs a shift. That is cheaper than widening one vector after the other. It separates even and odd channels; sums are
+// put in order once, when they are stored. Dot products read channels in order, so that they are added up as those of
+// float32 are.
 template <class V, class T, int N, int K>
 constexpr bool IN_WORDS = same_type<V, BFloat16> && same_type<T, float> && N >= 4 && K % 2 == 0;
 
@@ -105,9 +106,9 @@ template <class V, class T, int N, int K> MXD_INLINE void put_in_order(Vec<T, N>
         for (int k = 0; k < K; k += 2) interleave<T, N>(sums[k], sums[k + 1], sums[k], sums[k + 1]);
     }
 }
-// Stores K vectors in each_vector's order as a row.
-template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, const Vec<T, N> (&vectors)[K]) {
-    if constexpr (IN_WORDS<V, T, N, K>) {
+// Stores K sums as a row of V. The sums are of rows of type Row, in each_vector's order.
+template <class V, class Row, class T, int N, int K> MXD_INLINE void store_row(V *row, Vec<T, N> (&vectors)[K]) {
+    if constexpr (IN_WORDS<V, T, N, K> && same_type<V, Row>) {
         MXD_UNROLL
         for (int k = 0; k < K; k += 2) {
             const Vec<uint32_t, N> words =
@@ -115,18 +116,20 @@ template <class V, class T, int N, int K> MXD_INLINE void store_row(V *row, cons
             memcpy(row + k * N, &words, sizeof words);
         }
     } else {
+        put_in_order<Row, T, N, K>(vectors);
         MXD_UNROLL
         for (int k = 0; k < K; ++k) store<T, N>(row + k * N, vectors[k]);
     }
 }
 
-// widen_row: a row of V as T, its channels in each_vector's order. order_row: from that order to the channels' own.
+// A row of V as T.
 template <class V, class T> inline void widen_row(const V *row, T *widened, int64_t channels) {
-    for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
+    for_vectors<T>(channels, [&](auto lanes, int64_t c) {
         constexpr int N = lanes.value;
-        each_vector<V, T, N, vectors.value>(row + c, [&](Vec<T, N> v, int k) { store<T, N>(widened + c + k * N, v); });
+        store<T, N>(widened + c, load<T, N>(row + c));
     });
 }
+// From each_vector's order for V to the order of channels.
 template <class V, class T> inline void order_row(const T *widened, T *ordered, int64_t channels) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
         constexpr int N = lanes.value, K = vectors.value;
@@ -137,13 +140,13 @@ template <class V, class T> inline void order_row(const T *widened, T *ordered, 
     });
 }
 
-// One piece of weighted_sum, of rows of type Row: V, or T in each_vector's order for V. Several sets of accumulators
-// hide the latency of the multiply-add: K vectors in SETS sets give at least 8 independent chains where registers
-// allow. Prefetches are interleaved with the sums: with all prefetches first, the vendor's example takes 1.05 of the
-// time.
+// One piece of weighted_sum, of rows of type Row: V, or V widened to T. The sum goes to `out`, or as T to `computed`
+// where that is not null. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets give
+// at least 8 independent chains where registers allow. Prefetches are interleaved with the sums: with all prefetches
+// first, the vendor's example takes 1.05 of the time.
 template <class V, class T, int N, int K, bool SOME_FAR, class Row = V>
 inline void weighted_sum_piece(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
-                               int64_t channel, V *out) {
+                               int64_t channel, V *out, T *computed) {
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
     const auto add = [&](int64_t i, int r) __attribute__((always_inline)) {
@@ -167,15 +170,19 @@ inline void weighted_sum_piece(const int64_t *address, const T *coefficient, con
         MXD_UNROLL
         for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
     }
-    store_row<V, T, N, K>(out, sums[0]);
+    if (computed)
+        store_row<T, Row, T, N, K>(computed + channel, sums[0]);
+    else
+        store_row<V, Row, T, N, K>(out + channel, sums[0]);
 }
 
 // Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
 template <class V, class T, bool SOME_FAR, class Row = V>
 inline void weighted_sum(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
-                         int64_t channels, V *out) {
+                         int64_t channels, V *out, T *computed) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, coefficient, next, far, n, c, out + c);
+        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, coefficient, next, far, n, c, out,
+                                                                            computed);
     });
 }
 
@@ -217,21 +224,15 @@ template <class T, int N, class Fold> MXD_INLINE Vec<T, 4> folded_four(const Vec
 }
 template <class T, int N> MXD_INLINE Vec<T, 4> sums_of_four(const Vec<T, N> (&v)[4]) { return folded_four<T, N>(v, Total()); }
 
-// K vectors of g in each_vector's order.
-template <class V, class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
+template <class T, int N, int K> MXD_INLINE void read_factors(const T *g, Vec<T, N> (&factor)[K]) {
     MXD_UNROLL
     for (int k = 0; k < K; ++k) factor[k] = load<T, N>(g + k * N);
-    if constexpr (IN_WORDS<V, T, N, K>) {
-        MXD_UNROLL
-        for (int k = 0; k < K; k += 2) separate<T, N>(factor[k], factor[k + 1], factor[k], factor[k + 1]);
-    }
 }
 // A vector whose sum is that of factor * row.
 template <class V, class T, int N, int K> MXD_INLINE Vec<T, N> multiply_row(const V *row, const Vec<T, N> (&factor)[K]) {
-    Vec<T, N> products;
-    each_vector<V, T, N, K>(row, [&](Vec<T, N> v, int k) __attribute__((always_inline)) {
-        products = k == 0 ? factor[0] * v : products + factor[k] * v;
-    });
+    Vec<T, N> products = factor[0] * load<T, N>(row);
+    MXD_UNROLL
+    for (int k = 1; k < K; ++k) products += factor[k] * load<T, N>(row + k * N);
     return products;
 }
 
@@ -240,7 +241,7 @@ template <class V, class T, int N, int K>
 inline void dots_piece(const int64_t *address, const int64_t *next, int64_t n, int64_t channel, const T *g, T *dot,
                        bool accumulate) {
     Vec<T, N> factor[K];
-    read_factors<V, T, N, K>(g, factor);
+    read_factors<T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
         Vec<T, N> products[ROWS];
         MXD_UNROLL
@@ -272,7 +273,7 @@ template <class T, int N, int K>
 inline void scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, int64_t n, int64_t channel,
                               const T *g) {
     Vec<T, N> factor[K];
-    read_factors<T, T, N, K>(g, factor);
+    read_factors<T, N, K>(g, factor);
     for (int64_t i = 0; i < n; ++i) {
         ask_for<PIECE_BYTES<T, N, K>>(next[i] + channel * int64_t(sizeof(T)));
         add_to_row<T, N, K>(row_at<T>(address[i], channel), coefficient[i], factor);
@@ -302,13 +303,12 @@ struct SameDistance {
 };
 
 // One piece of both, ROWS rows at a time. All ROWS rows are read before one is added to: a load waits for an earlier
-// store whose address ends like its own, and the addresses of a row in two tensors may end alike. Rows are of T, in
-// each_vector's order for V.
-template <class V, class T, int N, int K, bool PREFETCH, class Others>
+// store whose address ends like its own, and the addresses of a row in two tensors may end alike.
+template <class T, int N, int K, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                            int64_t n, int64_t channel, const T *g, T *dot, bool accumulate) {
     Vec<T, N> factor[K];
-    read_factors<V, T, N, K>(g, factor);
+    read_factors<T, N, K>(g, factor);
     for (int64_t i = 0; i < n; i += ROWS) {
         Vec<T, N> products[ROWS];
         MXD_UNROLL
@@ -329,12 +329,12 @@ MXD_INLINE void dots_and_scatter_add_piece(const int64_t *address, const T *coef
     }
 }
 
-template <class V, class T, bool PREFETCH, class Others>
+template <class T, bool PREFETCH, class Others>
 MXD_INLINE void dots_and_scatter_add(const int64_t *address, const T *coefficient, const int64_t *next, Others others,
                                      int64_t n, int64_t channels, const T *g, T *dot) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) __attribute__((always_inline)) {
-        dots_and_scatter_add_piece<V, T, lanes.value, vectors.value, PREFETCH>(address, coefficient, next, others, n, c, g + c,
-                                                                               dot, c > 0);
+        dots_and_scatter_add_piece<T, lanes.value, vectors.value, PREFETCH>(address, coefficient, next, others, n, c, g + c,
+                                                                            dot, c > 0);
     });
 }
 
