@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 
@@ -38,3 +40,17 @@ def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
         for header, width in columns.items():
             table.add_column(header, justify=justify, min_width=width)  # pyright: ignore
     return table
+
+
+def print_json(facts: dict[str, Any]) -> None:
+    """Print one JSON object: `right`, which is true if the exit status is 0, and lists of rows, which are objects with the names
+    of a table's columns. Numbers that are infinite or NaN are null."""
+    print(json.dumps(_finite(facts), indent=2, default=str))
+
+
+def _finite(facts: Any) -> Any:
+    if isinstance(facts, dict):
+        return {str(key): _finite(fact) for key, fact in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [_finite(fact) for fact in facts]
+    return None if isinstance(facts, float) and not math.isfinite(facts) else facts

@@ -28,6 +28,7 @@ _DTYPE = f"Dtype of the inputs: {', '.join(d.value for d in DType)}; may be repe
 DTypes = Annotated[list[DType] | None, typer.Option("--dtype", metavar="NAME", help=_DTYPE)]
 Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads; 0: as many as torch uses.")]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure each comparison about this long.")]
 
 
