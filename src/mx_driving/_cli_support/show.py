@@ -43,8 +43,10 @@ def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
 
 
 def print_json(facts: dict[str, Any]) -> None:
-    """Print one JSON object: `right`, which is true if the exit status is 0, and lists of rows, which are objects with the names
-    of a table's columns. Numbers that are infinite or NaN are null."""
+    """Print one JSON object: `right`, which is true if the exit status is 0, and lists of rows.
+
+    A row is an object whose keys are a table's columns. Numbers that are infinite or NaN are null.
+    """
     print(json.dumps(_finite(facts), indent=2, default=str))
 
 
