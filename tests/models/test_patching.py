@@ -115,7 +115,7 @@ def deformable(value, sampling_locations, attention_weights, sizes):
 """
 BY_NAME_ONLY = """
 def deformable(value, value_spatial_shapes, sampling_locations, *, attention_weights):
-    pass
+    return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
 """
 UNKNOWN_FUNCTION = """
 import torch
@@ -154,10 +154,12 @@ def test_what_is_not_known_is_left_alone_and_said(source, reason):
         done.restore()
 
 
-def test_parameters_by_name_only_are_another_form():
-    module = module_of(BY_NAME_ONLY)
-    with mx_driving.patched(module) as done:
-        assert done.replaced == ("elsewhere.plain_core",)
+def test_parameters_by_name_only():
+    module, (*others, weights) = module_of(BY_NAME_ONLY), inputs()
+    with mx_driving.patched(module, modules=False) as done:
+        assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
+        found = module.deformable(*others, attention_weights=weights)
+    torch.testing.assert_close(found, plain_core(*inputs()))
 
 
 def test_errors():

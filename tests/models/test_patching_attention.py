@@ -233,6 +233,73 @@ def test_two_patches_share_a_module(first):
     assert operators(module, **given) == []
 
 
+def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
+    """It calls the operator until the patch ends, and the original afterwards, also where another patch comes later."""
+    kind, own, calls = libraries.Paper, libraries.Paper.forward, []
+    module = build(kind)
+    given = given_to(module)
+    expected = module(**given)
+    done = mx_driving.patch(library(kind, plain_core))
+    ours = kind.forward
+
+    def wrapper(*args, **kwargs):
+        calls.append(len(args))
+        return ours(*args, **kwargs)
+
+    kind.forward = wrapper
+    try:
+        assert operators(module, **given) == [WITH_LOGITS]
+        done.restore()
+        assert kind.forward is wrapper
+        assert operators(module, **given) == []
+        close(module(**given), expected)
+        assert len(calls) == 3
+    finally:
+        kind.forward = own
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left test_patching")
+@pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
+def test_a_patch_counts_the_layers_of_a_model_that_call_an_operator(modules, operator):
+    """By the module that is replaced, or by the core in its code. A layer inside another one is not counted beside it."""
+    attention = build(libraries.HuggingFace)
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "layer": DropsWeights(attention), "again": build(libraries.HuggingFace)})
+    with mx_driving.patched(model, modules=modules) as done:
+        assert done.layers == ("layer.attention", "again")
+        assert repr(done).splitlines()[-1] == "2 of 2 layers of ModuleDict that sample call an operator"
+        assert operators(attention, **given_to(attention)) == [operator]
+    with patched(libraries.HuggingFace) as done:
+        assert done.layers == ()
+
+
+class ByAnAttribute(libraries.Layers):
+    """D-FINE's layers hold their core; LibreYOLO's hold a partial one."""
+
+    def __init__(self):
+        super().__init__()
+        self.core = functools.partial(plain_core)
+
+    def forward(self, given):
+        return self.core(*given)
+
+
+class OfAnotherKind(libraries.Layers):
+    """Its layers have the names of attention's. Nothing of it is known."""
+
+    def forward(self, given):
+        return given
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left test_patching")
+def test_an_attention_layer_that_calls_nothing_that_was_replaced_is_named():
+    model = nn.Sequential(build(libraries.Mmcv), ByAnAttribute(), OfAnotherKind())
+    with pytest.warns(UserWarning, match="left 2 alone: the code of its class OfAnotherKind names nothing"):
+        done = mx_driving.patch(model)
+    done.restore()
+    assert done.layers == ("0", "1")
+    assert "2 of 3 layers of Sequential that sample call an operator" in repr(done)
+
+
 def test_dropout_in_training_draws_the_same_numbers():
     module = build(libraries.Mmcv).train()
     run = functools.partial(module, **given_to(module))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -23,16 +22,19 @@ import torch
 from torch import Tensor
 
 from .. import _checks
+from .._checks.rules import INDEX
 from ..nn._pyramid import heads_of
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._callers import weights_may_be_watched
-from ._forms import BY_LEVEL, IMAGES, ROWS, Layout, can_be_read, keys_last, levels, levels_by_points
+from ._forms import BY_LEVEL, IMAGES, ROWS, ValueLayout, can_be_read, keys_last, levels, levels_by_points
+from ._parameters import Parameters, attributes_used, overrides
 
 ATTENTION = "attention module"
-LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
-Given = Mapping[str, Any]  # arguments of forward, by role where they have one, else by name
+LEVELS = 0  # in a shape: as many as there are levels
+LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
+Arguments = Mapping[str, Any]  # of forward, by role where they have one, else by name
 
-# what the libraries call the arguments of forward: a role, and its names
+# the names that libraries have for an argument of forward, by its role
 ROLES = {
     "query": ("query", "hidden_states"),
     "position": ("query_pos", "position_embeddings"),  # added to query
@@ -48,23 +50,38 @@ LISTED = {"value_spatial_shapes", "value_shapes"}  # names of shapes that are a 
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 
 
-def by_role(named: Mapping[str, Any]) -> Given:
+def by_role(named: Mapping[str, Any]) -> Arguments:
+    """Return arguments under their roles."""
     return {_ROLE.get(name, name): argument for name, argument in named.items()}
 
 
-def _always(module: Any, given: Given) -> bool:
+def refusal(parameters: Parameters) -> str:
+    """Return why no form can have the parameters of a forward, or nothing."""
+    roles = by_role(dict.fromkeys(parameters.all))
+    read = list(parameters.read)
+    more = [name for name in read if name not in _ROLE]
+    if not {"query", "reference"} <= set(roles):
+        return f"no known form of an attention module has the parameters {parameters}"
+    if more:
+        return f"no known form of an attention module has the parameters {', '.join(more)}, which its forward reads"
+    if len(by_role(dict.fromkeys(read))) < len(read):
+        return f"its forward reads two parameters of one meaning: {', '.join(read)}"
+    return ""
+
+
+def _always(module: Any, arguments: Arguments) -> bool:
     return True
 
 
 @dataclass
 class Inputs:
-    """What forward is given, batches first; keys that count for nothing are True in `hidden`."""
+    """What forward is given, batches first. `hidden` is the key_padding_mask: True means ignore this key."""
 
     query: Tensor
     memory: Any
     hidden: Tensor | None
     reference: Tensor
-    given: Given
+    arguments: Arguments
 
 
 @dataclass
@@ -78,90 +95,108 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Attention:
-    """One way to write an attention module: what identifies it, how it differs from the others, and what its trial needs."""
+    """One way to write an attention module: how it differs from the others, and what its trial needs."""
 
-    parameters: frozenset[str]  # forward has at least these
     sample: Callable[[Any, Inputs], Sampled]
     keeps: bool = False  # the mask is True where a key counts, instead of where it is hidden
     weights: bool = False  # forward returns its weights, too
     residual: bool = False  # forward drops out, and adds the identity
-    serves: Callable[[Any, Given], bool] = _always  # whether the form can; the module's own forward does the rest
-    references: tuple[tuple[int, int], ...] = ((2, 2), (2, 4), (1, 4))  # last sides of the reference, for two levels
-    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the module that is tried, or of its configuration
-    alone: bool = False  # memory may be left out: the queries look at themselves
+    serves: Callable[[Any, Arguments], bool] = _always  # whether the form can; the module's own forward does the rest
+    references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
+    constructor: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # arguments of the module that is tried, or of its configuration
     queue: int = 1  # batches of memory for each batch of queries
     masked: bool = True  # whether the trial gives a mask
-    layout: Layout = ROWS  # of memory, which has its heads already where this is another one
+    layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
+    tried: frozenset[tuple[int, bool]] = frozenset()  # numbers of a reference, and whether there is memory: what agreed
     kind: str = ATTENTION
 
-    def attend(self, module: Any, given: Given) -> Any:
-        """What the module's forward returns."""
-        inputs = self._inputs(module, given)
+    def attend(self, module: Any, arguments: Arguments) -> Any:
+        """Return what the module's forward returns."""
+        inputs = self._inputs(module, arguments)
         sampled = self.sample(module, inputs)
         project = getattr(module, "output_proj", None)
         out = sampled.out if project is None else project(sampled.out)
         out = out if _batch_first(module) else out.transpose(0, 1)
         if self.residual:
-            identity = given.get("identity")
-            out = module.dropout(out) + (given["query"] if identity is None else identity)
+            identity = arguments.get("identity")
+            out = module.dropout(out) + (arguments["query"] if identity is None else identity)
         return (out, sampled.logits.softmax(-1).unflatten(-1, sampled.sides)) if self.weights else out
 
-    def _inputs(self, module: Any, given: Given) -> Inputs:
-        query, memory, position, mask = given["query"], given.get("memory"), given.get("position"), given.get("mask")
+    def _inputs(self, module: Any, arguments: Arguments) -> Inputs:
+        query, memory, position, mask = (arguments.get(role) for role in ("query", "memory", "position", "mask"))
         memory = query.repeat_interleave(self.queue, 0) if memory is None else memory
         query = query if position is None else query + position
         if not _batch_first(module):
             query, memory = query.transpose(0, 1), memory.transpose(0, 1)
         if self.layout is not ROWS:
-            memory = self.layout.ours(memory, _heads(module))
+            memory = self.layout.ours(memory, heads_in(module))
         hidden = ~mask if mask is not None and self.keeps else mask
-        return Inputs(query, memory, hidden, given["reference"], given)
+        return Inputs(query, memory, hidden, arguments["reference"], arguments)
 
-    def replacement(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward with the original's parameters."""
-        names = list(inspect.signature(original).parameters)[1:]
+    def replacement(self, original: Callable[..., Any], kind: type) -> Callable[..., Any]:
+        """Return a forward with the original's parameters. A class may inherit it, and change what it calls."""
+        bind, attributes = Parameters(original, bound=1).binder(), attributes_used(kind, original)
 
         @functools.wraps(original)
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > len(names):
-                return original(module, *args, **kwargs)  # which says so
-            named = {**dict(zip(names[: len(args)], args, strict=True)), **kwargs}
-            given = by_role(named)
-            if not _plain_mask(given) or not self.serves(module, given) or (self.weights and weights_may_be_watched(module)):
+            named = bind(args, kwargs)
+            arguments = by_role(named) if named is not None else None
+            changed = type(module) is not kind and overrides(type(module), kind, attributes)
+            if arguments is None or changed or not self.can_attend(module, arguments):
                 return original(module, *args, **kwargs)  # which calls its core
-            return self.attend(module, given)
+            return self.attend(module, arguments)
 
         return forward
 
+    def fits(self, module: Any) -> bool:
+        """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
+        return bool(_counts_of(module)) == (self.sample is _uneven)
 
-def _plain_mask(given: Given) -> bool:
-    """Whether keys count or do not. Some libraries multiply values by their mask, which may then have other numbers."""
-    mask = given.get("mask")
-    return mask is None or mask.dtype == torch.bool
+    def can_attend(self, module: Any, arguments: Arguments) -> bool:
+        """Return whether the form was tried on such arguments."""
+        mask, reference = arguments.get("mask"), arguments["reference"]
+        if not (_is_mask(mask) and (self.masked or mask is None) and _are_whole(arguments) and isinstance(reference, Tensor)):
+            return False
+        if (reference.shape[-1], arguments.get("memory") is not None) not in self.tried:
+            return False
+        return self.serves(module, arguments) and not (self.weights and weights_may_be_watched(module))
+
+
+def _is_mask(mask: Any) -> bool:
+    """Return whether keys count or do not. Some libraries multiply values by their mask, which may have other numbers."""
+    return mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
+
+
+def _are_whole(arguments: Arguments) -> bool:
+    """Return whether the tables are whole numbers. Of others, a module may use the fractions."""
+    tables = (arguments.get("shapes"), arguments.get("starts"))
+    return all(table.dtype in INDEX for table in tables if isinstance(table, Tensor))
 
 
 def _batch_first(module: Any) -> bool:
     return getattr(module, "batch_first", True)
 
 
-def _side(module: Any, *names: str) -> int:
+def _attribute(module: Any, *names: str) -> int:
     """A number that libraries keep under several names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def _heads(module: Any) -> int:
-    return _side(module, "n_heads", "num_heads")
+def heads_in(module: Any) -> int:
+    return _attribute(module, "n_heads", "num_heads")
 
 
-def _levels_and_points(module: Any) -> tuple[int, int]:
-    return _side(module, "n_levels", "num_levels"), _side(module, "n_points", "num_points")
+def levels_and_points(module: Any) -> tuple[int, int]:
+    return _attribute(module, "n_levels", "num_levels"), _attribute(module, "n_points", "num_points")
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:
     """Heads, channels of a head, and points on all levels."""
-    heads, (levels, points) = _heads(module), _levels_and_points(module)
+    heads, (levels, points) = heads_in(module), levels_and_points(module)
     project = getattr(module, "value_proj", None)
-    channels = project.out_features if project else _side(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
+    channels = project.out_features if project else _attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
     return heads, channels // heads, sum(points) if isinstance(points, (list, tuple)) else levels * points
 
 
@@ -169,7 +204,7 @@ def passed_limits(model: torch.nn.Module) -> dict[str, str]:
     """Return the attention modules whose sizes break a documented limit of Atlas A2 -> the limit. Skip unknown sizes."""
     limits = {}
     for name, module in model.named_modules():
-        if all(hasattr(module, layer) for layer in LAYERS):
+        if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
                 sizes = _checks.limits.attention_sizes(*_sizes(module))
                 limits[name] = _checks.limits.first_broken("multi_scale_deformable_attn", sizes)
@@ -187,12 +222,12 @@ def _rows(module: Any, inputs: Inputs) -> Tensor:
     if hidden is not None and can_be_read(hidden) and not hidden.any():
         hidden = None
     project = getattr(module, "value_proj", None)
-    return heads_of(inputs.memory if project is None else project(inputs.memory), hidden, _heads(module))
+    return heads_of(inputs.memory if project is None else project(inputs.memory), hidden, heads_in(module))
 
 
-def _tables(given: Given, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """spatial_shapes and level_start_index. Some libraries give the shapes as a list, some as a tensor, some as both."""
-    shapes, sizes, starts = given.get("shapes"), given.get("sizes"), given.get("starts")
+    shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
     if not isinstance(shapes, Tensor):
         shapes, sizes = None, shapes or sizes
     if sizes is not None:
@@ -214,13 +249,18 @@ def _attend(
 
 
 def _even(module: Any, inputs: Inputs, axis: str = "level") -> Sampled:
-    """As many points on one level as on another: nearly all libraries."""
-    sides = _levels_and_points(module)
-    offsets = module.sampling_offsets(inputs.query).unflatten(-1, (_heads(module), *sides, 2))
-    logits = module.attention_weights(inputs.query).unflatten(-1, (_heads(module), -1))
+    """Sample as many points on one level as on another: nearly all libraries."""
+    sides = levels_and_points(module)
+    offsets = module.sampling_offsets(inputs.query).unflatten(-1, (heads_in(module), *sides, 2))
+    logits = module.attention_weights(inputs.query).unflatten(-1, (heads_in(module), -1))
     value = _rows(module, inputs)
-    tables = _tables(inputs.given, value.shape[1], value.device)
+    tables = _tables(inputs.arguments, value.shape[1], value.device)
     return Sampled(_attend(value, tables, inputs.reference, offsets, logits, axis), logits, sides)
+
+
+def _counts_of(module: Any) -> list[int]:
+    """Return the number of points of each level, where a module keeps them apart."""
+    return list(getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or ())
 
 
 def _pillars(module: Any, inputs: Inputs) -> Sampled:
@@ -234,92 +274,64 @@ def _uneven(module: Any, inputs: Inputs) -> Sampled:
     A level with more points than another is listed several times. The operator divides a box by twice the points of one such
     entry; these modules divide it by the level's own number of points, and multiply by offset_scale.
     """
-    counts = list(getattr(module, "n_points_list", None) or module.num_points_list)
+    counts = _counts_of(module)
     points, order = math.gcd(*counts), levels_by_points(counts)
     value = _rows(module, inputs)
     if not hasattr(module, "value_proj"):
         value = keys_last(value)
-    shapes, starts = _tables(inputs.given, value.shape[1], value.device)
-    offsets = module.sampling_offsets(inputs.query).unflatten(-1, (_heads(module), len(order), points, 2))
+    shapes, starts = _tables(inputs.arguments, value.shape[1], value.device)
+    offsets = module.sampling_offsets(inputs.query).unflatten(-1, (heads_in(module), len(order), points, 2))
     scale = getattr(module, "offset_scale", 0.5)  # OTX writes the number
     scales = [2 * points / counts[level] * scale for level in order]
     if any(scale != 1 for scale in scales):
         offsets = offsets * torch.tensor(scales, dtype=offsets.dtype, device=offsets.device)[:, None, None]
-    logits = module.attention_weights(inputs.query).unflatten(-1, (_heads(module), -1))
+    logits = module.attention_weights(inputs.query).unflatten(-1, (heads_in(module), -1))
     out = _attend(value, (shapes[order], starts[order]), inputs.reference, offsets, logits)
     return Sampled(out, logits, (sum(counts),))
 
 
 def _temporal(module: Any, inputs: Inputs) -> Sampled:
     """BEVFormer's TemporalSelfAttention: queries look at two maps, an earlier one and their own. The output is the mean."""
-    batches, sides = inputs.query.shape[0], (_heads(module), module.num_bev_queue)
+    batches, sides = inputs.query.shape[0], (heads_in(module), module.num_bev_queue)
     both = torch.cat([inputs.memory[:batches], inputs.query], -1)
     value = _rows(module, inputs)
-    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_levels_and_points(module), 2))
+    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *levels_and_points(module), 2))
     logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
-    tables = _tables(inputs.given, value.shape[1], value.device)
+    tables = _tables(inputs.arguments, value.shape[1], value.device)
     by_map = [t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits)]
     out = _attend(value, tables, inputs.reference, *by_map).unflatten(0, (batches, module.num_bev_queue)).mean(1)
-    return Sampled(out, by_map[1], _levels_and_points(module))
+    return Sampled(out, by_map[1], levels_and_points(module))
 
 
-def _one_box(module: Any, given: Given) -> bool:
+def _one_box(module: Any, arguments: Arguments) -> bool:
     """Method "discrete" reads whole pixels. With points (x, y) these modules work for few shapes, and by broadcasting."""
     method = getattr(module, "method", getattr(module, "decoder_method", "default"))
-    return method == "default" and tuple(given["reference"].shape[2:]) == (1, 4)
+    return method == "default" and tuple(arguments["reference"].shape[2:]) == (1, 4)
 
 
-def _one_box_unmasked(module: Any, given: Given) -> bool:
-    """D-FINE's mask does not fit its own value, which has an axis more."""
-    return _one_box(module, given) and given.get("mask") is None
-
-
-def _apart(module: Any, given: Given) -> bool:
+def _apart(module: Any, arguments: Arguments) -> bool:
     """Values of each level by heads. LibreYOLO's GTR merges its linear layers, and its levels, for deployment."""
-    by_level = isinstance(given["memory"], (list, tuple)) and all(level.dim() == 4 for level in given["memory"])
-    return by_level and not getattr(module, "_fused_offset_weight", False) and _one_box(module, given)
+    by_level = isinstance(arguments["memory"], (list, tuple)) and all(level.dim() == 4 for level in arguments["memory"])
+    return by_level and not getattr(module, "_fused_offset_weight", False) and _one_box(module, arguments)
 
 
-def _point_or_box(module: Any, given: Given) -> bool:
-    return given["reference"].shape[-1] in (2, 4)  # OTX has another shape, of a centre and distances to four sides
-
-
-def _known_names(module: Any, given: Given) -> bool:
-    return "residual" not in given  # mmcv's former name of identity, which a decorator of its forward translates
-
-
-_HUGGING_FACE = frozenset({"hidden_states", "attention_mask", "encoder_hidden_states", "reference_points"})
-_MMCV = frozenset({"query", "value", "identity", "query_pos", "key_padding_mask", "reference_points", "spatial_shapes"})
-_GROUNDING_DINO = _MMCV - {"identity"}
-_PAPER = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"})
-_BARE = frozenset({"query", "reference_points", "input_flatten", "input_spatial_shapes"})
-_RT_DETR = frozenset({"query", "reference_points", "value", "value_spatial_shapes"})
 _POINTS = {"num_points": [2, 4], "num_points_list": [2, 4], "offset_scale": 0.7}
-_ULTRALYTICS = frozenset({"query", "refer_bbox", "value", "value_shapes", "value_mask"})
+_BOX = ((1, 4),)
 ATTENTION_FORMS = (
-    Attention(_HUGGING_FACE, _even, keeps=True, weights=True),
-    Attention(_HUGGING_FACE, _even, weights=True),
-    Attention(_HUGGING_FACE, _uneven, keeps=True, weights=True, serves=_one_box, references=((1, 4),)),
-    Attention(
-        _HUGGING_FACE,
-        _uneven,
-        weights=True,
-        serves=_one_box_unmasked,
-        references=((1, 4),),
-        arguments={"decoder_n_points": [2, 4]},
-        masked=False,
-    ),
-    Attention(_HUGGING_FACE, _even, keeps=True),  # LibreYOLO's Grounding DINO
-    Attention(_MMCV, _even, residual=True, serves=_known_names, alone=True),
-    Attention(_MMCV, _pillars, serves=_known_names, references=((2, 2),), alone=True),
-    Attention(_MMCV, _temporal, residual=True, serves=_known_names, references=((2, 2), (2, 4)), alone=True, queue=2),
-    Attention(_GROUNDING_DINO, _even, alone=True),
-    Attention(_PAPER, _even),
-    Attention(_BARE, _even),  # LibreYOLO's LW-DETR
-    Attention(_RT_DETR, _even, serves=_point_or_box),
-    Attention(_RT_DETR, _even, keeps=True, serves=_point_or_box),
-    Attention(_RT_DETR, _uneven, keeps=True, serves=_one_box, references=((1, 4),), arguments=_POINTS),
-    Attention(_RT_DETR, _uneven, serves=_apart, references=((1, 4),), arguments=_POINTS, masked=False, layout=BY_LEVEL),
-    Attention(_RT_DETR, _uneven, serves=_apart, references=((1, 4),), arguments=_POINTS, masked=False, layout=IMAGES),
-    Attention(_ULTRALYTICS, _even, references=((1, 2), (1, 4))),
+    # modules with a number of points for each level: RT-DETR v2, D-FINE, DEIM
+    Attention(_uneven, keeps=True, weights=True, serves=_one_box, references=_BOX),
+    Attention(_uneven, weights=True, serves=_one_box, references=_BOX, constructor={"decoder_n_points": [2, 4]}, masked=False),
+    Attention(_uneven, keeps=True, serves=_one_box, references=_BOX, constructor=_POINTS),
+    Attention(_uneven, serves=_apart, references=_BOX, constructor=_POINTS, masked=False, layout=BY_LEVEL),
+    Attention(_uneven, serves=_apart, references=_BOX, constructor=_POINTS, masked=False, layout=IMAGES),
+    # transformers
+    Attention(_even, keeps=True, weights=True),
+    Attention(_even, weights=True),
+    # mmcv, BEVFormer
+    Attention(_even, residual=True),
+    Attention(_pillars, references=((2, 2),)),
+    Attention(_temporal, residual=True, references=((LEVELS, 2), (LEVELS, 4)), queue=2),
+    # Deformable-DETR, GroundingDINO, ultralytics, RT-DETR
+    Attention(_even),
+    Attention(_even, keeps=True),
 )

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
+from ._parameters import names_in
+
 _HIDDEN = {"CACHE", "EXTENDED_ARG", "NOP"}
 
 
@@ -51,12 +53,7 @@ def _drops_second(code: types.CodeType, called: int) -> bool:
     behind = [step for step in steps if step.offset > called][:3]
     if not behind or behind[0].opname != "UNPACK_SEQUENCE" or behind[0].arg != 2:
         return False
-    stored = [name for step in behind[1:] if step.opname.startswith("STORE_FAST") for name in _names(step)]
+    stored = [name for step in behind[1:] if step.opname.startswith("STORE_FAST") for name in names_in(step)]
     if len(stored) < 2:
         return False
-    return not any(stored[1] in _names(step) for step in steps if "LOAD" in step.opname or "DELETE" in step.opname)
-
-
-def _names(step: dis.Instruction) -> tuple[Any, ...]:
-    """The names in an instruction. From Python 3.13 on, one instruction may have two."""
-    return step.argval if isinstance(step.argval, tuple) else (step.argval,)
+    return not any(stored[1] in names_in(step) for step in steps if "LOAD" in step.opname or "DELETE" in step.opname)

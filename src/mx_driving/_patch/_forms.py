@@ -8,7 +8,6 @@ are tried in turn. A core that is a class is known by its exact parameters.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import re
 import types
@@ -20,43 +19,38 @@ import torch
 from torch import Tensor
 
 from .. import _geometry
+from .._checks.rules import INDEX
 from ..kernels import MultiScaleDeformableAttention
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
+from ._parameters import Parameters
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
 
 
 @dataclass(frozen=True)
 class Form:
-    """One way to write a core that is a class: its kind, its parameters (without self or ctx), and its replacement."""
+    """One way to write a core that is a class: its kind, its parameters, and its replacement."""
 
     kind: str
     parameters: tuple[str, ...]
     replacement: Callable[..., Any]
-    called: str = ""  # autograd functions of different operators have the same parameters; their names distinguish them
+    called: str = ""  # a pattern: autograd functions of different operators have the same parameters
 
-    def fits(self, name: str, kind: str, parameters: tuple[str, ...]) -> bool:
-        """Whether something of this kind, with this name and these parameters, is written in this form."""
-        return kind == self.kind and parameters == self.parameters and re.search(self.called, name) is not None
-
-
-def parameters_of(function: types.FunctionType) -> tuple[str, ...]:
-    """Its positional parameters, which a decorator's `__wrapped__` does not hide."""
-    code = function.__code__
-    return code.co_varnames[: code.co_argcount]
-
-
-def presets_of(function: types.FunctionType) -> dict[str, Any]:
-    """Its parameters that have defaults, and these."""
-    names, defaults = parameters_of(function), function.__defaults__ or ()
-    return dict(zip(names[len(names) - len(defaults) :], defaults, strict=True))
+    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
+        """Return whether something of this kind, with this name and these parameters, may be written in this form."""
+        named = kind == self.kind and re.search(self.called, name) is not None
+        return named and parameters.all == self.parameters and not parameters.variadic
 
 
 def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """spatial_shapes and level_start_index of levels that lie one after the other."""
+    """Return spatial_shapes and level_start_index of levels that lie one after the other.
+
+    Some libraries keep the sizes as floats, and read them by `int`.
+    """
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
+    shapes = shapes if shapes.dtype in INDEX else shapes.long()
     return shapes, _geometry.starts_of(shapes)
 
 
@@ -87,7 +81,7 @@ class _KeysLast(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ValueLayout:
     """How a core's value lies in memory: from it to ours, [bs, num_keys, num_heads, channels], and back for a trial."""
 
     ours: Callable[[Any, int], Tensor]  # of their value and the number of heads
@@ -133,86 +127,102 @@ def _lie_together(levels: Sequence[Tensor]) -> bool:
     return True
 
 
-ROWS = Layout(lambda value, _: value, lambda value, _: value)  # mmcv, Deformable-DETR, ultralytics
-KEYS_LAST = Layout(
+ROWS = ValueLayout(lambda value, _: value, lambda value, _: value)  # mmcv, Deformable-DETR, ultralytics
+KEYS_LAST = ValueLayout(
     lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
 )  # RF-DETR
-BY_LEVEL = Layout(lambda value, _: _joined(value).permute(0, 3, 1, 2), _level_by_level)  # D-FINE, DEIM: so for each level
-IMAGES = Layout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
+BY_LEVEL = ValueLayout(lambda value, _: _joined(value).permute(0, 3, 1, 2), _level_by_level)  # D-FINE, DEIM: so for each level
+IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
     lambda value, heads: _joined([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _as_images
 )
 LAYOUTS = (ROWS, KEYS_LAST, BY_LEVEL, IMAGES)
 _NEEDED = {"value", "value_spatial_shapes", "sampling_locations", "attention_weights"}
-_UNTRIED = {"value_shape"}  # options that the trial leaves at their defaults, and so a call must
-_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw", "allow_acceleration"} | _UNTRIED
-_OTHER_NAMES = {"shapes_list": "value_spatial_shapes"}
+_UNTRIED = {"value_shape"}  # options that the trial leaves at their defaults
+_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw", "allow_acceleration", "level_start_index", "im2col_step"}
+_KNOWN = _NEEDED | _OPTIONS | _UNTRIED
+_OTHER_NAMES = {
+    **dict.fromkeys(("shapes_list", "spatial_shapes"), "value_spatial_shapes"),
+    "value_level_start_index": "level_start_index",
+    "spatial_shapes_ints": "value_spatial_shapes_hw",
+}
 SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
 _UNEVEN = "num_points_list"
 
 
-def by_known_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a core under the names that most libraries give them."""
-    return {_OTHER_NAMES.get(name, name): argument for name, argument in given.items()}
+def by_known_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a core under the names that most libraries give them."""
+    return {_OTHER_NAMES.get(name, name): argument for name, argument in arguments.items()}
 
 
 @dataclass(frozen=True)
 class Core:
     """One way to write a core that is a function: how its arguments are laid out."""
 
-    layout: Layout
+    layout: ValueLayout
     axes: tuple[int, ...]  # the numbers of axes that sampling_locations may have
-    methods: tuple[str, ...]  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
-    uneven: bool  # a level has its own number of points, in num_points_list
+    methods: tuple[str, ...] = ("default",)  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
+    uneven: bool = False  # a level has its own number of points, in num_points_list
+    pixels: bool = False  # locations are whole pixels, as MapTR's
     kind = FUNCTION
 
-    def fits(self, name: str, kind: str, parameters: tuple[str, ...]) -> bool:
-        """Whether a thing of this kind with these parameters may be written in this form."""
-        known = set(by_known_names(dict.fromkeys(parameters)))
-        return kind == FUNCTION and _NEEDED <= known <= _NEEDED | _OPTIONS and self.uneven == (_UNEVEN in known)
+    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
+        """Return whether something of this kind with these parameters may be written in this form."""
+        known = set(by_known_names(dict.fromkeys(parameters.all)))
+        if kind != FUNCTION or not known >= _NEEDED or len(known) < len(parameters.all) or self.uneven != (_UNEVEN in known):
+            return False
+        return set(by_known_names(dict.fromkeys(parameters.read))) <= _KNOWN
 
-    def serves(self, given: Mapping[str, Any], preset: Mapping[str, Any]) -> bool:
-        """Whether the form was tried on such arguments. The core's own code does the rest."""
-        tried = all(given[name] == preset[name] for name in _UNTRIED & set(preset))
-        return tried and given["sampling_locations"].dim() in self.axes and given.get("method", "default") in self.methods
+    def serves(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
+        """Return whether the form was tried on such arguments. The core's own code does the rest."""
+        locations = arguments["sampling_locations"]
+        tried = all(arguments[name] == defaults.get(name) for name in _UNTRIED & set(arguments))
+        whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
+        return tried and whole and locations.dim() in self.axes and arguments.get("method", "default") in self.methods
 
     def replacement(self, original: types.FunctionType) -> Callable[..., Tensor]:
-        """A function with the original's parameters."""
-        names, preset = parameters_of(original), presets_of(original)
+        """Return a function with the original's parameters."""
+        parameters = Parameters(original)
+        bind = parameters.binder()
 
         @functools.wraps(original)
-        def core(*args: Any) -> Tensor:
-            given = by_known_names({**preset, **dict(zip(names, args, strict=False))})
-            return self.sample(given) if self.serves(given, preset) else original(*args)
+        def core(*args: Any, **kwargs: Any) -> Tensor:
+            named = bind(args, kwargs)
+            arguments = by_known_names(named) if named is not None else None
+            if arguments is None or not self.serves(arguments, parameters.defaults):
+                return original(*args, **kwargs)
+            return self.sample(arguments)
 
         return core
 
-    def sample(self, given: Mapping[str, Any]) -> Tensor:
-        """The operator on what a core is given, by name."""
-        sizes = given.get("value_spatial_shapes_hw")
-        sizes = given["value_spatial_shapes"] if sizes is None else sizes
-        locations = given["sampling_locations"]
-        value = self.layout.ours(given["value"], locations.shape[2])
-        shapes, starts = levels(sizes, value.device)
+    def sample(self, arguments: Mapping[str, Any]) -> Tensor:
+        """Return the operator's output for the arguments of a core, by name."""
+        sizes = arguments.get("value_spatial_shapes_hw")
+        sizes = arguments["value_spatial_shapes"] if sizes is None else sizes
+        locations, starts = arguments["sampling_locations"], arguments.get("level_start_index")
+        value = self.layout.ours(arguments["value"], locations.shape[2])
+        shapes, dense = levels(sizes, value.device)
+        starts = dense if starts is None else starts
         if self.uneven:  # a level with more points than another is listed several times: levels may overlap
-            value, order = keys_last(value), levels_by_points(given[_UNEVEN])
+            value, order = keys_last(value), levels_by_points(arguments[_UNEVEN])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:
             locations = locations.unflatten(3, (len(shapes), -1))
-        weights = given["attention_weights"].reshape(locations.shape[:-1])
-        if given.get("method") == "discrete":
+        weights = arguments["attention_weights"].reshape(locations.shape[:-1])
+        if arguments.get("method") == "discrete":
             pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
             return geometric_kernel_attention(value, shapes, starts, pixels, weights)
-        return multi_scale_deformable_attn(value, shapes, starts, locations, weights)
+        operator = geometric_kernel_attention if self.pixels else multi_scale_deformable_attn
+        return operator(value, shapes, starts, locations, weights)
 
 
-CORES = tuple(
-    Core(layout, axes, methods, uneven)
-    for uneven, ways in (
-        (False, itertools.product(((SPLIT, _MERGED), (SPLIT,), (_MERGED,)), (("default",),))),
-        (True, itertools.product(((_MERGED,),), (("default", "discrete"), ("default",)))),
-    )
-    for axes, methods in ways
-    for layout in LAYOUTS
+CORES = (
+    *(Core(layout, axes) for axes in ((SPLIT, _MERGED), (SPLIT,), (_MERGED,)) for layout in LAYOUTS),
+    Core(ROWS, (SPLIT,), pixels=True),
+    *(
+        Core(layout, (_MERGED,), methods, uneven=True)
+        for methods in (("default", "discrete"), ("default",))
+        for layout in LAYOUTS
+    ),
 )
 
 # What the new code of a function calls, by the function's id. An entry stays when a patch ends: another thread may be about
@@ -221,14 +231,16 @@ SERVED: dict[int, Callable[..., Tensor]] = {}
 
 
 def code_of(form: Core | Form, core: types.FunctionType) -> types.CodeType:
-    """Code for the function, which keeps its own defaults and globals, and so imports what it calls."""
+    """Return code for the function, which keeps its own defaults and globals, and so imports what it calls."""
     original = types.FunctionType(core.__code__, core.__globals__, core.__name__, core.__defaults__)
+    original.__kwdefaults__ = core.__kwdefaults__
     SERVED[id(core)] = form.replacement(original) if isinstance(form, Core) else form.replacement
-    names = ", ".join(parameters_of(core))
+    parameters = Parameters(original)
+    arguments = [*parameters.names, *(f"{name}={name}" for name in parameters.keyword_only), *parameters.variadic]
+    text = f"def core{parameters}:\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({', '.join(arguments)})"
     made: dict[str, Any] = {}
-    text = f"def {core.__name__}({names}):\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({names})"
     exec(compile(text, __file__, "exec"), made)
-    return made[core.__name__].__code__
+    return made["core"].__code__.replace(co_name=core.__name__)
 
 
 _MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")

@@ -9,6 +9,7 @@ theirs by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 import warnings
@@ -19,10 +20,10 @@ from typing import Any
 import torch
 
 from .. import _checks
-from .._replacing import Changes
 from . import _autograd, _pools
 from ._attention import Attention, passed_limits
 from ._forms import FUNCTION, MODULE, Core, Form, code_of
+from ._layers import layers_of
 from ._pools import Pool
 from ._search import elsewhere, find
 from ._trial import choose
@@ -30,7 +31,7 @@ from ._trial import choose
 
 @dataclass
 class _Change:
-    """Something replaced (kept, so that no other object gets its id), how to undo that, and how many patches hold it."""
+    """A replaced object, its undo, and a reference count. Holds the object so that `id()` stays unique."""
 
     thing: Any
     undo: Callable[[], None]
@@ -48,16 +49,31 @@ class Patch:
         replaced: names of the cores and attention modules that now call the operators.
         skipped: names of things that look like one and were left alone -> the reason.
         limits: of a model, names of its attention modules that the vendor's Atlas A2 would refuse -> the limit.
+        layers: of a model, names of its layers that call the operators from now on.
     """
 
-    def __init__(self, things: dict[str, Any], skipped: dict[str, str], limits: dict[str, str] | None = None) -> None:
+    def __init__(self, things: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
         self._things = list(things.values())
+        self._model = type(model).__name__
         self.replaced = tuple(things)
         self.skipped = dict(skipped)
-        self.limits = dict(limits or {})
+        self.limits = passed_limits(model) if model is not None else {}
+        self.layers: tuple[str, ...] = ()
+        self._attention_left = 0
+        if model is not None:
+            self._count_layers(model)
+
+    def _count_layers(self, model: torch.nn.Module) -> None:
+        calling, others = layers_of(model, self._things)
+        self.layers, self._attention_left = tuple(calling), len(others)
+        for name in others:
+            kind = type(model.get_submodule(name))
+            if f"{kind.__module__}.{kind.__qualname__}" not in self.skipped:
+                self.skipped[name] = f"the code of its class {kind.__qualname__} names nothing that was replaced"
 
     def restore(self) -> None:
-        """Give the originals back. A second call does nothing. What another patch holds stays replaced."""
+        """Give the originals back. A second call does nothing. What another patch holds stays replaced. A wrapper that others
+        have put over a replaced method stays, and calls the original from now on."""
         with _lock:
             while self._things:
                 _release(self._things.pop())
@@ -66,6 +82,9 @@ class Patch:
         lines = [f"replaced {name}" for name in self.replaced]
         lines += [f"left alone {name}: {reason}" for name, reason in self.skipped.items()]
         lines += [f"the vendor's device would refuse {name}: {limit}" for name, limit in self.limits.items()]
+        if self.layers or self._attention_left:
+            count, total = len(self.layers), len(self.layers) + self._attention_left
+            lines.append(f"{count} of {total} layers of {self._model} that sample call an operator")
         return "\n".join(lines)
 
 
@@ -89,7 +108,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
         modules: whether attention modules are replaced, too, or cores alone.
 
     Returns:
-        A `Patch`: `replaced`, `skipped`, `limits`, `restore()`.
+        A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `restore()`.
 
     Raises:
         ValueError: nothing was replaced.
@@ -101,21 +120,22 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
         ...
     ValueError: target must have a deformable sampling core of a known form; got none in Linear
     """
-    found = find(target, modules)
-    held, skipped = {}, dict(found.unknown)
+    candidates = find(target, modules)
+    replaced, skipped = {}, dict(candidates.unknown)
     with _lock:
         try:
-            _take(found.cores, held, skipped)
-            _take(found.around, held, skipped)
-            _take(found.modules, held, skipped)  # over replaced cores, so that they are tried without a compiled extension
-            if not held:
-                _checks.rules.nothing_to_patch(_called(target), skipped, elsewhere(found))
+            _take(candidates.cores, replaced, skipped)
+            _take(candidates.around, replaced, skipped)
+            _take(candidates.modules, replaced, skipped)  # over replaced cores, so that no compiled extension is needed
+            if not replaced:
+                _checks.rules.nothing_to_patch(_name_of(target), skipped, elsewhere(candidates))
+            done = Patch(replaced, skipped, target if isinstance(target, torch.nn.Module) else None)
         except BaseException:
-            Patch(held, {}).restore()
+            Patch(replaced, {}).restore()
             raise
-    for name, reason in skipped.items():
+    for name, reason in done.skipped.items():
         warnings.warn(f"mx_driving.patch left {name} alone: {reason}", stacklevel=2)
-    return Patch(held, skipped, passed_limits(target) if isinstance(target, torch.nn.Module) else None)
+    return done
 
 
 @contextlib.contextmanager
@@ -128,8 +148,8 @@ def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool =
         done.restore()
 
 
-def _take(entries: dict[str, Any], held: dict[str, Any], skipped: dict[str, str]) -> None:
-    """Try all, then replace those that agree. What is replaced already is not tried again."""
+def _take(entries: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str]) -> None:
+    """Try all that is not replaced already, then replace what agrees."""
     agreed = {
         name: choose(forms, thing) if id(thing) not in _changes else (None, "") for name, (forms, thing) in entries.items()
     }
@@ -137,11 +157,11 @@ def _take(entries: dict[str, Any], held: dict[str, Any], skipped: dict[str, str]
         if reason:
             skipped[name] = reason
         else:
-            held[name] = entries[name][1]
-            _hold(form, held[name])
+            replaced[name] = entries[name][1]
+            _hold(form, replaced[name])
 
 
-def _called(target: Any) -> str:
+def _name_of(target: Any) -> str:
     if isinstance(target, str):
         return target
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
@@ -163,19 +183,44 @@ def _release(thing: Any) -> None:
 
 def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
     """Change the thing; the function returned changes it back."""
-    if not isinstance(form, Attention) and form.kind == FUNCTION:
+    if form.kind == FUNCTION:
         original, thing.__code__ = thing.__code__, code_of(form, thing)
         return lambda: setattr(thing, "__code__", original)
-    changes = Changes()
-    for name, method in _attributes(form, thing).items():
-        changes.set(thing, name, method)
-    return changes.undo
+    ended: list[bool] = []
+    before = {name: vars(thing)[name] for name in ("apply", "forward", "backward") if name in vars(thing)}
+    methods = {name: _until(ended, method, thing, name) for name, method in _methods(form, thing).items()}
+    for name, method in methods.items():
+        setattr(thing, name, method)
+
+    def undo() -> None:
+        ended.append(True)
+        for name, method in methods.items():
+            if vars(thing).get(name) is not method:  # others have wrapped it: their wrapper stays, and calls the original
+                continue
+            if name in before:
+                setattr(thing, name, before[name])
+            else:
+                delattr(thing, name)
+
+    return undo
 
 
-def _attributes(form: Core | Form | Attention, thing: Any) -> dict[str, Any]:
-    """The new attributes of a class."""
+def _until(ended: list[bool], method: Any, thing: type, name: str) -> Any:
+    """Return a method that calls the original once `ended` has an element, for those who have kept it."""
+    static, ours = isinstance(method, staticmethod), getattr(method, "__func__", method)
+    original = getattr(thing, name)
+
+    @functools.wraps(ours)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if ended else ours(*args, **kwargs)
+
+    return staticmethod(call) if static else call
+
+
+def _methods(form: Core | Form | Attention, thing: Any) -> dict[str, Any]:
+    """Return the new methods of a class."""
     if isinstance(form, Attention):
-        return {"forward": form.replacement(vars(thing)["forward"])}
+        return {"forward": form.replacement(vars(thing)["forward"], thing)}
     if isinstance(form, Pool):
         return _pools.methods(form, thing)
     replacement: Any = form.replacement

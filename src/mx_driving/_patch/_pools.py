@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import re
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -89,6 +90,11 @@ POOLS = (
     Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", _frustum),
     Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
 )
+
+
+def looks_like_one(name: str) -> bool:
+    """Return whether something is called like a function that sums points into cells."""
+    return re.search("(?i)bev_?pool|voxel_?pool|quick_?cumsum", name) is not None
 
 
 def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:

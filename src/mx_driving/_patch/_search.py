@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import pathlib
 import sys
 import types
@@ -15,9 +14,10 @@ from typing import Any
 import torch
 
 from .. import _checks, compat
-from ._attention import ATTENTION_FORMS, LAYERS, Attention
-from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form, parameters_of
-from ._pools import POOLS, Pool
+from ._attention import ATTENTION_FORMS, LINEAR_LAYERS, Attention, refusal
+from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form
+from ._parameters import Parameters, undecorated
+from ._pools import POOLS, Pool, looks_like_one
 
 # where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
 _FILES = {
@@ -43,7 +43,7 @@ class Found:
     def __init__(self, modules: bool) -> None:
         self.cores: dict[str, tuple[Sequence[Core | Form], Any]] = {}
         self.around: dict[str, tuple[list[Pool], Any]] = {}  # functions that call a core
-        self.modules: dict[str, tuple[list[Attention], Any]] = {}
+        self.modules: dict[str, tuple[Sequence[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
         self.looked: list[types.ModuleType] = []
         self._wants_modules = modules
@@ -58,65 +58,59 @@ class Found:
 
     def consider(self, thing: Any) -> bool:
         """Add the thing if it is a core or an attention module, under the name of the place that defines it."""
+        thing = undecorated(thing) if isinstance(thing, types.FunctionType) else thing
         described = _describe(thing)
         if described is None:
             return False
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
-        pools = [f for f in POOLS if f.fits(thing.__qualname__, kind, parameters)]
+        pools, cores = ([f for f in forms if f.fits(thing.__qualname__, kind, parameters)] for forms in (POOLS, FORMS))
         if pools:
-            (self.around if kind == FUNCTION else self.cores)[name] = (pools, thing)
-            for used in thing.__code__.co_names if kind == FUNCTION else ():
-                if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
-                    self.consider(core)
-            return True
-        cores = [f for f in FORMS if f.fits(thing.__qualname__, kind, parameters)]
-        if cores:
+            self._add_pool(name, thing, kind, pools)
+        elif cores:
             self.cores[name] = (cores, thing)
-        elif {"sampling_locations", "attention_weights"} <= set(parameters):
-            self.unknown[name] = f"no known form of a core has the parameters ({', '.join(parameters)})"
+        elif _looks_like_a_core(thing, parameters):
+            self.unknown[name] = f"no known form of a core has the parameters {parameters}"
         elif kind == MODULE and self._wants_modules and _has_layers(thing):
-            self._consider_attention(name, thing, parameters)
+            if reason := refusal(parameters):
+                self.unknown[name] = reason
+            else:
+                self.modules[name] = (ATTENTION_FORMS, thing)
         else:
             return False
         return True
 
-    def _consider_attention(self, name: str, thing: type, parameters: tuple[str, ...]) -> None:
-        forms = [f for f in ATTENTION_FORMS if f.parameters <= set(parameters)]
-        if forms:
-            self.modules[name] = (forms, thing)
-        else:
-            self.unknown[name] = f"no known form of an attention module has the parameters ({', '.join(parameters)})"
+    def _add_pool(self, name: str, thing: Any, kind: str, forms: list[Pool]) -> None:
+        (self.around if kind == FUNCTION else self.cores)[name] = (forms, thing)
+        for used in thing.__code__.co_names if kind == FUNCTION else ():
+            if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
+                self.consider(core)
 
 
-def _own_forward(thing: type) -> Any:
-    """The class's own forward, as it was written: without decorators, or as it was before a patch."""
-    forward = inspect.unwrap(vars(thing).get("forward", None) or (lambda: None))
-    return inspect.unwrap(forward.__func__) if isinstance(forward, staticmethod) else forward
+def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
+    """Return whether a thing of no known form has a core's parameters, or a pool's name."""
+    names = {name.removesuffix("s") for name in parameters.all}
+    if {"sampling_location", "attention_weight"} <= names or {"sampling_location", "weight"} <= names:
+        return True
+    return looks_like_one(thing.__qualname__) and bool(parameters.all)
 
 
 def _has_layers(thing: type) -> bool:
-    """Whether its forward calls the linear layers of deformable attention."""
-    return set(_own_forward(thing).__code__.co_names) >= LAYERS
+    """Return whether its forward calls the linear layers of deformable attention."""
+    return set(undecorated(vars(thing)["forward"]).__code__.co_names) >= LINEAR_LAYERS
 
 
-def _describe(thing: Any) -> tuple[str, tuple[str, ...]] | None:
-    """Kind and parameters of what may be a core; None for everything else."""
+def _describe(thing: Any) -> tuple[str, Parameters] | None:
+    """Return kind and parameters of what may be a core; None for everything else."""
     if isinstance(thing, types.FunctionType):
-        return FUNCTION, _parameters(thing)
+        return FUNCTION, Parameters(thing)
     if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
     kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
-    if kind is None or not isinstance(_own_forward(thing), types.FunctionType):
+    forward = vars(thing).get("forward")
+    if kind is None or not isinstance(undecorated(forward), types.FunctionType):
         return None
-    return kind, _parameters(_own_forward(thing))[1:]
-
-
-def _parameters(function: types.FunctionType) -> tuple[str, ...]:
-    """Names in order. Keyword-only ones get a "*", so that they fit no form."""
-    code, names = function.__code__, parameters_of(function)
-    keywords = code.co_varnames[len(names) : len(names) + code.co_kwonlyargcount]
-    return names + tuple("*" + name for name in keywords)
+    return kind, Parameters(forward, bound=1)
 
 
 def find(target: Any, modules: bool) -> Found:

@@ -7,9 +7,11 @@ There is no table of versions. A version that nobody has seen either gives the s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -17,24 +19,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LISTED, ROLES, Attention, by_role
-from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels, parameters_of, presets_of
+from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_and_points
+from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels
+from ._parameters import Parameters
 from ._pools import Pool, calls_compiled
 
+_Inputs = Mapping[Any, Any]
+_Run = Callable[[_Inputs], Any]
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
-_DIFFERS = "its result on a small example differs"
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
 
 # A small module: what its constructor is given, by the names of its parameters. transformers' take a configuration.
 _WIDTH, _HEADS, _POINTS = 12, 3, 4
-_LEVELS = [(3, 2), (2, 4)]
-_KEYS = sum(h * w for h, w in _LEVELS)
+_MAPS = [(3, 2), (2, 4), (1, 3), (2, 1), (1, 1)]  # as many of them as a module has levels
 _CONFIG = {
     "d_model": _WIDTH,
-    "num_feature_levels": len(_LEVELS),
+    "num_feature_levels": 2,
     "decoder_attention_heads": _HEADS,
-    "decoder_n_levels": len(_LEVELS),
+    "decoder_n_levels": 2,
     "decoder_n_points": _POINTS,
     "decoder_offset_scale": 0.7,
     "decoder_method": "default",
@@ -43,26 +46,83 @@ _CONFIG = {
 _ARGUMENTS = {
     **dict.fromkeys(("d_model", "embed_dim", "embed_dims"), _WIDTH),
     **dict.fromkeys(("n_heads", "num_heads"), _HEADS),
-    **dict.fromkeys(("n_levels", "num_levels"), len(_LEVELS)),
+    **dict.fromkeys(("n_levels", "num_levels"), 2),
     **dict.fromkeys(("n_points", "num_points"), _POINTS),
 }
 
 
+class _Differs(Exception):
+    """The numbers of a thing differ from the operator's by `args[0]`."""
+
+
+class _TheirsRaises(Exception):
+    """The thing does not run on a small example: `args[0]`."""
+
+
 def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
-    """The first form that the thing agrees with; else None, and why not: what its numbers are beats that it does not run."""
-    reasons = []
+    """Return the first form that the thing agrees with, else None and the reason.
+
+    What the numbers are is a better reason than that the thing does not run, and that a better one than that a form of ours
+    does not.
+    """
+    differences, theirs, ours, built = [], [], [], {}
     with _one_thread():
         for form in forms:
-            reason = _objection(form, thing)
-            if reason is None:
+            if form.kind == AUTOGRAD:  # its compiled extension may be missing, which is a reason to replace it
                 return form, ""
-            reasons.append(reason)
-    return None, next((reason for reason in reasons if _DIFFERS in reason), reasons[0])
+            if reason := _untriable(form, thing):
+                return None, reason
+            try:
+                return _agreeing(form, thing, built), ""
+            except _Differs as error:
+                differences.append(error.args[0])
+            except _TheirsRaises as error:
+                theirs.append(error.args[0])
+            except Exception as error:  # a form may raise anything over an unknown thing
+                ours.append(f"no known form fits it: {type(error).__name__}: {error}")
+    if differences:
+        return None, f"its result on a small example differs from the operator's by {min(differences):.1e}{_unread(thing)}"
+    return None, (theirs or ours)[0]
+
+
+def _unread(thing: Any) -> str:
+    """Return which usual arguments an attention module does not read, for a reason."""
+    if not isinstance(thing, type) or "forward" not in vars(thing):
+        return ""
+    parameters = Parameters(vars(thing)["forward"], bound=1)
+    usual = {name for role in ("mask", "position", "identity") for name in ROLES[role]}
+    unread = [name for name in parameters.all if name in usual and name not in parameters.read]
+    return f"; its code does not read {', '.join(unread)}" if unread else ""
+
+
+def _untriable(form: Any, thing: Any) -> str:
+    if form.kind == FUNCTION and thing.__closure__:
+        return "it is a closure, whose code cannot be exchanged"
+    if isinstance(form, Pool) and calls_compiled(thing):
+        return "it calls a compiled file, which has no CPU path to compare with"
+    return ""
+
+
+def _agreeing(form: Any, thing: Any, built: dict[str, Any]) -> Any:
+    """Return the form, for the examples on which the thing gives our outputs and gradients; raise where it does not."""
+    if isinstance(form, Attention):
+        return _agreeing_attention(form, thing, built)
+    for ways in _core_examples(form, thing):
+        refusals = []
+        for theirs, ours, inputs in ways:  # until the thing takes one of them
+            try:
+                _compare(theirs, ours, inputs)
+                break
+            except _TheirsRaises as error:
+                refusals.append(error)
+        else:
+            raise refusals[0]
+    return form
 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """To wake threads takes longer than these examples: on a busy machine ten times as long."""
+    """Run on one thread: to wake others takes longer than these examples, on a busy machine ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -71,62 +131,51 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _objection(form: Core | Form | Attention, thing: Any) -> str | None:
-    """Why the thing must stay, or None when it gives our outputs and gradients on small random inputs.
-
-    An autograd function is not tried: its compiled extension may be missing, which is a reason to replace it.
-    """
-    if form.kind == AUTOGRAD:
-        return None
-    if form.kind == FUNCTION and thing.__closure__:
-        return "it is a closure, whose code cannot be exchanged"
-    if isinstance(form, Pool) and calls_compiled(thing):
-        return "it calls a compiled file, which has no CPU path to compare with"
-    try:
-        for difference in _module_differences(form, thing) if isinstance(form, Attention) else _core_differences(form, thing):
-            if not difference < _CLOSE:  # a NaN is an objection too
-                return f"{_DIFFERS} from the operator's by {difference:.1e}"
-    except Exception as error:  # an unknown core may raise anything
-        return f"it does not run on a small example: {type(error).__name__}: {error}"
-    return None
-
-
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-def _core_differences(form: Core | Form, core: Any) -> Iterator[float]:
+def _core_examples(form: Core | Form, core: Any) -> Iterator[list[tuple[_Run, _Run, _Inputs]]]:
+    """Return examples for a core, each in the ways to write it: the core's call, ours, and what both are given."""
     if isinstance(form, Pool):
-        both, inputs = [core, form.replacement], [dict(enumerate(form.example()))]
+        yield [(_by_place(core), _by_place(form.replacement), dict(enumerate(form.example())))]
     elif isinstance(form, Core):
-        both, inputs = [_of_our_value(f, form, core) for f in (core, form.replacement(core))], _function_inputs(form)
+        theirs, ours = (_of_our_value(run, form, core) for run in (core, form.replacement(core)))
+        for inputs in _function_inputs(form):
+            yield [(theirs, ours, {**inputs, "sizes": sizes}) for sizes in ([[*s] for s in _SIZES], torch.tensor(_SIZES))]
     else:
-        both, inputs = [core(), functools.partial(form.replacement, None)], [_layer_inputs()]
-    for given in inputs:
-        yield _difference(both, tuple(given.values()))
+        yield [(_by_place(core()), _by_place(functools.partial(form.replacement, None)), _layer_inputs())]
 
 
-def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> Callable[..., Tensor]:
-    """A function of `_function_inputs` that calls a core in its own layout and order."""
-    names, preset = parameters_of(core), presets_of(core)
+def _by_place(run: Callable[..., Any]) -> _Run:
+    return lambda inputs: run(*inputs.values())
 
-    def core_of(value: Tensor, locations: Tensor, weights: Tensor, method: str) -> Tensor:
-        given = {
-            **preset,
-            "value": form.layout.theirs(value, _SIZES),
-            "sampling_locations": locations,
-            "attention_weights": weights,
-            **dict.fromkeys(("value_spatial_shapes", "value_spatial_shapes_hw"), _SIZES),
+
+def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> _Run:
+    """Return a function of `_function_inputs` that calls a core in its own layout and by its own names."""
+    parameters = Parameters(core)
+    names = by_known_names(dict.fromkeys(parameters.all))
+
+    def core_of(inputs: _Inputs) -> Tensor:
+        arguments = {
+            **by_known_names(parameters.defaults),
+            "value": form.layout.theirs(inputs["value"], _SIZES),
+            "sampling_locations": inputs["locations"],
+            "attention_weights": inputs["weights"],
+            "value_spatial_shapes": inputs["sizes"],
+            "value_spatial_shapes_hw": _SIZES,
+            "level_start_index": levels(_SIZES, torch.device("cpu"))[1],
+            "im2col_step": 64,
             "num_points_list": _COUNTS,
-            "method": method,
+            "method": inputs["method"],
         }
-        return run(*(given[known] for known in by_known_names(dict.fromkeys(names))))
+        return run(**{own: arguments.get(known) for own, known in zip(parameters.all, names, strict=True)})
 
     return core_of
 
 
 def _core_tensors(points: Sequence[int]) -> dict[str, Any]:
-    """Value, locations and weights of 2 batches, 5 queries, 3 heads; some locations lie outside the map."""
+    """Return value, locations and weights of 2 batches, 5 queries, 3 heads; some locations lie outside the map."""
     generator = _generator()
 
     def rand(*shape: int) -> Tensor:
@@ -136,112 +185,146 @@ def _core_tensors(points: Sequence[int]) -> dict[str, Any]:
     return {"value": value, "locations": rand(2, 5, 3, *points, 2) * 1.4 - 0.2, "weights": rand(2, 5, 3, *points)}
 
 
-def _function_inputs(form: Core) -> Iterator[Mapping[str, Any]]:
-    """An example of every kind that the form serves."""
+def _function_inputs(form: Core) -> Iterator[_Inputs]:
+    """Return an example of every kind that the form serves."""
     for axes, method in itertools.product(form.axes, form.methods):
         points = (sum(_COUNTS),) if form.uneven else (2, 2) if axes == SPLIT else (4,)
-        yield {**_core_tensors(points), "method": method}
+        tensors = _core_tensors(points)
+        if form.pixels:
+            tensors["locations"] = (tensors["locations"] * 8).round().long() - 1
+        yield {**tensors, "method": method}
 
 
-def _layer_inputs() -> Mapping[str, Any]:
-    given = _core_tensors((2, 2))
-    shapes, starts = levels(_SIZES, given["value"].device)
+def _layer_inputs() -> _Inputs:
+    tensors = _core_tensors((2, 2))
+    shapes, starts = levels(_SIZES, tensors["value"].device)
     tables = {"shapes": shapes, "sizes": _SIZES, "starts": starts}
-    return {"value": given.pop("value"), **tables, **given, "im2col_step": 64}
+    return {"value": tensors.pop("value"), **tables, **tensors, "im2col_step": 64}
 
 
-def _module_differences(form: Attention, kind: type) -> Iterator[float]:
-    """One for each shape of reference points, in training. Its dropout draws the same numbers twice."""
-    original = vars(kind)["forward"]
-    names = list(inspect.signature(original).parameters)[1:]
+def _agreeing_attention(form: Attention, kind: type, built: dict[str, Any]) -> Attention:
+    """Try each shape of reference points, in training: a module's dropout draws the same numbers twice.
+
+    A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` has the modules
+    of earlier forms, by what their constructors were given.
+    """
+    original, tried, refusals = vars(kind)["forward"], set(), []
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        module = _small(kind, form)
-        for given in _module_inputs(form, module):
-            chosen = {name: given.get(name) for name in names if name in given or name in ROLES["mask"]}
-            ours = functools.partial(_attended, form, module)  # even where it would leave this call to the original
-            both = [_seeded(_of_rows(f, form), list(chosen)) for f in (functools.partial(original, module), ours)]
-            yield _difference(both, tuple(chosen.values()), list(module.parameters()))
+        if (key := str(form.constructor)) not in built:
+            built[key] = _build(kind, form.constructor)
+        module = built[key]
+        if not form.fits(module):
+            raise ValueError("it has its own number of points for each level, or one for all")
+        parameters = Parameters(original, bound=1)
+        needed = dict.fromkeys(name for name in parameters.all if name not in parameters.defaults)
+        for example, inputs in _module_inputs(form, module, parameters.read):
+            inputs = {**needed, **inputs}
+            theirs, ours = (_of_rows(run, form, module) for run in (original, functools.partial(_attended, form)))
+            try:
+                _compare(theirs, ours, inputs, list(module.parameters()))
+                tried.add(example)
+            except _TheirsRaises as error:
+                refusals.append(error)
+    if not any(has_memory for _, has_memory in tried):
+        raise refusals[0]
+    return dataclasses.replace(form, tried=frozenset(tried))
 
 
-def _attended(form: Attention, module: Any, **given: Any) -> Any:
-    return form.attend(module, by_role(given))
+def _attended(form: Attention, module: Any, **inputs: Any) -> Any:
+    return form.attend(module, by_role(inputs))
 
 
-def _of_rows(forward: Callable[..., Any], form: Attention) -> Callable[..., Any]:
-    """A forward of memory in rows that calls one of the form's layout."""
-    if form.layout is ROWS:
-        return forward
+def _of_rows(forward: Callable[..., Any], form: Attention, module: Any) -> _Run:
+    """Return a function of memory in rows that calls a forward of the form's layout, with the same random numbers each time."""
 
-    def run(**given: Any) -> Any:
-        split = {
-            name: form.layout.theirs(given[name].unflatten(-1, (_HEADS, -1)), _LEVELS)
-            for name in ROLES["memory"]
-            if name in given
-        }
-        return forward(**{**given, **split})
-
-    return run
-
-
-def _seeded(forward: Callable[..., Any], names: list[str]) -> Callable[..., Any]:
-    """A forward of arguments in the order of `names`, with the same random numbers each time."""
-
-    def run(*inputs: Any) -> Any:
+    def run(inputs: _Inputs) -> Any:
         torch.default_generator.manual_seed(0)  # not those of GPUs, which fork_rng does not give back here
-        return forward(**dict(zip(names, inputs, strict=True)))
+        if form.layout is not ROWS:
+            heads, sizes = heads_in(module), _sizes_for(module)
+            split = {
+                n: form.layout.theirs(t.unflatten(-1, (heads, -1)), sizes) for n, t in inputs.items() if n in ROLES["memory"]
+            }
+            inputs = {**inputs, **split}
+        return forward(module, **inputs)
 
     return run
 
 
-def _small(kind: type, form: Attention) -> Any:
-    """An instance with random parameters of float64."""
-    known = {**_ARGUMENTS, **form.arguments, "config": SimpleNamespace(**{**_CONFIG, **form.arguments})}
-    module = kind(**{name: known[name] for name in inspect.signature(kind).parameters if name in known}).to(torch.float64)
+def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
+    """Return an instance with random parameters of float64: a small one, or where its sizes are fixed one of these."""
+    small = {**_ARGUMENTS, **constructor, "config": SimpleNamespace(**{**_CONFIG, **constructor})}
+    parameters = inspect.signature(kind).parameters
+    try:
+        module = kind(**{name: small[name] for name in parameters if name in small})
+        if module.sampling_offsets.in_features not in (_WIDTH, 2 * _WIDTH):
+            module = kind()
+        module = module.to(torch.float64)
+    except Exception as error:
+        raise _TheirsRaises(_raised(error)) from error
     generator = _generator()
     for p in module.parameters():
         p.data = 2 * torch.rand(p.shape, generator=generator, dtype=torch.float64) - 1
     return module
 
 
-def _module_inputs(form: Attention, module: Any) -> Iterator[Mapping[str, Any]]:
-    """Arguments by all names that libraries have for them. As many queries as keys: some modules look at themselves. The
-    first example has everything, the others what is needed."""
-    generator = _generator()
+def _sizes_for(module: Any) -> list[tuple[int, int]]:
+    return _MAPS[: levels_and_points(module)[0]]
+
+
+def _module_inputs(form: Attention, module: Any, names: Sequence[str]) -> Iterator[tuple[tuple[int, bool], _Inputs]]:
+    """Return arguments by the names that forward reads: for each shape of the reference all of them, and only what is needed.
+    There are as many queries as keys, because some modules look at themselves."""
+    generator, sizes = _generator(), _sizes_for(module)
+    keys, width = sum(h * w for h, w in sizes), module.sampling_offsets.in_features
+    width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
+    shapes, starts = levels(sizes, torch.device("cpu"))
 
     def rows(batches: int) -> Tensor:
-        made = torch.rand(batches, _KEYS, _WIDTH, generator=generator, dtype=torch.float64) - 0.5
+        made = torch.rand(batches, keys, width, generator=generator, dtype=torch.float64) - 0.5
         return made if getattr(module, "batch_first", True) else made.transpose(0, 1)
 
-    shapes, starts = levels(_LEVELS, torch.device("cpu"))
-    for first, sides in enumerate(form.references):
+    for count, numbers in form.references:
         batches = 2 * form.queue
-        query, memory = rows(2), rows(batches)
-        reference = torch.rand(batches, _KEYS, *sides, generator=generator, dtype=torch.float64)
-        given = {"query": query, "memory": memory, "reference": reference, "shapes": shapes, "sizes": _LEVELS, "starts": starts}
-        if first == 0:
-            mask = torch.rand(batches, _KEYS, generator=generator) < 0.3
-            given |= {"identity": rows(2), "position": rows(2), **({"mask": mask} if form.masked else {})}
-        elif form.alone:
-            del given["memory"]
-        named = {name: given[role] for role, names in ROLES.items() if role in given for name in names}
-        yield {**named, **dict.fromkeys(LISTED & set(named), _LEVELS)}
+        sides = (len(sizes) if count == LEVELS else count, numbers)
+        reference = torch.rand(batches, keys, *sides, generator=generator, dtype=torch.float64)
+        needed = {"query": rows(2), "reference": reference, "shapes": shapes, "sizes": sizes, "starts": starts}
+        optional = {"memory": rows(batches), "identity": rows(2), "position": rows(2)}
+        if form.masked:
+            optional["mask"] = torch.rand(batches, keys, generator=generator) < 0.3
+        least = {**dict.fromkeys(optional), **needed}
+        for with_memory, arguments in ((True, {**needed, **optional}), (False, least)):
+            named = {name: arguments[role] for role, own in ROLES.items() if role in arguments for name in own if name in names}
+            yield (numbers, with_memory), {**named, **dict.fromkeys(LISTED & set(named), sizes)}
 
 
-def _difference(both: Sequence[Callable[..., Any]], inputs: tuple[Any, ...], parameters: Sequence[Tensor] = ()) -> float:
-    """The largest difference of outputs and of the gradients of all floating inputs and parameters."""
+def _raised(error: Exception) -> str:
+    return f"it does not run on a small example: {type(error).__name__}: {error}"
+
+
+def _compare(theirs: _Run, ours: _Run, inputs: _Inputs, parameters: Sequence[Tensor] = ()) -> None:
+    """Raise unless outputs and the gradients of all floating inputs and parameters agree."""
     with torch.inference_mode(False), torch.enable_grad():
-        theirs, ours = (_results(run, inputs, parameters) for run in both)
-    if [t.shape for t in theirs] != [t.shape for t in ours]:
-        return float("inf")
-    return max(float((a - b).abs().max()) for a, b in zip(theirs, ours, strict=True))
+        try:
+            expected = _results(theirs, inputs, parameters)
+        except Exception as error:  # an unknown core may raise anything
+            raise _TheirsRaises(_raised(error)) from error
+        results = _results(ours, inputs, parameters)
+    same = [t.shape for t in results] == [t.shape for t in expected]
+    difference = max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True)) if same else math.inf
+    if not difference < _CLOSE:  # a NaN, too
+        raise _Differs(difference)
 
 
-def _results(run: Callable[..., Any], inputs: tuple[Any, ...], parameters: Sequence[Tensor]) -> list[Tensor]:
-    inputs = tuple(i.clone().requires_grad_() if isinstance(i, Tensor) and i.is_floating_point() else i for i in inputs)
-    leaves = [*(i for i in inputs if isinstance(i, Tensor) and i.requires_grad), *parameters]
-    found = run(*inputs)
-    outputs = list(found) if isinstance(found, tuple) else [found]
+def _results(run: _Run, inputs: _Inputs, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return outputs and gradients; zeros where nothing that is returned has one."""
+    tensors = {n: i.clone().requires_grad_() for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point()}
+    leaves = [*tensors.values(), *parameters]
+    returned = run({**inputs, **tensors})
+    outputs = list(returned) if isinstance(returned, tuple) else [returned]
     directions = [torch.linspace(-1, 1, out.numel(), device="cpu", dtype=out.dtype).view(out.shape) for out in outputs]
-    gradients = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    moved = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
-    return [*(out.detach() for out in outputs), *moved]
+    ends = [(out, way) for out, way in zip(outputs, directions, strict=True) if out.requires_grad]
+    gradients: Sequence[Tensor | None] = [None] * len(leaves)
+    if ends:
+        gradients = torch.autograd.grad([out for out, _ in ends], leaves, [way for _, way in ends], allow_unused=True)
+    zeroed = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, gradients, strict=True)]
+    return [*(out.detach() for out in outputs), *zeroed]

@@ -1,0 +1,73 @@
+"""Which layers of a model call what `patch` replaced, read from the code of their classes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ._attention import LINEAR_LAYERS
+from ._parameters import undecorated
+
+_DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
+
+
+def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], list[str]]:
+    """Return the names of the layers that call a replaced thing, and of the attention modules that do not.
+
+    A layer that holds another one of them is not counted beside it.
+    """
+    ids, calling, others = {id(thing) for thing in replaced}, [], []
+    for name, module in model.named_modules():
+        if any(name.startswith(f"{layer}.") for layer in calling):
+            continue
+        if any(id(base) in ids for base in type(module).__mro__) or _reaches(module, ids):
+            calling.append(name)
+        elif all(hasattr(module, layer) for layer in LINEAR_LAYERS):
+            others.append(name)
+    return calling, others
+
+
+def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
+    """Return whether the code of a module, without that of the modules in it, names one of these things."""
+    seen: set[int] = set()
+    waiting = [undecorated(inspect.getattr_static(type(module), "forward"))]
+    for _ in range(_DEPTH):
+        found = [thing for function in waiting for thing in _named_in(function, module)]
+        if any(id(thing) in ids for thing in found):
+            return True
+        waiting = [thing for thing in found if isinstance(thing, types.FunctionType) and id(thing) not in seen]
+        seen |= {id(thing) for thing in waiting}
+    return False
+
+
+def _named_in(function: Any, module: torch.nn.Module) -> Iterator[Any]:
+    """Return the functions and classes that a function's code names: global ones, those of a global Python module, and the
+    attributes of its layer."""
+    for code in _codes(getattr(function, "__code__", None)):
+        spaces: list[Any] = [function.__globals__, vars(module)]
+        spaces += [vars(thing) for name in code.co_names if isinstance(thing := spaces[0].get(name), types.ModuleType)]
+        for name in code.co_names:
+            things = [space[name] for space in spaces if name in space]
+            things += [inspect.getattr_static(type(module), name, None)]
+            yield from map(_bare, things)
+
+
+def _codes(code: Any) -> Iterator[types.CodeType]:
+    """Return the code of a function and of the functions in it."""
+    if isinstance(code, types.CodeType):
+        yield code
+        for part in code.co_consts:
+            yield from _codes(part)
+
+
+def _bare(thing: Any) -> Any:
+    """Return what is called in the end: the function of a partial one, the class of an autograd function's `apply`."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    owner = getattr(thing, "__self__", None)
+    return owner if isinstance(owner, type) else undecorated(thing)

@@ -1,0 +1,436 @@
+"""patch: an argument that no form knows is never dropped. The code of the module, core or pool answers such a call."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import attention_modules as libraries
+import pytest
+import torch
+from attention_modules import BARE, WITH_LOGITS, build, given_to, library, operators, plain_core
+
+import mx_driving
+
+
+def patched(*things, **options):
+    return mx_driving.patched(library(*things, plain_core), **options)
+
+
+def attend(module, query, value, position, mask, reference_points, spatial_shapes, scale=None):
+    """BEVFormer's attention in the cameras; `scale` weighs the queries, as a depth does in FB-BEV."""
+    given = {"query_pos": position, "key_padding_mask": mask, "reference_points": reference_points}
+    out = libraries.Pillars.forward(module, query, value=value, spatial_shapes=spatial_shapes, **given)
+    return out if scale is None else out * scale
+
+
+class Named(libraries.Pillars):
+    """FB-BEV's: a tensor more, left out by default."""
+
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, depth=None,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, depth)
+
+
+class NamedOnly(libraries.Pillars):
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, *, depth=None,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, depth)
+
+
+class Keywords(libraries.Pillars):
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, **kwargs,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, kwargs.get("depth"))
+
+
+class Places(libraries.Pillars):
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, *depth,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, *depth)
+
+
+class InAnInnerFunction(libraries.Pillars):
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, **kwargs,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return (lambda: attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, **kwargs))()
+
+
+class ByName(libraries.Pillars):
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, depth=None,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, locals()["depth"])
+
+
+class TwoMasks(libraries.Paper):
+    def forward(
+        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
+        attention_mask=None,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        hidden = input_padding_mask if attention_mask is None else attention_mask
+        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
+        return libraries.Paper.forward(self, *given)
+
+
+def scaled(forward):
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        scale = kwargs.pop("depth", 1)
+        return forward(*args, **kwargs) * scale
+
+    return wrapper
+
+
+class Decorated(libraries.Pillars):
+    @scaled
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, **kwargs,
+    ):  # fmt: skip
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes)
+
+
+def arguments_of(module):
+    """The arguments that each of these modules has, in their order."""
+    return {"key": None, **given_to(module), "level_start_index": torch.tensor([0, 20])}
+
+
+DEPTH = torch.linspace(0.1, 3, libraries.KEYS, dtype=torch.float64)[:, None]
+
+
+@pytest.mark.parametrize("kind", [Named, NamedOnly, ByName, TwoMasks])
+def test_a_module_that_reads_a_parameter_of_no_known_form_is_left_alone_and_named(kind):
+    with pytest.warns(UserWarning, match=f"left .*{kind.__name__} alone"):
+        done = mx_driving.patch(library(kind, plain_core))
+    done.restore()
+    (reason,) = done.skipped.values()
+    assert "two parameters of one meaning" in reason if kind is TwoMasks else "depth, which its forward reads" in reason
+
+
+PLACES = (
+    *("query", "key", "value", "identity", "query_pos", "key_padding_mask", "reference_points"),
+    *("spatial_shapes", "level_start_index"),
+)
+FURTHER = [
+    *((kind, {"depth": DEPTH}) for kind in (Named, NamedOnly, Keywords, ByName, Decorated)),
+    (InAnInnerFunction, {"scale": DEPTH}),
+    *((kind, {}) for kind in (Named, Places, ByName)),  # by place
+]
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(("kind", "by_name"), FURTHER)
+def test_a_further_argument_of_a_module_counts(kind, by_name):
+    module = build(kind)
+    plain = arguments_of(module)
+    args = () if by_name else (*(plain[n] for n in PLACES), DEPTH)
+    named = {**plain, **by_name} if by_name else {}
+    expected = module(*args, **named)
+    assert (expected - module(**plain)).abs().max() > 0.1
+    with patched(kind):
+        torch.testing.assert_close(module(*args, **named), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Keywords, Places, InAnInnerFunction, Decorated])
+def test_without_the_further_argument_the_module_calls_the_operator(kind):
+    module = build(kind)
+    with patched(kind):
+        assert operators(module, **arguments_of(module)) == [WITH_LOGITS]
+
+
+def test_keywords_that_a_module_never_reads_change_nothing():
+    """Layers of mmcv give every attention the same keywords."""
+    module = build(libraries.Pillars)
+    given = {**given_to(module), "key": DEPTH, "attn_mask": None, "key_pos": DEPTH}
+    expected = module(**given)
+    with patched(libraries.Pillars):
+        assert operators(module, **given) == [WITH_LOGITS]
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"spatial_shape": 1}, "spatial_shape"), ({"query": None}, "multiple values"), ({}, "required positional argument")],
+)
+def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
+    module = build(libraries.LwDetr)
+    given = given_to(module, masked=False)
+    query = given.pop("query")
+    args = (query,) if change else ()
+    with patched(libraries.LwDetr), pytest.raises(TypeError, match=words):
+        module(*args, **{**given, **change})
+
+
+class DFineWithAMask(libraries.DFine):
+    """It is tried without a mask, since D-FINE's own does not fit its values."""
+
+    def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
+        layers = self.sampling_offsets(query), self.attention_weights(query)
+        if value_mask is not None:
+            value = [level * kept[:, None, None] for level, kept in zip(value, value_mask.split([20, 6], 1), strict=True)]
+        return self.sampled(value, value_spatial_shapes, reference_points, *layers)
+
+
+def test_a_mask_that_a_form_was_tried_without_counts():
+    module = build(DFineWithAMask)
+    given = given_to(module, (1, 4), layout=libraries.by_heads)
+    expected = module(**given)
+    assert (expected - module(**{**given, "value_mask": None})).abs().max() > 0.01
+    with patched(DFineWithAMask):
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
+@libraries.with_a_forward_of_its_own
+class Base(libraries.RtDetr):
+    pass
+
+
+class Derived(Base):
+    def rows(self, value, mask=None):
+        return 2 * super().rows(value, mask)
+
+
+class DerivedConstructor(Base):
+    def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4):
+        super().__init__(embed_dims, num_heads, num_levels, num_points)
+
+
+@pytest.mark.parametrize(("kind", "called"), [(Derived, []), (DerivedConstructor, [WITH_LOGITS])])
+def test_a_derived_class_that_changes_what_forward_calls_keeps_its_code(kind, called):
+    module = build(kind)
+    given = given_to(module)
+    expected = module(**given)
+    with mx_driving.patched(library(Base)):
+        assert operators(module, **given) == called
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
+class BoxesRefused(libraries.Paper):
+    """A copy that knows points alone."""
+
+    def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
+        self.sampling_offsets, self.attention_weights  # noqa: B018
+        assert reference_points.shape[-1] == 2, "points alone"
+        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index
+        return libraries.Paper.forward(self, *given)
+
+
+def test_references_that_a_module_refuses_are_left_to_it():
+    module = build(BoxesRefused)
+    with patched(BoxesRefused):
+        assert operators(module, **given_to(module, masked=False)) == [WITH_LOGITS]
+        with pytest.raises(AssertionError, match="points alone"):
+            module(**given_to(module, (2, 4), masked=False))
+
+
+class WithoutMasks(libraries.Mmcv):
+    """A compiler team's copy of mmcv's module: it takes a mask and does not read it."""
+
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None, level_start_index=None, flag="decoder", **kwargs,
+    ):  # fmt: skip
+        identity = query if identity is None else identity
+        value, query = (t if self.batch_first else t.permute(1, 0, 2) for t in (value, query + query_pos))
+        given = reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query)
+        out = self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*given)))
+        return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
+
+
+def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
+    module = build(WithoutMasks)
+    given = given_to(module)
+    expected = module(**given)
+    with patched(WithoutMasks) as done:
+        assert done.skipped == {}
+        assert operators(module, **given) == [WITH_LOGITS]
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
+class WithoutMasksAndSharper(libraries.Layers):
+    def forward(
+        self, query, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+        spatial_shapes=None,
+    ):  # fmt: skip
+        given = reference_points, spatial_shapes, self.sampling_offsets(query), 2 * self.attention_weights(query)
+        return self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*given)))
+
+
+def test_the_reason_names_the_arguments_that_are_not_read():
+    with pytest.warns(UserWarning, match="does not read identity, query_pos, key_padding_mask"):
+        mx_driving.patch(library(WithoutMasksAndSharper, plain_core)).restore()
+
+
+def int_core(value, value_spatial_shapes, sampling_locations, attention_weights):
+    sizes = [(int(h), int(w)) for h, w in value_spatial_shapes]
+    return plain_core(value, sizes, sampling_locations, attention_weights)
+
+
+class ReadsByInt(libraries.Pillars):
+    """VADv2 of tt-forge: its core reads the table by `int`."""
+
+    def forward(self, query, value, reference_points, spatial_shapes, level_start_index):
+        layers = self.sampling_offsets(query), self.attention_weights(query)
+        steps, weights = self.samples(torch.zeros(1, 1, 1, 2), spatial_shapes, *layers)
+        steps = steps.unflatten(4, (-1, reference_points.shape[2]))
+        locations = (reference_points[:, :, None, None, None] + steps).flatten(4, 5)
+        return int_core(self.rows(value), spatial_shapes, locations, weights)
+
+
+@pytest.mark.parametrize(("dtype", "called"), [(torch.int32, WITH_LOGITS), (torch.float64, BARE), (torch.int16, BARE)])
+def test_a_module_that_reads_its_table_by_int_takes_any_numbers(dtype, called):
+    module = build(ReadsByInt)
+    given = given_to(module)
+    given["spatial_shapes"] = given["spatial_shapes"].to(dtype)
+    expected = module(**given)
+    with mx_driving.patched(library(ReadsByInt, int_core)):
+        assert operators(module, **given) == [called]
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
+def core_inputs():
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2, libraries.KEYS, 2, 8), (2, 7, 2, 2, 3, 2), (2, 7, 2, 2, 3)
+    value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return value, libraries.SIZES, locations, weights
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int16, torch.uint8])
+def test_a_core_that_reads_its_table_by_int_takes_any_numbers(dtype):
+    value, sizes, locations, weights = core_inputs()
+    table = torch.tensor(sizes).to(dtype)
+    expected = int_core(value, table, locations, weights)
+    with mx_driving.patched(library(int_core)):
+        assert len(operators(int_core, value, table, locations, weights)) == 1
+        torch.testing.assert_close(int_core(value, table, locations, weights), expected)
+
+
+def named_core(value, value_spatial_shapes, sampling_locations, attention_weights, depth=None):
+    out = plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
+    return out if depth is None else out * depth
+
+
+def places_core(value, value_spatial_shapes, sampling_locations, attention_weights, *depth):
+    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, *depth)
+
+
+def keywords_core(value, value_spatial_shapes, sampling_locations, attention_weights, **depth):
+    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, **depth)
+
+
+def keyword_core(value, value_spatial_shapes, sampling_locations, attention_weights, *, depth=None):
+    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, depth)
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(
+    ("core", "kept"), [(named_core, True), (keyword_core, True), (places_core, False), (keywords_core, False)]
+)
+def test_a_further_argument_of_a_core_counts(core, kept):
+    given, depth = core_inputs(), torch.rand(7, 1, dtype=torch.float64)
+    call = (
+        functools.partial(core, *given, depth)
+        if core in (named_core, places_core)
+        else functools.partial(core, *given, depth=depth)
+    )
+    expected = call()
+    with mx_driving.patched(library(core, plain_core)) as done:
+        torch.testing.assert_close(call(), expected)
+        assert (f"{__name__}.{core.__name__}" in done.skipped) == kept
+        assert len(operators(core, *given)) == 1
+        with pytest.raises(TypeError):
+            core(*given, no_such_argument=depth)
+
+
+POOL = """
+import torch
+
+def bev_pool(feats, coords, B, D, H, W{more}):
+    h, w, d, b = coords.long().unbind(1)
+    feats = feats{times}
+    return feats.new_zeros(B, D, H, W, feats.shape[1]).index_put((b, d, h, w), feats, accumulate=True).permute(0, 4, 1, 2, 3)
+"""
+
+
+@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(
+    ("more", "times", "by_name"),
+    [
+        (", weights=1", " * weights", True),
+        (", weights=1", " * weights", False),
+        (", *, weights=1", " * weights", True),
+        (", *weights", " * (weights[0] if weights else 1)", False),
+        (", **weights", " * weights.get('weights', 1)", True),
+    ],
+)
+def test_a_further_argument_of_a_pool_counts(more, times, by_name):
+    module = types.ModuleType("a_library")
+    exec(POOL.format(more=more, times=times), vars(module))
+    vars(module)["core"] = int_core
+    generator = torch.Generator().manual_seed(0)
+    places = torch.stack([torch.randint(n, (20,), generator=generator) for n in (3, 4, 2, 2)], 1)
+    feats, weights = torch.rand(20, 3, generator=generator), torch.rand(20, 1, generator=generator)
+    args = (feats, places, 2, 2, 3, 4)
+    args, named = (args, {"weights": weights}) if by_name else ((*args, weights), {})
+    expected = module.bev_pool(*args, **named)
+    with mx_driving.patched(module) as done:
+        torch.testing.assert_close(module.bev_pool(*args, **named), expected)
+        assert "no known form of a core has the parameters (feats" in done.skipped["a_library.bev_pool"]
+
+
+AUTOGRAD = """
+import torch
+
+class {name}(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, {parameters}):
+        return {first} * more[0]
+"""
+ATTENTION = "value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step"
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "first"),
+    [
+        ("MSDeformAttnFunction", ATTENTION + ", *more", "value"),
+        (
+            "DeformableAggregationFunction",
+            "mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights, *more",
+            "weights",
+        ),
+        ("VoxelPooling", "geom_xyz, input_features, voxel_num, *more", "input_features"),
+    ],
+)
+def test_an_autograd_function_of_more_arguments_is_left_alone_and_named(name, parameters, first):
+    module = types.ModuleType("a_library")
+    exec(AUTOGRAD.format(name=name, parameters=parameters, first=first), vars(module))
+    with pytest.raises(ValueError, match=rf"a_library\.{name}: no known form of a core has the parameters \(.*\*more\)"):
+        mx_driving.patch(module)
+
+
+def test_a_decorated_core_is_replaced_below_its_decorator():
+    decorated = torch.no_grad()(int_core)
+    with mx_driving.patched(library(decorated)) as done:
+        assert done.replaced == (f"{__name__}.int_core",)
+        assert len(operators(decorated, *core_inputs())) == 1
+        assert not decorated(core_inputs()[0].requires_grad_(), *core_inputs()[1:]).requires_grad
