@@ -40,7 +40,7 @@ from onnx_writings import (  # noqa: E402
 from tolerance import allowed  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
-from mx_driving.onnx import _fuse  # noqa: E402
+from mx_driving.onnx import _find  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
@@ -209,7 +209,7 @@ def test_of_many_candidates_few_are_tried(order, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(Stacked(order=order), before, "older, fixed sizes")
     with_views(before, 10)
-    with mock.patch.object(_fuse, "prove", wraps=_fuse.prove) as tried:
+    with mock.patch.object(_find, "prove", wraps=_find.prove) as tried:
         if order == (0, 1):
             assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
         else:

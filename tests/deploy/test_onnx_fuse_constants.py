@@ -15,8 +15,8 @@ pytest.importorskip("onnxscript")
 from onnx_writings import Joined, Stacked, Summed, inputs, kinds, run  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
-from mx_driving.verify import runtimes  # noqa: E402
-from mx_driving.verify.verify import verify  # noqa: E402
+from mx_driving.onnx import _runtimes  # noqa: E402
+from mx_driving.onnx._check import check  # noqa: E402
 
 pytestmark = [
     pytest.mark.long,
@@ -87,9 +87,9 @@ def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
     assert "GridSample" not in kinds(after)
     true = module.double()(*(tensor.double() for tensor in given))
     np.testing.assert_allclose(run(after, given), true.numpy(), rtol=0, atol=3e-6)
-    report = verify(before, runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", given, strict=True)})
+    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", given, strict=True)})
     assert report.right
-    assert len(report.places) == 2
+    assert len(report.comparisons) == 2
 
 
 class Both(Fixed):

@@ -198,7 +198,7 @@ def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_pat
     checked = mx("verify", before, "--runtime", "onnxruntime", "--inputs", tmp_path / "inputs.npz")
     if kind.startswith("function"):
         assert (status, f"{1 + beside} replaced, 0 left" in said) == (0, True)
-        assert (checked[0], f"all is well: {2 + 2 * beside} comparisons of places" in checked[1]) == (0, True)
+        assert (checked[0], f"all is well: {2 + 2 * beside} comparisons of matches" in checked[1]) == (0, True)
         np.testing.assert_allclose(run(after, inputs()), run(before, inputs()), atol=1e-5)
     elif beside:
         assert (status, "1 replaced, 1 left" in said, where in said) == (0, True, True)

@@ -28,8 +28,8 @@ from small_cases import GROWING  # noqa: E402
 import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
 from mx_driving._operators import OPERATORS  # noqa: E402
-from mx_driving.verify import runtimes, whole  # noqa: E402
-from mx_driving.verify.verify import verify  # noqa: E402
+from mx_driving.onnx import _outputs, _runtimes  # noqa: E402
+from mx_driving.onnx._check import check  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 PROGRAM = Path(wrong_runtime.__file__)
@@ -54,7 +54,7 @@ def stacked(tmp_path_factory):
 
 
 def reasons(report):
-    return [one.problem or one.verdict.results[0].why for one in report.places]
+    return [one.problem or one.verdict.results[0].why for one in report.comparisons]
 
 
 def with_fault(fault):
@@ -63,9 +63,9 @@ def with_fault(fault):
 
 @pytest.mark.parametrize("fault", WORDS)
 def test_a_planted_fault_is_found_and_named(fault, stacked):
-    report = verify(stacked, with_fault(fault), given())
-    assert not any(one.right for one in (*report.places, *report.outputs))
-    assert [one.inputs for one in report.places] == ["in the file", "across borders"]
+    report = check(stacked, with_fault(fault), given())
+    assert not any(one.right for one in (*report.comparisons, *report.outputs))
+    assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
     assert all(WORDS[fault] in why for why in reasons(report))
 
 
@@ -73,8 +73,8 @@ def test_border_padding_is_found_where_no_location_of_the_file_is_off_the_map(st
     """The file adds 0.1 to locations, and the smallest map has 3 x 4 pixels."""
     arrays = given()
     arrays["l"] = 0.15 + arrays["l"].clip(0, 1) * 0.5
-    report = verify(stacked, with_fault("border padding"), arrays)
-    assert [one.right for one in report.places] == [True, False]
+    report = check(stacked, with_fault("border padding"), arrays)
+    assert [one.right for one in report.comparisons] == [True, False]
     assert WORDS["border padding"] in reasons(report)[1]
 
 
@@ -84,8 +84,8 @@ def test_a_fault_only_within_the_whole_file_is_named(stacked):
     def run(path, arrays):
         return wrong_runtime.run("swapped axes" if "v" in arrays else "none", str(path), arrays)
 
-    report = verify(stacked, run, given())
-    assert [(one.inputs, one.right) for one in report.places] == [
+    report = check(stacked, run, given())
+    assert [(one.inputs, one.right) for one in report.comparisons] == [
         ("in the file", True),
         ("across borders", True),
         ("within the file", False),
@@ -109,17 +109,17 @@ def test_right_runtimes(name, runtime, tmp_path):
     pytest.importorskip(runtime)
     module, exporter = WRITINGS[name]
     writings.export(module, tmp_path / "before.onnx", exporter)
-    report = verify(tmp_path / "before.onnx", runtimes.named(runtime), given(3, 11))
+    report = check(tmp_path / "before.onnx", _runtimes.named(runtime), given(3, 11))
     assert report.right, reasons(report)
-    assert len(report.places) == 2
-    assert all(one.verdict.results[0].device < 0.2 for one in report.places)
+    assert len(report.comparisons) == 2
+    assert all(one.verdict.results[0].device < 0.2 for one in report.comparisons)
 
 
 def test_what_is_no_place_is_named(tmp_path):
     writings.export(writings.Both(), tmp_path / "before.onnx", "older")
-    report = verify(tmp_path / "before.onnx", runtimes.named("onnxruntime"), given())
+    report = check(tmp_path / "before.onnx", _runtimes.named("onnxruntime"), given())
     assert report.right
-    assert len(report.places) == 2
+    assert len(report.comparisons) == 2
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
 
 
@@ -131,15 +131,15 @@ def test_our_nodes_are_places(operator, tmp_path):
     tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
     arrays = dict(zip((one.name for one in model.graph.input), tensors, strict=True))
     onnx.save(model, tmp_path / "node.onnx")
-    report = verify(tmp_path / "node.onnx", runtimes.named("onnxruntime"), arrays)
+    report = check(tmp_path / "node.onnx", _runtimes.named("onnxruntime"), arrays)
     assert report.right, reasons(report)
-    assert len(report.places) == (2 if operator == cases.MULTI_SCALE else 1)
-    assert {one.verdict.call.row.name for one in report.places} == {OPERATORS[operator].bare or operator}
+    assert len(report.comparisons) == (2 if operator == cases.MULTI_SCALE else 1)
+    assert {one.verdict.call.row.name for one in report.comparisons} == {OPERATORS[operator].bare or operator}
 
     def doubled(path, fed):
-        return {name: 2 * array for name, array in runtimes.named("onnxruntime")(path, fed).items()}
+        return {name: 2 * array for name, array in _runtimes.named("onnxruntime")(path, fed).items()}
 
-    report = verify(tmp_path / "node.onnx", doubled, arrays)
+    report = check(tmp_path / "node.onnx", doubled, arrays)
     assert not report.right
     assert set(reasons(report)) == {"it is 2 times the truth"}
 
@@ -150,21 +150,21 @@ def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(writings.WRITINGS[name], before, "older")
     mx_driving.onnx.fuse(before, after, "gather")
-    right = runtimes.named("onnxruntime")
+    right = _runtimes.named("onnxruntime")
 
     def swapped(path, arrays):
         return right(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
 
     for original in (before, None):  # without it, a mark in the gathers says where they are
-        report = verify(after, right, given(3, 11), original=original)
+        report = check(after, right, given(3, 11), original=original)
         assert report.right, reasons(report)
-        assert len(report.places) == 2
-    report = verify(after, swapped, given(3, 11), original=before)
-    assert not any(one.right for one in report.places)
+        assert len(report.comparisons) == 2
+    report = check(after, swapped, given(3, 11), original=before)
+    assert not any(one.right for one in report.comparisons)
     assert all("x and y are swapped" in why for why in reasons(report))
     writings.export(writings.Projected(), after, "older")
     with pytest.raises(Problem, match=r"path_in must be made of --original, with its names of tensors; got .*: it has no "):
-        verify(after, right, given(3, 11), original=before)
+        check(after, right, given(3, 11), original=before)
 
 
 @pytest.mark.needs("An ONNX file of opset 20")
@@ -181,10 +181,10 @@ def test_nodes_of_plugins_are_places(form, tmp_path):
         running = onnx_stand_ins.evaluator(str(path))
         return dict(zip(running.output_names, running.run(None, fed), strict=True))
 
-    report = verify(tmp_path / "node.onnx", stand_in, arrays)
+    report = check(tmp_path / "node.onnx", stand_in, arrays)
     assert report.right, reasons(report)
-    assert len(report.places) == 2
-    report = verify(tmp_path / "node.onnx", lambda path, fed: stand_in(path, fed, wrong=True), arrays)
+    assert len(report.comparisons) == 2
+    report = check(tmp_path / "node.onnx", lambda path, fed: stand_in(path, fed, wrong=True), arrays)
     assert not report.right
     assert all("x and y are swapped" in why for why in reasons(report))
 
@@ -196,9 +196,9 @@ def test_a_runtime_that_computes_in_16_bits(stacked):
         fed = {name: a.astype(np.float16).astype(np.float32) for name, a in arrays.items()}
         return {name: a.astype(np.float16).astype(np.float32) for name, a in wrong_runtime.run("none", str(path), fed).items()}
 
-    assert not verify(stacked, in_half, given()).right
-    assert verify(stacked, in_half, given(), torch.float16).right
-    assert not verify(stacked, with_fault("half a pixel"), given(), torch.float16).right
+    assert not check(stacked, in_half, given()).right
+    assert check(stacked, in_half, given(), torch.float16).right
+    assert not check(stacked, with_fault("half a pixel"), given(), torch.float16).right
 
 
 ROWS = np.random.default_rng(0).random((1, 100, 5)).astype(np.float32)
@@ -226,21 +226,21 @@ def exchanged(array, *queries):
     ],
 )
 def test_outputs_of_the_whole_file(got, right):
-    assert whole.judged("boxes", ROWS, NEAR, got).right == right
+    assert _outputs.judge("boxes", ROWS, NEAR, got).right == right
 
 
 def test_outputs_that_rounding_exchanges_in_the_file_itself():
     """As many queries may change places as do so when weights are changed by a few ulps, and twice that."""
     near = [exchanged(ROWS, *range(10)), *NEAR]
-    assert whole.judged("boxes", ROWS, near, exchanged(ROWS, *range(20, 30))).right
-    assert not whole.judged("boxes", ROWS, near, exchanged(ROWS, *range(40))).right
+    assert _outputs.judge("boxes", ROWS, near, exchanged(ROWS, *range(20, 30))).right
+    assert not _outputs.judge("boxes", ROWS, near, exchanged(ROWS, *range(40))).right
 
 
 @pytest.mark.parametrize(("wrong", "right"), [(1, True), (5, False)])
 def test_classes_of_the_whole_file(wrong, right):
     classes = np.arange(100)
     got = np.where(classes < wrong, -1, classes)
-    assert whole.judged("classes", classes, [classes], got).right == right
+    assert _outputs.judge("classes", classes, [classes], got).right == right
 
 
 class Resized(torch.nn.Module):
@@ -272,7 +272,7 @@ def test_numbers_that_decide_a_shape_are_not_changed(size, exporter, tmp_path):
     """A Resize by 0.9999999 along the batch gives no batch."""
     path = tmp_path / "resized.onnx"
     writings.export(Resized(SIZES[size]), path, exporter, 18)
-    report = verify(path, runtimes.named("onnxruntime"), given())
+    report = check(path, _runtimes.named("onnxruntime"), given())
     assert report.right
     assert len(report.outputs) == 1
 
@@ -296,7 +296,7 @@ def with_scales(kind):
 def test_scales_stay_exact(kind):
     model = with_scales(kind)
     fed = {"x": np.ones((1, 2, 4, 4), np.float32), "s": np.array([1, 1, 2, 2], np.float32)}
-    for moved in whole.changed(model, fed, 0.0):
+    for moved in _outputs.change(model, fed, 0.0):
         assert (moved["x"] != 1).any()
         assert (moved["s"] == fed["s"]).all()
         assert all((v.const_value.numpy() % 0.5 == 0).all() for v in model.graph.initializers.values())
@@ -305,9 +305,9 @@ def test_scales_stay_exact(kind):
 def test_outputs_without_a_changed_file():
     """If all changed files have outputs of other shapes, a few ulps of the largest number are allowed."""
     near = [ROWS[:, :90], ROWS[:0]]
-    assert whole.judged("boxes", ROWS, near, ROWS * np.float32(1 + 1e-6)).right
-    assert not whole.judged("boxes", ROWS, near, ROWS + np.float32(1e-4)).right
-    assert not whole.judged("boxes", ROWS, near, ROWS[:, :90]).right
+    assert _outputs.judge("boxes", ROWS, near, ROWS * np.float32(1 + 1e-6)).right
+    assert not _outputs.judge("boxes", ROWS, near, ROWS + np.float32(1e-4)).right
+    assert not _outputs.judge("boxes", ROWS, near, ROWS[:, :90]).right
 
 
 @pytest.mark.parametrize("program", ["fuse", "verify", "replay"])
@@ -375,9 +375,9 @@ BAD_RUNTIMES = {
 def test_a_program_that_gives_nothing_is_reported(program, stacked, tmp_path):
     script = tmp_path / "runtime.py"
     script.write_text(f"import sys\nimport numpy as np\n{program}\n")
-    report = verify(stacked, runtimes.named(f"{sys.executable} {script}"), given())
+    report = check(stacked, _runtimes.named(f"{sys.executable} {script}"), given())
     assert not report.right
-    assert not any(one.right for one in (*report.places, *report.outputs))
+    assert not any(one.right for one in (*report.comparisons, *report.outputs))
     assert all(BAD_RUNTIMES[program] in why for why in reasons(report))
 
 
@@ -388,7 +388,7 @@ def test_a_runtime_s_own_error_is_reported(tmp_path):
     onnx.save(model, tmp_path / "node.onnx")
     tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
     arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
-    report = verify(tmp_path / "node.onnx", runtimes.named("openvino"), arrays)
+    report = check(tmp_path / "node.onnx", _runtimes.named("openvino"), arrays)
     assert all("mx_driving.multi_scale_deformable_attn" in why for why in reasons(report))
 
 
@@ -405,7 +405,7 @@ def test_the_command_with_a_program(fault, status, command, stacked, tmp_path):
     found, said, problem = command(stacked, "--runtime", runtime, "--inputs", tmp_path / "inputs.npz")
     assert (found, problem) == (status, "")
     assert said.rstrip().endswith(
-        "3 of 3 comparisons are wrong" if status else "all is well: 2 comparisons of places, 1 of outputs"
+        "3 of 3 comparisons are wrong" if status else "all is well: 2 comparisons of matches, 1 of outputs"
     )
     assert "4 heads of 8 channels, 3 points on maps of 6 x 5, 3 x 4" in said
     assert ("in the file, across borders: x and y are swapped in the locations" in said) == bool(status)
@@ -446,7 +446,7 @@ def test_a_program_that_does_not_start(stacked, tmp_path):
     program = tmp_path / "runtime"
     program.write_bytes(bytes(8))
     program.chmod(0o755)
-    report = verify(stacked, runtimes.named(str(program)), given())
+    report = check(stacked, _runtimes.named(str(program)), given())
     assert all(why.startswith("the program does not start: ") for why in reasons(report))
 
 
@@ -483,7 +483,7 @@ def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
     weight = ir.Value(name="w", const_value=ir.tensor(array))
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=[weight], opset_imports={"": 20}), ir_version=10)
     fed = {"x": array, "n": np.arange(3), "sentinel": np.array(np.finfo(dtype).max)}
-    for moved in whole.changed(model, fed, 0.0):
+    for moved in _outputs.change(model, fed, 0.0):
         for found in (moved["x"], weight.const_value.numpy()):
             ulps = np.abs(found.astype(np.float64) - array) / np.abs(array) / np.finfo(dtype).eps
             assert found.dtype == dtype
@@ -495,4 +495,4 @@ def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(Problem, match=r"must have tensorrt installed \(pip install tensorrt\)"):
-        runtimes.named("tensorrt")
+        _runtimes.named("tensorrt")

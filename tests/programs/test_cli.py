@@ -72,8 +72,8 @@ COMMANDS = {
     "record": {"arguments"},
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
     "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
-    "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads"},
-    "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads"},
+    "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
+    "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads", "--json"},
 }
 
 

@@ -8,24 +8,25 @@ from typing import Annotated, Any
 import typer
 
 from .._cli_support.problems import Problem, need
-from .options import Inputs, Seconds, Threads, arrays, use_threads
+from .._cli_support.show import print_json
+from .options import Inputs, Json, Seconds, Threads, arrays, use_threads
 
 
 def fuse(
-    path_in: Annotated[str, typer.Argument(metavar="PATH_IN", help="The ONNX file to read.")],
-    path_out: Annotated[str, typer.Argument(metavar="PATH_OUT", help="The ONNX file to write.")],
+    path_in: Annotated[str, typer.Argument(help="The ONNX file to read.")],
+    path_out: Annotated[str, typer.Argument(help="The ONNX file to write.")],
     form: Annotated[str, typer.Option(help="What is written: onnxruntime, tensorrt, npu or gather.")] = "onnxruntime",
     plugin_version: Annotated[str | None, typer.Option(help="With tensorrt: the attribute plugin_version, such as 2.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Run both files on the inputs, compare and time them.")] = False,
     inputs: Inputs = None,
     seconds: Seconds = 20.0,
     threads: Threads = 0,
+    as_json: Json = False,
 ) -> None:
     """Put our node in place of deformable attention made of GridSample or gathers, in an ONNX file that somebody else exported.
 
-    Each place is tried in onnxruntime before it is replaced. Prints what was replaced, and what was left and why.
-    Other forms are NVIDIA's plugin for TensorRT, the node of the vendor's converter, and gathers. A node of one form becomes
-    another.
+    Each match is tried in onnxruntime before it is replaced. The report says what was replaced, and what was left and why;
+    `--json` names the nodes, too. `--form` selects the target. Nodes of one form can be converted to another.
 
     Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """
@@ -42,16 +43,20 @@ def fuse(
         raise Problem(str(error)) from None
     except OSError as error:
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
-    print(report)
-    if time:
-        _time(Path(path_in), Path(path_out), seconds, given)
+    if not as_json:
+        print(report)
+    compared = _compare(Path(path_in), Path(path_out), seconds, given) if time else None
+    if as_json:
+        print_json({**report.facts(), **({"time": vars(compared)} if compared else {})})
+    elif compared:
+        print(compared)
 
 
-def _time(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> None:
+def _compare(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> Any:
     from ..measure import onnx_files
 
     try:
-        print(onnx_files.compare(path_in, path_out, seconds, given))
+        return onnx_files.compare(path_in, path_out, seconds, given)
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own

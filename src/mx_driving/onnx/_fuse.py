@@ -7,26 +7,23 @@ import logging
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from ._constants import batches, spelled_out
 from ._file import check_path, load
+from ._find import find_left, find_samplings
 from ._forms import DOMAIN, WRITE, Call, Sizes
-from ._graph import Unfit, dims, is_node, source
-from ._marks import KEY, inside, mark, marked, read
+from ._graph import Unfit, dims
+from ._marks import mark, marked
 from ._nodes import nodes, rewrite
 from ._save import save
-from ._search import Sampling, candidates, nearest, sums
-from ._trial import padding, prove, tables
+from ._search import Sampling
+from ._trial import node_names, padding, tables
 from ._writer import Writer, written
-
-_LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
 
 @dataclass(frozen=True)
@@ -37,89 +34,28 @@ class Fused:
         path: the file that was written.
         replaced: name -> what became a node, in words.
         left: name -> why it stays as it was. GridSample nodes that belong to no weighted sum are here, too.
+        nodes: name -> the nodes that were replaced, by their names in the file that was read.
     """
 
     path: Path
     replaced: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+    nodes: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"{self.path}: {len(self.replaced)} replaced, {len(self.left)} left"]
         lines += [f"  replaced {name}: {what}" for name, what in self.replaced.items()]
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.left.items()])
 
-
-def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
-    """Return the first candidate that passes its trial. Constants of levels become one tensor, for each possible batch."""
-    reasons = []
-    for batch in batches(samples, weights):
-        try:
-            with spelled_out(model, samples, weights, batch) as spelled:
-                return _certain(model, node, samples, spelled)
-        except Unfit as unfit:
-            reasons.append(unfit)
-    if reasons:
-        raise reasons[0]
-    return _certain(model, node, samples, weights)
-
-
-def _certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
-    """Return the first candidate that passes its trial. If none of the likeliest does, raise what is wrong with the first."""
-    reasons = []
-    for sampling in candidates(node, samples, weights)[:_LIKELIEST]:
-        try:
-            prove(model, sampling)
-            return sampling
-        except Unfit as unfit:
-            reasons.append(unfit)
-    raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
-
-
-def _as_marked(model: ir.Model, node: ir.Node) -> Sampling:
-    prove(model, sampling := read(model.graph, node))
-    return sampling
-
-
-def places(model: ir.Model) -> dict[ir.Node, Callable[[], Sampling]]:
-    """The last node of each place that `fuse` wrote as gathers, and of each that others wrote; and what proves it or raises
-    Unfit."""
-    found, written = {node: partial(_as_marked, model, node) for node in marked(model.graph)}, set()
-    for node in found:
-        with contextlib.suppress(Unfit):
-            written |= inside(read(model.graph, node))
-    others = {node: both for node, both in sums(model.graph).items() if node not in written}
-    return found | {node: partial(certain, model, node, *both) for node, both in others.items()}
-
-
-def left_in_subgraphs(model: ir.Model) -> dict[str, str]:
-    """Return name -> reason of attention in branches of If, bodies of Loop, and functions that were not inlined."""
-    left: dict[str, str] = {}
-    roots: list[tuple[Any, str]] = [(model.graph, "")]
-    roots += [(function, f"the local function {function.domain}::{function.name}") for function in model.functions.values()]
-    for root, function in roots:
-        graphs = {root: function} | {
-            graph: f"a subgraph of {node.op_type} ({node.name})"
-            for node in ir.traversal.RecursiveGraphIterator(root)
-            for attribute in node.attributes.values()
-            for graph in _subgraphs(attribute)
+    def facts(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        replaced = [{"name": n, "words": words, "nodes": list(self.nodes[n])} for n, words in self.replaced.items()]
+        return {
+            "right": True,
+            "path": str(self.path),
+            "replaced": replaced,
+            "left": [{"name": name, "why": why} for name, why in self.left.items()],
         }
-        graphs.pop(model.graph, None)
-        for graph, where in graphs.items():
-            for node in (*sums(graph), *nearest(graph), *nodes(graph), *_single_samplers(graph)):
-                left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
-    return left
-
-
-def _single_samplers(graph: ir.Graph) -> list[ir.Node]:
-    """Return GridSample nodes that belong to no weighted sum."""
-    seen = {source(part).producer() for samples, _ in sums(graph).values() for part in samples}
-    return [node for node in graph if is_node(node, "GridSample") and node not in seen]
-
-
-def _subgraphs(attribute: ir.Attr) -> list[ir.Graph]:
-    if attribute.type == ir.AttributeType.GRAPH:
-        return [attribute.value]
-    return list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
 
 
 def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
@@ -153,30 +89,18 @@ def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | No
         write.put_in_place(new)
 
 
-def in_words(sampling: Sampling) -> str:
-    maps = ", ".join(f"{height} x {width}" for height, width in sampling.maps)
-    points = " + ".join(map(str, sampling.points)) if len(set(sampling.points)) > 1 else str(sampling.points[0])
-    return f"{sampling.num_heads} heads of {sampling.channels} channels, {points} points on maps of {maps}"
-
-
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
-    report, others = Fused(path, left=left_in_subgraphs(model)), nodes(model.graph)
-    singles = _single_samplers(model.graph)
-    for node in nearest(model.graph):
-        report.left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
-    for node, proved in places(model).items():
-        if form == "gather" and KEY in node.metadata_props:
-            continue
-        name = str(node.outputs[0].name)
+    report, others = Fused(path, left=find_left(model)), nodes(model.graph)
+    for name, sampling in find_samplings(model, marks=form != "gather"):
         try:
-            sampling = proved()
+            if not isinstance(sampling, Sampling):
+                raise Unfit(sampling)
+            names = node_names(sampling)
             _replace(model, sampling, form, **options)
-            report.replaced[name] = in_words(sampling)
+            report.replaced[name], report.nodes[name] = sampling.words, names
         except Unfit as unfit:
             report.left[name] = str(unfit)
     _rewrite(model, others, report, form, **options)
-    for node in singles:
-        report.left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
     return report
 
 
@@ -194,7 +118,7 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
         name = str(node.outputs[0].name)
         try:
             if node.domain != DOMAIN.get(form):
-                report.replaced[name] = rewrite(model, node, form, **options)
+                report.replaced[name], report.nodes[name] = rewrite(model, node, form, **options), (str(node.name),)
         except Unfit as unfit:
             report.left[name] = str(unfit)
 

@@ -40,6 +40,12 @@ class Sampling:
         return (self.num_heads, *((len(self.points), self.points[0]) if split else (sum(self.points),)), *last)
 
     @property
+    def words(self) -> str:
+        maps = ", ".join(f"{height} x {width}" for height, width in self.maps)
+        points = " + ".join(map(str, self.points)) if len(set(self.points)) > 1 else str(self.points[0])
+        return f"{self.num_heads} heads of {self.channels} channels, {points} points on maps of {maps}"
+
+    @property
     def num_keys(self) -> int:
         return sum(height * width for height, width in self.maps)
 

@@ -149,7 +149,7 @@ def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     return [place for place, _ in places], [mask for _, mask in places]
 
 
-def call(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The five inputs of the operator: value, locations and weights of the graph, with its axes of levels and points."""
     value, locations, weights = inputs
     bs, queries = locations.shape[:2]
@@ -164,13 +164,18 @@ def call(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
     """The operator in float64, and the largest sum of absolute terms, to which rounding is proportional."""
-    called = call(sampling, tuple(t.double() for t in inputs))
+    called = bare_inputs(sampling, tuple(t.double() for t in inputs))
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
 def sizes_read(sampling: Sampling) -> list[ir.Value]:
     """Sizes that the part of the graph reads from tensors outside it."""
     return _part(sampling, _sizes.names(sampling, _sizes.ANY))[1]
+
+
+def node_names(sampling: Sampling) -> tuple[str, ...]:
+    """Return the names of the nodes between the operator's inputs and its output."""
+    return tuple(str(node.name) for node in _part(sampling, _sizes.names(sampling, _sizes.ANY))[0])
 
 
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:

@@ -16,17 +16,17 @@ import numpy as np
 from .. import onnx as ours
 from .._cli_support.files import read_arrays
 from .._cli_support.problems import Problem, need
-from .places import Arrays
+from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
 
 
 class Failed(Exception):
-    """What a runtime did instead of computing: a clause that a report shows."""
+    """Why a runtime gave no outputs: a clause that a report shows."""
 
 
 def named(runtime: str) -> Run:
-    """The runtime of a name, or of a program's command line."""
+    """Return the runtime of a name, or of a program's command line."""
     name, _, provider = runtime.partition(":")
     if runtime in _PYTHON or name == "onnxruntime":
         need(f"--runtime {name}", name, name)
@@ -45,7 +45,7 @@ def _words(command: str) -> list[str]:
 
 
 def _sentenced(run: Run) -> Run:
-    """Errors of a runtime, which has kinds of its own, as Failed."""
+    """Turn errors of a runtime, which has kinds of its own, into Failed."""
 
     def running(path: Path, arrays: Arrays) -> Arrays:
         try:
@@ -59,7 +59,7 @@ def _sentenced(run: Run) -> Run:
 
 
 def _onnxruntime(provider: str) -> Run:
-    """On the CPU, or by another of onnxruntime's providers."""
+    """Return a run on the CPU, or by another of onnxruntime's providers."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
     known = onnxruntime.get_available_providers()
     if provider and provider not in known:
@@ -81,8 +81,8 @@ def _openvino(path: Path, arrays: Arrays) -> Arrays:
     """On the CPU, in the file's dtypes: by itself OpenVINO may compute in 16 bits."""
     core = importlib.import_module("openvino").Core()
     compiled = core.compile_model(core.read_model(path), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    found = compiled({name: array for name, array in arrays.items() if any(name in i.get_names() for i in compiled.inputs)})
-    return {name: found[port] for port in compiled.outputs for name in port.get_names()}
+    outputs = compiled({name: array for name, array in arrays.items() if any(name in i.get_names() for i in compiled.inputs)})
+    return {name: outputs[port] for port in compiled.outputs for name in port.get_names()}
 
 
 def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
@@ -108,36 +108,37 @@ def _tensorrt(path: Path, arrays: Arrays) -> Arrays:
         raise Failed("its builder gives no engine")
     engine = trt.Runtime(logger).deserialize_cuda_engine(plan)
     context = engine.create_execution_context()
-    held = {tensor.name: torch.from_numpy(np.ascontiguousarray(arrays[tensor.name])).cuda() for tensor in inputs}
-    for name, tensor in held.items():
+    tensors = {tensor.name: torch.from_numpy(np.ascontiguousarray(arrays[tensor.name])).cuda() for tensor in inputs}
+    for name, tensor in tensors.items():
         context.set_input_shape(name, tuple(tensor.shape))
     for i in range(network.num_outputs):
         name = network.get_output(i).name
         kind = getattr(torch, np.dtype(trt.nptype(engine.get_tensor_dtype(name))).name)
-        held[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
-    for name, tensor in held.items():
+        tensors[name] = torch.empty(tuple(context.get_tensor_shape(name)), dtype=kind, device="cuda")
+    for name, tensor in tensors.items():
         context.set_tensor_address(name, tensor.data_ptr())
     stream = torch.cuda.current_stream()
     if not context.execute_async_v3(stream.cuda_stream):
         raise Failed("its engine does not run")
     stream.synchronize()
-    return {name: tensor.cpu().numpy() for name, tensor in held.items()}
+    return {name: tensor.cpu().numpy() for name, tensor in tensors.items()}
 
 
 def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
     """`program ... model.onnx inputs.npz outputs.npz`"""
     with tempfile.TemporaryDirectory() as folder:
-        given, made = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
-        np.savez(given, **arrays)  # pyright: ignore[reportArgumentType]
+        inputs, outputs = Path(folder, "inputs.npz"), Path(folder, "outputs.npz")
+        np.savez(inputs, **arrays)  # pyright: ignore[reportArgumentType]
+        command = [*words, str(path), str(inputs), str(outputs)]
         try:
-            done = subprocess.run([*words, str(path), str(given), str(made)], capture_output=True, text=True, errors="replace")
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
         except OSError as error:
             raise Failed(f"the program does not start: {error.strerror or error}") from None
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines()
             raise Failed(f"the program ends with status {done.returncode}" + (f": {said[-1]}" if said else ""))
         try:
-            return read_arrays("what the program writes", made)
+            return read_arrays("what the program writes", outputs)
         except Problem as problem:
             raise Failed(str(problem)) from None
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ..onnx._graph import MOVES, before, is_node
-from .places import Array, Arrays
+from ._graph import MOVES, before, is_node
+from ._matches import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # that weights and inputs are changed by, at most
@@ -63,8 +64,12 @@ class Output:
     def right(self) -> bool:
         return not self.problem and self.off <= self.may
 
+    def row(self) -> dict[str, Any]:
+        numbers = {"difference": self.difference, "off": self.off, "may_be_off": self.may}
+        return {"output": self.name, **numbers, "verdict": "right" if self.right else "wrong", "why": self.problem}
 
-def changed(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
+
+def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
     """Change the model's weights in place, and give inputs that are changed, too: by ulps of their dtypes, or of eps."""
     shaping = _values_that_decide_shapes(model)
     initializers = (v for v in model.graph.initializers.values() if v.const_value is not None and v not in shaping)
@@ -92,7 +97,7 @@ def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
     return np.where(np.isfinite(moved), moved, array)
 
 
-def judged(name: str, true: Array, near: list[Array], got: Array | None) -> Output:
+def judge(name: str, true: Array, near: list[Array], got: Array | None) -> Output:
     """`true`: onnxruntime's; `near`: those of changed weights and inputs, which count where their shape is the same."""
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")

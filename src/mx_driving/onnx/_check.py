@@ -1,0 +1,222 @@
+"""Runs an ONNX file, and each match of deformable attention alone, on a runtime, and judges the outputs."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from .._cli_support.problems import Problem
+from ..measure import onnx_files
+from ..replay.calls import Call
+from ..replay.judge import WRONG, Verdict, judge
+from . import _file, _outputs
+from ._fuse import silent
+from ._graph import constant
+from ._matches import Array, Arrays, Match, across_borders, as_reference, bare_inputs, find_again, find_matches, write
+from ._runtimes import Failed, Run
+
+IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A match on some inputs: a verdict, or why there is none."""
+
+    match: Match
+    inputs: str
+    verdict: Verdict | None
+    problem: str = ""
+
+    @property
+    def right(self) -> bool:
+        return self.verdict is not None and self.verdict.word != WRONG
+
+    @property
+    def why(self) -> str:
+        return self.verdict.results[0].why if self.verdict else self.problem
+
+    def row(self) -> dict[str, Any]:
+        result = self.verdict.results[0] if self.verdict else None
+        errors = {"error": result.device, "float32": result.float32} if result else {"error": None, "float32": None}
+        verdict = result.verdict if result else WRONG
+        return {"match": self.match.name, "inputs": self.inputs, **errors, "verdict": verdict, "why": self.why}
+
+
+@dataclass
+class Checked:
+    """`left`: weighted samples that are no match, by name, and why."""
+
+    matches: list[Match]
+    left: dict[str, str]
+    comparisons: list[Comparison] = field(default_factory=list)
+    outputs: list[_outputs.Output] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return all(one.right for one in (*self.comparisons, *self.outputs))
+
+    def facts(self) -> dict[str, Any]:
+        """Return what `--json` prints."""
+        matches = [{"name": m.name, "words": m.words, "nodes": list(m.nodes)} for m in self.matches]
+        return {
+            "right": self.right,
+            "matches": matches,
+            "comparisons": [one.row() for one in self.comparisons],
+            "outputs": [one.row() for one in self.outputs],
+            "left": [{"name": name, "why": why} for name, why in self.left.items()],
+        }
+
+
+def check(
+    path: str | Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: str | Path | None = None
+) -> Checked:
+    """Run a file and its matches on a runtime.
+
+    Args:
+        given: the file's inputs by name, all of them; random if there are none.
+        precision: what the runtime computes in, if that is narrower than the file's dtypes.
+        original: the file that this one was made of, which then says where the matches are, and what is true.
+    """
+    path = _file.check_path("path_in", path)
+    original = None if original is None else _file.check_path("--original", original)
+    with silent():
+        model = _file.load(original or path)
+        matches, left = find_matches(model)
+    if not matches:
+        why = "; ".join(f"{name}: {reason}" for name, reason in left.items()) or "it has no weighted samples"
+        rule = "must hold deformable attention that is certain, or a node of it"
+        raise Problem(f"{'--original' if original else 'path_in'} {rule}; got {original or path} ({why})")
+    if original:
+        matches = _find_again(matches, path)
+    with tempfile.TemporaryDirectory() as folder:
+        return _Checker(path, model, matches, run, Path(folder), precision).check(given, left)
+
+
+def _find_again(matches: list[Match], path: Path) -> list[Match]:
+    with silent():
+        model = _file.load(path)
+    try:
+        return [find_again(match, model) for match in matches]
+    except ValueError as error:
+        raise Problem(f"path_in must be made of --original, with its names of tensors; got {path}: {error}") from None
+
+
+@dataclass
+class _Checker:
+    path: Path
+    model: ir.Model
+    matches: list[Match]
+    run: Run
+    folder: Path
+    precision: torch.dtype | None
+
+    def check(self, given: Arrays, left: dict[str, str]) -> Checked:
+        report = Checked(self.matches, left)
+        names = [str(v.name) for v in self.model.graph.outputs]
+        defaults = {str(v.name): v.meta["default"].numpy() for v in self.model.graph.inputs if "default" in v.meta}
+        values = as_reference(self.model, self.matches)
+        fed, true = self.run_reference(given, defaults)
+        arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
+        for number, match in enumerate(self.matches):
+            report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
+        report.outputs = self.compare_outputs(names, fed, true)
+        if not report.right and all(one.right for one in report.comparisons):
+            report.comparisons += self.compare_within(fed, arrays)
+        return report
+
+    def run_reference(self, given: Arrays, defaults: Arrays | None = None) -> tuple[Arrays, Arrays]:
+        """Return the file's inputs, and its outputs by onnxruntime on the CPU."""
+        file = self.folder / "reference.onnx"
+        ir.save(self.model, file, external_data="reference.data")
+        try:
+            session = onnx_files.session(file)
+            fed = onnx_files.inputs(session, given, defaults)
+            return fed, dict(zip((one.name for one in session.get_outputs()), session.run(None, fed), strict=True))
+        except Problem:
+            raise
+        except Exception as error:  # onnxruntime has a dozen kinds of its own
+            raise Problem(f"path_in must run in onnxruntime on these inputs; got {str(error).splitlines()[0]}") from None
+
+    def compare_alone(self, match: Match, arrays: Arrays, file: Path) -> list[Comparison]:
+        """Run the match's own file."""
+        own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
+        write(match, own, file)
+        comparisons = []
+        for words, inputs in {IN_THE_FILE: own, ACROSS: across_borders(match, own)}.items():
+            if inputs is not None:
+                inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
+                fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
+                comparisons.append(self.compare(match, words, inputs, lambda fed=fed: self.run(file, fed), "output"))
+        return comparisons
+
+    def compare_within(self, fed: Arrays, arrays: Arrays) -> list[Comparison]:
+        """Run the whole file, which gives the matches' inputs and outputs, too. Judge each match on its inputs there."""
+        with silent():
+            model = _file.load(self.path)
+        names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
+        computed = (v for v in _file.outputs(model) if v.name in names and constant(v) is None)
+        model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
+        ir.save(model, file, external_data="within.data")
+        try:
+            outputs = self.run(file, fed)
+        except Failed:  # it may lack memory, or refuse such outputs; all else is judged already
+            return []
+        return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
+
+    def compare(self, match: Match, words: str, arrays: Arrays, run: Callable[[], Arrays], name: str) -> Comparison:
+        inputs = bare_inputs(match, arrays)
+        if self.precision:
+            inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)
+        try:
+            output = _output(inputs, run(), name)
+        except Failed as failed:
+            return Comparison(match, words, None, str(failed))
+        call = Call(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
+        return Comparison(match, words, judge(call))
+
+    def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:
+        eps = torch.finfo(self.precision).eps if self.precision else 0.0
+        near = [self.run_changed(moved) for moved in _outputs.change(self.model, fed, eps)]
+        try:
+            outputs = self.run(self.path, fed)
+        except Failed as failed:
+            return [_outputs.Output("all outputs", math.inf, 1, 0, str(failed))]
+        arrays = [name for name in names if isinstance(true[name], np.ndarray)]  # others are lists
+        return [_outputs.judge(n, true[n], [one[n] for one in near if n in one], outputs.get(n)) for n in arrays]
+
+    def run_changed(self, moved: Arrays) -> Arrays:
+        """Return no outputs where changed weights make a file that does not run. The file itself does."""
+        try:
+            return self.run_reference(moved)[1]
+        except Problem:
+            return {}
+
+
+def _array(value: ir.Value, arrays: Arrays) -> Array:
+    numbers = constant(value)
+    return arrays[str(value.name)] if numbers is None else numbers.copy()
+
+
+def _output(inputs: tuple[torch.Tensor, ...], outputs: Arrays, name: str) -> torch.Tensor:
+    """Return a match's output as the operator gives it. Plugins give heads and channels apart."""
+    value, *_, locations, _ = inputs
+    shape = value.shape[0], locations.shape[1], math.prod(value.shape[2:])
+    if name not in outputs:
+        raise Failed(f"the runtime must give the output {name!r}; got {', '.join(outputs) or 'nothing'}")
+    if outputs[name].shape not in (shape, (*shape[:2], *value.shape[2:])):
+        raise Failed(f"it gives {outputs[name].shape}; the operator gives {shape}")
+    return torch.from_numpy(outputs[name].reshape(shape))
+
+
+def _round(array: Array, precision: torch.dtype | None) -> Array:
+    if precision is None or array.dtype.kind != "f":
+        return array
+    return torch.from_numpy(array).to(precision).to(torch.float64).numpy().astype(array.dtype)

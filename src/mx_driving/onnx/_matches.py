@@ -1,0 +1,176 @@
+"""Matches of deformable attention in an ONNX file, each as a file of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor
+
+from .. import _composition
+from .._operators import SAMPLING
+from . import _file, _find, _trial
+from ._forms import NODES, OURS
+from ._graph import constant
+from ._nodes import as_ours
+from ._search import Sampling
+
+Array = np.ndarray[Any, Any]
+Arrays = dict[str, Array]
+SCALE = NODES[OURS]
+PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's, and the vendor's for its converter
+
+
+@dataclass(frozen=True)
+class Match:
+    """Deformable attention in a file: standard operators that passed a trial, or one node.
+
+    Attributes:
+        name: the tensor that it computes.
+        words: what it is made of.
+        inputs: role -> tensor. They are the inputs of the match's own file.
+        tables: sizes and index tables by name. They are constants in the match's own file.
+        nodes: the names of its nodes.
+        part: the match's own file, before `write`.
+        source: what says how the operator is called.
+    """
+
+    name: str
+    words: str
+    inputs: dict[str, ir.Value]
+    tables: dict[str, ir.Value]
+    nodes: tuple[str, ...]
+    part: ir.Model
+    source: Sampling | ir.Node
+
+    @property
+    def operator(self) -> str:
+        return self.source.op_type if isinstance(self.source, ir.Node) and self.source.op_type in SAMPLING else SCALE
+
+    @property
+    def bare(self) -> str:
+        return SAMPLING[self.operator].bare or self.operator
+
+    @property
+    def tensors(self) -> list[ir.Value]:
+        return [*self.inputs.values(), *self.tables.values()]
+
+
+def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
+    """Return all matches, and name -> reason of attention that is none."""
+    left = _find.find_left(model)
+    matches = []
+    for name, sampling in _find.find_samplings(model):
+        if isinstance(sampling, Sampling):
+            matches.append(_match_of_sampling(model, sampling))
+        else:
+            left[name] = sampling
+    return matches + [_match_of_node(model, node) for node in model.graph if _is_sampler(node)], left
+
+
+def _is_sampler(node: ir.Node) -> bool:
+    return (node.domain == OURS and node.op_type in SAMPLING) or node.op_type in PLUGINS
+
+
+def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
+    inputs = {"value": sampling.value, "locations": sampling.locations, "weights": sampling.weights}
+    sizes = _trial.sizes_read(sampling)
+    part = _trial.cut(model, sampling, sizes)
+    tables = {str(v.name): v for v in sizes}
+    return Match(str(sampling.output.name), sampling.words, inputs, tables, _trial.node_names(sampling), part, sampling)
+
+
+def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
+    row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
+    given = {row.inputs[index]: v for index, v in enumerate(node.inputs) if v is not None}
+    tables = {str(v.name): v for role, v in given.items() if role in row.tables}
+    inputs = {role: v for role, v in given.items() if str(v.name) not in tables}
+    part = _cut(model, list(dict.fromkeys(given.values())), node.outputs[0])
+    return Match(str(node.outputs[0].name), f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node)
+
+
+def _cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
+    graph = ir.convenience.extract(model.graph, ends, [output])
+    return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
+
+
+def find_again(match: Match, model: ir.Model) -> Match:
+    """Return the match in another file that was made of its own, with the same names of tensors.
+
+    Raises:
+        ValueError: a tensor is not there.
+    """
+    values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.outputs(model))}
+    names = [*(str(v.name) for v in match.inputs.values()), match.name]
+    if missing := [name for name in names if name not in values]:
+        raise ValueError(f"it has no {missing[0]}")
+    ends = [values[name] for name in (*names[:-1], *match.tables) if name in values]
+    return replace(match, part=_cut(model, ends, values[match.name]))
+
+
+def write(match: Match, arrays: Arrays, path: Path) -> None:
+    """Write the match's own file: inputs are named by their roles and have these arrays' sizes, and the output is "output"."""
+    graph = match.part.graph
+    roles = {str(v.name): role for role, v in match.inputs.items()}
+    ends = {str(v.name): v for v in graph.inputs}
+    output = graph.outputs[0]
+    for value in [*graph.initializers.values(), *(v for node in graph for v in node.outputs)]:
+        if value.name in {*match.inputs, "output"}:
+            value.name = f"{value.name}/inside"
+    graph.inputs.clear()
+    for name, value in ends.items():
+        graph.initializers.pop(name, None)
+        if name in roles:
+            value.name, value.shape = roles[name], ir.Shape(arrays[name].shape)
+            graph.inputs.append(value)
+        else:
+            value.const_value = ir.tensor(arrays[name], name=name)
+            graph.register_initializer(value)
+    output.name = "output"
+    ir.save(match.part, path)
+
+
+def bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
+    """Return the five inputs of the bare operator, of arrays by tensors' names."""
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    if isinstance(match.source, Sampling):
+        return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.inputs.values()))
+    row = SAMPLING[match.operator]
+    inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in match.source.inputs]
+    inputs += [None] * (len(row.inputs) - len(inputs))
+    names = [option.split()[1] for option in row.options]
+    options = [match.source.attributes[name].value for name in names if name in match.source.attributes]
+    return _composition.bare_inputs(row.name, *inputs, *options) if row.bare else tuple(inputs)
+
+
+def across_borders(match: Match, arrays: Arrays) -> Arrays | None:
+    """Return arrays of the same sizes whose locations lie on the maps and across every border; None for other operators."""
+    if match.operator != SCALE:
+        return None
+    value, shapes, _, locations, weights = bare_inputs(match, arrays)
+    sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, value, shapes, weights)
+    random = _trial.inputs(sampling, 1, *locations.shape[:2])
+    changed = {str(v.name): t for v, t in zip(match.inputs.values(), random, strict=True)}
+    return arrays | {n: t.numpy().astype(arrays[n].dtype).reshape(arrays[n].shape) for n, t in changed.items()}
+
+
+def _as_sampling(match: Match, value: Tensor, shapes: Tensor, weights: Tensor) -> Sampling:
+    maps = tuple((int(height), int(width)) for height, width in shapes)
+    ends, (heads, channels) = list(match.inputs.values()), value.shape[2:]
+    return Sampling(ends[0], ends[1], ends[2], ends[0], maps, (weights.shape[4],) * len(maps), heads, channels)
+
+
+def as_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
+    """Let onnxruntime run the model, which then gives the matches' inputs, too. Return these by name."""
+    for match in matches:
+        if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS:
+            as_ours(match.source)
+            model.graph.opset_imports[OURS] = 1
+    values = {str(v.name): v for match in matches for v in match.tensors}
+    computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)
+    model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
+    return values
