@@ -105,11 +105,12 @@ def _voxel_pooling_train(*arguments: Any) -> int:
 @torch.no_grad()
 def _voxel_pooling_inference(*arguments: Any) -> int:
     """Adds to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
-    batches, _, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
-    points, cells = _pooling.points_inside(geom_xyz, (int(x), int(y), int(z)))
-    rows = points // (bins * height * width) * (height * width) + points % (height * width)
+    batches, cameras, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
+    places = geom_xyz.view(batches, cameras, bins, height, width, 3)
+    ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(places, (int(x), int(y), int(z)))
     shape = (batches, 1, int(y), int(x), channels)
-    output.add_(bev_pool_v3(depth, context.permute(0, 2, 3, 1), points, rows, cells, shape)[:, :, 0].permute(0, 2, 3, 1))
+    pooled = bev_pool_v3(depth, context.permute(0, 2, 3, 1), ranks_depth, ranks_feat, ranks_bev, shape)
+    output.add_(pooled[:, :, 0].permute(0, 2, 3, 1))
     return 1
 
 

@@ -115,6 +115,21 @@ def optional_core(
     return libraries.by_level_core(value, value_spatial_shapes, sampling_locations, attention_weights, num_points_list, method)
 
 
+def hinted_core(value, value_spatial_shapes, sampling_locations, attention_weights, spatial_shapes_ints=None):
+    """VADv2 of tt-forge: the sizes as ints, for a compiler. The table must be a tensor."""
+    assert value_spatial_shapes.size(0) == len(SIZES)
+    sizes = value_spatial_shapes.tolist() if spatial_shapes_ints is None else spatial_shapes_ints
+    return plain_core(value, sizes, sampling_locations, attention_weights)
+
+
+def started_core(
+    value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64,
+):  # fmt: skip
+    assert im2col_step > 0
+    assert level_start_index[-1] > 0
+    return plain_core(value, spatial_shapes, sampling_locations, attention_weights)
+
+
 def keys_last(value):
     return value.permute(0, 2, 3, 1).contiguous()
 
@@ -131,6 +146,9 @@ CORES = [
     *((libraries.keys_last_core, points, keys_last, SIZES, {}) for points in ((2, 4), (8,))),
     (libraries.keys_last_core, (8,), keys_last, SWAPPED, {"value_spatial_shapes_hw": SIZES}),
     (libraries.by_level_core, (6,), levels, SIZES, {"num_points_list": POINTS}),
+    (hinted_core, (2, 4), torch.clone, torch.tensor(SIZES), {}),
+    (hinted_core, (2, 4), torch.clone, torch.tensor(SIZES), {"spatial_shapes_ints": SIZES}),
+    (hinted_core, (2, 4), torch.clone, SWAPPED, {"spatial_shapes_ints": SIZES}),
     (optional_core, (6,), levels, SIZES, {"num_points_list": POINTS, "value_shape": "default", "allow_acceleration": False}),
 ]
 
@@ -165,6 +183,62 @@ def test_options_that_a_core_was_not_tried_with_run_its_own_code(core, layout, m
     with mx_driving.patched(library(core)):
         assert operators(core, *given, **more) == []
         assert torch.equal(core(*given, **more), expected)
+
+
+def test_a_core_with_a_start_index():
+    value, sizes, *rest = given_to_a_core((2, 4), torch.clone, SIZES)
+    given = value, torch.tensor(sizes), torch.tensor([0, 20]), *rest
+    expected = results(started_core, *given, 32)
+    with mx_driving.patched(library(started_core)):
+        assert operators(started_core, *given) == ["multi_scale_deformable_attn"]
+        torch.testing.assert_close(results(started_core, *given, 32), expected, rtol=0, atol=1e-11)
+
+
+def geometry_kernel_attention_cpu(
+    value, spatial_shapes, level_start_index, sampling_locations, attention_weights, im2col_step=64
+):  # fmt: skip
+    """MapTR in plain torch: whole pixels, clamped to the map; fractions are rounded."""
+    bs, _, heads, _ = value.shape
+    batch, head = torch.arange(bs).view(-1, 1, 1, 1), torch.arange(heads).view(1, 1, -1, 1)
+    total = 0
+    for l, (h, w) in enumerate(spatial_shapes.tolist()):
+        x, y = sampling_locations[:, :, :, l].unbind(-1)
+        x, y = (torch.round(at.double()).long().clamp(0, most - 1) for at, most in ((x, w), (y, h)))
+        read = value[batch, level_start_index[l] + y * w + x, head]
+        total = total + (read * attention_weights[:, :, :, l, :, None]).sum(3)
+    return total.flatten(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
+def test_maptrs_plain_kernel_calls_the_operator_for_whole_pixels(dtype):
+    """Its compiled kernel cuts fractions, and so does the operator; the plain one rounds them."""
+    value, _, locations, weights = given_to_a_core((2, 4), torch.clone, SIZES)
+    pixels = (locations * 9 - 2).to(dtype)
+    given = value, torch.tensor(SIZES), torch.tensor([0, 20]), pixels, weights
+    expected = results(geometry_kernel_attention_cpu, *given)
+    with mx_driving.patched(library(geometry_kernel_attention_cpu)) as done:
+        assert done.replaced == (f"{__name__}.geometry_kernel_attention_cpu",)
+        called = [] if dtype == torch.float64 else ["geometric_kernel_attention"]
+        assert operators(geometry_kernel_attention_cpu, *given) == called
+        torch.testing.assert_close(results(geometry_kernel_attention_cpu, *given), expected, rtol=0, atol=1e-11)
+
+
+@libraries.with_a_forward_of_its_own
+class Fixed(libraries.Pillars):
+    """UniAD of tt-forge: sizes are written into the constructor."""
+
+    def __init__(self, embed_dims=16):
+        super().__init__(16, 4, 2, 8)
+        self.value_proj = torch.nn.Linear(embed_dims, embed_dims)
+
+
+def test_a_module_of_fixed_sizes():
+    module = build(Fixed)
+    given = given_to(module)
+    expected = results(module, **given)
+    with mx_driving.patched(library(Fixed, plain_core)) as done:
+        assert f"{__name__}.Fixed" in done.replaced
+        torch.testing.assert_close(results(module, **given), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_axes_that_the_core_cannot_take_are_its_own_matter():

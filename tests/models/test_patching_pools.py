@@ -251,3 +251,92 @@ def test_a_module_that_imports_the_function_alone(name):
     with mx_driving.patched(model) as done:
         assert done.replaced == tuple(f"a_library.{one}" for one in replaced)
         is_right(name, function)
+
+
+IN_INFERENCE = """
+class VoxelPoolingInference(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, geom_xyz, depth_features, context_features, voxel_num):
+        return ext.voxel_pooling_inference_forward_wrapper(geom_xyz)
+
+voxel_pooling_inference = VoxelPoolingInference.apply
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bevdepths_pool_of_inference(dtype):
+    """It lifts the context itself. BEVDepth has no backward of it; ours has the right one."""
+    generator = torch.Generator().manual_seed(6)
+    places = torch.randint(-1, 5, (B, 3, 4, 2, 3, 3), generator=generator).to(dtype)
+    depth, context = torch.rand(B * 3, 4, 2, 3, generator=generator), torch.randn(B * 3, C, 2, 3, generator=generator)
+    number = torch.tensor([W, H, D])
+
+    def lifted_by_hand(places, depth, context, number):
+        rows = (depth[:, None] * context[:, :, None]).permute(0, 2, 3, 4, 1)
+        return TRUTH.voxel_pooling(places.flatten(1, 4), rows.reshape(B, -1, C), number)
+
+    module = library(IN_INFERENCE)
+    expected = with_gradients(lifted_by_hand, (places, depth.double(), context.double(), number))
+    with mx_driving.patched(module) as done:
+        assert done.replaced == ("a_library.VoxelPoolingInference",)
+        found = with_gradients(module.voxel_pooling_inference, (places, depth, context, number))
+        assert operators(lambda: module.voxel_pooling_inference(places, depth, context, number)) == 1
+    assert_close([t.double() for t in found], expected, rtol=1e-5, atol=1e-5)
+
+
+MAPTR = """
+def Quickcumsum_cpu(feats, coords, ranks, B, D, H, W):
+    out = feats.new_zeros(int(B), int(D), int(H), int(W), feats.shape[1])
+    for row, (h, w, d, b) in zip(feats, coords.tolist()):
+        for c, number in enumerate(row):
+            out[b, d, h, w, c] += number.item()
+    return out
+
+def bev_pool(feats, coords, B, D, H, W):
+    ranks = coords @ torch.tensor([W * D * B, D * B, B, 1])
+    order = ranks.argsort()
+    return Quickcumsum_cpu(feats[order], coords[order], ranks[order], B, D, H, W).permute(0, 4, 1, 2, 3).contiguous()
+"""
+
+
+def test_pools_that_have_no_gradient_have_none_afterwards():
+    """MapTR's in plain torch read each number by `item`."""
+    module, args = library(MAPTR), rows()
+    args[0].requires_grad_()
+    with mx_driving.patched(module) as done:
+        assert (set(done.replaced), done.skipped) == ({"a_library.Quickcumsum_cpu", "a_library.bev_pool"}, {})
+        out = module.bev_pool(*args)
+        assert operators(lambda: module.bev_pool(*args)) == 1
+        ranks = torch.arange(len(args[0]))
+        sorted_out = module.Quickcumsum_cpu(*args[:2], ranks, *args[2:])
+    assert [out.requires_grad, sorted_out.requires_grad] == [False, False]
+    assert_close(out, TRUTH.bev_pool(*args).detach())
+    assert_close(sorted_out.permute(0, 4, 1, 2, 3), out)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("bev_pool", lambda feats, places, *sizes: (feats, places + 0.5, *sizes)),
+        ("bev_pool", lambda feats, places, *sizes: ((feats * 8).long(), places, *sizes)),
+        ("voxel_pooling", lambda places, feats, number: (places + 0.5, feats, number)),
+        ("bev_pool_v2", lambda depth, feat, ranks, *rest: (depth, feat, ranks.to(torch.int16), *rest)),
+    ],
+)
+def test_what_operators_refuse_runs_the_pools_own_code(name, change):
+    module = library(PLAIN)
+    args = change(*INPUTS[name]())
+    expected = getattr(module, name)(*args)
+    with mx_driving.patched(module):
+        assert torch.equal(getattr(module, name)(*args), expected)
+
+
+def test_rows_without_a_place_are_the_pools_own_matter():
+    module, over_extension, (feats, places, *sizes) = library(PLAIN), library(BEVFUSION), rows()
+    with mx_driving.patched(module), pytest.raises(RuntimeError, match="shape mismatch"):
+        module.bev_pool(feats, places[:40], *sizes)
+    with (
+        mx_driving.patched(over_extension),
+        pytest.raises(ValueError, match=r"feats must have shape \(n=40, C\); got \(60, 3\)"),
+    ):
+        over_extension.QuickCumsumCuda.apply(feats, places[:40], places[:40, 0], *sizes)

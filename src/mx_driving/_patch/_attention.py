@@ -135,7 +135,7 @@ class Attention:
         hidden = ~mask if mask is not None and self.keeps else mask
         return Inputs(query, memory, hidden, arguments["reference"], arguments)
 
-    def replacement(self, original: Callable[..., Any], kind: type) -> Callable[..., Any]:
+    def in_place_of(self, original: Callable[..., Any], kind: type) -> Callable[..., Any]:
         """Return a forward with the original's parameters. A class may inherit it, and change what it calls."""
         bind, attributes = Parameters(original, bound=1).binder(), attributes_used(kind, original)
 

@@ -179,7 +179,7 @@ class Core:
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
         return tried and whole and locations.dim() in self.axes and arguments.get("method", "default") in self.methods
 
-    def replacement(self, original: types.FunctionType) -> Callable[..., Tensor]:
+    def in_place_of(self, original: types.FunctionType) -> Callable[..., Tensor]:
         """Return a function with the original's parameters."""
         parameters = Parameters(original)
         bind = parameters.binder()
@@ -230,11 +230,11 @@ CORES = (
 SERVED: dict[int, Callable[..., Tensor]] = {}
 
 
-def code_of(form: Core | Form, core: types.FunctionType) -> types.CodeType:
+def code_of(form: Any, core: types.FunctionType) -> types.CodeType:
     """Return code for the function, which keeps its own defaults and globals, and so imports what it calls."""
     original = types.FunctionType(core.__code__, core.__globals__, core.__name__, core.__defaults__)
     original.__kwdefaults__ = core.__kwdefaults__
-    SERVED[id(core)] = form.replacement(original) if isinstance(form, Core) else form.replacement
+    SERVED[id(core)] = form.in_place_of(original)
     parameters = Parameters(original)
     arguments = [*parameters.names, *(f"{name}={name}" for name in parameters.keyword_only), *parameters.variadic]
     text = f"def core{parameters}:\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({', '.join(arguments)})"

@@ -220,7 +220,7 @@ def _until(ended: list[bool], method: Any, thing: type, name: str) -> Any:
 def _methods(form: Core | Form | Attention, thing: Any) -> dict[str, Any]:
     """Return the new methods of a class."""
     if isinstance(form, Attention):
-        return {"forward": form.replacement(vars(thing)["forward"], thing)}
+        return {"forward": form.in_place_of(vars(thing)["forward"], thing)}
     if isinstance(form, Pool):
         return _pools.methods(form, thing)
     replacement: Any = form.replacement

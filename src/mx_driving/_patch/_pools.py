@@ -11,18 +11,21 @@ import importlib.machinery
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes
 from .._dispatch.functions import as_compiled, without_graph
-from ..ops._pooling import cells
+from ..ops._pooling import cells, lifted_points
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.bev_pool_v3 import bev_pool_v3
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
 from ._forms import AUTOGRAD, FUNCTION, Form
+
+_FEATURES = {"depth", "feat", "feats", "x", "input_features", "depth_features", "context_features"}
 
 
 @dataclass(frozen=True)
@@ -31,14 +34,30 @@ class Pool(Form):
 
     example: Callable[[], tuple[Any, ...]] = tuple
 
+    def in_place_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the replacement of a function in plain torch. The original does what the operators refuse: places that are
+        not whole numbers, and features that are."""
+
+        @functools.wraps(original)
+        def pool(*args: Any) -> Any:
+            tensors = {n: a for n, a in zip(self.parameters, args, strict=True) if isinstance(a, Tensor)}
+            usual = all(t.is_floating_point() if n in _FEATURES else t.dtype in INDEX for n, t in tensors.items())
+            if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
+                usual = False
+            return (self.replacement if usual else original)(*args)
+
+        return pool
+
 
 def _bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
-    """Sums in float32, whatever it is given."""
+    """Sum in float32, whatever the dtypes."""
     return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
 
 
 def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
-    """Points outside are left out: its extension writes them anywhere, and models drop them before."""
+    """Leave out points outside: the extension writes them anywhere, and models drop them before."""
+    need_dtype("coords", coords, INDEX, INDEX_RULE)
+    need_some_sizes("feats", feats, "n, C", coords.shape[0], None)
     sizes = [int(size) for size in (B, D, H, W)]
     cell = cells(coords, *sizes)
     (points,) = (cell >= 0).nonzero(as_tuple=True)
@@ -48,6 +67,13 @@ def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) ->
 
 def _sorted_bevfusion(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
     return _bevfusion(x, geom_feats, *sizes)
+
+
+def _bevdepth_in_inference(geom_xyz: Tensor, depth: Tensor, context: Tensor, voxel_num: Tensor) -> Tensor:
+    """Lift context [B * cams, C, H, W] by depth [B * cams, D, H, W], to [B, C, Y, X]."""
+    sizes = [int(size) for size in voxel_num]
+    shape = (geom_xyz.shape[0], 1, sizes[1], sizes[0], context.shape[1])
+    return bev_pool_v3(depth, context.permute(0, 2, 3, 1), *lifted_points(geom_xyz, sizes), shape).squeeze(2)
 
 
 def _channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -76,19 +102,34 @@ def _frustum() -> tuple[Any, ...]:
     return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
 
 
+def _sorted_rows() -> tuple[Any, ...]:
+    feats, places, *sizes = _rows()
+    ranks = places @ torch.tensor([16, 4, 2, 1])
+    order = ranks.argsort()
+    return feats[order], places[order], ranks[order], *sizes
+
+
 _BEVDET = (
     *("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"),
     *("bev_feat_shape", "interval_starts", "interval_lengths"),
 )
+_SIZES = ("B", "D", "H", "W")
 _VOXEL = ("geom_xyz", "input_features", "voxel_num")
+_LIFTED = ("geom_xyz", "depth_features", "context_features", "voxel_num")
 _CLASSES = "(?i)cumsum|pool"
-POOLS = (
+_FUNCTIONS = (
     Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", _lifted),
-    Pool(AUTOGRAD, _BEVDET, _channels_last(_bevdet), _CLASSES),
-    Pool(FUNCTION, ("feats", "coords", "B", "D", "H", "W"), _bevfusion, "bev_pool", _rows),
-    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", "B", "D", "H", "W"), _channels_last(_sorted_bevfusion), _CLASSES),
+    Pool(FUNCTION, ("feats", "coords", *_SIZES), _bevfusion, "bev_pool", _rows),
+    Pool(FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), "(?i)cumsum", _sorted_rows),
     Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", _frustum),
+)
+POOLS = (
+    *_FUNCTIONS,
+    *(replace(form, replacement=torch.no_grad()(form.replacement)) for form in _FUNCTIONS),  # MapTR's have no gradient
+    Pool(AUTOGRAD, _BEVDET, _channels_last(_bevdet), _CLASSES),
+    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), _CLASSES),
     Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
+    Pool(AUTOGRAD, _LIFTED, _bevdepth_in_inference, _CLASSES),
 )
 
 

@@ -140,7 +140,7 @@ def _core_examples(form: Core | Form, core: Any) -> Iterator[list[tuple[_Run, _R
     if isinstance(form, Pool):
         yield [(_by_place(core), _by_place(form.replacement), dict(enumerate(form.example())))]
     elif isinstance(form, Core):
-        theirs, ours = (_of_our_value(run, form, core) for run in (core, form.replacement(core)))
+        theirs, ours = (_of_our_value(run, form, core) for run in (core, form.in_place_of(core)))
         for inputs in _function_inputs(form):
             yield [(theirs, ours, {**inputs, "sizes": sizes}) for sizes in ([[*s] for s in _SIZES], torch.tensor(_SIZES))]
     else:

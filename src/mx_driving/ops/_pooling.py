@@ -77,6 +77,16 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
     return batch * places.shape[1] + point, (batch * voxel_num[1] + y) * voxel_num[0] + x
 
 
+def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ranks_depth, ranks_feat and ranks_bev of the points inside the grid, as BEVDepth lifts them in inference.
+
+    geom_xyz is [B, cams, D, H, W, 3], depth [B * cams, D, H, W], and feat has a row for each of [B * cams, H, W].
+    """
+    bins, pixels = geom_xyz.shape[2], geom_xyz.shape[3] * geom_xyz.shape[4]
+    points, cells = points_inside(geom_xyz, voxel_num)
+    return points, points // (bins * pixels) * pixels + points % pixels, cells
+
+
 def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
     """Return the columns of places, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
     clamped, outside = zip(
