@@ -130,16 +130,24 @@ def test_exported(case, strict):
 
 
 @functools.cache
-def session_of(call):
+def session_of(call, form):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     case = next(case for case in CASES if case.call is call)
-    model = exported(case, torch.onnx.export, dynamo=True, verbose=False).model_proto
-    return runtime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    table = mx_driving.onnx.translations(form)
+    model = exported(case, torch.onnx.export, dynamo=True, verbose=False, custom_translation_table=table).model_proto
+    return session_with_our_nodes(runtime, model)
 
 
-def run_in_onnxruntime(call, inputs):
-    session = session_of(call)
+def session_with_our_nodes(runtime, model):
+    options = runtime.SessionOptions()
+    options.log_severity_level = 4
+    options.register_custom_ops_library(mx_driving.onnx.library())
+    return runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+
+
+def run_in_onnxruntime(call, inputs, form="gather"):
+    session = session_of(call, form)
     names = [i.name for i in session.get_inputs()]
     (output,) = session.run(None, {name: t.numpy() for name, t in zip(names, inputs, strict=True)})
     return torch.from_numpy(output)
@@ -149,6 +157,48 @@ def run_in_onnxruntime(call, inputs):
 def test_onnx(case):
     for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
         torch.testing.assert_close(run_in_onnxruntime(case.call, inputs), case.call()(*inputs))
+
+
+@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.call.__name__)
+def test_our_node_has_a_free_batch(case):
+    """The sizes, which are attributes otherwise, are an input."""
+    for inputs in (case.inputs(2, 30), case.inputs(3, 19)):
+        assert torch.equal(run_in_onnxruntime(case.call, inputs, "onnxruntime"), case.call()(*inputs))
+
+
+SIZES = [
+    ([2, 1, 3, 5], {}, None),
+    ([2, 1, 3, 5], {"bs": 7}, None),  # the input is used where there is one
+    (None, {"bs": 2, "d": 1, "h": 3, "w": 5}, None),
+    (None, {"bs": 2, "d": 1, "h": 3}, "w must be a whole number, an attribute or an element of sizes; got none"),
+    ([2, 1, -3, 5], {}, "h must be a whole number, an attribute or an element of sizes; got -3"),
+    ([2, 1, 3], {}, r"sizes must have dtype int64 and shape \(4,\); got int64 and \(3,\)"),
+    ([[2, 1, 3, 5]], {}, r"sizes must have dtype int64 and shape \(4,\); got int64 and \(1, 4\)"),
+    ([2.0, 1, 3, 5], {}, r"sizes must have dtype int64 and shape \(4,\); got float32 and \(4,\)"),
+    ([2**40, 2**40, 3, 5], {}, r"output must have fewer than 2\*\*48 elements; got "),
+]
+
+
+@pytest.mark.parametrize(("sizes", "attributes", "refusal"), SIZES)
+def test_the_sizes_of_our_node(sizes, attributes, refusal):
+    onnx, runtime = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
+    helper = onnx.helper
+    depth, feat, *ranks = lifted(2, 30)
+    tensors = dict(zip("abcde", (feat.view(-1, C), depth.flatten(), ranks[1], ranks[0], ranks[2]), strict=True))
+    tensors |= {} if sizes is None else {"sizes": torch.tensor(sizes)}
+    node = helper.make_node("bev_pool_v3", list(tensors), ["y"], domain="mx_driving", **attributes)
+    kinds = {torch.float32: onnx.TensorProto.FLOAT, torch.int64: onnx.TensorProto.INT64}
+    inputs = [helper.make_tensor_value_info(n, kinds[t.dtype], list(t.shape)) for n, t in tensors.items()]
+    outputs = [helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid("mx_driving", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", inputs, outputs), opset_imports=opsets, ir_version=10)
+    session = session_with_our_nodes(runtime, model)
+    feeds = {name: t.numpy() for name, t in tensors.items()}
+    if refusal is None:
+        assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), V3()(depth, feat, *ranks))
+    else:
+        with pytest.raises(Exception, match=refusal):
+            session.run(None, feeds)
 
 
 OUTSIDE = [[-1, 0, 0, 0], [3, 0, 0, 0], [0, 5, 0, 0], [0, -(2**40), 0, 0], [0, 0, 1, 0], [0, 0, 0, 2], [0, 0, 0, -1]]

@@ -299,3 +299,51 @@ def test_without_channels_the_output_is_empty():
     feat = torch.rand(4, 0, requires_grad=True)
     mx_driving.bev_pool_v3(None, feat, None, None, places, (B, D, H, W, 0)).sum().backward()
     assert feat.grad.shape == (4, 0)
+
+
+HUGE = 2**40, 2**40, 2, 3
+NONE, FLAT = torch.zeros(0, 4).long(), torch.zeros(0).long()
+FEW = "must have fewer than 2\\*\\*48 elements, an axis of 0 counted as 1"
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: mx_driving.bev_pool(torch.rand(0, 0), NONE, *HUGE), f"output {FEW}; got "),
+        (lambda: mx_driving.bev_pool_v3(None, torch.rand(0, 0), None, None, NONE, (*HUGE, 0)), f"output {FEW}; got "),
+        (lambda: torch.ops.mx_driving.bev_pool_v3(torch.rand(0, 0), torch.rand(0), *[FLAT] * 3, *HUGE), f"output {FEW}; got "),
+        (lambda: mx_driving.bev_pool(torch.rand(0, 1), NONE, 2**63, 1, 1, 1),
+         r"bev_feat_shape must have sizes below 2\*\*48; got "),
+        (lambda: mx_driving.npu_voxel_pooling_train(GEOMETRY, torch.rand(2, 4, 5), (2**63, 2, 1)),
+         r"voxel_num must have sizes below 2\*\*48; got "),
+        (lambda: mx_driving.npu_voxel_pooling_train(GEOMETRY.to("meta"), torch.rand(2, 4, 5), (3, 2, 1)),
+         r"geom_xyz must be on input_features's device \(cpu\); got meta"),
+        (lambda: mx_driving.bev_pool(torch.rand(0, 1), NONE.to("meta"), 1, 1, 1, 1),
+         r"geom_feat must be on feat's device \(cpu\); got meta"),
+        (lambda: mx_driving.bev_pool_v2(*lifted(), SHAPE, FIRST.to("meta"), FIRST),
+         r"interval_starts must be on ranks_bev's device"),
+        (lambda: mx_driving.bev_pool_v2(*lifted()[:2], *[FIRST[0]] * 3, SHAPE, FIRST, FIRST),
+         r"ranks_bev must have shape \(n,\); got \(\)"),
+        (lambda: mx_driving.bev_pool_v2(*lifted(), SHAPE, torch.tensor([2**62]), torch.tensor([2**62])),
+         rf"interval_starts\[0\] must leave room for {2**62} of 60 points; got {2**62}"),
+        (lambda: mx_driving.bev_pool_v2(*lifted(), SHAPE, torch.tensor([1]), torch.tensor([2**63 - 1])),
+         rf"interval_starts\[0\] must leave room for {2**63 - 1} of 60 points; got 1"),
+    ],
+)  # fmt: skip
+def test_sizes_and_devices_are_refused_in_words(call, sentence):
+    with pytest.raises(ValueError, match=f"^{sentence}"):
+        call()
+
+
+def test_every_name_serves_meta_tensors():
+    """The number of points is data there; the shape of the output is not."""
+    depth, feat, *ranks = (t.detach().to("meta") for t in lifted())
+    start = FIRST.to("meta")
+    outputs = [
+        mx_driving.bev_pool_v3(depth, feat, *ranks, SHAPE),
+        mx_driving.bev_pool_v2(depth, feat, *ranks, SHAPE, start, start),
+        mx_driving.bev_pool(torch.rand(3, C, device="meta"), torch.zeros(3, 4, device="meta").int(), B, D, H, W),
+    ]
+    assert [(out.device.type, *out.shape) for out in outputs] == [("meta", B, C, D, H, W)] * 3
+    out = mx_driving.npu_voxel_pooling_train(GEOMETRY.to("meta"), torch.rand(2, 4, 5, device="meta"), (3, 2, 1))
+    assert (out.device.type, *out.shape) == ("meta", 2, 5, 2, 3)

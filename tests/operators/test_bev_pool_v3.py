@@ -375,7 +375,7 @@ def refusals() -> dict[str, tuple[Any, ...]]:
         "feat must have shape (..., C=7); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 7)),
         "bev_feat_shape must be five ints, (B, D, H, W, C); got (2, 1)": (depth, feat, rd, rf, rb, (2, 1)),
         "bev_feat_shape must have no negative size; got (2, 1, -5, 7, 8)": (depth, feat, rd, rf, rb, (2, 1, -5, 7, 8)),
-        "output must have fewer than 2**48 elements; got 4194304 x 8 x 4194304 x 1 x 7": (
+        "output must have fewer than 2**48 elements; got (4194304, 8, 4194304, 1, 7)": (
             depth, feat, rd, rf, rb, (2**22, 2**22, 1, 7, 8)
         ),
         "ranks_feat must have shape (n=30,); got (29,)": (depth, feat, rd, rf[:29], rb, shape),

@@ -292,3 +292,40 @@ def test_forgotten_starts_are_named(operator):
     ]
     with pytest.raises(TypeError, match=rf"^\w+_start_index must be given as argument 3 of {operator}; got "):
         getattr(mx_driving, operator)(value, shapes, *rest)
+
+
+PADDED = "have one size in each axis, as torch.nested.to_padded_tensor makes it; got a nested tensor"
+JAGGED = "have the layout torch.strided; got torch.jagged"
+MASKED = "be a torch.Tensor without a mask, as get_data() gives it; got MaskedTensor"
+KINDS = [
+    (lambda t: torch.nested.nested_tensor([*t]), PADDED),
+    (lambda t: torch.nested.nested_tensor([*t], layout=torch.jagged), JAGGED),
+    (lambda t: torch.nested.nested_tensor([t[0], t[1, :1]], layout=torch.jagged), JAGGED),
+    (lambda t: torch.masked.masked_tensor(t, torch.ones_like(t).bool()), MASKED),
+]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of:UserWarning")
+@pytest.mark.parametrize("place", [0, 3, -1])
+@pytest.mark.parametrize(("make", "rule"), KINDS)
+@pytest.mark.parametrize("operator", sorted(GOOD))
+def test_nested_and_masked_tensors(operator, make, rule, place):
+    args = list(GOOD[operator]())
+    place = OPERATORS[operator].weights if place < 0 else place
+    args[place] = make(args[place])
+    with pytest.raises((TypeError, ValueError)) as refused:
+        getattr(mx_driving, operator)(*args)
+    assert str(refused.value) == f"{OPERATORS[operator].inputs[place]} must {rule}"
+
+
+def test_symbolic_trace_is_told_of_wrap():
+    with pytest.raises(TypeError, match=r"^value must be a torch\.Tensor \(torch\.fx\.symbolic_trace takes .*\); got Proxy$"):
+        torch.fx.symbolic_trace(lambda value: mx_driving.multi_scale_deformable_attn(value, *GOOD[MULTI_SCALE]()[1:]))
+
+
+def test_an_output_that_memory_does_not_hold():
+    value, shapes, starts, locations, weights = GOOD[MULTI_SCALE]()
+    args = value[:1, ..., :1].expand(-1, -1, -1, 2**20), shapes, starts, *(t[:1, :1] for t in (locations, weights))
+    wide = (*args[:3], *(t.expand(-1, 2**24, *t.shape[2:]) for t in args[3:]))
+    with pytest.raises(RuntimeError, match=rf"output must fit in memory; got shape \(1, {2**24}, {2**21}\)"):
+        mx_driving.multi_scale_deformable_attn(*wide)

@@ -1,6 +1,9 @@
 // Sentences about arguments that do not fit, and about levels.
 #include "call/words.h"
 
+#include <algorithm>
+
+#include "call/check.h"
 #include "call/prepare.h"
 
 namespace mxd {
@@ -38,6 +41,15 @@ std::string text_of(const int64_t *numbers, size_t count) {
     std::string text;
     for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
     return "(" + text + (count == 1 ? ",)" : ")");
+}
+
+std::string fault_of_output(const int64_t *shape, size_t axes) {
+    const bool empty = std::find(shape, shape + axes, 0) != shape + axes;
+    double elements = 1;
+    for (size_t a = 0; a < axes; ++a) elements *= double(std::max<int64_t>(shape[a], 1));
+    if (elements < double(TOO_MANY)) return "";
+    const std::string rule = "have fewer than 2**48 elements";
+    return sentence("output", rule + (empty ? ", an axis of 0 counted as 1" : ""), text_of(shape, axes));
 }
 
 std::string fault_of_levels(const Call &call, const std::string &shapes, const std::string &starts) {

@@ -71,7 +71,7 @@ struct Instance {
     const Runtime &runtime;
     const Function &function;
     int64_t option;               // reference_axis
-    std::vector<int64_t> numbers; // sizes that no input has
+    std::vector<int64_t> numbers; // sizes that no input has, from attributes; -1: no attribute
     std::atomic<int> threads{0};  // that were seen to work; 0: none yet
 };
 
@@ -96,16 +96,17 @@ int64_t option_of(const Description &op, const OrtApi *api, const OrtKernelInfo 
     refuse(api, sentence(name, rule, fact));
 }
 
+std::string name_of_number(const Description &op, size_t i) { return std::string(op.sizes[size_t(op.given[i])]); }
+
 std::vector<int64_t> numbers_of(const Description &op, const OrtApi *api, const OrtKernelInfo *info) {
     std::vector<int64_t> numbers;
-    for (int size : op.given) {
-        const std::string name(op.sizes[size_t(size)]);
+    for (size_t i = 0; i < op.given.size(); ++i) {
         int64_t number = -1;
-        OrtStatus *status = ort::int_attribute(api, info, name.c_str(), &number);
+        OrtStatus *status = ort::int_attribute(api, info, name_of_number(op, i).c_str(), &number);
+        if (!status && number < 0)
+            refuse(api, sentence(name_of_number(op, i), "be an attribute, a whole number", std::to_string(number)));
         if (status) ort::release_status(api, status);
-        if (status || number < 0)
-            refuse(api, sentence(name, "be an attribute, a whole number", status ? "none" : std::to_string(number)));
-        numbers.push_back(number);
+        numbers.push_back(status ? -1 : number);
     }
     return numbers;
 }
@@ -162,6 +163,28 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t place
     to.given.dtype_name = dtype.name;
 }
 
+// The sizes that no input has: attributes, or the elements of one more input, which follows the operator's.
+std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelContext *context, size_t count) {
+    const OrtApi *api = instance.runtime.api;
+    const Description &op = *instance.function.op;
+    std::vector<int64_t> numbers = instance.numbers;
+    Input input;
+    if (count > size_t(instance.function.num_inputs)) read_input(api, context, size_t(instance.function.num_inputs), input);
+    if (input.given.shape) {
+        const std::string dtype = input.given.dtype_name, shape = text_of(input.shape.data(), size_t(input.given.axes));
+        if (input.given.dtype != MXD_INT64 || input.given.axes != 1 || input.shape[0] != int64_t(numbers.size()))
+            refuse(api, sentence("sizes", "have dtype int64 and shape (" + std::to_string(numbers.size()) + ",)",
+                                 dtype + " and " + shape));
+        const int64_t *elements = static_cast<const int64_t *>(input.data);
+        numbers.assign(elements, elements + numbers.size());
+    }
+    for (size_t i = 0; i < numbers.size(); ++i)
+        if (numbers[i] < 0)
+            refuse(api, sentence(name_of_number(op, i), "be a whole number, an attribute or an element of sizes",
+                                 input.given.shape ? std::to_string(numbers[i]) : "none"));
+    return numbers;
+}
+
 // A node's inputs, and how large their axes are.
 struct Inputs {
     std::vector<Input> all;
@@ -178,7 +201,9 @@ struct Inputs {
             given[i] = all[i].given;
         }
         if (fits(function, given, function.num_inputs, instance.option, sizes)) {
-            for (size_t i = 0; i < instance.numbers.size(); ++i) sizes.of[function.op->given[i]] = instance.numbers[i];
+            if (instance.numbers.empty()) return;
+            const std::vector<int64_t> numbers = read_numbers(instance, context, count);
+            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.op->given[i]] = numbers[i];
             return;
         }
         refuse(api, sentence(function, refusal_of(function, given, function.num_inputs, instance.option)));
@@ -200,13 +225,9 @@ mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const Give
 
 mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const Argument &output, const Inputs &inputs) {
     std::vector<int64_t> shape;
-    double elements = 1;
-    for (const NamedAxis &axis : output.axes) {
-        shape.push_back(inputs.size(axis));
-        elements *= double(shape.back());
-    }
-    if (elements >= double(TOO_MANY))
-        refuse(api, sentence("output", "have fewer than 2**48 elements", text_of(shape.data(), shape.size())));
+    for (const NamedAxis &axis : output.axes) shape.push_back(inputs.size(axis));
+    const std::string fault = fault_of_output(shape.data(), shape.size());
+    if (!fault.empty()) refuse(api, fault);
     OrtValue *made = nullptr;
     void *data = nullptr;
     need(ort::output(api, context, 0, shape.data(), shape.size(), &made));
@@ -297,10 +318,14 @@ NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType 
     k.dtype = dtype;
     k.name = [](const OrtCustomOp *op) { return kernel_of(op).function->name.c_str(); };
     k.execution_provider = [](const OrtCustomOp *) -> const char * { return nullptr; };
-    k.number_of_inputs = [](const OrtCustomOp *op) { return size_t(kernel_of(op).function->num_inputs); };
+    k.number_of_inputs = [](const OrtCustomOp *op) {
+        const Function &function = *kernel_of(op).function;
+        return size_t(function.num_inputs) + (function.op->given.size() != 0); // the input "sizes"
+    };
     k.input_type = [](const OrtCustomOp *op, size_t i) { return i == 0 ? kernel_of(op).dtype : ORT_ANY; };
     k.input_presence = [](const OrtCustomOp *op, size_t i) {
-        return kernel_of(op).function->arguments[i].required ? ORT_REQUIRED : ORT_OPTIONAL;
+        const Function &function = *kernel_of(op).function;
+        return i < size_t(function.num_inputs) && function.arguments[i].required ? ORT_REQUIRED : ORT_OPTIONAL;
     };
     k.input_memory = [](const OrtCustomOp *, size_t) { return 0; };
     k.number_of_outputs = [](const OrtCustomOp *) { return size_t(1); };

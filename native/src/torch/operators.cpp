@@ -110,12 +110,12 @@ class Tensor {
 };
 
 // A contiguous tensor like another, but for its shape.
-Tensor made(const Tensor &like, const int64_t *shape, int axes) {
+Tensor made(const std::string &name, const Tensor &like, const int64_t *shape, int axes) {
     int64_t strides[MOST_AXES];
     for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
     TensorHandle handle;
-    need(api->aoti_torch_empty_strided(axes, shape, strides, like.dtype(), like.device(), like.device_index(), &handle),
-         "allocate a result");
+    if (api->aoti_torch_empty_strided(axes, shape, strides, like.dtype(), like.device(), like.device_index(), &handle))
+        throw Refused{sentence(name, "fit in memory", "shape " + text_of(shape, size_t(axes)))};
     return Tensor(handle);
 }
 
@@ -236,11 +236,10 @@ class BoxedCall {
     void make_output() {
         const int place = function.first_written;
         int64_t shape[MOST_AXES], *next = shape;
-        double elements = 1;
-        for (const NamedAxis &axis : argument(place).axes) elements *= double(*next++ = size(axis));
-        if (elements >= double(TOO_MANY))
-            throw Refused{sentence("output", "have fewer than 2**48 elements", text_of(shape, size_t(next - shape)))};
-        tensors[place] = made(tensors[function.first_input], shape, int(next - shape));
+        for (const NamedAxis &axis : argument(place).axes) *next++ = size(axis);
+        const std::string fault = fault_of_output(shape, size_t(next - shape));
+        if (!fault.empty()) throw Refused{fault};
+        tensors[place] = made("output", tensors[function.first_input], shape, int(next - shape));
         given[place] = tensors[place].given();
     }
 
@@ -255,8 +254,9 @@ class BoxedCall {
         for (size_t i = 0; i < gradients; ++i, ++input) {
             const int place = function.first_written + int(i);
             while (argument(place).name.compare(5, std::string::npos, argument(input).name)) ++input; // behind "grad_"
-            tensors[place] =
-                mask[i] ? made(tensors[input], given[input].shape, given[input].axes) : made(tensors[input], &nothing, 1);
+            const std::string &name = argument(place).name;
+            tensors[place] = mask[i] ? made(name, tensors[input], given[input].shape, given[input].axes)
+                                     : made(name, tensors[input], &nothing, 1);
             if (mask[i]) given[place] = tensors[place].given();
         }
     }

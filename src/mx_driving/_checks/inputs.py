@@ -48,12 +48,18 @@ def _compiled(operator: Operator) -> Callable[..., None]:
     """The check of an operator's inputs and options: returns None, or raises."""
     given = {
         "Tensor": Tensor,
+        "has_elements": _has_elements,
         "reference_count_fits": reference_count_fits,
         "memory_holds": _memory_holds,
         "refuse": functools.partial(_refuse, operator),
         **{name: dtypes for name, (dtypes, _) in _ELEMENTS.items()},
     }
     return _defined(_source(operator), given)["check"]
+
+
+def _has_elements(a: Any) -> bool:
+    """Whether an argument of another type than torch.Tensor is a tensor that can be read: a MaskedTensor serves no operator."""
+    return isinstance(a, Tensor) and type(a).__name__ != "MaskedTensor"
 
 
 def _defined(source: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +79,7 @@ def _source(operator: Operator) -> Iterable[str]:
         unpacked.append(f"        {', '.join(names)}, = {t.name}.shape")
         agree += [_size_agrees(name, axis) for name, axis in zip(names, t.axes, strict=True) if name != axis]
         known |= {axis for axis in t.axes if axis.isidentifier()}
-    agree += [f"memory_holds({' * '.join(operator.output)})"] if operator.sizes else []
+    agree += [f"memory_holds({', '.join(operator.output)})"] if operator.sizes else []
     agree += [_shape_agrees(t) for t in required if t not in defining]
     agree += [f"{t.name}.dtype in {t.elements}" for t in required]
     agree += [" == ".join(f"{t.name}.device" for t in required)]
@@ -83,7 +89,8 @@ def _source(operator: Operator) -> Iterable[str]:
     agree += [f"{option} in {choices}" for option, choices in operator.choices.items()]
     parameters = [t.name + "=None" * t.optional for t in operator.tensors] + [*operator.sizes]
     parameters += [f"{option}={choices[0]!r}" for option, choices in operator.choices.items()]
-    first = [f"isinstance({t.name}, Tensor)" for t in required] + [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
+    first = [f"(type({t.name}) is Tensor or has_elements({t.name})) and not {t.name}.is_nested" for t in required]
+    first += [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
     return (
         f"def check({', '.join(parameters)}):",
         f"    if {' and '.join(first)}:",
@@ -121,7 +128,7 @@ def _shape_agrees(t: Input) -> str:
 
 def _optional_agrees(t: Input, first: Input) -> str:
     rules = f"{_shape_agrees(t)} and {t.name}.dtype in {t.elements} and {t.name}.device == {first.name}.device"
-    return f"({t.name} is None or isinstance({t.name}, Tensor) and {rules})"
+    return f"({t.name} is None or has_elements({t.name}) and not {t.name}.is_nested and {rules})"
 
 
 def _apart(axes: Sequence[str]) -> list[str]:
@@ -230,15 +237,16 @@ def _need_output(operator: Operator, sizes: Sizes) -> None:
     for name in operator.sizes:
         if sizes[name] < 0:
             fail(ValueError, name, "not be negative", sizes[name])
-    if operator.sizes and not _memory_holds(math.prod(sizes[axis] for axis in operator.output)):
-        fact = " x ".join(str(sizes[axis]) for axis in operator.output)
-        fail(ValueError, "output", "have fewer than 2**48 elements", fact)
+    shape = tuple(sizes[axis] for axis in operator.output if axis in sizes)
+    if operator.sizes and not _memory_holds(*shape):
+        rule = "have fewer than 2**48 elements" + ", an axis of 0 counted as 1" * (0 in shape)
+        fail(ValueError, "output", rule, shape)
 
 
-def _memory_holds(elements: int | torch.SymInt) -> bool:
+def _memory_holds(*sizes: int | torch.SymInt) -> bool:
     """Sizes of a graph are not compared: torch.export takes no limits of free ones, and torch.compile shows these as ints."""
-    in_graph = not isinstance(elements, int) or torch.compiler.is_compiling()
-    return in_graph or elements < _MOST_ELEMENTS
+    in_graph = torch.compiler.is_compiling() or not all(isinstance(size, int) for size in sizes)
+    return in_graph or math.prod(max(size, 1) for size in sizes) < _MOST_ELEMENTS
 
 
 def _needs_gradient(operator: Operator) -> Callable[..., bool]:

@@ -29,14 +29,26 @@ def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
 
 
 def tensors(*named: Named) -> None:
-    """Every argument is a torch.Tensor, whose elements lie in memory one by one."""
+    """Check that every argument is a torch.Tensor, whose elements lie in memory one by one."""
     for name, t in named:
         if not isinstance(t, Tensor):
-            numbers = isinstance(t, (list, tuple)) and not any(isinstance(e, Tensor) for e in t)
-            write = f", as torch.tensor({name}) makes it" if numbers else ""
-            fail(TypeError, name, "be a torch.Tensor" + write, type(t).__name__)
-        if not torch.compiler.is_compiling() and t.layout != torch.strided:  # a compiled backward may not read layouts
+            fail(TypeError, name, "be a torch.Tensor" + _advice(name, t), type(t).__name__)
+        if t.is_nested and t.layout == torch.strided:
+            rule = "have one size in each axis, as torch.nested.to_padded_tensor makes it"
+            fail(ValueError, name, rule, "a nested tensor")
+        if type(t).__name__ == "MaskedTensor":
+            fail(TypeError, name, "be a torch.Tensor without a mask, as get_data() gives it", "MaskedTensor")
+        # A compiled backward may not read the layouts of other tensors.
+        if (t.is_nested or not torch.compiler.is_compiling()) and t.layout != torch.strided:
             fail(ValueError, name, "have the layout torch.strided", t.layout)
+
+
+def _advice(name: str, argument: object) -> str:
+    if isinstance(argument, (list, tuple)) and not any(isinstance(element, Tensor) for element in argument):
+        return f", as torch.tensor({name}) makes it"
+    if type(argument).__name__ == "Proxy":
+        return " (torch.fx.symbolic_trace takes functions that torch.fx.wrap names; torch.export takes this one as it is)"
+    return ""
 
 
 def need_one_device(first: Named, *others: Named) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import collections
 import importlib.metadata
-import json
 import platform
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 
 import mx_driving_portable
 
-from .. import __distribution__, _backends
-from .._dispatch.library import backends
+from .. import __distribution__, _backends, backends
+from .._cli_support.show import print_json
+from .options import Json
 
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
 
@@ -85,15 +84,13 @@ def _lines(facts: dict[str, Any]) -> list[str]:
     return [*lines, f"beside: {facts['beside']}"] if facts["beside"] else lines
 
 
-def info(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
+def info(as_json: Json = False) -> None:
     """Print versions, the processor and the kernel that serves each operator: a block to paste into a bug report.
 
     Example: `mx-driving info --json`
     """
     facts = collect()
     if as_json:
-        print(json.dumps(facts, indent=2))
+        print_json(facts)
     else:
         print("\n".join(_lines(facts)))

@@ -33,7 +33,10 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
         inputs.append(_Parameter(name, kind, param_option=needed))
         constraints.append((kind, _TYPES[row.tensors[place].elements], ""))
     types = onnx.defs.OpSchema.AttrType
-    attributes = [_Attribute(size, types.INT) for size in row.sizes]
+    if row.sizes:
+        inputs.append(_Parameter("sizes", "S", param_option=options.Optional))
+        constraints.append(("S", ["tensor(int64)"], ""))
+    attributes = [_Attribute(size, types.INT, required=False) for size in row.sizes]
     attributes += [_Attribute(option, types.STRING) for option in row.choices]
     outputs = [_Parameter("output", "T0")]
     return onnx.defs.OpSchema(
@@ -43,14 +46,21 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
 
 def _node(row: Operator) -> Callable[..., Any]:
     node = Op(Opset("mx_driving", VERSION), row.name, _schema(row))
-    options = (*row.sizes, *row.choices)
 
     def write(*arguments: Any) -> Any:
-        inputs, chosen = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]
+        inputs, numbers = list(arguments[: len(row.inputs)]), arguments[len(row.inputs) :]
         inputs = [_known(t) if of.elements == "number" else t for t, of in zip(inputs, row.tensors, strict=True)]
-        return node(*inputs, **dict(zip(options, chosen, strict=True)))
+        if not all(isinstance(number, (int, str)) for number in numbers):
+            return node(*inputs, op.Concat(*map(_element, numbers), axis=0))
+        return node(*inputs, **dict(zip((*row.sizes, *row.choices), numbers, strict=True)))
 
     return write
+
+
+def _element(size: Any) -> Any:
+    """A size, which is a number or free, as a tensor of one element."""
+    one = op.Constant(value_ints=[size if isinstance(size, int) else 1])
+    return one if isinstance(size, int) else op.Reshape(op.Cast(size, to=onnx.TensorProto.INT64), one)
 
 
 def _known(locations: Any) -> Any:

@@ -26,15 +26,17 @@ def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_be
     return [feat.flatten(0, -2), depth.flatten(), ranks_feat, ranks_depth, ranks_bev, *sizes]
 
 
-def sizes_of(name: str, given: Any, count: str, axes: str) -> list[int]:
-    """The sizes that an argument has, as ints: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
-    sizes = [_int(size) for size in given] if isinstance(given, (list, tuple)) else []
-    if len(sizes) != len(axes.split(", ")) or any(size is None for size in sizes):
-        fail(ValueError, name, f"be {count} ints, ({axes})", given)
-    found = cast("list[int]", sizes)  # a text: torch 2.6 cannot compile list[int]
-    if any(size < 0 for size in found):
-        fail(ValueError, name, "have no negative size", tuple(found))
-    return found
+def sizes_of(name: str, argument: Any, count: str, axes: str) -> list[int]:
+    """Return the sizes in an argument as ints: torch.compile has symbols for them, BEVFusion tensors, and NumPy its own."""
+    numbers = [_int(size) for size in argument] if isinstance(argument, (list, tuple)) else []
+    if len(numbers) != len(axes.split(", ")) or any(size is None for size in numbers):
+        fail(ValueError, name, f"be {count} ints, ({axes})", argument)
+    sizes = cast("list[int]", numbers)  # a text: torch 2.6 cannot compile list[int]
+    if any(size < 0 for size in sizes):
+        fail(ValueError, name, "have no negative size", tuple(sizes))
+    if not torch.compiler.is_compiling() and any(isinstance(size, int) and size >= 2**48 for size in sizes):
+        fail(ValueError, name, "have sizes below 2**48", tuple(sizes))
+    return sizes
 
 
 def _int(size: Any) -> int | torch.SymInt | None:

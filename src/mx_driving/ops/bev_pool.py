@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes, tensors
+from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
 from ._arguments import explain_arguments
 from .bev_pool_v3 import bev_pool_v3
 
@@ -36,4 +36,5 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     need_dtype("geom_feat", geom_feat, INDEX, INDEX_RULE)
     need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
     need_some_sizes("feat", feat, "n, C", geom_feat.shape[0], None)
+    need_one_device(("feat", feat), ("geom_feat", geom_feat))
     return bev_pool_v3(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))

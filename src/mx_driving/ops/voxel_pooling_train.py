@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, tensors
+from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 from ._arguments import explain_arguments
 from ._pooling import points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3
@@ -46,6 +46,7 @@ def npu_voxel_pooling_train(geom_xyz: Tensor, input_features: Tensor, voxel_num:
     if rows[:1] != points[:1] or math.prod(rows) != math.prod(points):
         shape = ", ".join(map(str, points))
         fail(ValueError, "input_features", f"have shape ({shape}, C)", tuple(input_features.shape))
+    need_one_device(("input_features", input_features), ("geom_xyz", geom_xyz))
     listed = voxel_num.tolist() if isinstance(voxel_num, Tensor) else voxel_num
     X, Y, _ = sizes = sizes_of("voxel_num", listed, "three", "X, Y, Z")
     points, cells = points_inside(geom_xyz, sizes)
