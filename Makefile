@@ -1,4 +1,4 @@
-# make demo    a virtual environment, the package, `mx-driving check` and `mx-driving demo`
+# make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
 # make test    the same environment, linters and the whole test suite
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and as
@@ -61,7 +61,7 @@ $(STAMP): $(VENV)/made pyproject.toml $(NATIVE)
 demo: $(VENV)/demo
 	@echo "Checking the operators and drawing the demo: less than a minute"
 	$(BIN)/mx-driving check --quick
-	$(BIN)/mx-driving demo --out demo.png
+	$(BIN)/python examples/surround_view/main.py --out demo.png
 
 test: $(STAMP) lint
 	@echo "Running the tests: 6 to 12 minutes on 2 cores"
@@ -97,7 +97,7 @@ test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadgroup --record $(RECORD) --packages oldest $(FILES)
 
 bench: $(STAMP)
-	$(BIN)/mx-driving bench --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
+	$(BIN)/python benchmarks/bench.py --peers --traits --csv benchmarks/results/mine.csv --plot benchmarks/results/mine.png
 
 # The runtimes bring many packages, which an environment of their own keeps from the tests.
 DEPLOY := build/deploy

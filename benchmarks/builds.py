@@ -24,9 +24,9 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
+from mx_driving._measure.timing import interleaved
+from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operators import OPERATORS
-from mx_driving.measure.timing import interleaved
-from mx_driving.measure.workloads import WORKLOADS, Workload
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:

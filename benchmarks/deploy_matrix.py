@@ -29,10 +29,10 @@ from rich.console import Console
 import mx_driving
 from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving._cli_support.show import grid, say, show
+from mx_driving._measure.report import OURS, Row, write
+from mx_driving._measure.timing import interleaved
+from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 from mx_driving._operators import OPERATORS
-from mx_driving.measure.report import OURS, Row, write
-from mx_driving.measure.timing import interleaved
-from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")

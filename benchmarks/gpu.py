@@ -32,9 +32,9 @@ from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
+from mx_driving._measure import plain
+from mx_driving._measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
 from mx_driving._operators import OPERATORS
-from mx_driving.measure import plain
-from mx_driving.measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, WORKLOADS, Workload
 
 DRY = "--dry-run" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"
@@ -256,7 +256,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes in Triton's interpreter; measures nothing")
-    parser.add_argument("--all", action="store_true", help="also the workloads of `mx-driving bench`")
+    parser.add_argument("--all", action="store_true", help="also the workloads of bench.py")
     options = parser.parse_args()
     if not DRY and not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; --dry-run checks this script without one")

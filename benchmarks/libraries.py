@@ -5,7 +5,7 @@
 A line for each model: what is replaced, the largest difference of the outputs in float64 as a fraction of the largest
 magnitude, the queries that near ties of the ranking put elsewhere, and medians of the whole model's time before and after.
 Nothing is downloaded. Where a library's own builder would fetch a part, the part is made here, with random weights.
-`make time-libraries` measures all but transformers' models, which `mx-driving models` takes.
+`make time-libraries` measures all but transformers' models, which time_models.py takes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
+import models
 import torch
 import torchvision_names
 import typer
+from models import Subject, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving
 from mx_driving._cli_support.problems import in_a_sentence, matching, need
-from mx_driving.measure import models, report
-from mx_driving.measure.models import Subject, make_sensitive, photograph
-from mx_driving.measure.timing import interleaved
+from mx_driving._measure import report
+from mx_driving._measure.timing import interleaved
 
 Build = Callable[[int, int], Subject]  # from the height and width of the photograph
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
+import models
 import onnx_ir
 import torch
 import torchvision_names
@@ -29,7 +30,7 @@ from libraries import silent
 
 import mx_driving.onnx
 from mx_driving._cli_support.problems import in_a_sentence, matching
-from mx_driving.measure import models, onnx_files, report
+from mx_driving._measure import onnx_files, report
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._save import with_ours
 

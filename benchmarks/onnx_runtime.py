@@ -26,9 +26,9 @@ from rich.table import Table
 
 import mx_driving
 from mx_driving._cli_support.problems import in_a_sentence, matching
-from mx_driving.measure.report import OURS, Row, write
-from mx_driving.measure.timing import interleaved
-from mx_driving.measure.workloads import GEOMETRIC, WORKLOADS, Workload
+from mx_driving._measure.report import OURS, Row, write
+from mx_driving._measure.timing import interleaved
+from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload
 
 DEFAULT = ("Deformable-DETR*", "RT-DETR*", "Sparse4D*", "MapTR nano*")
 RUN = ("gather", "grid_sample", "onnxruntime")  # the forms that this runtime can run

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -31,8 +32,6 @@ from torch import Tensor
 import mx_driving
 import mx_driving.onnx
 from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need
-from mx_driving.measure import models
-from mx_driving.measure.timing import interleaved
 
 FORMS = ("grid_sample", "gather", "onnxruntime")
 OF_PATCHED = FORMS[1:]
@@ -100,6 +99,21 @@ def farthest(boxes: Tensor, expected: Tensor) -> float:
     return float(torch.cdist(expected, boxes, p=torch.inf).min(-1).values.max())
 
 
+def time_in_turn(
+    calls: dict[str, Callable[[], Any]], seconds: float, within: Callable[[str], AbstractContextManager[None]]
+) -> dict[str, list[float]]:
+    """Seconds of each call, round after round: whatever else the machine does falls on all calls alike."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    end = time.monotonic() + seconds
+    while len(times[PATCHED]) < 3 or time.monotonic() < end:
+        for name, call in calls.items():
+            with within(name):
+                start = time.perf_counter()
+                call()
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--photo", type=Path)
@@ -113,8 +127,6 @@ def read_options() -> argparse.Namespace:
 
 def look_before_work(options: argparse.Namespace) -> None:
     """Raise a Problem now if something is missing that the program needs only after its work."""
-    if options.checkpoint is None:
-        models.need_transformers("deploy_onnx.py")
     need("deploy_onnx.py", "transformers>=5", "transformers")
     need("deploy_onnx.py", "onnx onnxscript onnxruntime", "onnx", "onnxscript", "onnxruntime")
     if options.photo is None:
@@ -153,7 +165,7 @@ def run(options: argparse.Namespace) -> None:
     for name, call in calls.items():
         with within(name):
             distances[name] = farthest(call(pixels)[1], expected)
-    times = interleaved({name: partial(call, pixels) for name, call in calls.items()}, options.seconds, within)
+    times = time_in_turn({name: partial(call, pixels) for name, call in calls.items()}, options.seconds, within)
     for name, distance in distances.items():
         print(f"{name:>28}: {1e3 * statistics.median(times[name]):8.1f} ms, boxes {distance:.1e}")
     print(f"the files are in {options.folder}")

@@ -23,7 +23,8 @@ from torch import Tensor
 import mx_driving
 from mx_driving._cli_support.files import open_picture, writable, writable_picture, writing
 from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need, ruled
-from mx_driving.measure import models
+
+AT_RANDOM = ("d_fine", "deformable_detr", "rt_detr", "rt_detr_v2")
 
 
 def load_photo(path: Path | None) -> Any:
@@ -50,18 +51,20 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
 
 
 def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """The model of transformers/models/<name> in its default configuration."""
-    width, height = photo.size
-    try:
-        subject = models.build(name, height, width)
-    except (ImportError, StopIteration):  # no such model, none that detects, or a package that it needs
-        if name in (known := models.carriers()):
-            raise
-        raise Problem(f"--model must be one of {', '.join(known)}; got {name}") from None
-    size = subject.inputs["pixel_values"].shape[-2:]
-    pixels = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(height, width, 3)
-    picture = torch.nn.functional.interpolate(pixels.permute(2, 0, 1)[None] / 255, tuple(size), mode="bilinear", antialias=True)
-    return subject.model, {**subject.inputs, "pixel_values": models.normalised(picture)}
+    """A detector in its default configuration with random weights, and the photograph, in sides that 32 divides."""
+    if name not in AT_RANDOM:
+        raise Problem(f"--model must be one of {', '.join(AT_RANDOM)}; got {name}")
+    from transformers import AutoConfig, AutoModelForObjectDetection, ResNetConfig
+
+    torch.manual_seed(0)
+    backbone = ResNetConfig(out_features=["stage2", "stage3", "stage4"])  # instead of timm's
+    changes = {"backbone_config": backbone, "use_timm_backbone": False} if name == "deformable_detr" else {}
+    model = AutoModelForObjectDetection.from_config(AutoConfig.for_model(name, **changes)).eval()
+    pixels = torch.frombuffer(bytearray(photo.tobytes()), dtype=torch.uint8).view(photo.height, photo.width, 3)
+    size = [-(-side // 32) * 32 for side in (photo.height, photo.width)]
+    picture = torch.nn.functional.interpolate(pixels.permute(2, 0, 1)[None] / 255, size, mode="bilinear", antialias=True)
+    mean, spread = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]])[..., None, None]
+    return model, {"pixel_values": (picture - mean) / spread}
 
 
 def median_ms(run: Any, rounds: int) -> float:
@@ -142,8 +145,6 @@ def look_before_work(options: argparse.Namespace) -> None:
     writable_picture("--out", options.out, "detect.py")
     if options.page is not None:
         writable("--page", options.page)
-    if options.checkpoint is None:
-        models.need_transformers("detect.py")
     need("detect.py", "transformers>=5", "transformers")
     if options.photo is None:
         need("detect.py without --photo", "[examples]", "sklearn")

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from surround_view import scene
+from surround_view.rig import Camera, surround
 from torch import Tensor, nn
 
 import mx_driving
 from mx_driving._cli_support.files import folder_of_pictures, writable, writing
 from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, ruled
-from mx_driving.demo import scene
-from mx_driving.demo.rig import Camera, surround
 
 SIZE = (72, 128)  # height and width of a camera's image
 REACH = 14.4  # metres of ground to each side of the car
@@ -114,8 +114,8 @@ def projections(cameras: tuple[Camera, ...]) -> Tensor:
     matrix = torch.eye(4).repeat(len(cameras), 1, 1)
     for row, camera in zip(matrix, cameras, strict=True):
         height, width = camera.size
-        to_unit = torch.tensor([[1 / width, 0, 0.5 / width], [0, 1 / height, 0.5 / height], [0, 0, 1]], dtype=torch.float64)
-        row[:3] = (to_unit @ camera.matrix).float()
+        to_unit = torch.tensor([1 / width, 1 / height, 1, 1], dtype=torch.float64)
+        row[:] = to_unit[:, None] * camera.projection
     return matrix
 
 
@@ -196,17 +196,14 @@ class Lift(nn.Module):
         self.cells = cells
         self.likely, self.project = nn.Conv2d(channels, len(DEPTHS), 1), nn.Linear(channels, channels)
         height, width = SIZE[0] // 8, SIZE[1] // 8
-        down, across = (torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width
-        z, y, x = torch.meshgrid(DEPTHS, down, across, indexing="ij")
-        seen = torch.stack([x * z, y * z, z, torch.ones_like(z)], -1)  # what projections() makes of a point
-        point = torch.einsum("cij,dhwj->cdhwi", projections(surround(*SIZE)).inverse(), seen).flatten(0, 3)
-        place = ((point[:, :2] + REACH) * (cells / (2 * REACH))).floor().int()
-        inside = ((place >= 0) & (place < cells)).all(-1) & (point[:, 2].abs() < 2)
-        ranks_bev, order = (place[inside] * torch.tensor([cells, 1])).sum(-1, dtype=torch.int32).sort()
-        ranks_depth, pixels = inside.nonzero().squeeze(1)[order].int(), height * width
-        ranks_feat = ranks_depth // (len(DEPTHS) * pixels) * pixels + ranks_depth % pixels
-        self.register_buffer("ranks", torch.stack([ranks_depth, ranks_feat, ranks_bev])[:, None])  # of one scene
-        self.register_buffer("sizes", torch.tensor([len(inside), 6 * pixels, cells * cells], dtype=torch.int32).view(3, 1, 1))
+        pixels = mx_driving.geometry.frustum((SIZE[1], SIZE[0]), (width, height), DEPTHS)
+        points = mx_driving.geometry.unproject(pixels, torch.stack([c.projection for c in surround(*SIZE)]).float())[None]
+        cell, lower = 2 * REACH / cells, (-REACH, -REACH, -2.0)
+        # rows of the view are x, forward: bev_ranks counts along its first axis last
+        ranks = mx_driving.geometry.bev_ranks(points[..., [1, 0, 2]], lower, (cell, cell, 4.0), (cells, cells, 1))
+        self.register_buffer("ranks", torch.stack(ranks)[:, None])  # of one scene
+        rows = 6 * height * width
+        self.register_buffer("sizes", torch.tensor([len(DEPTHS) * rows, rows, cells * cells]).int().view(3, 1, 1))
 
     def forward(self, query: Tensor, maps: list[Tensor]) -> Tensor:
         bs, fine = len(query), maps[0] + F.interpolate(maps[1], size=maps[0].shape[-2:])

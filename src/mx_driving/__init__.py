@@ -8,7 +8,7 @@ __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 # `python -m mx_driving.config` imports this file first. It prints paths, and must not wait seconds for torch.
 if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
     from . import _compiled as _C
-    from . import compat, kernels, nn, onnx, ops, viz
+    from . import compat, geometry, kernels, nn, onnx, ops, viz
     from ._checks.data import DataWarning, data_checks
     from ._checks.limits import atlas_limits
     from ._checks.rules import explain_missing as _explain_missing
@@ -48,6 +48,7 @@ __all__ = [
     "deformable_aggregation_with_logits",
     "geometric_kernel_attention",
     "geometric_kernel_attention_with_logits",
+    "geometry",
     "kernels",
     "multi_scale_deformable_attn",
     "multi_scale_deformable_attn_with_logits",

@@ -176,7 +176,7 @@ def test_ours_over_theirs_works_and_says_so(tmp_path):
         "import mx_driving._C\n"
         "print(json.dumps([mx_driving.__file__, mx_driving._C.__file__, mx_driving.backends()]))\n"
         "from mx_driving.cli import check\n"
-        "from mx_driving.measure.workloads import EXAMPLES\n"
+        "from mx_driving._measure.workloads import EXAMPLES\n"
         "check.CHECKED = EXAMPLES[:1]\n"
     )
     done = run(made(tmp_path, "theirs, ours"), code + COMMAND, "check", "--quick")

@@ -35,7 +35,7 @@ print(json.dumps({"events": done, "new": new, "folders": list(mx_driving.__path_
 
 def test_import_only_registers():
     """After torch, the import loads only the package, Python's own modules, and the native library where torch calls it from
-    C++. It opens no other file and starts no process. `mx-driving bench --traits` measures its time."""
+    C++. It opens no other file and starts no process. `bench.py --traits` measures its time."""
     done = subprocess.run([sys.executable, "-W", "error", "-c", WATCH], capture_output=True, text=True, check=True)
     assert done.stderr == ""
     found = json.loads(done.stdout)  # nothing was printed beside it
@@ -50,7 +50,7 @@ def test_import_only_registers():
     assert all(name.startswith(folders) for name in opened), opened
 
 
-PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_cli_support", "demo", "measure", "cli"))
+PROGRAMS = tuple(f"mx_driving.{room}" for room in ("_cli_support", "_measure", "cli"))
 
 
 def test_backends_names_kernel_and_instruction_set(implementation):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mx_driving.measure.report import processor
+from mx_driving._measure.report import processor
 
 TESTS = pathlib.Path(__file__).parents[1]
 OUTCOMES = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}

@@ -1,11 +1,11 @@
-"""`mx_driving.measure.tolerance`, which says how far from float64 truth a result may be and why, for truth in numpy."""
+"""`mx_driving._measure.tolerance`, which says how far from float64 truth a result may be and why, for truth in numpy."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from mx_driving.measure import tolerance
+from mx_driving._measure import tolerance
 
 
 def allowed(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 
 import kernels
+import models
 import pytest
 import torch
 
 import mx_driving
-from mx_driving.measure import models
 
 MODELS = ("deformable_detr", "lw_detr", "rt_detr")
 LAYER = "MultiScaleDeformableAttention"

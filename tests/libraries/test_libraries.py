@@ -9,11 +9,11 @@ import importlib.metadata
 import warnings
 
 import libraries
+import models
 import pytest
 import torch
 
 import mx_driving
-from mx_driving.measure import models
 
 # distribution -> what `patch` of the library by its name must replace, of cores and of attention modules
 EXPECTED = {

@@ -19,12 +19,12 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
 
+import models  # noqa: E402
+import time_models  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import mx_driving  # noqa: E402
-from mx_driving.cli import models as models_module  # noqa: E402
-from mx_driving.cli.app import app  # noqa: E402
-from mx_driving.measure import models, plain  # noqa: E402
+from mx_driving._measure import plain  # noqa: E402
 
 FOLDER = pathlib.Path(transformers.__file__).parent / "models"
 
@@ -477,13 +477,22 @@ def test_queries_off():
 def test_command_line(monkeypatch):
     """Of a smaller model than it builds."""
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(models_module, "build", lambda name, *sides: models.build(name, *sides, **_shrunk(name)))
+    monkeypatch.setattr(time_models, "build", lambda name, *sides: models.build(name, *sides, **_shrunk(name)))
     options = ["--only", "rt_detr", "--height", "128", "--width", "160", "--seconds", "0.1", "--threads", "1"]
-    done = CliRunner().invoke(app, ["models", *options])
+    done = CliRunner().invoke(time_models.app, options)
     assert done.exit_code == 0, done.output
     whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)
     assert re.search(r"rt_detr +\de-\d\d +\d+( +[\d.]+){5}", whole), whole
     assert re.search(r"rt_detr( +[\d.]+){8}", modules), modules
+
+
+def test_a_transformers_without_deformable_models(monkeypatch):
+    def patched(target, modules):
+        raise ValueError("target must have a core; got none")
+
+    monkeypatch.setattr(mx_driving, "patched", patched)
+    with pytest.raises(ValueError, match="the installed transformers must have models that sample deformably"):
+        models.carriers()
 
 
 def test_nothing_is_warned_about():

@@ -1,4 +1,4 @@
-"""`mx-driving bench`: workloads make sense, rivals compute the same, wrong kernels are not timed."""
+"""`mx-driving bench` and benchmarks/bench.py: workloads make sense, rivals compute the same, wrong kernels are not timed."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ import subprocess
 import sys
 from argparse import Namespace
 
+import bench
+import figures
+import floor
+import module_workloads
+import modules
 import pytest
 import torch
+from figures import slower
+from floor import add_rows, corner_rows, pooling_floor
+from module_workloads import MODULES
 from PIL import Image
+from plans import plans
+from traits import extra_memory, import_seconds, one_query, traits
 from typer.testing import CliRunner
 
 from mx_driving import _backends
-from mx_driving._operators import OPERATORS
-from mx_driving.cli.app import app
-from mx_driving.measure import accuracy, floor, module_workloads, modules, report, timing
-from mx_driving.measure.accuracy import Checked, check_one
-from mx_driving.measure.floor import add_rows, corner_rows, pooling_floor
-from mx_driving.measure.module_workloads import MODULES
-from mx_driving.measure.plans import plans
-from mx_driving.measure.report import slower
-from mx_driving.measure.rivals import ours, rivals
-from mx_driving.measure.traits import extra_memory, import_seconds, one_query, traits
-from mx_driving.measure.workloads import (
+from mx_driving._measure import accuracy, report, timing
+from mx_driving._measure.accuracy import Checked, check_one
+from mx_driving._measure.rivals import ours, rivals
+from mx_driving._measure.workloads import (
     AGGREGATION,
     CHECKED,
     EXAMPLES,
@@ -37,6 +40,8 @@ from mx_driving.measure.workloads import (
     ring_of_cameras,
     some_queries,
 )
+from mx_driving._operators import OPERATORS
+from mx_driving.cli.app import app
 
 SMALL = EXAMPLES[0].name
 needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
@@ -64,7 +69,7 @@ def test_rivals_compute_the_same(name):
     args = some_queries(workload.operator, workload.inputs(), 0, 40)
     output = getattr(torch.ops.mx_driving, workload.operator)(*args)
     assert output.abs().max() > 1e-3
-    for function, given, _ in (*rivals(workload, args, False).values(), *ours(workload, args).values()):
+    for function, given, _ in (*rivals(workload, args).values(), *ours(workload, args).values()):
         torch.testing.assert_close(function(*given), output, rtol=1e-4, atol=1e-5)
     assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
 
@@ -151,14 +156,21 @@ def test_points_lie_in_their_cells(channels):
 
 
 def run_bench(*options: str):
-    return CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.05", *options])
+    return CliRunner().invoke(bench.app, ["--workload", SMALL, "--seconds", "0.05", *options])
+
+
+def rows_of_the_command(out: pathlib.Path):
+    """The rows of `mx-driving bench`: ours against plain torch."""
+    result = CliRunner().invoke(app, ["bench", "--workload", SMALL, "--seconds", "0.05", "--csv", str(out)])
+    assert result.exit_code == 0, result.output
+    return list(csv.DictReader(out.open()))
 
 
 def test_explain_prints_a_plan_and_measures_nothing(monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("mx_driving.cli.bench.measure", None)
+    monkeypatch.setattr(bench, "measure", None)
     options = ["--workload", "RT-DETR*", "--explain", "--dtype", "float32", "--dtype", "bfloat16", "--threads", "24"]
-    result = CliRunner().invoke(app, ["bench", *options])
+    result = CliRunner().invoke(bench.app, options)
     assert result.exit_code == 0, result.output
     lines = [line for line in result.output.splitlines() if "value gradient" in line]
     assert ["BY_PARTS, 3 a head" in lines[0], "BY_BANDS, 3, buffered" in lines[1]] == [True, True]
@@ -190,6 +202,11 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     assert result.exit_code == 0, result.output
     assert result.output.count("The gather floor is left out") == (0 if with_floor else 1)
     rows = list(csv.DictReader(out.open()))
+    plain = rows_of_the_command(tmp_path / "plain.csv")
+    assert {(r["direction"], r["implementation"]) for r in plain} == {
+        *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
+        ("backward", "mx_driving"),
+    }
     assert {(r["direction"], r["implementation"]) for r in rows} == {
         *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
         ("backward", "mx_driving"),
@@ -204,7 +221,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
 
 def test_bars_of_more_implementations_than_there_are_colours(tmp_path):
     row = {"workload": "w", "dtype": "float32", "direction": "forward", "milliseconds": 1.0, "times ours": 1.0}
-    report.plot([{**row, "implementation": str(number)} for number in range(21)], tmp_path / "rows.png")
+    figures.plot([{**row, "implementation": str(number)} for number in range(21)], tmp_path / "rows.png")
     assert len(Image.open(tmp_path / "rows.png").convert("RGB").getcolors(1 << 20)) > 20
 
 
@@ -228,7 +245,7 @@ def rows_of(ours: float, plain_torch: float):
 @pytest.mark.parametrize(("earlier", "code"), [(1000.0, 0), (0.001, 1)])
 def test_compare_with_an_earlier_file(tmp_path, monkeypatch, earlier, code):
     """It is a failure only if the earlier run was faster."""
-    monkeypatch.setattr("mx_driving.cli.bench.measure", lambda *args: rows_of(1, 10))
+    monkeypatch.setattr(bench, "measure", lambda *args: rows_of(1, 10))
     report.write(rows_of(earlier, 10), tmp_path / "rows.csv")
     result = run_bench("--compare", str(tmp_path / "rows.csv"))
     assert result.exit_code == code
@@ -409,7 +426,7 @@ def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     row = Checked(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
-    monkeypatch.setattr("mx_driving.measure.speed.check_one", lambda *a, **k: row)
+    monkeypatch.setattr("mx_driving._measure.speed.check_one", lambda *a, **k: row)
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL])
     assert result.exit_code != 0
     assert "output of multi_scale_deformable_attn is off" in str(result.exception)
@@ -417,8 +434,8 @@ def test_a_wrong_kernel_is_not_timed(monkeypatch):
 
 def test_what_import_and_a_call_cost(monkeypatch):
     """Times are measured; how long they are is not judged here."""
-    monkeypatch.setattr("mx_driving.measure.traits.PROCESSES", 1)
-    monkeypatch.setattr("mx_driving.measure.traits.interleaved", lambda calls, _: timing.interleaved(calls, 0.01))
+    monkeypatch.setattr("traits.PROCESSES", 1)
+    monkeypatch.setattr("traits.interleaved", lambda calls, _: timing.interleaved(calls, 0.01))
     assert import_seconds() > 0
     plain, recorded = one_query()
     assert plain > 0

@@ -10,6 +10,7 @@ import sys
 import types
 from pathlib import Path
 
+import bench as benchmark
 import pytest
 import torch
 import typer
@@ -21,12 +22,10 @@ import mx_driving
 from mx_driving import _backends, _installing
 from mx_driving._cli_support import problems
 from mx_driving._installing import pip_install
+from mx_driving._measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 from mx_driving.cli import bench as bench_module
 from mx_driving.cli import check as check_module
-from mx_driving.cli import demo as demo_module
-from mx_driving.cli import models as models_module
 from mx_driving.cli.app import app
-from mx_driving.measure.workloads import CHECKED, EXAMPLES, WORKLOADS
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +51,8 @@ def run(*args):
 
 def test_help_teaches():
     for args, words in (
-        (["--help"], ("check", "demo")),
+        (["--help"], ("check", "bench")),
         (["check", "--help"], ("float64 reference", "Exit status 0", "--quick", "Example")),
-        (["demo", "--help"], ("--rig", "gradient")),
     ):
         result = run(*args)
         assert result.exit_code == 0
@@ -63,15 +61,12 @@ def test_help_teaches():
 
 COMMANDS = {
     "check": {"--device", "--dtype", "--quick", "--only", "--threads"},
-    "demo": {"--out", "--page", "--rig"},
-    "bench": {
-        *("--only", "--workload", "--dtype", "--threads", "--peers", "--seconds", "--csv", "--plot", "--compare"),
-        *("--tolerance", "--traits", "--list", "--explain"),
-    },
+    "demo": set(),
+    "bench": {"--only", "--workload", "--dtype", "--threads", "--seconds", "--csv", "--list"},
     "info": {"--json"},
     "record": {"arguments"},
     "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
-    "models": {"--only", "--height", "--width", "--seconds", "--threads", "--gradients", "--no-gradients"},
+    "models": set(),
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
     "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads", "--json"},
 }
@@ -116,19 +111,16 @@ def test_options_of_one_name_read_alike_in_all_commands():
                 assert seen.setdefault(name, alike) == alike, (command.name, name)
 
 
-@pytest.mark.parametrize("command", ["check", "bench", "models"])
+@pytest.mark.parametrize("command", ["check", "bench"])
 def test_threads_are_torchs_but_when_asked_for(mx, monkeypatch, command):
     """A command sets the threads before its title names them."""
-    if command == "models":
-        pytest.importorskip("transformers")
-        monkeypatch.setattr(models_module, "carriers", lambda: [])
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
 
     def stop(title):
         raise problems.Problem(f"title must be last; got {asked}")
 
-    for module in (check_module, bench_module, models_module):
+    for module in (check_module, bench_module):
         monkeypatch.setattr(module, "open_console", stop)
     assert mx(command)[2] == "mx-driving: title must be last; got []\n"
     assert mx(command, "--threads", "3")[2] == "mx-driving: title must be last; got [3]\n"
@@ -146,6 +138,11 @@ def test_check_takes_the_rows_asked_for(mx, monkeypatch):
     assert checked == [EXAMPLES[0].name, EXAMPLES[3].name]
     code, _, err = mx("check", "--only", "yolo")
     assert (code, err.startswith("mx-driving: --only must match one of 'Vendor example small")) == (1, True)
+
+
+@pytest.mark.parametrize(("command", "where"), [("demo", "make demo"), ("models", "benchmarks/time_models.py")])
+def test_commands_that_moved_say_where(mx, command, where):
+    assert is_a_sentence(*mx(command, "--out", "x.png"), where)
 
 
 def test_python_m():
@@ -198,8 +195,8 @@ def no_work(monkeypatch):
         raise AssertionError("the work was begun")
 
     for module, name in (
-        *((bench_module, "measure"), (check_module, "check_one"), (demo_module, "_input")),
-        *((models_module, "build"), (torch, "set_num_threads")),
+        *((bench_module, "measure"), (check_module, "check_one"), (benchmark, "measure")),
+        (torch, "set_num_threads"),
     ):
         monkeypatch.setattr(module, name, work)
 
@@ -215,6 +212,13 @@ def test_version(mx):
     assert (code, out) == (0, versions + "\n")
 
 
+def recording(folder):
+    """The folder of a call that nobody reads."""
+    (folder / "calls").mkdir()
+    (folder / "calls" / "call-000000.pt").write_text("")
+    return folder / "calls"
+
+
 PLACES = [
     ("nowhere/x", "the folder of {} must exist; got"),
     ("file/x", "the folder of {} must be a folder; got"),
@@ -225,13 +229,14 @@ PLACES = [
 
 @pytest.mark.parametrize(("place", "words"), PLACES, ids=[place[:10] for place, _ in PLACES])
 @pytest.mark.parametrize(
-    ("command", "option", "ending"), [("bench", "--csv", ""), ("bench", "--plot", ".png"), ("demo", "--out", ".jpg")]
+    ("command", "option", "ending"), [("bench", "--csv", ""), ("replay", "--csv", ""), ("replay", "--plot", ".png")]
 )
 def test_a_place_to_write_to_is_looked_at_before_the_work(mx, no_work, tmp_path, command, option, ending, place, words):
     (tmp_path / "file").write_text("")
     (tmp_path / f"folder{ending}").mkdir()
+    calls = [recording(tmp_path)] if command == "replay" else []
     before = sorted(tmp_path.rglob("*"))
-    assert is_a_sentence(*mx(command, option, tmp_path / (place + ending)), words.format(option))
+    assert is_a_sentence(*mx(command, *calls, option, tmp_path / (place + ending)), words.format(option))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -247,28 +252,25 @@ def test_a_folder_that_takes_no_files(mx, no_work):
     )
 
 
-@pytest.mark.parametrize(("command", "option"), [("bench", "--plot"), ("demo", "--out")])
 @pytest.mark.parametrize("name", ["x.xyz", "x", "x.h5", "x.csv"])  # Pillow knows .h5, and cannot write it
-def test_an_unknown_ending_is_refused(mx, no_work, tmp_path, command, option, name):
-    found = mx(command, option, tmp_path / name)
-    assert is_a_sentence(*found, f"{option} must end in a kind of picture")
+def test_an_unknown_ending_is_refused(mx, no_work, tmp_path, name):
+    found = mx("replay", recording(tmp_path), "--plot", tmp_path / name)
+    assert is_a_sentence(*found, "--plot must end in a kind of picture")
     assert f"got {name!r}" in found[2]
 
 
 def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tmp_path):
-    kept, new = tmp_path / "kept.csv", tmp_path / "new.png"
+    kept = tmp_path / "kept.csv"
     kept.write_text("an earlier result")
 
     def measure(*args):
         assert kept.read_text() == "an earlier result"
-        assert not new.exists()
         raise problems.Problem("output must be right; got another")
 
     monkeypatch.setattr(bench_module, "measure", measure)
-    code, _, err = mx("bench", "--csv", kept, "--plot", new)
+    code, _, err = mx("bench", "--csv", kept)
     assert (code, err) == (1, "mx-driving: output must be right; got another\n")
     assert kept.read_text() == "an earlier result"
-    assert not new.exists()
 
 
 @pytest.mark.parametrize(
@@ -276,25 +278,26 @@ def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tm
     [
         (b"", "got no row"),
         (b"a,b\n1,2\n", "got no workload"),
-        (b"\x89PNG\r\n\x1a\n\0", "must be a file that mx-driving bench --csv wrote; got"),
+        (b"\x89PNG\r\n\x1a\n\0", "must be a file that bench.py --csv wrote; got"),
         (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,fast\n", "could not convert string to float: 'fast'"),
         (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,nan\n", "got times that are not positive"),
         (b"workload,dtype,direction,implementation,milliseconds\na,b,c,d,1\n", "rows of mx_driving in common; got none"),
     ],
 )
-def test_compare_is_read_before_the_work(mx, no_work, tmp_path, text, words):
+def test_compare_is_read_before_the_work(no_work, tmp_path, text, words):
     (tmp_path / "x.csv").write_bytes(text)
-    assert is_a_sentence(*mx("bench", "--compare", tmp_path / "x.csv"), words)
+    with pytest.raises(problems.Problem, match=words):
+        benchmark.bench(dtype=None, compare=tmp_path / "x.csv")
 
 
-def test_a_wrong_command_line_ends_with_2(mx, no_work, tmp_path):
-    for wrong in (["--compare", tmp_path], ["--compare", tmp_path / "none"], ["--threads", "-1"], ["--seconds", "long"]):
+def test_a_wrong_command_line_ends_with_2(mx, no_work):
+    for wrong in (["--threads", "-1"], ["--seconds", "long"]):
         code, out, err = mx("bench", *wrong)
         assert (code, out) == (2, "")
         assert wrong[0] in err
 
 
-PRINTING = [["--help"], ["--version"], ["bench", "--list"], ["check"], ["bench"], ["demo", "--out", os.devnull + ".png"]]
+PRINTING = [["--help"], ["--version"], ["bench", "--list"], ["check"], ["bench"]]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
@@ -308,8 +311,7 @@ def test_a_full_output_is_noticed_before_the_work(mx, no_work, monkeypatch, tmp_
 
 
 LONG = "a" * 300  # more than a file's name may have
-TOO_LONG = [["replay", LONG], ["demo", "--out", LONG + ".png"], ["bench", "--csv", LONG],
-            ["fuse", LONG, "x.onnx"], ["demo", "--page", LONG]]  # fmt: skip
+TOO_LONG = [["replay", LONG], ["bench", "--csv", LONG], ["fuse", LONG, "x.onnx"]]
 
 
 @pytest.mark.parametrize("args", TOO_LONG, ids=lambda args: args[0] + args[1][:6])
@@ -370,20 +372,10 @@ def test_a_device_that_is_not_there(mx, no_work, device):
     assert is_a_sentence(*mx("check", "--device", device), f"--device={device} must be a device that torch can use here; got")
 
 
-@pytest.mark.parametrize(
-    ("missing", "args", "words"),
-    [
-        ("transformers", ["models"], "mx-driving models must have transformers installed (pip install 'transformers>=5'); got"),
-        ("sklearn", ["models"], "mx-driving models must have sklearn installed"),
-        ("matplotlib", ["bench", "--plot", "x.png"], f"have matplotlib installed ({pip_install('[demo]')}); got"),
-        ("PIL", ["demo"], "the demo must have PIL installed"),
-    ],
-)
-def test_a_missing_package_is_named_before_the_work(mx, no_work, monkeypatch, missing, args, words):
-    if missing == "sklearn":
-        pytest.importorskip("transformers")
-    monkeypatch.setitem(sys.modules, missing, None)
-    assert is_a_sentence(*mx(*args), words)
+def test_a_missing_package_is_named_before_the_work(mx, no_work, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    found = mx("replay", recording(tmp_path), "--plot", tmp_path / "x.png")
+    assert is_a_sentence(*found, f"have matplotlib installed ({pip_install('[demo]')}); got")
 
 
 @pytest.mark.parametrize("name", ["--only", "--workload"])
@@ -404,22 +396,6 @@ def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
         assert mx("bench", "--list", option, "maptr*", "--only", "*NANO")[1] == MAPTR
 
 
-def test_no_model_of_that_name(mx, no_work, monkeypatch):
-    pytest.importorskip("transformers")
-    monkeypatch.setattr(models_module, "carriers", lambda: ["d_fine", "rf_detr"])
-    assert is_a_sentence(*mx("models", "--only", "yolo"), "--only must match one of 'd_fine', 'rf_detr'; got 'yolo'")
-
-
-def test_a_transformers_without_deformable_models(mx, no_work, monkeypatch):
-    pytest.importorskip("transformers")
-
-    def patched(target, modules):
-        raise ValueError("target must have a core; got none")
-
-    monkeypatch.setattr(mx_driving, "patched", patched)
-    assert is_a_sentence(*mx("models"), "the installed transformers must have models that sample deformably")
-
-
 def long_rows(workload, dtype, *rest):
     names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather floor")
     return [
@@ -430,17 +406,13 @@ def long_rows(workload, dtype, *rest):
     ]
 
 
-WHOLE = ["1e-07", "300", "12345", "12346", "12347", "12.34", "1.15"]
-PARTS = ["12348", "12349", "12350", "12.35", "1.16", "12345", "12.36", "123.4"]
-TRAITS = {"bfloat16, scratch memory / value": ("123.4%", "567.8%")}
-DEMO = demo_module.DemoResult(Path("a" * 90 + ".png"), 29.4, 60.1, [0.123, 1e-12], 0.87, 1.0)
 CHECKED_WORDS = [word for w in CHECKED for word in (w.row.bare or w.operator, *w.name.split(), *w.gradients)]
 TABLES = [
     (["check", "--quick", "--dtype", "bfloat16"], CHECKED_WORDS),
-    (["bench", "--traits", "--dtype", "bfloat16"], [w for x in WORKLOADS for w in x.name.split()] + ["123456.78", "1234.56"]),
-    (["bench", "--traits"], ["Module:", "torch-ms-deform-attn", "forward", "backward", "bfloat16,", "123.4%", "567.8%"]),
-    (["models"], ["mm_grounding_dino", *WHOLE, *PARTS]),
-    (["demo"], ["29.4", "26", "0.123", "1e-12", "(123000000000", "60.1", "87", "a" * 90 + ".png"]),
+    (
+        ["bench", "--dtype", "bfloat16"],
+        [w for x in WORKLOADS for w in f"{x.name}, bfloat16".split()] + ["123456.78", "1234.56"],
+    ),
 ]
 
 
@@ -452,15 +424,7 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setattr(bench_module, "measure", long_rows)
-    monkeypatch.setattr(bench_module, "traits", lambda workload, seconds: TRAITS)
-    monkeypatch.setattr(bench_module, "of_the_package", lambda: "one query: 17.0 us")
-    monkeypatch.setattr(models_module, "carriers", lambda: ["mm_grounding_dino"])
-    monkeypatch.setattr(models_module, "build", lambda *args: None)
-    monkeypatch.setattr(models_module, "_rows", lambda *args: (WHOLE, PARTS))
-    monkeypatch.setattr(demo_module, "run_demo", lambda *args, **kwargs: DEMO)
     monkeypatch.setattr(check_module, "check_one", fake_check)
-    if args[0] == "models":
-        pytest.importorskip("transformers")
     code, out, err = mx(*args)
     assert (code, err) == (0, "")
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out)

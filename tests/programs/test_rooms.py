@@ -14,7 +14,7 @@ SOURCES = pathlib.Path(mx_driving.__file__).parent
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
-    ("_descriptions", "_geometry", "_installing", "_import_guard", "_library_path", "_replacing"),
+    ("_descriptions", "_geometry", "geometry", "_installing", "_import_guard", "_library_path", "_replacing"),
     ("_operators", "config"),
     ("_composition",),
     ("_checks", "reference"),
@@ -26,7 +26,7 @@ FLOORS = (
     ("patcher", "patching"),
     ("__init__",),
     ("_cli_support",),
-    ("demo", "measure"),
+    ("_measure",),
     ("replay",),
     ("onnx._runtimes",),
     ("onnx._check",),

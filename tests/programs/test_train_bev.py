@@ -20,13 +20,14 @@ from pages import samples, written
 from programs import example, python
 
 from mx_driving._installing import pip_install
-from mx_driving.demo import rig
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("train_bev")]  # so that scenes are rendered once
 FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
 
 
+sys.path.insert(0, str(FILE.parent))
 train_bev = example("train_bev")
+rig = sys.modules["surround_view.rig"]
 TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
 
 

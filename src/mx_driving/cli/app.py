@@ -1,4 +1,4 @@
-"""The command line: `mx-driving check`, `mx-driving demo`, ... The package itself does not import this."""
+"""The command line: `mx-driving check`, `mx-driving bench`, ... The package itself does not import this."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from .. import __version__, _backends
 from .._cli_support.problems import in_a_sentence
 from .bench import bench
 from .check import check
-from .demo import demo
 from .fuse import fuse
 from .info import info
-from .models import models
+from .moved import ANY_OPTIONS, demo, models
 from .record import AS_GIVEN, record
 from .replay import replay
 from .verify import verify
@@ -54,19 +53,19 @@ def options(
         bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print versions and instruction set.")
     ] = False,
 ) -> None:
-    """The deformable sampling operators of mx_driving: check them on this machine, see them at work, measure them, judge
-    recorded calls."""
+    """The deformable sampling operators of mx_driving: check them on this machine, measure them, judge recorded calls,
+    fuse and verify ONNX files."""
 
 
 app.command(cls=Command)(info)
 app.command(cls=Command)(check)
-app.command(cls=Command)(demo)
 app.command(cls=Command)(bench)
-app.command(cls=Command)(models)
 app.command(cls=Command, context_settings=AS_GIVEN)(record)
 app.command(cls=Command)(replay)
 app.command(cls=Command)(fuse)
 app.command(cls=Command)(verify)
+for moved in (demo, models):
+    app.command(cls=Command, context_settings=ANY_OPTIONS)(moved)
 
 
 def main() -> None:

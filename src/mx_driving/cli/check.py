@@ -13,8 +13,8 @@ import mx_driving_portable
 
 from .._cli_support.problems import matching, ruled
 from .._cli_support.show import grid, open_console, say, show
-from ..measure.accuracy import CHANNELS, QUICK, Checked, check_one
-from ..measure.workloads import CHECKED
+from .._measure.accuracy import CHANNELS, QUICK, Checked, check_one
+from .._measure.workloads import CHECKED
 from .options import DType, DTypes, Only, Threads, use_threads
 
 

@@ -53,7 +53,7 @@ def fuse(
 
 
 def _compare(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> Any:
-    from ..measure import onnx_files
+    from .._measure import onnx_files
 
     try:
         return onnx_files.compare(path_in, path_out, seconds, given)

@@ -14,7 +14,7 @@ import onnx_ir as ir
 import torch
 
 from .._cli_support.problems import Problem
-from ..measure import onnx_files
+from .._measure import onnx_files
 from ..replay.calls import Call
 from ..replay.judge import WRONG, Verdict, judge
 from . import _file, _outputs

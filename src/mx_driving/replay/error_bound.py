@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _geometry
-from ..measure.tolerance import allowed
+from .._measure.tolerance import allowed
 from . import _pools
 from .calls import Call
 from .compute import computed, scales

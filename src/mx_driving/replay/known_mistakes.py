@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _geometry
-from ..measure import plain
+from .._measure import plain
 from .compute import Core, core
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"

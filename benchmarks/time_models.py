@@ -1,4 +1,4 @@
-"""`mx-driving models`: deformable models of the installed transformers before and after `mx_driving.patch`."""
+"""Deformable models of the installed transformers before and after `mx_driving.patch`: `python benchmarks/time_models.py`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import warnings
 from typing import Annotated, Any
 
 import typer
+from models import Subject, Times, build, carriers, compare, need_transformers, output_difference, time_model
 from rich import box
 
-from .._cli_support.problems import matching
-from .._cli_support.show import open_console, show
-from ..measure.models import Subject, Times, build, carriers, compare, need_transformers, output_difference, time_model
-from ..measure.report import machine
-from .options import Only, Seconds, Threads, use_threads
+from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.show import open_console, show
+from mx_driving._measure.report import machine
+from mx_driving.cli.options import Only, Seconds, Threads, use_threads
 
 
 def models(
@@ -33,11 +33,11 @@ def models(
     """
     from rich.progress import track
 
-    need_transformers("mx-driving models")
+    need_transformers("time_models.py")
     warnings.filterwarnings("ignore", module="transformers")
     names = matching("--only", only, carriers())
     use_threads(threads)
-    console = open_console(f"mx-driving models, {height} x {width}: {machine()}")
+    console = open_console(f"time_models.py, {height} x {width}: {machine()}")
     whole, parts = _table(_WHOLE), _table(_PARTS)
     try:  # what is measured is shown even when a later model fails
         for name in track(names, description="measuring", console=console, transient=True):
@@ -81,3 +81,11 @@ def _cells(times: Times) -> list[str]:
 
 def _milliseconds(time: float) -> str:
     return f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+app = typer.Typer(add_completion=False)
+app.command()(models)
+
+if __name__ == "__main__":
+    with in_a_sentence("time_models.py"):
+        app()

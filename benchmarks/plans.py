@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .. import _backends
-from .._operators import OPERATORS
-from .workloads import Workload
+from mx_driving import _backends
+from mx_driving._measure.workloads import Workload
+from mx_driving._operators import OPERATORS
 
 Plans = dict[str, dict[str, str]]  # of each direction: decision -> what was decided
 

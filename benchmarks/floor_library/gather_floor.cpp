@@ -1,7 +1,7 @@
 // The gather floor: a loop that is given the rows beforehand, so that memory and load ports alone set its time. It reads
 // the rows in the order of the queries and adds them up. Backward, it also adds the gradient of the output to the same
 // rows of another tensor.
-// `mx-driving bench` measures the operators' distance from it.
+// benchmarks/bench.py measures the operators' distance from it.
 #include "floor.h"
 #include "kernels/shared/parallel.h"
 #include "kernels/shared/rows.h"

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._cli_support.files import photograph_format, writing
 from .lift import Lift, Recovery
 from .rig import Camera, Extent
 
@@ -56,8 +55,7 @@ def _save(figure: Any, out: Path) -> None:
     figure.canvas.draw()
     width, height = figure.canvas.get_width_height()
     image = Image.frombuffer("RGBA", (width, height), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1).convert("RGB")
-    with writing("--out", out):
-        image.save(out, photograph_format(out))
+    image.save(out)
 
 
 def _top(figure: Any, place: Any, story: Story) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 import torch
 
 import mx_driving
-
-from .rivals import operator_of, recorded
-from .timing import Call, interleaved
-from .workloads import WORKLOADS, Args, Workload
+from mx_driving._measure.rivals import operator_of, recorded
+from mx_driving._measure.timing import Call, interleaved
+from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 
 PROCESSES = 5  # fresh ones, for the time of an import
 TIMED = ("forward", "backward")

@@ -1,9 +1,9 @@
-"""Other implementations of a workload: plain torch, plain torch compiled, other packages, the bare operator."""
+"""Implementations of a workload: ours, the bare operator beside one with logits, and plain torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import _composition
 from .._operators import OPERATORS
 from . import plain
-from .report import BARE, OURS
+from .report import BARE, OURS, PLAIN
 from .timing import Call
-from .workloads import MULTI_SCALE, Args, Workload
+from .workloads import Args, Workload
 
 
 class Rival(NamedTuple):
@@ -55,33 +55,6 @@ def ours(workload: Workload, args: Args) -> dict[str, Rival]:
     return found
 
 
-def _compiled(form: Callable[..., Tensor], operator: str, args: Args) -> Callable[..., Tensor]:
-    """What belongs to the whole model, such as its index tables, never changes: people let the compiler see constants."""
-    shared = OPERATORS[operator].shared
-    given = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in shared]
-
-    def of_given(*tensors: Tensor) -> Tensor:
-        whole: list[Any] = list(args)
-        for i, t in zip(given, tensors, strict=True):
-            whole[i] = t
-        return form(*whole)
-
-    torch.compiler.reset()
-    core = torch.compile(of_given)
-    return lambda *args: core(*(args[i] for i in given))
-
-
-def rivals(workload: Workload, args: Args, peers: bool) -> dict[str, Rival]:
-    """Other implementations by name."""
-    form = plain_form(workload.operator)
-    functions = {"plain torch": form}
-    if peers:
-        functions["torch.compile"] = _compiled(form, workload.operator, args)
-    if peers and workload.operator == MULTI_SCALE:
-        try:
-            from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
-
-            functions["torch-ms-deform-attn"] = ms_deform_attn
-        except ImportError:
-            pass
-    return {name: Rival(function, args, workload.learned) for name, function in functions.items()}
+def rivals(workload: Workload, args: Args) -> dict[str, Rival]:
+    """Other implementations by name: plain torch."""
+    return {PLAIN: Rival(plain_form(workload.operator), args, workload.learned)}

@@ -1,21 +1,21 @@
-"""The modules at work: rows of `mx-driving bench` beside other packages' modules, and beside the sum of their parts."""
+"""The modules at work: rows of bench.py beside other packages' modules, and beside the sum of their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import floor
 import torch
+from figures import LAYERS_AND_FLOOR, PARTS
+from module_workloads import Forward, ModuleWorkload, Subject
 from torch import Tensor, nn
 
 import mx_driving
-
-from .._cli_support.problems import Problem
-from . import floor
-from .module_workloads import Forward, ModuleWorkload, Subject
-from .report import LAYERS_AND_FLOOR, OURS, PARTS, Row
-from .rivals import operator_of, recorded
-from .speed import Calls, timed_rows
-from .timing import Call
+from mx_driving._cli_support.problems import Problem
+from mx_driving._measure.report import OURS, Row
+from mx_driving._measure.rivals import operator_of, recorded
+from mx_driving._measure.speed import Calls, timed_rows
+from mx_driving._measure.timing import Call
 
 # What outputs may differ by, as a share of the largest entry, and gradients, as a share of their norm. Some samples of an
 # encoder lie within a rounding of a pixel centre, where the gradient of a location jumps.

@@ -69,7 +69,7 @@ def footprint(camera: Camera, points: Tensor, step: tuple[float, float]) -> Tens
 
     The Jacobian of (u, v) by (x, y) has rows (P[i, :2] - u_i P[2, :2]) / depth; its smaller singular value is taken.
     """
-    matrix = camera.matrix
+    matrix = camera.projection[:3]
     pixel = points @ matrix[:, :3].T + matrix[:, 3]
     depth = pixel[..., 2:].clamp_min(1e-3)
     jacobian = (matrix[:2, :2] - (pixel[..., :2] / depth)[..., None] * matrix[2, :2]) / depth[..., None]
@@ -123,7 +123,7 @@ class Recovery:
     losses: list[float]
 
 
-def recover(lift: Lift, target: Tensor, steps: int, tick: Callable[[], None] = lambda: None) -> Recovery:
+def recover(lift: Lift, target: Tensor, steps: int) -> Recovery:
     """Start from blank feature maps and descend through the operator's backward until the view matches the target."""
     features = torch.zeros(1, lift.num_feat, target.shape[1], requires_grad=True)
     optimiser = torch.optim.Adam([features], lr=0.1, betas=(0.8, 0.99), fused=True)
@@ -137,7 +137,6 @@ def recover(lift: Lift, target: Tensor, steps: int, tick: Callable[[], None] = l
         optimiser.step()
         schedule.step()
         losses.append(loss.item())
-        tick()
     return Recovery(lift(features).detach(), features.detach()[0], losses)
 
 

@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mx_driving
-
-from .. import _geometry
-from . import plain
-from .workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
+from mx_driving import _geometry
+from mx_driving._measure import plain
+from mx_driving._measure.workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
 
 Forward = Callable[..., Tensor]
 

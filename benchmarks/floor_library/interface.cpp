@@ -1,4 +1,4 @@
-// The floor's C interface: one function. measure/floor.py calls it.
+// The floor's C interface: one function. benchmarks/floor.py calls it.
 #include <cstring>
 
 #include "floor.h"

@@ -14,7 +14,7 @@ import torch
 import mx_driving.onnx
 
 from .._cli_support.problems import Problem
-from . import models
+from .differences import largest, queries_off
 from .timing import interleaved
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -118,11 +118,11 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     if not theirs:
         return 0.0, 0
     if len({out.shape[:2] for out in theirs.values()}) > 1 or all(out.dim() < 3 for out in theirs.values()):
-        return models.largest(ours, theirs), 0
+        return largest(ours, theirs), 0
     theirs, ours = ({name: out.reshape(*out.shape[:2], -1) for name, out in outs.items()} for outs in (theirs, ours))
-    off = models.queries_off(ours, theirs)
+    off = queries_off(ours, theirs)
     kept = [{name: out[:, ~off] for name, out in outputs.items()} for outputs in (ours, theirs)]
-    return (models.largest(*kept) if not off.all() else float("inf")), int(off.sum())
+    return (largest(*kept) if not off.all() else float("inf")), int(off.sum())
 
 
 def compare(before: Path, after: Path, seconds: float, given: Arrays | None = None) -> Compared:

@@ -1,69 +1,22 @@
-"""Shows a measurement as tables, as a CSV file, as bars, and compared with an earlier file."""
+"""Rows of bench.py as bars and compared with an earlier file; traits and plans as tables."""
 
 from __future__ import annotations
 
 import csv
 import math
-import platform
-import subprocess
-from collections.abc import Iterable, Iterator
-from datetime import date
-from functools import cache
-from itertools import chain, cycle, groupby, repeat
+from collections.abc import Iterable
+from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-import torch
+from mx_driving._cli_support.files import writing
+from mx_driving._cli_support.problems import Problem, ruled
+from mx_driving._cli_support.show import grid
+from mx_driving._measure.report import OURS, PLAIN, Row
 
-from .. import _backends
-from .._cli_support.files import writing
-from .._cli_support.problems import Problem, ruled
-from .._cli_support.show import grid
-
-Row = dict[str, Any]
-OURS = "mx_driving"
-BARE = "bare operator"  # beside an operator with logits: on locations and weights that are ready
 FLOOR, HEAD_MAJOR_FLOOR = "gather floor", "gather floor, head-major"
 PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
 KEY = ("workload", "dtype", "direction", "implementation")
-
-
-@cache
-def _commit() -> str:
-    """The commit of the source that this package runs from; nothing if it was installed from a wheel. Cached, because a file
-    that is written and that git tracks makes the commit dirty."""
-    try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        found = subprocess.run(git, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return f", commit {found.stdout.strip()}"
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if models:
-            return models[0]
-    return platform.processor() or platform.machine()
-
-
-def machine() -> str:
-    """Date, machine, versions, commit: a number means nothing without them."""
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
-
-
-def tables(rows: list[Row]) -> Iterator[Any]:
-    """A table for each workload and dtype, all of one width."""
-    for (workload, dtype), of_it in groupby(rows, lambda row: (row["workload"], row["dtype"])):
-        shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
-        for direction, some in groupby(of_it, lambda row: row["direction"]):
-            shown.add_section()
-            for first, row in zip(chain([direction], repeat("")), some, strict=False):
-                shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
-        yield shown
 
 
 def traits_table(workload: str, traits: dict[str, tuple[str, ...]]) -> Any:
@@ -84,7 +37,7 @@ def plans_table(title: str, plans: dict[str, dict[str, str]]) -> Any:
 
 def read(path: Path) -> list[Row]:
     """The rows of a file that `write` wrote."""
-    rule = f"--compare={path} must be a file that mx-driving bench --csv wrote"
+    rule = f"--compare={path} must be a file that bench.py --csv wrote"
     with ruled(rule, OSError, ValueError, TypeError, csv.Error), path.open(newline="", encoding="utf-8") as file:
         rows: list[Row] = list(csv.DictReader(file))
         missing = [name for name in (*KEY, "milliseconds") if rows and rows[0].get(name) is None]
@@ -99,14 +52,6 @@ def in_common(before: Iterable[Row], wanted: set[tuple[str, str, str]]) -> None:
     """Some row of the earlier file has a workload, dtype and implementation that will be measured."""
     if not any((r["workload"], r["dtype"], r["implementation"]) in wanted for r in before):
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
-
-
-def write(rows: list[Row], path: Path) -> None:
-    here = machine()
-    with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*rows[0], "machine"])
-        writer.writeheader()
-        writer.writerows({**row, "machine": here} for row in rows)
 
 
 def plot(rows: list[Row], path: Path) -> None:
@@ -153,7 +98,7 @@ def slower(rows: list[Row], before: Iterable[Row], tolerance: float) -> list[str
         raise Problem(f"the two measurements must have rows of {OURS} in common; got none")
     sentences = []
     for key in common:
-        plain = (*key[:3], "plain torch")
+        plain = (*key[:3], PLAIN)
         pace = new[plain] / old[plain] if plain in new and plain in old else 1.0
         ratio = new[key] / old[key] / pace
         if ratio > 1 + tolerance:

@@ -1,6 +1,6 @@
 """The gather floors of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
 
-The loop (native/floor) is a library of its own, which wheels do not hold.
+The loop (benchmarks/floor_library) is a library of its own, which wheels do not hold.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .. import _backends, _geometry, config
-from .workloads import AGGREGATION, GEOMETRIC, Args
+from mx_driving import _backends, _geometry, config
+from mx_driving._measure.workloads import AGGREGATION, GEOMETRIC, Args
 
 
 def _library_path() -> pathlib.Path:
@@ -40,7 +40,7 @@ def add_rows(
 ) -> None:
     """output[b, q, h] = the sum of the rows of value[b, :, h] that rows[b, h, q] lists. With grad_value, output[b, q, h] is
     added to the same rows of grad_value[b, :, h] instead, and the sum is dropped. With `starts`, lists lie one after the other.
-    `rows` and `starts` are trusted: see native/floor/floor.h.
+    `rows` and `starts` are trusted: see benchmarks/floor_library/floor.h.
     """
     tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, starts, output, grad_value)]
     status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())

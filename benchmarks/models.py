@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import math
 import statistics
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 import mx_driving
-
-from .._cli_support.problems import Problem, need
-from . import plain
-from .timing import interleaved
+from mx_driving._cli_support.problems import Problem, need
+from mx_driving._measure import plain
+from mx_driving._measure.differences import largest, queries_off
+from mx_driving._measure.timing import interleaved
 
 # outputs of detectors and segmenters that are continuous in the inputs (a reading order is not)
 OUTPUTS = (
@@ -195,33 +194,6 @@ def carriers() -> list[str]:
     except ValueError:
         rule = "have models that sample deformably (version 5 has)"
         raise Problem(f"the installed transformers must {rule}; got no core to patch") from None
-
-
-def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference, as a fraction of the largest magnitude in its tensor. That magnitude counts as at least a
-    thousandth of the largest in all tensors, because some gradients are zero but for rounding."""
-    assert ours.keys() == theirs.keys()
-    scales = {name: float(t.abs().nan_to_num(nan=0, posinf=0).max()) for name, t in theirs.items()}
-    floor = max(scales.values()) * 1e-3
-    return max(_difference(ours[name], theirs[name]) / max(scale, floor) for name, scale in scales.items())
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
-    found = float((a - b).abs().max())
-    if math.isfinite(found):  # nearly always, in a third of the time
-        return found
-    return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
-
-
-def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """Which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank their queries by a score:
-    where two nearly tie, one rounding error decides which comes first, and both get another place's embedding."""
-    off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
-    for name, out in theirs.items():
-        scale = float(out[out.isfinite()].abs().max())
-        off |= ((ours[name] - out)[0].reshape(len(off), -1) / scale).nan_to_num().abs().amax(1) > 1e-3
-    return off
 
 
 def compare(subject: Subject) -> tuple[float, float]:

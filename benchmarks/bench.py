@@ -1,0 +1,156 @@
+"""The operators and modules on models' workloads, beside plain torch, other packages and the gather floor.
+
+python benchmarks/bench.py --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import figures
+import floor
+import torch
+import typer
+from figures import FLOOR, HEAD_MAJOR_FLOOR
+from module_workloads import MODULES, ModuleWorkload
+from modules import measure_module
+from peers import peers as peers_of
+from plans import plans
+from rich.markup import escape
+from rich.progress import track
+from traits import of_the_package, traits
+
+from mx_driving._cli_support.files import writable, writable_picture
+from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.show import open_console, say, show
+from mx_driving._measure import report, speed
+from mx_driving._measure.report import OURS, Row
+from mx_driving._measure.timing import Call
+from mx_driving._measure.workloads import WORKLOADS, Args, Workload
+from mx_driving._operators import OPERATORS
+from mx_driving.cli.options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+
+
+def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
+    calls = {"forward": floor.gather_floor(operator, args, backward=False, head_major=head_major)}
+    if dtype in ("float32", "float64"):  # the floor adds up in place, which no 16-bit gradient does
+        calls["backward"] = floor.gather_floor(operator, args, backward=True, head_major=head_major)
+    return calls
+
+
+def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
+    """The gather floors of a workload, where their library is built."""
+    if floor.why_not() is not None:
+        return {}
+    if not workload.row.samples:
+        return {FLOOR: {"forward": floor.pooling_floor(args)}}
+    bare, bare_args = workload.bare(args)
+    calls = {FLOOR: calls_of_floor(bare, bare_args, dtype, head_major=False)}
+    if OPERATORS[bare].blocks == "num_heads":
+        calls[HEAD_MAJOR_FLOOR] = calls_of_floor(bare, bare_args, dtype, head_major=True)
+    return calls
+
+
+def measure(one: Workload | ModuleWorkload, dtype: str, peers: bool, seconds: float) -> list[Row]:
+    """The rows of a workload."""
+    if isinstance(one, ModuleWorkload):
+        return measure_module(one, peers, seconds)
+
+    def others(workload: Workload, dtype: str, args: Args, grad: torch.Tensor) -> speed.Calls:
+        rivals = peers_of(workload, args) if peers and dtype in ("float32", "float64") else {}
+        calls = {name: speed.calls_of(rival, grad) for name, rival in rivals.items()}
+        return calls | floors(workload, dtype, args)
+
+    return speed.measure(one, dtype, seconds, others)
+
+
+def bench(
+    only: OnlyWorkloads = None,
+    dtype: DTypes = None,
+    threads: Threads = 0,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="Also plain torch under torch.compile, and other packages where installed.")
+    ] = False,
+    seconds: Seconds = 3.0,
+    out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(help="An earlier --csv: end with 1 when a row of ours got slower.", exists=True, dir_okay=False),
+    ] = None,
+    tolerance: Annotated[float, typer.Option(min=0, help="For --compare: 0.25 lets a row take 1.25 times as long.")] = 0.25,
+    with_traits: Annotated[
+        bool, typer.Option("--traits", help="Also 16-bit / float32, 1 / 2 threads, memory, import and one query.")
+    ] = False,
+    names: Annotated[bool, typer.Option("--list", help="Print the workloads' names and stop.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print how the native kernels would do each workload, and stop.")
+    ] = False,
+) -> None:
+    """Measure the operators on the workloads of known models, beside plain torch and other packages.
+
+    Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
+    figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
+    floor" is a native loop that is given the rows beforehand and only reads and adds them (backward, into a gradient that it
+    sets to zero): what memory allows. "gather floor, head-major" is the same where a head's rows lie side by side, the best
+    layout known. That of bev_pool_v3 is of its forward alone: it reads no depth and writes the channels of a cell side by side.
+    A wheel does not hold them; `make native` in the source tree builds them.
+
+    Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
+    operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in
+    float32: its forward without gradients, and forward and backward with those of its parameters. "layers + operator" runs
+    its linear layers and its bare operator apart, on inputs that are ready.
+
+    The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
+    """
+    wanted = matching("--only", only, [w.name for w in (*WORKLOADS, *MODULES)])
+    if names:
+        print("\n".join(wanted))
+        return
+    dtypes = [d.value for d in dtype or [DType.float32]]
+    chosen = [w for w in WORKLOADS if w.name in wanted]
+    modules = [w for w in MODULES if w.name in wanted]
+    calls = [(w, d) for d in dtypes for w in chosen]
+    work = [*calls, *((w, d) for w in modules for d in dtypes if d == DType.float32.value)]
+    use_threads(threads)
+    if explain:
+        console = open_console(f"bench.py --explain: {report.machine()}")
+        for one, name in calls:
+            show(console, figures.plans_table(f"{one.name}, {name}", plans(one, name)))
+        return
+    before = figures.read(compare) if compare else None  # read first: --csv may overwrite this file
+    if before is not None:
+        figures.in_common(before, {(w.name, d, OURS) for w, d in work})
+    if out:
+        writable("--csv", out)
+    if picture:
+        writable_picture("--plot", picture, "bench.py --plot")
+    console = open_console(f"bench.py: {report.machine()}")
+    if missing := floor.why_not():
+        say(console, missing)
+    rows: list[Row] = []
+    for one, name in track(work, description="measuring", console=console, transient=True):
+        rows += measure(one, name, peers, seconds)
+    for table in report.tables(rows):
+        show(console, table)
+    if out:
+        report.write(rows, out)
+    if picture:
+        figures.plot(rows, picture)
+    if with_traits:
+        for one in track(chosen, description="traits", console=console, transient=True):
+            show(console, figures.traits_table(one.name, traits(one, seconds)))
+        say(console, of_the_package())
+    if before is not None:
+        found = figures.slower(rows, before, tolerance)
+        say(console, escape("\n".join(found) or f"no row is more than {tolerance:.0%} slower than in {compare}"))
+        raise typer.Exit(1 if found else 0)
+
+
+app = typer.Typer(add_completion=False)
+app.command()(bench)
+
+if __name__ == "__main__":
+    with in_a_sentence("bench.py"):
+        app()

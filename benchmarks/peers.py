@@ -1,0 +1,42 @@
+"""Plain torch compiled, and other packages, as rivals of a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mx_driving._measure.rivals import Rival, plain_form
+from mx_driving._measure.workloads import MULTI_SCALE, Args, Workload
+from mx_driving._operators import OPERATORS
+
+
+def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Callable[..., Tensor]:
+    """What belongs to the whole model, such as its index tables, never changes: people let the compiler see constants."""
+    shared = OPERATORS[operator].shared
+    given = [i for i, a in enumerate(args) if isinstance(a, Tensor) and i not in shared]
+
+    def of_given(*tensors: Tensor) -> Tensor:
+        whole: list[Any] = list(args)
+        for i, t in zip(given, tensors, strict=True):
+            whole[i] = t
+        return form(*whole)
+
+    torch.compiler.reset()
+    core = torch.compile(of_given)
+    return lambda *args: core(*(args[i] for i in given))
+
+
+def peers(workload: Workload, args: Args) -> dict[str, Rival]:
+    """torch.compile, and torch-ms-deform-attn where it is installed."""
+    functions = {"torch.compile": compile_form(plain_form(workload.operator), workload.operator, args)}
+    if workload.operator == MULTI_SCALE:
+        try:
+            from torch_ms_deform_attn.functional import ms_deform_attn  # pyright: ignore
+
+            functions["torch-ms-deform-attn"] = ms_deform_attn
+        except ImportError:
+            pass
+    return {name: Rival(function, args, workload.learned) for name, function in functions.items()}

@@ -1,0 +1,1 @@
+"""What commands measure: workloads, plain torch, times, error bounds."""

@@ -1,0 +1,70 @@
+"""A measurement as tables and as a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+from collections.abc import Iterator
+from datetime import date
+from functools import cache
+from itertools import chain, groupby, repeat
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import _backends
+from .._cli_support.files import writing
+from .._cli_support.show import grid
+
+Row = dict[str, Any]
+OURS = "mx_driving"
+BARE = "bare operator"  # beside an operator with logits: on locations and weights that are ready
+PLAIN = "plain torch"
+
+
+@cache
+def _commit() -> str:
+    """The commit of the source that this package runs from; nothing if it was installed from a wheel. Cached, because a file
+    that is written and that git tracks makes the commit dirty."""
+    try:
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        found = subprocess.run(git, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f", commit {found.stdout.strip()}"
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if models:
+            return models[0]
+    return platform.processor() or platform.machine()
+
+
+def machine() -> str:
+    """Date, machine, versions, commit: a number means nothing without them."""
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
+
+
+def tables(rows: list[Row]) -> Iterator[Any]:
+    """A table for each workload and dtype, all of one width."""
+    for (workload, dtype), of_it in groupby(rows, lambda row: (row["workload"], row["dtype"])):
+        shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
+        for direction, some in groupby(of_it, lambda row: row["direction"]):
+            shown.add_section()
+            for first, row in zip(chain([direction], repeat("")), some, strict=False):
+                shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")
+        yield shown
+
+
+def write(rows: list[Row], path: Path) -> None:
+    here = machine()
+    with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*rows[0], "machine"])
+        writer.writeheader()
+        writer.writerows({**row, "machine": here} for row in rows)

@@ -1,0 +1,184 @@
+"""From a camera's calibration to the inputs of the operators: projections, sample locations, and the ranks of bev_pool_v3.
+
+Frames are right-handed and in metres. A camera looks along its z axis, with x to the right of its picture and y down. Pixels
+are (u, v): (0, 0) is the corner of the picture and (0.5, 0.5) the centre of the first pixel, as the operators count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["augmentation_matrix", "bev_ranks", "frustum", "image_locations", "projection_matrix", "unproject"]
+
+
+def projection_matrix(
+    intrinsics: Tensor,
+    rotation: Tensor,
+    translation: Tensor,
+    augmentation: Tensor | None = None,
+    *,
+    first_pixel: float = 0.0,
+) -> Tensor:
+    """Return the matrix that takes points (x, y, z, 1) to pixels: depth * (u, v, 1).
+
+        projection = A S K [R | t]
+
+    This is `projection` of :func:`mx_driving.deformable_aggregation_with_logits`, beside the size of the picture as
+    `image_size`. S moves pixels so that the corner of the picture is (0, 0).
+
+    Args:
+        intrinsics: K [..., 3, 3].
+        rotation: R [..., 3, 3], from the frame of the points to the camera's: x_camera = R x + t. Of a pose that takes the
+            camera to the vehicle, as nuScenes has it, R is the transpose.
+        translation: t [..., 3]. Of such a pose it is -R @ position.
+        augmentation: A [..., 3, 3] of :func:`augmentation_matrix`, or None.
+        first_pixel: where K has the centre of the first pixel: 0 (OpenCV, nuScenes) or 0.5.
+
+    Returns:
+        [..., 4, 4]; its last row is (0, 0, 0, 1).
+
+    >>> import torch
+    >>> from mx_driving import geometry
+    >>> K = torch.tensor([[100.0, 0, 49.5], [0, 100, 24.5], [0, 0, 1]])
+    >>> geometry.projection_matrix(K, torch.eye(3), torch.zeros(3)) @ torch.tensor([0.0, 0, 2, 1])
+    tensor([100.,  50.,   2.,   1.])
+    """
+    _check(("intrinsics", intrinsics, (3, 3)), ("rotation", rotation, (3, 3)), ("translation", translation, (3,)))
+    matrix = _shift(intrinsics, 0.5 - first_pixel) @ intrinsics
+    if augmentation is not None:
+        _check(("augmentation", augmentation, (3, 3)))
+        matrix = augmentation.to(matrix) @ matrix
+    matrix = matrix @ torch.cat([rotation, translation[..., None]], -1)
+    last = torch.tensor([[0.0, 0, 0, 1]]).to(matrix).expand(*matrix.shape[:-2], 1, 4)
+    return torch.cat([matrix, last], -2)
+
+
+def augmentation_matrix(
+    scale: float | tuple[float, float] = 1.0,
+    crop: tuple[float, float] = (0.0, 0.0),
+    flip_width: float | None = None,
+    degrees: float = 0.0,
+    size: tuple[float, float] | None = None,
+) -> Tensor:
+    """Return what the usual augmentations of a picture do to its pixels: scale, then crop, then flip, then turn.
+
+    Args:
+        scale: of the picture, or of its width and height.
+        crop: pixels (left, top) that are cut off after the scale.
+        flip_width: the width of the cropped picture if it is mirrored, else None.
+        degrees: how far it is turned, counter-clockwise on the screen as in ``PIL.Image.rotate``, about its centre.
+        size: (width, height) of the cropped picture; needed where degrees are not 0.
+
+    Returns:
+        float64 [3, 3], for pixels (u, v, 1).
+    """
+    scale = scale if isinstance(scale, tuple) else (scale, scale)
+    matrix = torch.tensor([[scale[0], 0, -crop[0]], [0, scale[1], -crop[1]], [0, 0, 1]], dtype=torch.float64)
+    if flip_width is not None:
+        matrix = torch.tensor([[-1, 0, flip_width], [0, 1, 0], [0, 0, 1]], dtype=torch.float64) @ matrix
+    if degrees:
+        if size is None:
+            raise ValueError("size must be the (width, height) of a picture that is turned; got None")
+        angle = torch.deg2rad(torch.tensor(degrees, dtype=torch.float64))
+        (cos, sin), (x, y) = (angle.cos(), angle.sin()), (size[0] / 2, size[1] / 2)
+        turn = [[cos, sin, x - cos * x - sin * y], [-sin, cos, y + sin * x - cos * y], [0, 0, 1]]
+        matrix = torch.tensor(turn, dtype=torch.float64) @ matrix
+    return matrix
+
+
+def image_locations(points: Tensor, projection: Tensor, image_size: Tensor) -> tuple[Tensor, Tensor]:
+    """Project points into each camera: the `sample_locations` of :func:`mx_driving.deformable_aggregation`.
+
+    Args:
+        points: [..., 3].
+        projection: [cam, 4, 4] of :func:`projection_matrix`.
+        image_size: [2] or [cam, 2], (width, height) of the pictures in pixels.
+
+    Returns:
+        locations [..., cam, 2], (x, y) of 0..1 across the picture, and -1 for a point that is not before the camera; and
+        depths [..., cam] in metres.
+    """
+    _check(("points", points, (3,)), ("projection", projection, (4, 4)), ("image_size", image_size, (2,)))
+    projected = torch.einsum("cij,...j->...ci", projection[:, :3, :3], points) + projection[:, :3, 3]
+    depth = projected[..., 2]
+    plane = projected[..., :2] / depth.clamp(min=1e-5)[..., None] / image_size
+    return torch.where((depth > 1e-5)[..., None], plane, -1), depth
+
+
+def frustum(image_size: tuple[int, int], feature_size: tuple[int, int], depths: Tensor) -> Tensor:
+    """Return the points of a camera that a map of features and bins of depth stand for.
+
+    Args:
+        image_size: (width, height) of the picture.
+        feature_size: (width, height) of the map of features.
+        depths: [D] in metres.
+
+    Returns:
+        [D, H, W, 3] in the dtype of depths: the pixel (u, v) at the centre of each feature, and its depth.
+    """
+    _check(("depths", depths, ("D",)))
+    u, v = ((torch.arange(n).to(depths) + 0.5) * (side / n) for side, n in zip(image_size, feature_size, strict=True))
+    d, v, u = torch.meshgrid(depths, v, u, indexing="ij")
+    return torch.stack([u, v, d], -1)
+
+
+def unproject(pixels: Tensor, projection: Tensor) -> Tensor:
+    """Return the points [cam, ..., 3] that each camera sees at `pixels` [..., 3] of (u, v, depth).
+
+    The inverse of :func:`image_locations`; `projection` is [cam, 4, 4].
+    """
+    _check(("pixels", pixels, (3,)), ("projection", projection, (4, 4)))
+    seen = torch.cat([pixels[..., :2] * pixels[..., 2:], pixels[..., 2:], torch.ones_like(pixels[..., :1])], -1)
+    return torch.einsum("cij,...j->c...i", torch.linalg.inv(projection), seen)[..., :3]
+
+
+def bev_ranks(
+    points: Tensor, lower: Sequence[float], cell: Sequence[float], cells: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ranks of :func:`mx_driving.bev_pool_v3` for points of cameras, sorted by cell.
+
+    Args:
+        points: [B, cam, D, H, W, 3], what :func:`unproject` gives for a frustum, a batch of it.
+        lower: smallest (x, y, z) of the grid in metres.
+        cell: size (x, y, z) of a cell in metres.
+        cells: how many along (x, y, z).
+
+    Returns:
+        ranks_depth, ranks_feat and ranks_bev, int32 [n], of the n points that lie in the grid, for depth [B, cam, D, H, W],
+        feat [B, cam, H, W, C] and bev_feat_shape (B, z, y, x, C).
+    """
+    _check(("points", points, ("B", "cam", "D", "H", "W", 3)))
+    batch, _, depths, height, width, _ = points.shape
+    place = ((points - points.new_tensor(lower)) / points.new_tensor(cell)).floor()
+    x, y, z = place.unbind(-1)
+    inside = ((place >= 0) & (place < points.new_tensor(cells))).all(-1)
+    b = torch.arange(batch, device=points.device).view(-1, 1, 1, 1, 1)
+    nx, ny, nz = cells
+    ranks_depth = inside.flatten().nonzero()[:, 0]
+    x, y, z = (torch.where(inside, axis, 0).long() for axis in (x, y, z))
+    ranks_bev, order = (((b * nz + z) * ny + y) * nx + x).flatten()[ranks_depth].sort(stable=True)
+    ranks_depth = ranks_depth[order]
+    pixels = height * width
+    ranks_feat = ranks_depth // (depths * pixels) * pixels + ranks_depth % pixels
+    return ranks_depth.int(), ranks_feat.int(), ranks_bev.int()
+
+
+def _shift(like: Tensor, by: float) -> Tensor:
+    """The matrix that adds `by` to u and v."""
+    matrix = torch.eye(3, dtype=like.dtype, device=like.device)
+    matrix[:2, 2] = by
+    return matrix
+
+
+def _check(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> None:
+    """Check that each tensor is one and that its last axes have these sizes; a name stands for any size."""
+    for name, tensor, sizes in rows:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
+        last = tuple(tensor.shape[-len(sizes) :])
+        if len(last) < len(sizes) or any(isinstance(n, int) and n != found for n, found in zip(sizes, last, strict=True)):
+            shape = ", ".join(map(str, sizes))
+            raise ValueError(f"{name} must have the last axes [{shape}]; got {tuple(tensor.shape)}")
