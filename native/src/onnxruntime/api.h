@@ -1,5 +1,5 @@
 // What is used of onnxruntime's C interface, version 16 and later: its layout in memory, which versions only append to.
-// Nothing of onnxruntime is included or linked; tests/deploy/test_onnxruntime.py runs every function.
+// Nothing of onnxruntime is included or linked; tests/onnx/test_onnxruntime.py runs every function.
 #pragma once
 
 #include <cstddef>
