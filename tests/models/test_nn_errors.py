@@ -68,6 +68,8 @@ GOOD[EVEN] = {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), "value
 # A wrong shape, and the axes that its sentence names: one of each kind. The property below has the others' sizes.
 SHAPES_OF = [
     (MULTI_SCALE, "reference_points", (2, 5, 1, 2), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
+    (MULTI_SCALE, "reference_points", (2, 5, 16), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
+    (GEOMETRIC, "reference_points", (2, 5, 16), "(bs=2, num_queries=5, num_heads=4, 2)"),
     (MULTI_SCALE, "value", (2, 16, 4, 6), "(bs=2, num_keys, embed_dims=16)"),
     (AGGREGATION, "anchor", (2, 5, 7), "(bs=2, anchor=5, 8 or more)"),
     (AGGREGATION, "projection_mat", (2, 3, 2, 4), "(bs=2, cam, 3 or 4, 4)"),
@@ -77,14 +79,39 @@ SHAPES_OF = [
     (PILLARS, "query", (2, 5, 16), "(1, sum(counts)=5, embed_dims=16)"),
     (PILLARS, "reference_points", (1, 4, 2, 2), "(1, sum(counts)=5, num_Z_anchors, 2)"),
 ]
+DTYPE = "must have the dtype of the module's parameters, float32"
 # what is given, and another rule than that of a shape
 OTHERS = [
     (MULTI_SCALE, "query", None, "query must be a torch.Tensor; got NoneType"),
     (AGGREGATION, "image_wh", (8, 6), "image_wh must be a torch.Tensor, as torch.tensor(image_wh) makes it; got tuple"),
     (MULTI_SCALE, "padding_mask", PADDING.float(), "padding_mask must have dtype bool; got float32"),
     (SPATIAL, "bev_mask", torch.rand(2, 3, 5, 2), "bev_mask must have dtype bool; got float32"),
-    (MULTI_SCALE, "reference_points", QUERY, "reference_points must have 4 axes, the last of 2 or 4 numbers; got (2, 5, 16)"),
-    (GEOMETRIC, "reference_points", QUERY, "reference_points must have 4 axes, the last of 2 numbers; got (2, 5, 16)"),
+    (MULTI_SCALE, "query", QUERY.half(), "query must have the dtype of the module's parameters, float32; got float16"),
+    (GEOMETRIC, "value", VALUE.bfloat16(), "value must have the dtype of the module's parameters, float32; got bfloat16"),
+    (
+        SPATIAL,
+        "value",
+        torch.rand(2, 3, 30, 16).half(),
+        "value must have the dtype of the module's parameters, float32; got float16",
+    ),
+    (
+        PILLARS,
+        "query",
+        torch.rand(1, 5, 16).double(),
+        "query must have the dtype of the module's parameters, float32; got float64",
+    ),
+    (
+        TEMPORAL,
+        "value",
+        torch.rand(2, 2, 30, 16).half(),
+        "value must have the dtype of the module's parameters, float32; got float16",
+    ),
+    (
+        AGGREGATION,
+        "instance_feature",
+        QUERY.half(),
+        "instance_feature must have the dtype of the module's parameters, float32; got float16",
+    ),
     (SPATIAL, "reference_points", torch.rand(2, 3, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
     (EVEN, "reference_points", torch.rand(2, 5, 3, 2), "num_Z_anchors must divide num_points=4; got 3"),
     (PILLARS, "counts", [5], "counts must hold a number from 0 on for each of 2 pictures; got [5]"),
@@ -92,10 +119,18 @@ OTHERS = [
 ]
 ROWS = [(*row[:2], torch.zeros(row[2]), f"{row[1]} must have shape {row[3]}; got {row[2]}") for row in SHAPES_OF] + OTHERS
 
+SIDES = "must have a height and a width of at least 1"
 # function, its maps, the sentence
 FLATTEN = [
     (nn.flatten_levels, MAPS[0], "maps must be a list of tensors, one for each level; got Tensor"),
     (nn.flatten_cameras, (), "maps must hold at least one level; got none"),
+    (nn.flatten_levels, None, "maps must be a list of tensors, one for each level; got NoneType"),
+    (
+        nn.flatten_levels,
+        [MAPS[0], MAPS[1][:, :, :0]],
+        "maps[1] must have a height and a width of at least 1; got (2, 16, 0, 3)",
+    ),
+    (nn.flatten_cameras, [CAMERAS[0][..., :0]], "maps[0] must have a height and a width of at least 1; got (2, 3, 16, 4, 0)"),
     (nn.flatten_levels, {"p3": MAPS[0]}, "maps[0] must be a torch.Tensor; got str"),
     (nn.flatten_levels, [MAPS[0], None], "maps[1] must be a torch.Tensor; got NoneType"),
     (nn.flatten_levels, CAMERAS, "maps[0] must have shape (bs, c, H, W); got (2, 3, 16, 4, 6)"),
@@ -124,6 +159,23 @@ MADE = [
     *((kind, "num_heads", wrong, "divide embed_dims=256") for kind in [*COUNTS][:4] for wrong in (0, 3)),
     *((kind, "dropout", wrong, "be a fraction below 1") for kind in [*COUNTS][1:3] for wrong in (1.0, -0.5)),
     *((nn.DeformableFeatureAggregation, "attn_drop", wrong, "be a fraction below 1") for wrong in (1.0, -0.1)),
+    *((kind, "embed_dims", wrong, "be at least 1") for kind in COUNTS for wrong in (0, -8)),
+    *(
+        (kind, name, wrong, "be a whole number")
+        for kind in COUNTS
+        for name in ("embed_dims", "num_levels")
+        for wrong in (None, 1.5)
+    ),
+    *((kind, "num_heads", wrong, "be a whole number") for kind in [*COUNTS][:4] for wrong in (None, 2.0)),
+    *((kind, "dropout", None, "be a fraction below 1") for kind in [*COUNTS][1:3]),
+    *((nn.GeometricKernelAttention, "kernel_size", wrong, "be (height, width)") for wrong in (3, (1, 2, 3), None)),
+    (nn.DeformableFeatureAggregation, "num_learnable_pts", -1, "be at least 0"),
+    (nn.DeformableFeatureAggregation, "proj_drop", 2, "be a fraction below 1"),
+    (nn.DeformableFeatureAggregation, "num_groups", None, "be a whole number"),
+    *(
+        (nn.DeformableFeatureAggregation, "fix_scale", wrong, "be rows of three numbers")
+        for wrong in (None, [[1, 2], [1]], [["a"]])
+    ),
     (nn.DeformableFeatureAggregation, "num_groups", 3, "divide embed_dims=256"),
     (nn.DeformableFeatureAggregation, "residual_mode", "sum", "be 'add' or 'cat'"),
 ]
@@ -189,6 +241,7 @@ def test_making(module, name, given, rule):
 
 def test_making_windows_and_key_points():
     aggregation = nn.DeformableFeatureAggregation
+    assert said(lambda: nn.GeometricKernelAttention(kernel_size=(1.5, 3))) == "kernel_size[0] must be a whole number; got 1.5"
     assert said(lambda: nn.GeometricKernelAttention(kernel_size=(3, 0))) == "kernel_size[1] must be at least 1; got 0"
     assert said(lambda: aggregation(fix_scale=(0, 0, 0, 1, 1, 1))) == "fix_scale must have shape (points, 3); got (6,)"
     rule = "fix_scale must hold a point where num_learnable_pts is 0; got none"
@@ -258,3 +311,50 @@ def test_compiled_refuses_too():
     compiled = torch.compile(MULTI_SCALE, backend="eager")
     with pytest.raises(Exception, match=re.escape("padding_mask must have dtype bool; got float32")):
         compiled(**{**GOOD[MULTI_SCALE], "padding_mask": PADDING.float()})
+
+
+EMPTY = {
+    MULTI_SCALE: ({"query": 0, "reference_points": 0, "value": 0, "padding_mask": 0}, {"query": 1, "reference_points": 1}),
+    GEOMETRIC: ({"query": 0, "reference_points": 0, "value": 0, "padding_mask": 0}, {"query": 1, "reference_points": 1}),
+    AGGREGATION: (
+        dict.fromkeys(("instance_feature", "anchor", "anchor_embed", "feature_maps", "projection_mat", "image_wh"), 0),
+        dict.fromkeys(("instance_feature", "anchor", "anchor_embed"), 1),
+    ),
+    TEMPORAL: (dict.fromkeys(("query", "query_pos", "reference_points", "value"), 0),),
+    SPATIAL: (
+        dict.fromkeys(("query", "query_pos", "reference_points", "value", "bev_mask"), 0),
+        {"reference_points": 1, "value": 1, "bev_mask": 1},
+        {"query": 1, "query_pos": 1, "reference_points": 2, "bev_mask": 2},
+    ),
+    EVEN: (dict.fromkeys(("query", "reference_points", "value"), 0), dict.fromkeys(("query", "reference_points"), 1)),
+}
+
+
+@pytest.mark.parametrize(("module", "axes"), [(m, axes) for m, each in EMPTY.items() for axes in each])
+def test_every_parameter_has_a_gradient_of_a_batch_that_is_empty(module, axes):
+    """No scene, no camera, no query: DistributedDataParallel waits for the gradient of every parameter."""
+    module.train()
+    inputs = {n: t.narrow(axes[n], 0, 0) if n in axes else t for n, t in GOOD[module].items()}
+    gradients = torch.autograd.grad(
+        module(**inputs).sum(), [p for p in module.parameters() if p.requires_grad], allow_unused=True
+    )
+    assert all(g is not None and g.isfinite().all() for g in gradients)
+
+
+def test_cameras_that_see_nothing_leave_gradients_of_zero():
+    inputs = {**GOOD[SPATIAL], "bev_mask": torch.zeros_like(GOOD[SPATIAL]["bev_mask"])}
+    inner = SPATIAL.train().deformable_attention
+    gradients = torch.autograd.grad(SPATIAL(**inputs).sum(), [*inner.parameters()])
+    assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_aggregation_of_maps_and_anchors_of_another_dtype(dtype):
+    """Feature maps, anchors and projections may have another dtype than the parameters."""
+    names = ("anchor", "feature_maps", "projection_mat", "image_wh", "anchor_embed")
+    module = AGGREGATION.eval()
+    other = {n: t.to(dtype) if n in names[:4] else t for n, t in GOOD[AGGREGATION].items()}
+    rounded = {n: t.float() if n in names[:4] else t for n, t in other.items()}
+    output = module(**other)
+    assert output.dtype == torch.float32
+    torch.testing.assert_close(output, module(**rounded), rtol=1e-2, atol=1e-2)

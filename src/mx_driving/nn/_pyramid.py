@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _check
 
@@ -18,6 +18,9 @@ def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         value [bs, num_keys, c], spatial_shapes [num_levels, 2] and level_start_index [num_levels], both int64.
+
+    Raises:
+        TypeError, ValueError: maps is no list of such tensors, or a level has no pixels.
 
     >>> value, shapes, starts = flatten_levels([torch.zeros(1, 8, 4, 6), torch.zeros(1, 8, 2, 3)])
     >>> tuple(value.shape), shapes.tolist(), starts.tolist()
@@ -38,6 +41,9 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         feature_maps [bs, num_feat, c], spatial_shape [cam, scale, 2] and scale_start_index [cam, scale], both int64.
 
+    Raises:
+        TypeError, ValueError: as for `flatten_levels`.
+
     >>> maps, shape, start = flatten_cameras([torch.zeros(1, 2, 8, 4, 6), torch.zeros(1, 2, 8, 2, 3)])
     >>> tuple(maps.shape), tuple(shape.shape), start.tolist()
     ((1, 60, 8), (2, 2, 2), [[0, 24], [30, 54]])
@@ -48,6 +54,30 @@ def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     shapes, starts = _tables([m.shape[-2:] for m in maps], by_camera.device)
     first = torch.arange(cams, device=starts.device)[:, None] * by_camera.shape[2]
     return by_camera.flatten(1, 2), shapes.expand(cams, -1, -1), first + starts
+
+
+def check_pyramid(
+    sizes: dict[str, int], value: Tensor, level_start_index: Tensor, padding_mask: Tensor | None, value_proj: nn.Module
+) -> None:
+    """Check the pyramid that an attention module reads. `sizes` are those of its queries."""
+    inputs = {"value": (value, "bs, num_keys, embed_dims"), "level_start_index": (level_start_index, "num_levels")}
+    if padding_mask is not None:
+        inputs["padding_mask"] = (padding_mask, "bs, num_keys")
+    _check.shapes(sizes, **inputs)
+    _check.layer_dtype(value_proj, value=value)
+    if padding_mask is not None:
+        _check.mask("padding_mask", padding_mask)
+
+
+def check_cells(
+    embed_dims: int, num_levels: int, query: Tensor, query_pos: Tensor | None, spatial_shapes: Tensor, level_start_index: Tensor
+) -> dict[str, int]:
+    """Check the queries of a bird's-eye map and the tables of what they read. Return the sizes that the others must have."""
+    inputs = {"query": (query, "bs, num_queries, embed_dims"), "spatial_shapes": (spatial_shapes, "num_levels, 2")}
+    inputs["level_start_index"] = (level_start_index, "num_levels")
+    if query_pos is not None:
+        inputs["query_pos"] = (query_pos, "bs, num_queries, embed_dims")
+    return _check.shapes({"embed_dims": embed_dims, "num_levels": num_levels}, **inputs)
 
 
 def heads_of(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:

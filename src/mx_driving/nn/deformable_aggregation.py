@@ -28,9 +28,7 @@ class KeyPoints(nn.Module):
 
     def __init__(self, embed_dims: int, num_learnable_pts: int, fix_scale: Sequence[Sequence[float]]) -> None:
         super().__init__()
-        points = torch.tensor(fix_scale, dtype=torch.float32)
-        _check.fix_scale(points, num_learnable_pts)
-        self.fix_scale = nn.Parameter(points.view(-1, 3), requires_grad=False)
+        self.fix_scale = nn.Parameter(_check.fix_scale(fix_scale, num_learnable_pts), requires_grad=False)
         self._fixed = fix_scale
         self.num_learnable_pts = num_learnable_pts
         self.num_pts = len(self.fix_scale) + num_learnable_pts
@@ -93,10 +91,11 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: str = "cat",
     ) -> None:
         super().__init__()
-        _check.divides("num_groups", num_groups, "embed_dims", embed_dims)
+        _check.divisor("num_groups", num_groups, embed_dims=embed_dims)
         _check.choice("residual_mode", residual_mode, ("add", "cat"))
-        _check.at_least_one(num_levels=num_levels, num_cams=num_cams)
+        _check.at_least(1, num_levels=num_levels, num_cams=num_cams)
         _check.fraction("attn_drop", attn_drop)
+        _check.fraction("proj_drop", proj_drop)
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
         self.attn_drop, self.residual_mode = attn_drop, residual_mode
         self.proj_drop = nn.Dropout(proj_drop)
@@ -142,11 +141,22 @@ class DeformableFeatureAggregation(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        _check.anchors(instance_feature, anchor, anchor_embed, self.embed_dims)
-        bs = instance_feature.shape[0]
-        _check.cameras(projection_mat, image_wh, bs, self.num_cams if self.camera_encoder is None else None)
-        cams = projection_mat.shape[1]
-        _check.feature_maps(feature_maps, spatial_shape, scale_start_index, bs, cams, self.num_levels, self.embed_dims)
+        sizes = {"embed_dims": self.embed_dims, "scale": self.num_levels}
+        if self.camera_encoder is None:
+            sizes["cam"] = self.num_cams
+        inputs = {} if image_wh is None else {"image_wh": (image_wh, "bs, cam, 2")}
+        _check.shapes(
+            sizes,
+            instance_feature=(instance_feature, "bs, anchor, embed_dims"),
+            anchor=(anchor, "bs, anchor, 8 or more"),
+            anchor_embed=(anchor_embed, "bs, anchor, embed_dims"),
+            projection_mat=(projection_mat, "bs, cam, 3 or 4, 4"),
+            feature_maps=(feature_maps, "bs, num_feat, embed_dims"),
+            spatial_shape=(spatial_shape, "cam, scale, 2"),
+            scale_start_index=(scale_start_index, "cam, scale"),
+            **inputs,
+        )
+        _check.layer_dtype(self.weights_fc, instance_feature=instance_feature)
         points = self.kps_generator(anchor, instance_feature)
         logits = self._logits(instance_feature + anchor_embed, projection_mat)
         features = deformable_aggregation_with_logits(
@@ -159,7 +169,7 @@ class DeformableFeatureAggregation(nn.Module):
             image_wh,
             self._pair_scale(logits),
         )
-        output = self.proj_drop(self.output_proj(features))
+        output = self.proj_drop(self.output_proj(features.to(instance_feature.dtype)))
         if self.residual_mode == "add":
             return output + instance_feature
         return torch.cat([output, instance_feature], -1)
@@ -180,7 +190,7 @@ class DeformableFeatureAggregation(nn.Module):
             return by_anchor.unflatten(2, (-1, *sizes))
         # W (feature + camera) + b = (W feature + b) + (W camera + b) - b: one product for each anchor, not for each anchor
         # and camera; by calls of the layer, which may have been replaced by another
-        cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2))
+        cameras = self.camera_encoder(projection_mat[:, :, :3].flatten(2).to(feature.dtype))
         by_camera = self.weights_fc(cameras) - self.weights_fc(torch.zeros_like(cameras[:1, :1]))
         return (by_anchor[:, :, None] + by_camera[:, None]).unflatten(3, sizes)
 

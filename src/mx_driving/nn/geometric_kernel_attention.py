@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _composition
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _check, _initial
-from ._pyramid import heads_of
+from ._pyramid import check_pyramid, heads_of
 
 __all__ = ["GeometricKernelAttention"]
 
@@ -54,8 +54,8 @@ class GeometricKernelAttention(nn.Module):
         dilation: int = 1,
     ) -> None:
         super().__init__()
-        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
-        _check.at_least_one(num_levels=num_levels, dilation=dilation)
+        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
+        _check.at_least(1, num_levels=num_levels, dilation=dilation)
         _check.kernel_size(kernel_size)
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
@@ -98,8 +98,14 @@ class GeometricKernelAttention(nn.Module):
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
         heads, levels = self.num_heads, self.num_levels
-        _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_heads", heads, (2,))
-        _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, levels)
+        sizes = _check.shapes(
+            {"embed_dims": self.embed_dims, "num_heads": heads, "num_levels": levels},
+            query=(query, "bs, num_queries, embed_dims"),
+            reference_points=(reference_points, "bs, num_queries, num_heads, 2"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+        )
+        _check.layer_dtype(self.attention_weights, query=query)
+        check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
         logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
         rows = heads_of(self.value_proj(value), padding_mask, heads)
         return geometric_kernel_attention_with_logits(

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .. import _composition
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._pyramid import heads_of
+from ._pyramid import check_pyramid, heads_of
 
 __all__ = ["MultiScaleDeformableAttention"]
 
@@ -41,8 +41,8 @@ class MultiScaleDeformableAttention(nn.Module):
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4) -> None:
         super().__init__()
-        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
-        _check.at_least_one(num_levels=num_levels, num_points=num_points)
+        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
+        _check.at_least(1, num_levels=num_levels, num_points=num_points)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * num_levels * num_points
         self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
@@ -82,8 +82,8 @@ class MultiScaleDeformableAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        self._check_queries(query, reference_points, spatial_shapes)
-        _check.pyramid(value, level_start_index, padding_mask, query.shape[0], self.embed_dims, self.num_levels)
+        sizes = self._check_queries(query, reference_points, spatial_shapes)
+        check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
         offsets, logits = self._offsets_and_logits(query)
         rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
         out = multi_scale_deformable_attn_with_logits(
@@ -106,9 +106,17 @@ class MultiScaleDeformableAttention(nn.Module):
             "multi_scale_deformable_attn_with_logits", spatial_shapes, reference_points, offsets, logits
         )
 
-    def _check_queries(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> None:
-        levels = self.num_levels
-        _check.queries(query, reference_points, spatial_shapes, self.embed_dims, levels, "num_levels", levels, (2, 4))
+    def _check_queries(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> dict[str, int]:
+        """Return the sizes that the other inputs must have."""
+        sizes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}
+        sizes = _check.shapes(
+            sizes,
+            query=(query, "bs, num_queries, embed_dims"),
+            reference_points=(reference_points, "bs, num_queries, num_levels, 2 or 4"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+        )
+        _check.layer_dtype(self.sampling_offsets, query=query)
+        return sizes
 
     def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
         heads, levels, points = self.num_heads, self.num_levels, self.num_points

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._layers import is_exported, projected
+from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
 
@@ -50,8 +50,8 @@ class MSDeformableAttention3D(nn.Module):
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
         super().__init__()
-        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
-        _check.at_least_one(num_levels=num_levels, num_points=num_points)
+        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
+        _check.at_least(1, num_levels=num_levels, num_points=num_points)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * num_levels * num_points
         self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
@@ -92,13 +92,42 @@ class MSDeformableAttention3D(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        _check.pictures(counts, query, reference_points, value, spatial_shapes, level_start_index, self)
+        self._check(counts, query, reference_points, value, spatial_shapes, level_start_index)
         rows, maps = self._rows(value), (spatial_shapes, level_start_index)
         samples = (reference_points, *self._offsets_and_logits(query))
         if counts is None:
             return _attend(rows, *maps, *samples)
         of_pictures = zip(rows.split(1), *(t.split(list(counts), 1) for t in samples), strict=True)
         return tuple(_attend(rows, *maps, *of_picture) for rows, *of_picture in of_pictures)
+
+    def _check(
+        self,
+        counts: Sequence[int] | None,
+        query: Tensor,
+        reference_points: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+    ) -> None:
+        sizes = {"embed_dims": self.embed_dims, "num_levels": self.num_levels}
+        sizes = _check.shapes(
+            sizes,
+            value=(value, "bs, num_keys, embed_dims"),
+            spatial_shapes=(spatial_shapes, "num_levels, 2"),
+            level_start_index=(level_start_index, "num_levels"),
+        )
+        axes = "bs, num_queries"
+        if counts is not None:
+            _check.counts(counts, value.shape[0])
+            sizes["sum(counts)"], axes = sum(counts), "1, sum(counts)"
+        _check.shapes(
+            sizes,
+            query=(query, f"{axes}, embed_dims"),
+            reference_points=(reference_points, f"{axes}, num_Z_anchors, 2"),
+        )
+        _check.divides("num_Z_anchors", reference_points.shape[2], "num_points", self.num_points)
+        _check.layer_dtype(self.sampling_offsets, query=query)
+        _check.layer_dtype(self.value_proj, value=value)
 
     def _rows(self, value: Tensor) -> Tensor:
         return self.value_proj(value).unflatten(2, (self.num_heads, -1))
@@ -196,8 +225,17 @@ class SpatialCrossAttention(nn.Module):
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
         inner = self.deformable_attention
-        _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, inner.num_levels)
-        _check.pillars(reference_points, value, bev_mask, query, inner.num_points)
+        sizes = check_cells(self.embed_dims, inner.num_levels, query, query_pos, spatial_shapes, level_start_index)
+        sizes = _check.shapes(
+            sizes,
+            value=(value, "bs, cam, num_keys, embed_dims"),
+            reference_points=(reference_points, "bs, cam, num_queries, num_Z_anchors, 2"),
+        )
+        _check.divides("num_Z_anchors", reference_points.shape[3], "num_points", inner.num_points)
+        _check.shapes(sizes, bev_mask=(bev_mask, "bs, cam, num_queries, num_Z_anchors"))
+        _check.mask("bev_mask", bev_mask)
+        _check.layer_dtype(inner.sampling_offsets, query=query)
+        _check.layer_dtype(inner.value_proj, value=value)
         positioned = query if query_pos is None else query + query_pos
         mean_over_cameras = self._mean_of_all if is_exported() or query.is_meta else self._mean_over_cameras
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
@@ -208,6 +246,8 @@ class SpatialCrossAttention(nn.Module):
     ) -> Tensor:
         """[bs, num_queries, embed_dims]. Each camera of each scene is sampled by the queries that it sees."""
         bs, cams, queries = seen.shape
+        if bs * cams == 0:  # the layers get gradients of zero
+            return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
         inner = self.deformable_attention
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
         rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
@@ -219,13 +259,11 @@ class SpatialCrossAttention(nn.Module):
         pillars = reference_points.flatten(0, 2).index_select(0, pairs).split(sizes)
         pyramids = value.flatten(0, 1).split([len(group) for group in groups])
         places = iter(rows.split(counts))
-        summed = None
+        summed = query.new_zeros(0)
         for group, group_query, group_pillars, group_value in zip(groups, positioned, pillars, pyramids, strict=True):
             for found in inner(group_query[None], group_pillars[None], group_value, shapes, starts, group):
-                summed = found.new_zeros(bs * queries, self.embed_dims) if summed is None else summed
+                summed = summed if summed.dim() == 2 else found.new_zeros(bs * queries, self.embed_dims)
                 summed.index_add_(0, next(places), found[0])
-        if summed is None:
-            return torch.zeros_like(query)
         return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, self.embed_dims)
 
     def _mean_of_all(

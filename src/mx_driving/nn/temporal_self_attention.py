@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._layers import is_exported, is_plain, projected
+from ._pyramid import check_cells
 
 __all__ = ["TemporalSelfAttention"]
 
@@ -67,8 +68,8 @@ class TemporalSelfAttention(nn.Module):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        _check.divides("num_heads", num_heads, "embed_dims", embed_dims)
-        _check.at_least_one(num_levels=num_levels, num_points=num_points)
+        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
+        _check.at_least(1, num_levels=num_levels, num_points=num_points)
         _check.fraction("dropout", dropout)
         self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
         samples = num_heads * _QUEUE * num_levels * num_points
@@ -112,8 +113,12 @@ class TemporalSelfAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input is not as above; the sentence says which one and what it must be.
         """
-        _check.cells(query, query_pos, spatial_shapes, level_start_index, self.embed_dims, self.num_levels)
-        _check.queue(reference_points, value, query, _QUEUE, self.num_levels)
+        sizes = check_cells(self.embed_dims, self.num_levels, query, query_pos, spatial_shapes, level_start_index)
+        inputs = {"reference_points": (reference_points, f"bs, {_QUEUE}, num_queries, num_levels, 2 or 4")}
+        if value is not None:
+            inputs["value"] = (value, f"bs, {_QUEUE}, num_queries, embed_dims")
+        _check.shapes(sizes, **inputs)
+        _check.layer_dtype(self.value_proj, query=query, **({} if value is None else {"value": value}))
         maps = query[:, None] if value is None else value
         positioned = query if query_pos is None else query + query_pos
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
