@@ -4,7 +4,8 @@ After `mx_driving.compat.install()` these imports give the operators of this pac
 package that would hold the compiled file (`from . import deformable_aggregation_ext`):
 
 - `MultiScaleDeformableAttention` (Deformable-DETR, DINO, Mask2Former, Mask DINO, ...): ms_deform_attn_forward, _backward
-- `deformable_aggregation_ext` (Sparse4D, SparseDrive): deformable_aggregation_forward, _backward
+- `deformable_aggregation_ext` (Sparse4D, SparseDrive; its older interface, too: GaussianFormer, Far3D):
+  deformable_aggregation_forward, _backward
 - `GeometricKernelAttention` (MapTR): geometric_kernel_attn_cuda_forward, _backward
 - `bev_pool_v2_ext` (BEVDet, FlashOcc, FB-BEV): bev_pool_v2_forward, _backward, _backward_opt
 - `bev_pool_ext` (BEVFusion): bev_pool_forward, _backward
@@ -29,8 +30,10 @@ from torch import Tensor
 
 from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
+from ._operators import OPERATORS
 from ._replacing import MadeModules
 from .ops import _extension, _pooling
+from .ops._other_shapes import aggregation_inputs, attention_inputs
 from .ops.bev_pool_v3 import bev_pool_v3
 from .ops.geometric_kernel_attention import geometric_kernel_attention
 from .ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -43,7 +46,7 @@ Function = Callable[..., Any]
 
 
 def _forward(public: Function) -> Function:
-    """The operator under mmcv's names of the arguments. The im2col_step is not used."""
+    """Return the operator under mmcv's names of the arguments. The im2col_step is not used."""
     compiled = as_compiled(public)
 
     def forward(
@@ -54,27 +57,45 @@ def _forward(public: Function) -> Function:
         attention_weights: Tensor,
         im2col_step: int = 64,
     ) -> Tensor:
-        return compiled(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+        tables = value_spatial_shapes, value_level_start_index
+        return compiled(*attention_inputs(value, *tables, sampling_locations, attention_weights))
 
     return forward
 
 
-_multi_scale_backward = backward_as_compiled("multi_scale_deformable_attn", list)
-_gradients_of_aggregation = backward_as_compiled("deformable_aggregation", list)
+def _backward(operator: str, to_inputs: Function = attention_inputs) -> Function:
+    """Return a function of an operator's five inputs and grad_output: a list of the gradients, in the inputs' own shapes.
+
+    Callers give more, mmcv an im2col_step, which is not used.
+    """
+    run, differentiable = backward_as_compiled(operator, list), OPERATORS[operator].differentiable
+
+    def backward(*arguments: Tensor, im2col_step: int = 64) -> list[Tensor]:
+        inputs, grad_output = arguments[:5], arguments[5]
+        gradients = run(*to_inputs(*inputs), grad_output)
+        return [g.view(inputs[i].shape) for i, g in zip(differentiable, gradients, strict=True)]
+
+    return backward
+
+
+_multi_scale_backward = _backward("multi_scale_deformable_attn")
+_gradients_of_aggregation = _backward("deformable_aggregation", aggregation_inputs)
+
+
+def _aggregation(*inputs: Tensor) -> Tensor:
+    return deformable_aggregation(*aggregation_inputs(*inputs))
 
 
 def _aggregation_backward(*arguments: Tensor) -> None:
-    """Takes six inputs and three outputs, and adds to the outputs, as the compiled function does."""
-    inputs, outputs = arguments[:6], arguments[6:]
-    for out, found in zip(outputs, _gradients_of_aggregation(*inputs), strict=True):
-        out.add_(found)
+    """Add the gradients of six inputs to three outputs, as the compiled function does."""
+    for out, gradient in zip(arguments[6:], _gradients_of_aggregation(*arguments[:6]), strict=True):
+        out.add_(gradient)
 
 
 def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
-    """Takes six inputs and three outputs, and writes to the outputs, as mmcv's compiled function does."""
-    inputs, outputs = arguments[:6], arguments[6:]
-    for out, found in zip(outputs, _multi_scale_backward(*inputs), strict=True):
-        out.copy_(found)
+    """Write the gradients of six inputs to three outputs, as mmcv's compiled function does."""
+    for out, gradient in zip(arguments[6:], _multi_scale_backward(*arguments[:6]), strict=True):
+        out.copy_(gradient)
 
 
 @torch.no_grad()
@@ -122,12 +143,12 @@ _ATTENTION: dict[str, Function] = {
 _EXTENSIONS: dict[str, dict[str, Function]] = {
     "MultiScaleDeformableAttention": _ATTENTION,
     "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": as_compiled(deformable_aggregation),
+        "deformable_aggregation_forward": as_compiled(_aggregation),
         "deformable_aggregation_backward": _aggregation_backward,
     },
     "GeometricKernelAttention": {
         "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-        "geometric_kernel_attn_cuda_backward": backward_as_compiled("geometric_kernel_attention", list),
+        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
     },
     "bev_pool_v2_ext": {
         "bev_pool_v2_forward": _bev_pool_v2_forward,

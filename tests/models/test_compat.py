@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import cases
 import pytest
 import torch
+import truth
 from programs import python
 
 import mx_driving
@@ -208,6 +210,124 @@ def test_patched_functions_have_second_derivatives(repository, operator):
         name = "DoubleDeformableAggregationFunction"
     with mx_driving.patched(repository):
         assert torch.autograd.gradgradcheck(getattr(repository, name).apply, inputs, fast_mode=True)
+
+
+OLDER = cases.aggregation(2, 6, 1, 8, 2, [[(4, 6), (2, 3)]] * 3)  # each point is an anchor; the cameras' maps are of one size
+
+
+def maps_apart(features, shapes, starts, locations, weight):
+    """The older interface of deformable_aggregation_ext: GaussianFormer, Far3D, Sparse4D v1 and v2."""
+    rows = int(shapes[0].prod(-1).sum())
+    return features.unflatten(1, (len(shapes), rows)), shapes[0], starts[0], locations[:, :, 0], weight[:, :, 0]
+
+
+def truth_of_older(grad):
+    """Output and gradients in the older shapes."""
+    results = truth.deformable_aggregation(*(i.numpy() for i in OLDER), grad.numpy())[0]
+    shapes = [grad.shape, *(maps_apart(*OLDER)[i].shape for i in (0, 3, 4))]
+    return [torch.as_tensor(t).reshape(shape) for t, shape in zip(results, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_older_interface_of_aggregation_in_both_directions(repository, dtype):
+    """Forward gives a row for each point; backward adds gradients in the caller's shapes."""
+    features, *tables, locations, weight = maps_apart(*OLDER)
+    inputs = features, *(t.to(dtype) for t in tables), locations, weight
+    grad = torch.linspace(-1, 1, 2 * 6 * 8, dtype=torch.float64).view(2, 6, 8)
+    outputs = [torch.ones_like(inputs[i]) for i in (0, 3, 4)]
+    found = repository.DAF.deformable_aggregation_forward(*inputs)
+    assert repository.DAF.deformable_aggregation_backward(*inputs, grad, *outputs) is None
+    for ours, true in zip([found, *(out - 1 for out in outputs)], truth_of_older(grad), strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("name", ["DeformableAggregationFunction", "DoubleDeformableAggregationFunction"])
+def test_original_code_over_the_older_interface(repository, name, patched):
+    function = getattr(repository, name)
+    inputs = [i.detach().clone().requires_grad_(k in (0, 3, 4)) for k, i in enumerate(maps_apart(*OLDER))]
+    with mx_driving.patched(repository) if patched else contextlib.nullcontext():
+        out = function.apply(*inputs)
+        grad = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
+        found = [out, *torch.autograd.grad(out, [inputs[k] for k in (0, 3, 4)], grad.to(out.dtype))]
+    close = 1e-11 if name.startswith("Double") else 2e-5
+    for ours, true in zip(found, truth_of_older(grad), strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=close, atol=close)
+
+
+def test_the_older_interface_compiles_and_has_second_derivatives(repository):
+    inputs = [i.detach().requires_grad_(k in (0, 3, 4)) for k, i in enumerate(maps_apart(*OLDER))]
+    apply = repository.DoubleDeformableAggregationFunction.apply
+    expected = torch.autograd.grad(apply(*inputs).sin().sum(), inputs[0])
+    with mx_driving.patched(repository):
+        apply = repository.DoubleDeformableAggregationFunction.apply
+        assert torch.autograd.gradgradcheck(apply, inputs, fast_mode=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *a: apply(*a), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(*inputs).sin().sum(), inputs[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({1: torch.ones(3, 2, 2).long()}, r"spatial_shape must have shape \(scale, 2\); got \(3, 2, 2\)"),
+        ({2: torch.zeros(3).long()}, r"scale_start_index must have shape \(scale=2,\); got \(3,\)"),
+        ({3: torch.rand(2, 6, 1, 3, 2)}, r"sample_locations must have shape \(bs=2, pts, cam=3, 2\); got \(2, 6, 1, 3, 2\)"),
+        (
+            {4: torch.rand(2, 5, 3, 2, 2)},
+            r"weights must have shape \(bs=2, pts=6, cam=3, scale=2, group\); got \(2, 5, 3, 2, 2\)",
+        ),
+        ({4: torch.rand(2, 6, 3, 2, 3)}, r"weight must have a group count that divides c=8; got 3"),
+        (
+            {2: torch.tensor([0, 25])},
+            r"scale_start_index\[1\] must leave room for 2 x 3 rows among 30; got 25 \(needs 31 rows\)",
+        ),
+        ({2: torch.tensor([0, -6])}, r"scale_start_index\[1\] must not be negative; got -6"),
+        ({2: torch.tensor([0.0, 24.0])}, r"scale_start_index must have dtype int32 or int64; got float32"),
+    ],
+)
+def test_the_older_interface_refuses(repository, change, sentence):
+    """A map may not reach into the next camera's rows."""
+    inputs = list(maps_apart(*OLDER))
+    for index, other in change.items():
+        inputs[index] = other
+    with pytest.raises((TypeError, ValueError), match=f"^({sentence})$"):
+        repository.DAF.deformable_aggregation_forward(*inputs)
+
+
+def flattened(inputs):
+    """Far3D: levels and points of the weights share an axis."""
+    return [*inputs[:4], inputs[4].detach().flatten(3).requires_grad_(inputs[4].requires_grad)]
+
+
+@pytest.mark.parametrize("patched", [False, True])
+@pytest.mark.parametrize("operator", [cases.MULTI_SCALE, cases.GEOMETRIC])
+def test_weights_whose_levels_and_points_share_an_axis(repository, operator, patched):
+    function, expected = getattr(repository, FUNCTIONS[operator]), apply(repository, operator)
+    with mx_driving.patched(repository) if patched else contextlib.nullcontext():
+        leaves = [i.detach().requires_grad_(k in cases.DIFFERENTIABLE[operator]) for k, i in enumerate(INPUTS[operator])]
+        leaves = flattened(leaves)
+        out = function.apply(*leaves, 64)
+        direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
+        found = torch.autograd.grad(out, [leaf for leaf in leaves if leaf.requires_grad], direction)
+        assert found[-1].shape == leaves[4].shape
+        with pytest.raises(ValueError, match="attention_weights must have shape"):
+            function.apply(*leaves[:4], leaves[4][..., :-1], 64)
+    assert all(torch.equal(a.reshape(b.shape), b) for a, b in zip([out, *found], expected, strict=True))
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_tables_of_volumes_are_refused_as_such(repository, patched):
+    """PanoOcc gives (H, W, Z) of its voxels."""
+    value, _, _, *rest = cases.multi_scale(2, 5, 8, 3, [(4, 6)], 2)
+    with (
+        mx_driving.patched(repository) if patched else contextlib.nullcontext(),
+        pytest.raises(
+            ValueError,
+            match=r"^value_spatial_shapes must have shape \(num_levels, 2\), .*; got \(1, 3\): three sizes, of volumes",
+        ),
+    ):
+        repository.MSDeformAttnFunction.apply(value, torch.tensor([[4, 3, 2]]), torch.tensor([0]), *rest, 64)
 
 
 def test_install_twice_and_undo():

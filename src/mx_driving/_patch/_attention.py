@@ -24,9 +24,10 @@ from torch import Tensor
 from .. import _checks
 from .._checks.rules import INDEX
 from ..nn._pyramid import heads_of
+from ..ops._other_shapes import can_be_read
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._callers import weights_may_be_watched
-from ._forms import BY_LEVEL, IMAGES, ROWS, ValueLayout, can_be_read, keys_last, levels, levels_by_points
+from ._forms import BY_LEVEL, IMAGES, ROWS, ValueLayout, keys_last, levels, levels_by_points
 from ._parameters import Parameters, attributes_used, overrides
 
 ATTENTION = "attention module"

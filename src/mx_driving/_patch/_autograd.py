@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from ._forms import Form
 
 # a name in forward's code -> the dtype it casts the inputs to; type_as casts to value's
 _DTYPES = {
@@ -56,21 +57,25 @@ def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
     return casts
 
 
-def methods(public: Callable[..., Tensor], core: Any) -> dict[str, staticmethod]:
-    """The class's new attributes, by name."""
-    casts, kernel = _casts_of(core.forward), _dispatch.functions.as_compiled(public)
+def methods(form: Form, core: Any) -> dict[str, staticmethod]:
+    """Return the class's new methods, by name."""
+    casts, kernel = _casts_of(core.forward), _dispatch.functions.as_compiled(form.replacement)
 
     def apply(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None) -> Tensor:
-        return kernel(*casts(value, shapes, starts, locations, weights))
+        return kernel(*form.inputs(*casts(value, shapes, starts, locations, weights)))
 
     @functools.wraps(core.forward)
     def forward(
         ctx: Any, value: Any, shapes: Any, starts: Any, locations: Any, weights: Any, im2col_step: Any = None
     ) -> Tensor:
-        return _dispatch.functions.forward(ctx, kernel, *casts(value, shapes, starts, locations, weights))
+        inputs = casts(value, shapes, starts, locations, weights)
+        ctx.shapes = [i.shape for i in inputs]
+        return _dispatch.functions.forward(ctx, kernel, *form.inputs(*inputs))
 
     @functools.wraps(core.backward)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        return _dispatch.functions.backward(ctx, public.__name__, grad_output)
+        gradients = _dispatch.functions.backward(ctx, form.replacement.__name__, grad_output)
+        own = [g if g is None else g.view(shape) for g, shape in zip(gradients, ctx.shapes, strict=False)]
+        return (*own, *gradients[len(own) :])
 
     return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}

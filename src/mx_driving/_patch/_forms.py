@@ -21,6 +21,7 @@ from torch import Tensor
 from .. import _geometry
 from .._checks.rules import INDEX
 from ..kernels import MultiScaleDeformableAttention
+from ..ops._other_shapes import aggregation_inputs, attention_inputs, can_be_read
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
@@ -37,6 +38,7 @@ class Form:
     parameters: tuple[str, ...]
     replacement: Callable[..., Any]
     called: str = ""  # a pattern: autograd functions of different operators have the same parameters
+    inputs: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs  # from an extension's shapes to the operator's
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether something of this kind, with this name and these parameters, may be written in this form."""
@@ -104,13 +106,6 @@ def _joined(levels: Sequence[Tensor]) -> Tensor:
     if _lie_together(levels):
         return first.as_strided((*first.shape[:-1], total), first.stride(), first.storage_offset())
     return torch.cat(list(levels), -1)
-
-
-def can_be_read(t: Tensor) -> bool:
-    """Whether the numbers of t are here now: on the CPU, outside all tracing."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(t) is Tensor and t.device.type == "cpu"
 
 
 def _lie_together(levels: Sequence[Tensor]) -> bool:
@@ -259,12 +254,13 @@ FORMS: tuple[Core | Form, ...] = (
         ),
         MultiScaleDeformableAttention.forward,  # of transformers 5
     ),
-    Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, called="(?i)(ms|multi_?scale)_?deform"),
-    Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, called="(?i)geometric"),
+    Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
+    Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, "(?i)geometric", attention_inputs),
     Form(
         AUTOGRAD,
         ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights"),
         deformable_aggregation,
-        called="(?i)deformable_?aggregation",
+        "(?i)deformable_?aggregation",
+        aggregation_inputs,
     ),
 )

@@ -217,11 +217,10 @@ def _until(ended: list[bool], method: Any, thing: type, name: str) -> Any:
     return staticmethod(call) if static else call
 
 
-def _methods(form: Core | Form | Attention, thing: Any) -> dict[str, Any]:
+def _methods(form: Any, thing: Any) -> dict[str, Any]:
     """Return the new methods of a class."""
     if isinstance(form, Attention):
         return {"forward": form.in_place_of(vars(thing)["forward"], thing)}
     if isinstance(form, Pool):
         return _pools.methods(form, thing)
-    replacement: Any = form.replacement
-    return {"forward": replacement} if form.kind == MODULE else _autograd.methods(replacement, thing)
+    return {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form, thing)

@@ -118,10 +118,12 @@ _VOXEL = ("geom_xyz", "input_features", "voxel_num")
 _LIFTED = ("geom_xyz", "depth_features", "context_features", "voxel_num")
 _CLASSES = "(?i)cumsum|pool"
 _FUNCTIONS = (
-    Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", _lifted),
-    Pool(FUNCTION, ("feats", "coords", *_SIZES), _bevfusion, "bev_pool", _rows),
-    Pool(FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), "(?i)cumsum", _sorted_rows),
-    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", _frustum),
+    Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", example=_lifted),
+    Pool(FUNCTION, ("feats", "coords", *_SIZES), _bevfusion, "bev_pool", example=_rows),
+    Pool(
+        FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), "(?i)cumsum", example=_sorted_rows
+    ),
+    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", example=_frustum),
 )
 POOLS = (
     *_FUNCTIONS,

@@ -1,0 +1,62 @@
+"""Inputs in other shapes than the operators', as compiled extensions take them.
+
+`deformable_aggregation_ext` has an older interface under the same name: Sparse4D v1 and v2, GaussianFormer and Far3D keep the
+cameras' maps apart. Far3D gives attention weights whose levels and points share an axis: extensions read memory, not shapes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._checks import inputs as checks
+from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_some_sizes, tensors
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def can_be_read(t: Tensor) -> bool:
+    """Return whether the numbers of t are here now: on the CPU, outside all tracing."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
+        return False
+    return type(t) is Tensor and t.device.type == "cpu"
+
+
+def attention_inputs(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Inputs:
+    """Return the inputs of an attention operator. The weights may be [bs, num_queries, num_heads, num_levels * num_points]."""
+    if isinstance(shapes, Tensor) and shapes.dim() == 2 and shapes.shape[1] == 3:
+        fact = f"{tuple(shapes.shape)}: three sizes, of volumes, and the operator samples maps"
+        fail(ValueError, "value_spatial_shapes", "have shape (num_levels, 2), (H, W) of each level", fact)
+    if isinstance(weights, Tensor) and isinstance(locations, Tensor) and (weights.dim(), locations.dim()) == (4, 6):
+        sides = locations.shape[:-1]
+        if weights.shape == (*sides[:3], sides[3] * sides[4]):
+            weights = weights.reshape(sides)
+    return value, shapes, starts, locations, weights
+
+
+def aggregation_inputs(
+    feature_maps: Tensor, spatial_shape: Tensor, scale_start_index: Tensor, sample_locations: Tensor, weights: Tensor
+) -> Inputs:
+    """Return the inputs of `deformable_aggregation`. Feature maps of four axes are the older interface: [bs, cam, num_feat, c],
+    tables [scale, 2] and [scale] for all cameras, locations [bs, pts, cam, 2], weights [bs, pts, cam, scale, group]. A point
+    is an anchor of one point then."""
+    inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weights)
+    if not isinstance(feature_maps, Tensor) or feature_maps.dim() != 4:
+        return inputs
+    _check_maps_apart(*inputs)
+    cameras, rows = feature_maps.shape[1:3]
+    first = torch.arange(cameras, dtype=torch.int64, device=scale_start_index.device)[:, None] * rows
+    tables = spatial_shape.expand(cameras, -1, -1), scale_start_index + first
+    return feature_maps.flatten(1, 2), *tables, sample_locations.unsqueeze(2), weights.unsqueeze(2)
+
+
+def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> None:
+    tensors(("spatial_shape", shapes), ("scale_start_index", starts), ("sample_locations", locations), ("weights", weights))
+    need_dtype("scale_start_index", starts, INDEX, INDEX_RULE)
+    bs, cameras, rows, _ = maps.shape
+    need_some_sizes("spatial_shape", shapes, "scale, 2", None, 2)
+    need_shape("scale_start_index", starts, "scale", shapes.shape[0])
+    need_some_sizes("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
+    need_some_sizes("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
+    if can_be_read(shapes) and can_be_read(starts):
+        checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator sees the cameras' maps as one
