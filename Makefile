@@ -7,7 +7,7 @@
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
 # make onnx-forms  the files that these libraries export in every form of `fuse`: docs/support/onnx-forms.csv; the same downloads
-# make test-transformers   its own tests of models with deformable attention, plain and patched: docs/support/transformers.csv
+# make test-transformers   its own tests of models with deformable attention, plain and patched; CHECKOUT=its source tree
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
 # make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
@@ -129,17 +129,24 @@ $(LIBRARIES)/installed: tests/libraries/requirements.txt tests/libraries/needed.
 test-libraries: $(LIBRARIES)/installed
 	$(LIBRARIES_SEE) $(LIBRARIES)/bin/python -m pytest --confcutdir=tests/libraries tests/libraries --record docs/support/libraries.csv
 
-# Transformers' own tests, of its sdist or, with CHECKOUT=folder, of a source tree; ONLY=rt_detr is one model. `parameterized`,
-# which they import, lies beside the environment.
+# Transformers' own tests of its deformable models, plain and patched: what fails in one run alone is printed. CHECKOUT is a source
+# tree of transformers at the installed version (its sdist has no tests of models). `parameterized` lies beside the environment.
 OWN_TESTS := build/transformers
+DEFORMABLE := d_fine deformable_detr deimv2 grounding_dino lw_detr mask2former mm_grounding_dino omdet_turbo oneformer \
+	pp_doclayout_v2 pp_doclayout_v3 pp_doclayout_v4 rf_detr rt_detr rt_detr_v2
 $(OWN_TESTS)/installed: $(STAMP)
 	$(BIN)/python -m pip --disable-pip-version-check install --target $(OWN_TESTS)/tools --no-deps parameterized==0.9.0
 	touch $@
 
 .PHONY: test-transformers
 test-transformers: $(OWN_TESTS)/installed
-	PYTHONPATH=$(OWN_TESTS)/tools $(BIN)/python tests/libraries/transformers_own/run.py $(if $(CHECKOUT),--checkout $(CHECKOUT)) \
-		$(if $(ONLY),--only $(ONLY)) --csv $(if $(ONLY),$(OWN_TESTS)/some.csv,docs/support/transformers.csv)
+	@test -d "$(CHECKOUT)/tests/models" || { echo "CHECKOUT must be a source tree of transformers; got '$(CHECKOUT)'"; exit 1; }
+	@for way in plain patched; do \
+		PYTHONPATH=$(CURDIR)/tests/libraries:$(CURDIR)/$(OWN_TESTS)/tools:$(CHECKOUT) MX_DRIVING_PATCH=$${way#plain} HF_HUB_OFFLINE=1 \
+			$(BIN)/python -m pytest -p transformers_plugin -c /dev/null --rootdir $(CHECKOUT) -q -rf -W ignore --tb no \
+			$(foreach m,$(or $(ONLY),$(DEFORMABLE)),$(CHECKOUT)/tests/models/$m/test_modeling_$m.py) | tee $(OWN_TESTS)/$$way.log; \
+		grep -o '^FAILED [^ ]*' $(OWN_TESTS)/$$way.log | sort > $(OWN_TESTS)/$$way.failed; \
+	done; diff $(OWN_TESTS)/plain.failed $(OWN_TESTS)/patched.failed && tail -1 $(OWN_TESTS)/patched.log | grep passed
 
 # For a quiet machine: every model before and after `patch`, about an hour.
 time-libraries: $(LIBRARIES)/installed

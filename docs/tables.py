@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 # tests.csv: `pytest --record`; wheels.csv: `make check-wheels`; deploy.csv: `make deploy-matrix`;
-# libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`; transformers.csv: `make test-transformers`
+# libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 BENCH = "epyc-zen4-2-cores.csv"
 # Other processors: the file of bare operators, and that of operators with logits
@@ -283,21 +283,6 @@ def tested_libraries() -> str:
     return f"{markdown(['library', 'tried', 'outcome'], counted)}\n{made(rows, 'made')}\n"
 
 
-def transformers() -> str:
-    """Of each model the numbers of transformers' own tests, plain and patched, and the names of those that fail."""
-    rows = _rows("transformers.csv")
-    if not rows:
-        return NOTHING_YET
-    counts = [f"{outcome} {way}" for outcome in ("passed", "failed", "skipped") for way in ("plain", "patched")]
-    named = ("fails patched only", "fails plain only", "fails both")
-    body = [[row["model"], row["tests"], *(row[n] for n in counts), *(_as_code(row[n]) for n in named)] for row in rows]
-    return f"{markdown(['model', 'tests', *counts, *named], body)}\n{made(rows, 'made')}\n"
-
-
-def _as_code(names: str) -> str:
-    return ", ".join(f"`{name}`" for name in names.split()) or "none"
-
-
 def libraries() -> str:
     """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
     if not (RESULTS / "libraries.csv").exists():
@@ -388,7 +373,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "limits": limits,
     "deploy": deploy,
     "tested_libraries": tested_libraries,
-    "transformers": transformers,
 }
 
 

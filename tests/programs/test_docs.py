@@ -283,7 +283,7 @@ def test_rows_with_logits_and_of_modules_have_tables_of_their_own(tables, monkey
 def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "SUPPORT", tmp_path)
     assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.NOTHING_YET
-    assert tables.deploy() == tables.tested_libraries() == tables.transformers() == tables.NOTHING_YET
+    assert tables.deploy() == tables.tested_libraries() == tables.NOTHING_YET
     place = "3.11.7,Linux x86_64,EPYC,oldest"
     counts = (
         "2.11.0,{},test_a.py,3,0,0,2026-11-22",
@@ -308,16 +308,6 @@ def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch)
     _, _, *body = tables.deploy().splitlines()
     assert body[:2] == ["| Fast | 2.0 (1e-7) | does not run [1] |", "| Far | exports, not run |  |"]
     assert body[3:] == ["1. `It fell`", "", "*m; far 2, fast 1*"]
-
-
-def test_the_support_page_shows_transformers_own_tests(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "SUPPORT", tmp_path)
-    counts = [f"{outcome} {way}" for outcome in ("passed", "failed", "skipped") for way in ("plain", "patched")]
-    header = ",".join(["model", "tests", *counts, "fails patched only", "fails plain only", "fails both", "made"])
-    (tmp_path / "transformers.csv").write_text(f"{header}\na,some,5,4,1,2,0,0,test_b,,test_c test_d,m\n")
-    _, _, line, _, made = tables.transformers().splitlines()
-    assert line == "| a | some | 5 | 4 | 1 | 2 | 0 | 0 | `test_b` | none | `test_c`, `test_d` |"
-    assert made == "*m*"
 
 
 @pytest.mark.long
