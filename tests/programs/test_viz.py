@@ -150,9 +150,47 @@ def test_a_look_is_one_line():
     )
 
 
-def test_errors():
-    image = torch.rand(4, 4, 3)
-    with pytest.raises(ValueError, match=r"^locations must have shape \(..., num_levels, num_points, 2\); got \(2,\)$"):
-        viz.sampling_points(image, torch.rand(2), torch.rand(1))
-    with pytest.raises(ValueError, match=r"^weights must have shape \(1, 2\); got \(2, 1\)$"):
-        viz.sampling_points(image, torch.rand(1, 2, 2), torch.rand(2, 1))
+IMAGE, POINTS, SHARES = torch.rand(4, 4, 3), torch.rand(2, 3, 2), torch.rand(2, 3)
+REFUSED = [
+    (lambda: viz.sampling_points(IMAGE, torch.rand(2), torch.rand(1)),
+     "locations must have shape (..., num_levels, num_points, 2); got (2,)"),
+    (lambda: viz.sampling_points(IMAGE, torch.rand(1, 2, 2), torch.rand(2, 1)), "weights must have shape (1, 2); got (2, 1)"),
+    (lambda: viz.sampling_points(IMAGE, POINTS[:, :0], SHARES[:, :0]), "locations must hold a point; got shape (2, 0, 2)"),
+    (lambda: viz.sampling_points(IMAGE, POINTS[None][:0], SHARES[None][:0]),
+     "locations must hold a point; got shape (0, 2, 3, 2)"),
+    (lambda: viz.sampling_points(IMAGE, [[1]], SHARES),
+     "locations must be a torch.Tensor, as torch.tensor(locations) makes it; got list"),
+    (lambda: viz.sampling_points(IMAGE, POINTS, SHARES, reference=torch.rand(3)),
+     "reference must have shape (n, 2) or (n, 4); got (3,)"),
+    (lambda: viz.sampling_points(IMAGE, POINTS, SHARES, reference=torch.rand(1, 3)),
+     "reference must have shape (n, 2) or (n, 4); got (1, 3)"),
+    (lambda: viz.sampling_points(torch.rand(4, 4, 5), POINTS, SHARES),
+     "image must have shape (H, W, 3), (3, H, W) or (H, W); got (4, 5, 4)"),
+    (lambda: viz.sampling_points(torch.rand(0, 4, 3), POINTS, SHARES), "image must have pixels; got 0 x 4"),
+    (lambda: viz.sampling_points(IMAGE.to("meta"), POINTS, SHARES), "image must have pixels; got a tensor on the device meta"),
+    (lambda: viz.sampling_points(IMAGE.long(), POINTS, SHARES), "image must hold bytes, or floats from 0 to 1; got int64"),
+    (lambda: viz.bev(torch.rand(4)), "view must have shape (nx, ny) or (nx, ny, 3) with cells; got (4,)"),
+    (lambda: viz.bev(torch.rand(4, 5, 4)), "view must have shape (nx, ny) or (nx, ny, 3) with cells; got (4, 5, 4)"),
+    (lambda: viz.bev(torch.rand(0, 5)), "view must have shape (nx, ny) or (nx, ny, 3) with cells; got (0, 5)"),
+    (lambda: viz.bev(torch.rand(4, 5).to_sparse()), "view must have the layout torch.strided; got torch.sparse_coo"),
+    (lambda: viz.bev(torch.rand(4, 5).cfloat()), "view must have a dtype of real numbers; got complex64"),
+    (lambda: viz.bev([1]), "view must be a torch.Tensor, as torch.tensor(view) makes it; got list"),
+    (lambda: viz.bev(torch.rand(4, 5), extent=(1, 2)), "extent must be (x0, x1, y0, y1) in metres, rising; got (1, 2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[row[1] for row in REFUSED])
+def test_errors(call, sentence):
+    with pytest.raises((TypeError, ValueError)) as refused:
+        call()
+    assert str(refused.value) == sentence
+
+
+def test_arrays_are_drawn_as_tensors_are():
+    array = pytest.importorskip("numpy").random.default_rng(0).random((4, 6))
+    for view in (array, torch.from_numpy(array)):
+        (image,) = viz.bev(view).images
+        torch.testing.assert_close(torch.from_numpy(image.get_array().data), torch.from_numpy(array).float().flip(0, 1))
+    (image,) = viz.bev((array[..., None] * [255, 255, 255]).astype("u1")).images
+    assert image.get_array().dtype == "uint8"
+    assert len(viz.sampling_points(array, POINTS, SHARES).images) == 1

@@ -193,6 +193,30 @@ def picture_of(uri: str):
     return Image.open(io.BytesIO(base64.b64decode(uri.split(",")[1])))
 
 
+RAMP = torch.linspace(0, 1, 24).view(4, 6)
+BYTES = (RAMP * 255).round().byte().numpy()
+SIXTEEN = (RAMP * 65535).round().numpy().astype("u2")
+KINDS = {
+    "Pillow, 16 bits": lambda: Image.fromarray(SIXTEEN),
+    "Pillow, floats": lambda: Image.fromarray(RAMP.numpy()),
+    "Pillow, bytes": lambda: Image.fromarray(BYTES),
+    "NumPy, bytes": lambda: BYTES,
+    "NumPy, floats": lambda: RAMP.numpy(),
+    "NumPy, double": lambda: RAMP.double().numpy().astype(">f8"),
+    "NumPy, OpenCV's": lambda: numpy.stack([BYTES, BYTES, BYTES], -1)[..., ::-1],
+    "NumPy, a batch": lambda: numpy.stack([BYTES, BYTES, BYTES], -1)[None],
+    "NumPy, channels first": lambda: numpy.stack([BYTES, BYTES, BYTES]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pictures_of_every_kind_have_the_same_pixels(path, kind):
+    """Pillow would clip 16 bits and floats at 255."""
+    viz.page(attention(), KINDS[kind](), path)
+    shown = numpy.array(picture_of(written(path)[1]["cameras"][0]["pictures"][0]))
+    assert numpy.abs(shown.astype(int) - BYTES[..., None]).max() <= 1
+
+
 def test_pictures_keep_their_pixels_and_large_ones_shrink(path):
     grey, colours = torch.rand(5, 7), torch.randint(0, 256, (3, 5, 7), dtype=torch.uint8)
     viz.page(attention(), [[grey, colours]], path)  # one for each level

@@ -12,7 +12,9 @@ from mx_driving import viz
 pytest.importorskip("numpy")
 pytest.importorskip("PIL")
 
+import numpy as np
 from pages import PICTURE, aggregation, attention
+from PIL import Image
 
 LOOK, ANCHORS = attention(), aggregation()
 NAN = torch.full((4, 2), float("nan"))
@@ -36,6 +38,12 @@ REFUSED = [
     ({"pictures": {"a": []}}, ValueError, "pictures, a, must hold a picture for each level; got none"),
     ({"pictures": torch.rand(4, 5, 6)}, ValueError, "pictures, picture, must have shape (H, W, 3), (3, H, W) or (H, W); got"),
     ({"pictures": torch.rand(0, 6, 3)}, ValueError, "pictures, picture, must have pixels; got 0 x 6"),
+    ({"pictures": torch.rand(4, 6, device="meta")}, ValueError, "pictures, picture, must have pixels; got a tensor on"),
+    ({"pictures": torch.rand(4, 6).to_sparse()}, ValueError, "pictures, picture, must have the layout torch.strided; got tor"),
+    ({"pictures": np.ones((4, 6), "u2")}, TypeError, "pictures, picture, must hold bytes, or floats from 0 to 1; got uint16"),
+    ({"pictures": np.array([["a"]])}, TypeError, "pictures must hold bytes, or floats from 0 to 1; got <U1"),
+    ({"pictures": Image.new("I", (6, 4))}, TypeError, "pictures, picture, must have a mode of 8 or 16 bits, or floats"),
+    ({"plane": viz.Plane(picture=torch.rand(4, 6, device="meta"))}, ValueError, "plane.picture must have pixels; got a tens"),
     ({"pictures": torch.ones(4, 6).long()}, TypeError, "pictures, picture, must hold bytes, or floats from 0 to 1; got int64"),
     ({"path": 3}, TypeError, "path must be a string or a Path; got int"),
     ({"path": "nowhere/looks.html"}, ValueError, "path must be in a folder that exists; got nowhere"),

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from .. import _checks, _geometry
 from .._installing import pip_install
+from . import _pictures, _plane
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
 
 
 def sampling_points(
-    image: Tensor,
+    image: Any,
     locations: Tensor,
     weights: Tensor,
     *,
@@ -27,7 +28,7 @@ def sampling_points(
     """Draw where queries look on a picture: a dot per sample, its colour the level, its area the weight.
 
     Args:
-        image: [H, W, 3] or [3, H, W], 0..1 or bytes.
+        image: [H, W, 3], [3, H, W] or [H, W], 0..1 or bytes, a tensor or a NumPy array.
         locations: [..., num_levels, num_points, 2], (x, y), 0..1 is the picture: a query's heads, or several queries.
         weights: [..., num_levels, num_points].
         reference: [n, 2] or [n, 4], points or boxes (centre x, centre y, width, height) to mark, 0..1.
@@ -39,17 +40,22 @@ def sampling_points(
 
     Returns:
         The axes.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the sentence says which one and what it must be.
+        RuntimeError: matplotlib is not installed.
     """
-    _checks.inputs.same_samples(locations, weights)
-    picture = image.detach().cpu()
-    picture = picture if picture.shape[-1] == 3 else picture.permute(1, 2, 0)
+    _check_samples(locations, weights)
+    if reference is not None:
+        _check_reference(reference)
+    picture = _pictures.pixels("image", _pictures.from_numpy("image", image))
     ax = _axes(ax, picture.shape[1] / picture.shape[0])
     height, width = picture.shape[:2]
-    ax.imshow(picture.numpy() if picture.dtype == torch.uint8 else picture.float().clamp(0, 1).numpy())
+    ax.imshow(picture.numpy())
     levels = locations.shape[-3]
     places = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
     parts = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
-    largest = max(float(parts.max()), 1e-12)
+    largest = max(float(parts.nan_to_num(0).max()), 1e-12)
     for level in range(levels):
         shown = _geometry.inside(places[level]) & (parts[level] >= least)
         x, y = _geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
@@ -66,6 +72,19 @@ def sampling_points(
     return ax
 
 
+def _check_samples(locations: Tensor, weights: Tensor) -> None:
+    _checks.rules.tensors(("locations", locations), ("weights", weights))
+    _checks.inputs.same_samples(locations, weights)
+    if locations.numel() == 0:
+        _checks.rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
+
+
+def _check_reference(reference: Tensor) -> None:
+    _checks.rules.tensors(("reference", reference))
+    if reference.dim() != 2 or reference.shape[1] not in (2, 4):
+        _checks.rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
+
+
 def _mark(ax: Any, reference: Tensor, width: int, height: int) -> None:
     from matplotlib.patches import Rectangle
 
@@ -78,12 +97,13 @@ def _mark(ax: Any, reference: Tensor, width: int, height: int) -> None:
 
 
 def bev(
-    view: Tensor, *, extent: tuple[float, float, float, float] | None = None, title: str = "", ax: Any = None, **imshow: Any
+    view: Any, *, extent: tuple[float, float, float, float] | None = None, title: str = "", ax: Any = None, **imshow: Any
 ) -> Any:
     """Draw a bird's-eye view: forward is up, left is left.
 
     Args:
-        view: [nx, ny] or [nx, ny, 3]; the first axis is x (forward), the second one y (left), both growing.
+        view: [nx, ny] or [nx, ny, 3] in RGB, 0..1 or bytes, a tensor or a NumPy array; the first axis is x (forward), the
+            second one y (left), both growing.
         extent: (x0, x1, y0, y1) in metres, for the axes; cells when None.
         title: above the picture.
         ax: matplotlib axes. None makes new ones, which a notebook shows as a picture if a cell ends with them.
@@ -91,10 +111,24 @@ def bev(
 
     Returns:
         The axes.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the sentence says which one and what it must be.
+        RuntimeError: matplotlib is not installed.
     """
+    view = _pictures.from_numpy("view", view)
+    _checks.rules.tensors(("view", view))
+    if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape or view.is_meta:
+        got = f"{tuple(view.shape)} on the device meta" if view.is_meta else tuple(view.shape)
+        _checks.rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", got)
+    if view.is_complex():
+        _checks.rules.fail(TypeError, "view", "have a dtype of real numbers", str(view.dtype).removeprefix("torch."))
+    _plane.check_extent("extent", extent)
+    cells = view.detach().cpu()
+    cells = cells if cells.dim() == 3 and cells.dtype == torch.uint8 else cells.float()
     ax = _axes(ax, view.shape[1] / view.shape[0])
     x0, x1, y0, y1 = extent or (0.0, float(view.shape[0]), 0.0, float(view.shape[1]))
-    ax.imshow(view.detach().cpu().float().flip(0, 1).numpy(), extent=(y1, y0, x0, x1), **imshow)
+    ax.imshow(cells.flip(0, 1).numpy(), extent=(y1, y0, x0, x1), **imshow)
     ax.plot((y0 + y1) / 2 if extent is None else 0, (x0 + x1) / 2 if extent is None else 0, "^", color="white", mec="black")
     if extent is not None:
         ax.set_xlabel("left (m)", fontsize=8)

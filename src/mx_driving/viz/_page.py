@@ -49,7 +49,8 @@ def page(
         looks: calls that `recording()` kept, or a mapping of names to calls: the page shows one at a time. All have the same
             queries. A call may be a sequence of looks, one for each camera: see `Plane`.
         pictures: one for each camera of a scene, in order, or a mapping of names to pictures: [H, W, 3], [3, H, W] or [H, W],
-            0..1 or bytes, or Pillow images. Instead of a picture, a camera may have a list of pictures, one for each level.
+            0..1 or bytes, as tensors or NumPy arrays in RGB (OpenCV's are BGR: `picture[..., ::-1]`), or Pillow images.
+            Instead of a picture, a camera may have a list of pictures, one for each level.
         path: the file to write.
         plane: where the queries lie; None lays them out in rows.
         scene: which scene of a batch is shown. The batch of an attention operator may be scenes, cameras, or both, the

@@ -1,9 +1,10 @@
-"""Pictures of a page: tensors and Pillow images as data URIs."""
+"""Pictures of a page: tensors, NumPy arrays and Pillow images as data URIs."""
 
 from __future__ import annotations
 
 import base64
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .. import _checks
 LONGEST = 960  # pixels of a side: more is not seen on a page, and costs bytes
 EXACT = 256  # up to this side every pixel is kept, because pictures of feature maps are small
 _RULE = "be a torch.Tensor [H, W, 3], [3, H, W] or [H, W], or a Pillow image"
+_BYTES = "hold bytes, or floats from 0 to 1"
 
 
 class Camera(NamedTuple):
@@ -26,7 +28,8 @@ class Camera(NamedTuple):
 
 
 def cameras(pictures: Any) -> tuple[Camera, ...]:
-    """The cameras that a caller's pictures are of."""
+    """Return the cameras that a caller's pictures are of."""
+    pictures = from_numpy("pictures", pictures)
     if isinstance(pictures, Mapping):
         named = [(str(name), picture) for name, picture in pictures.items()]
     elif _is_one(pictures):
@@ -53,32 +56,65 @@ def _is_one(picture: Any) -> bool:
     return (isinstance(picture, Tensor) and picture.dim() < 4) or hasattr(picture, "convert")
 
 
+def from_numpy(name: str, picture: Any) -> Any:
+    """Return a NumPy array as a tensor, and anything else as it is."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(picture, numpy.ndarray):
+        return picture
+    if picture.dtype.kind not in "biufc":
+        _checks.rules.fail(TypeError, name, _BYTES, picture.dtype)
+    dtype = "f8" if picture.dtype.kind == "f" and picture.dtype.itemsize > 8 else picture.dtype.newbyteorder("=")
+    return torch.from_numpy(numpy.ascontiguousarray(picture, dtype=dtype))
+
+
 def image(name: str, picture: Any) -> Any:
-    """A Pillow image in RGB, not larger than a page shows it."""
+    """Return a Pillow image in RGB, not larger than a page shows it."""
     from PIL import Image
 
+    picture = from_numpy(name, picture)
     if isinstance(picture, Image.Image):
-        _need_pixels(name, picture.height, picture.width)
-        found = picture.convert("RGB")
+        check_pixels(name, picture.height, picture.width)
+        rgb = _rgb(name, picture)
     elif isinstance(picture, Tensor):
-        pixels = _pixels(name, picture)
-        height, width, _ = pixels.shape
-        _need_pixels(name, height, width)
-        found = Image.frombytes("RGB", (width, height), pixels.numpy().tobytes())
+        rgb = _from_tensor(name, picture)
     else:
         _checks.rules.fail(TypeError, name, _RULE, type(picture).__name__)
-    found.thumbnail((LONGEST, LONGEST))
-    return found
+    rgb.thumbnail((LONGEST, LONGEST))
+    return rgb
 
 
-def _need_pixels(name: str, height: int, width: int) -> None:
-    """Before Pillow sees them: an older one stops at an empty image."""
+def _rgb(name: str, picture: Any) -> Any:
+    """Pillow clips 16 bits and floats at 255."""
+    import numpy
+
+    if picture.mode == "F":
+        return _from_tensor(name, torch.from_numpy(numpy.array(picture)))
+    if picture.mode.startswith("I;16"):
+        return _from_tensor(name, torch.from_numpy(numpy.array(picture).astype("f4") / 65535))
+    if picture.mode == "I":
+        _checks.rules.fail(TypeError, name, "have a mode of 8 or 16 bits, or floats from 0 to 1", "mode I, of 32 bits")
+    return picture.convert("RGB")
+
+
+def _from_tensor(name: str, picture: Tensor) -> Any:
+    from PIL import Image
+
+    rows = pixels(name, picture)
+    height, width, _ = rows.shape
+    return Image.frombytes("RGB", (width, height), rows.numpy().tobytes())
+
+
+def check_pixels(name: str, height: int, width: int) -> None:
+    """Check that there are pixels before Pillow sees them: an older one stops at an empty image."""
     if not (height and width):
         _checks.rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
 
 
-def _pixels(name: str, picture: Tensor) -> Tensor:
-    """[H, W, 3] bytes."""
+def pixels(name: str, picture: Tensor) -> Tensor:
+    """Return the pixels of a picture, [H, W, 3] bytes on the CPU."""
+    _checks.rules.tensors((name, picture))
+    if picture.is_meta:
+        _checks.rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
     picture = picture.detach().cpu()
     if picture.dim() == 3 and picture.shape[-1] not in (1, 3):
         picture = picture.permute(1, 2, 0)
@@ -86,8 +122,9 @@ def _pixels(name: str, picture: Tensor) -> Tensor:
         picture = picture[..., None]
     if picture.dim() != 3 or picture.shape[-1] not in (1, 3):
         _checks.rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
+    check_pixels(name, *picture.shape[:2])
     if picture.dtype != torch.uint8:
-        _checks.rules.need_dtype(name, picture, _checks.rules.FLOATING | {torch.bool}, "hold bytes, or floats from 0 to 1")
+        _checks.rules.need_dtype(name, picture, _checks.rules.FLOATING | {torch.bool}, _BYTES)
         picture = (picture.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
     return picture.expand(-1, -1, 3).contiguous()
 

@@ -95,17 +95,21 @@ def _laid_out(places: Tensor) -> Layout:
 
 def _check_rest(plane: Plane, queries: int) -> None:
     """Extent, labels and the type of seen; _samples.py checks what seen says of the looks."""
-    extent = plane.extent
-    if extent is not None:
-        numbers = isinstance(extent, Sequence) and len(extent) == 4 and all(isinstance(n, (int, float)) for n in extent)
-        if not (numbers and -math.inf < extent[0] < extent[1] < math.inf and -math.inf < extent[2] < extent[3] < math.inf):
-            _checks.rules.fail(ValueError, "plane.extent", "be (x0, x1, y0, y1) in metres, rising", repr(extent))
+    check_extent("plane.extent", plane.extent)
     labels = plane.labels
     if labels is not None:
         if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
             _checks.rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
         if len(labels) != queries:
             _checks.rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
+
+
+def check_extent(name: str, extent: Any) -> None:
+    if extent is None:
+        return
+    numbers = isinstance(extent, Sequence) and len(extent) == 4 and all(isinstance(n, (int, float)) for n in extent)
+    if not (numbers and -math.inf < extent[0] < extent[1] < math.inf and -math.inf < extent[2] < extent[3] < math.inf):
+        _checks.rules.fail(ValueError, name, "be (x0, x1, y0, y1) in metres, rising", repr(extent))
 
 
 def check_seen(seen: Any) -> Tensor | None:
