@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from .. import _import_guard as _import_guard
 if TYPE_CHECKING:
     from ._fuse import Fused
 
-__all__ = ["FORMS", "fuse", "library", "translations"]
+__all__ = ["FORMS", "fuse", "library", "register_library", "translations"]
 
 FORMS = ("gather", "grid_sample", "npu", "onnxruntime", "tensorrt")
 FUSED_FORMS = tuple(form for form in FORMS if form != "grid_sample")
@@ -82,6 +83,32 @@ def library() -> str:
     if reason := _backends.native.why_not():
         raise RuntimeError(reason)
     return str(config.library_path())
+
+
+@contextmanager
+def register_library() -> Iterator[None]:
+    """Register our library in every session of onnxruntime that is made meanwhile, such as a quantiser's for calibration.
+
+        with mx_driving.onnx.register_library():
+            quantize_static("fused.onnx", "int8.onnx", reader, op_types_to_quantize=["Conv", "MatMul", "Gemm"])
+
+    Raises:
+        RuntimeError: the package has no native library, or one that does not fit.
+        ImportError: onnxruntime is not installed.
+    """
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    path, make = library(), onnxruntime.InferenceSession.__init__
+
+    def make_with_library(session: Any, model: Any, sess_options: Any = None, *args: Any, **options: Any) -> None:
+        sess_options = onnxruntime.SessionOptions() if sess_options is None else sess_options
+        sess_options.register_custom_ops_library(path)
+        make(session, model, sess_options, *args, **options)
+
+    onnxruntime.InferenceSession.__init__ = make_with_library
+    try:
+        yield
+    finally:
+        onnxruntime.InferenceSession.__init__ = make
 
 
 def fuse(

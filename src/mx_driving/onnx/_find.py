@@ -12,8 +12,9 @@ from ._constants import batches, spelled_out
 from ._graph import Unfit, is_node, source
 from ._marks import inside, marked, read
 from ._nodes import nodes
+from ._quantized import has_quantizers, reason, without_quantizers
 from ._search import Sampling, candidates, nearest, sums
-from ._trial import prove
+from ._trial import part_nodes, prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
@@ -77,6 +78,20 @@ def find_left(model: ir.Model) -> dict[str, str]:
     for node in _single_samplers(model.graph):
         left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
     return left
+
+
+def explain_quantized(model: ir.Model, left: dict[str, str]) -> None:
+    """Say of attention that int8 tools have quantised that it is, rather than what each of its GridSample nodes lacks."""
+    if not left or not has_quantizers(model):
+        return
+    copy, removed = without_quantizers(model)
+    for name, sampling in find_samplings(copy):
+        if isinstance(sampling, Sampling):
+            nodes = part_nodes(sampling)
+            if why := reason(nodes, {sampling.value, sampling.locations, sampling.weights}, removed):
+                for node in nodes:
+                    left.pop(str(node.outputs[0].name), None)
+                left[name] = why
 
 
 def _single_samplers(graph: ir.Graph) -> list[ir.Node]:

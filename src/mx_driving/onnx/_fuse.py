@@ -15,14 +15,14 @@ from typing import Any
 import onnx_ir as ir
 
 from ._file import check_path, load
-from ._find import find_left, find_samplings
+from ._find import explain_quantized, find_left, find_samplings
 from ._forms import DOMAIN, WRITE, Call, Sizes
 from ._graph import Unfit, dims
 from ._marks import mark, marked
 from ._nodes import nodes, rewrite
 from ._save import save
 from ._search import Sampling
-from ._trial import node_names, padding, tables
+from ._trial import padding, part_nodes, tables
 from ._writer import Writer, written
 
 
@@ -95,11 +95,12 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
-            names = node_names(sampling)
+            names = tuple(str(node.name) for node in part_nodes(sampling))
             _replace(model, sampling, form, **options)
             report.replaced[name], report.nodes[name] = sampling.words, names
         except Unfit as unfit:
             report.left[name] = str(unfit)
+    explain_quantized(model, report.left)
     _rewrite(model, others, report, form, **options)
     return report
 

@@ -69,6 +69,7 @@ def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
             matches.append(_match_of_sampling(model, sampling))
         else:
             left[name] = sampling
+    _find.explain_quantized(model, left)
     return matches + [_match_of_node(model, node) for node in model.graph if _is_sampler(node)], left
 
 
@@ -81,7 +82,8 @@ def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
     sizes = _trial.sizes_read(sampling)
     part = _trial.cut(model, sampling, sizes)
     tables = {str(v.name): v for v in sizes}
-    return Match(str(sampling.output.name), sampling.words, inputs, tables, _trial.node_names(sampling), part, sampling)
+    nodes = tuple(str(node.name) for node in _trial.part_nodes(sampling))
+    return Match(str(sampling.output.name), sampling.words, inputs, tables, nodes, part, sampling)
 
 
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:

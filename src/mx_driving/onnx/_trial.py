@@ -173,9 +173,9 @@ def sizes_read(sampling: Sampling) -> list[ir.Value]:
     return _part(sampling, _sizes.names(sampling, _sizes.ANY))[1]
 
 
-def node_names(sampling: Sampling) -> tuple[str, ...]:
-    """Return the names of the nodes between the operator's inputs and its output."""
-    return tuple(str(node.name) for node in _part(sampling, _sizes.names(sampling, _sizes.ANY))[0])
+def part_nodes(sampling: Sampling) -> list[ir.Node]:
+    """Return the nodes between the operator's inputs and its output."""
+    return _part(sampling, _sizes.names(sampling, _sizes.ANY))[0]
 
 
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
