@@ -2,7 +2,7 @@
 # make test    the same environment, linters and the whole test suite
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and as
-#              many of our nodes through onnxruntime, recordings that `mx-driving replay` reads, and files that `mx-driving fuse` reads
+#              many of our nodes through onnxruntime and files that `mx-driving fuse` reads
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -217,7 +217,7 @@ aarch64: native-tests
 	$(QEMU) build/aarch64/tests/native/native_tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
-sanitize: $(SANITIZERS) fuzz-onnx fuzz-recordings fuzz-fuse
+sanitize: $(SANITIZERS) fuzz-onnx fuzz-fuse
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 # Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
@@ -228,12 +228,8 @@ fuzz-onnx: build/asan $(STAMP)
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
 		$(BIN)/python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
 
-# Files that mx-driving replay reads. A finding names its seed: FUZZ_SECONDS=0 SEEDS=1234 repeats it.
-.PHONY: fuzz-recordings fuzz-fuse
-fuzz-recordings: $(STAMP)
-	FUZZ_FIRST=$(FUZZ_FIRST) $(BIN)/python -W ignore tests/helpers/fuzz_recordings.py $(FUZZ_SECONDS) $(SEEDS)
-
-# ONNX files that mx-driving fuse reads, likewise.
+# ONNX files that mx-driving fuse reads. A finding names its seed: FUZZ_SECONDS=0 SEEDS=1234 repeats it.
+.PHONY: fuzz-fuse
 fuzz-fuse: $(STAMP)
 	FUZZ_FIRST=$(FUZZ_FIRST) $(BIN)/python -W ignore tests/helpers/fuzz_fuse.py $(FUZZ_SECONDS) $(SEEDS)
 

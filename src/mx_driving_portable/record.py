@@ -1,4 +1,4 @@
-"""Record calls of sampling operators and of bev_pool_v3 where they run; `mx-driving replay` judges them on any other machine.
+"""Record calls of sampling operators and of bev_pool_v3 where they run. `mx-driving replay` judges them on any other machine.
 
 This file needs torch and nothing else of ours, so that it can be copied to a machine with a device:
 
@@ -10,27 +10,23 @@ or, around a part of a program that runs already:
     with record.recording("calls", every=101):
         train()
 
-Every `every`-th call of each known function is copied to the host: inputs and output, and when autograd comes by, the
-gradients. A thread writes them. The calls compute what they would have computed without it: nothing is put into the autograd
-graph. A call that cannot be recorded is counted and named, and a disk that takes no more ends the recording alone. Code under
-torch.compile is not recorded; it runs as compiled.
+Every `every`-th call of each function is copied to the host: inputs, output and, if backward() runs, the gradients. A thread
+writes the copies. The calls compute what they would compute without the recorder: it adds nothing to the autograd graph. A call
+that cannot be recorded is counted and named. A full disk ends the recording, not the program. Code under torch.compile is not
+recorded and runs as compiled.
 
-Written for Python 3.8 and later. torch is imported when the first function is wrapped, because an import has effects: a
-program may set OMP_NUM_THREADS before its own.
+Written for Python 3.8 and later. The first wrapped function imports torch: the import has effects, and a program may set
+OMP_NUM_THREADS before its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import atexit
 import contextlib
-import datetime
 import functools
 import importlib.abc
-import importlib.metadata
 import itertools
 import json
-import math
 import numbers
 import os
 import pathlib
@@ -43,99 +39,122 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FORMAT", "Recorder", "main", "recording", "start"]
+__all__ = ["FORMAT", "FUNCTIONS", "Function", "Recorder", "functions_of", "main", "recording", "start"]
 
 FORMAT = 1  # of a recording; mx_driving.replay reads this one
 EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
 _WAITING = 512e6  # bytes on their way to the disk; while there are more, no call is copied
-_KEPT = 256e6  # bytes of memory that are kept for the next copies
 _ABSENT: Any = object()
 
-_SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
-_POOL = "bev_pool_v3"
-_OPERATORS = [name + ending for name in (_SCALE, _AGGREGATION, _GEOMETRIC, _POOL) for ending in ("", "_backward")]
-_VENDOR = {  # in whichever module of the vendor's mx_driving they are
-    _SCALE: _SCALE,
-    "npu_multi_scale_deformable_attn_function": _SCALE,
-    "MultiScaleDeformableAttnFunction.apply": _SCALE,
-    _AGGREGATION: _AGGREGATION,
-    "npu_deformable_aggregation": _AGGREGATION,
-    "AdsDeformableAggregation.apply": _AGGREGATION,
-    _GEOMETRIC: _GEOMETRIC,
-    "npu_geometric_kernel_attention": _GEOMETRIC,
-    "npu_geometric_kernel_attention_func": _GEOMETRIC,
-    "GeometricKernelAttentionFunc.apply": _GEOMETRIC,
-    **dict.fromkeys(("bev_pool_v3", "BEVPoolV3.apply", "bev_pool_v2", "bev_pool", "npu_voxel_pooling_train"), _POOL),
-}
-_RANKS, _INTERVALS = "ranks_depth ranks_feat ranks_bev", "interval_lengths interval_starts"
-_TRAIN = "B n C X Y Z geom_xyz feat output= memo"
-_POOLS = {  # the parameters of each function that sums points into cells; it writes to those with "="
-    **dict.fromkeys(("bev_pool_v3", "BEVPoolV3.apply"), f"depth feat {_RANKS} bev_feat_shape"),
-    "bev_pool_v2": f"depth feat {_RANKS} bev_feat_shape interval_starts interval_lengths",
-    "bev_pool": "feat geom_feat B D H W",
-    "npu_voxel_pooling_train": "geom_xyz feat voxel_num",
-    "bev_pool_v2_forward": f"depth feat output= {_RANKS} {_INTERVALS}",
-    **dict.fromkeys(
-        ("bev_pool_v2_backward", "bev_pool_v2_backward_opt"),
-        f"grad_output grad_depth= grad_feat= depth feat {_RANKS} {_INTERVALS}",
-    ),
-    "bev_pool_forward": f"feat geom_feat {_INTERVALS} B D H W",
-    "bev_pool_backward": f"grad_output geom_feat {_INTERVALS} B D H W",
-    **dict.fromkeys(("voxel_pooling_train_forward_wrapper", "voxel_pooling_forward_wrapper"), _TRAIN),
-    "voxel_pooling_inference_forward_wrapper": "B cams bins height width C X Y Z geom_xyz depth feat output=",
-}
-_ATTENTION = {"ms_deform_attn_forward": _SCALE, "ms_deform_attn_backward": _SCALE + "_backward"}
-_EXTENSIONS = {  # compiled modules, in whichever package they are
-    "MultiScaleDeformableAttention": _ATTENTION,
-    "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": _AGGREGATION,
-        "deformable_aggregation_backward": _AGGREGATION + "_backward",
-    },
-    "GeometricKernelAttention": {
-        "geometric_kernel_attn_cuda_forward": _GEOMETRIC,
-        "geometric_kernel_attn_cuda_backward": _GEOMETRIC + "_backward",
-    },
-    "bev_pool_v2_ext": {
-        "bev_pool_v2_forward": _POOL,
-        "bev_pool_v2_backward": _POOL + "_backward",
-        "bev_pool_v2_backward_opt": _POOL + "_backward",
-    },
-    "bev_pool_ext": {"bev_pool_forward": _POOL, "bev_pool_backward": _POOL + "_backward"},
-    "voxel_pooling_train_ext": {"voxel_pooling_train_forward_wrapper": _POOL},
-    "voxel_pooling_ext": {"voxel_pooling_forward_wrapper": _POOL},
-    "voxel_pooling_inference_ext": {"voxel_pooling_inference_forward_wrapper": _POOL},
-}
-_PLACES = ("value", "shapes", "starts", "locations", "weights", "grad_output")
-_LEARNED = {
-    **dict.fromkeys((_SCALE, _AGGREGATION), ("value", "locations", "weights")),
+_ATTENTION, _AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregation"
+_GEOMETRIC, _POOL = "geometric_kernel_attention", "bev_pool_v3"
+DIFFERENTIABLE = {
+    _ATTENTION: ("value", "locations", "weights"),
+    _AGGREGATION: ("value", "locations", "weights"),
     _GEOMETRIC: ("value", "weights"),
     _POOL: ("feat", "depth"),
 }
-_NAMES: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> places
-    **dict.fromkeys(("value", "feature_maps", "mc_ms_feat"), "value"),
+_OPERATORS = [operator + direction for operator in DIFFERENTIABLE for direction in ("", "_backward")]
+
+
+class Function(NamedTuple):
+    """A function of the vendor's library or of a compiled extension that computes one of the operators.
+
+    module: the last part of its module's name, or all of it; "mx_driving" stands for every module of the vendor's library.
+    parameters: in our words. The function writes to those that end in "=". One that is given no such tensors returns them.
+    """
+
+    module: str
+    name: str
+    operator: str
+    parameters: str
+
+    @property
+    def backward(self) -> bool:
+        return "grad_output" in self.parameters
+
+
+_SAMPLES = "value shapes starts locations weights"
+_GRADIENTS = f"{_SAMPLES} grad_output grad_value= grad_locations= grad_weights="
+_RANKS, _INTERVALS = "ranks_depth ranks_feat ranks_bev", "interval_lengths interval_starts"
+_LIFT, _CELLS = f"depth feat {_RANKS} bev_feat_shape", "B D H W"
+_LIFT_GRADIENTS = f"grad_output grad_depth= grad_feat= depth feat {_RANKS} {_INTERVALS}"
+_VOXELS = "B n C X Y Z geom_xyz feat output= memo"
+
+
+def _rows(module: str, operator: str, parameters: str, *names: str) -> list[Function]:
+    return [Function(module, name, operator, parameters) for name in names]
+
+
+FUNCTIONS = (
+    *_rows("mx_driving", _ATTENTION, _SAMPLES, _ATTENTION, "npu_multi_scale_deformable_attn_function"),
+    *_rows("mx_driving", _ATTENTION, _SAMPLES, "MultiScaleDeformableAttnFunction.apply"),
+    *_rows("mx_driving", _AGGREGATION, _SAMPLES, _AGGREGATION, "npu_deformable_aggregation", "AdsDeformableAggregation.apply"),
+    *_rows("mx_driving", _GEOMETRIC, _SAMPLES, _GEOMETRIC, "npu_geometric_kernel_attention"),
+    *_rows("mx_driving", _GEOMETRIC, _SAMPLES, "npu_geometric_kernel_attention_func", "GeometricKernelAttentionFunc.apply"),
+    *_rows("mx_driving", _POOL, _LIFT, "bev_pool_v3", "BEVPoolV3.apply"),
+    *_rows("mx_driving", _POOL, f"{_LIFT} interval_starts interval_lengths", "bev_pool_v2"),
+    *_rows("mx_driving", _POOL, f"feat geom_feat {_CELLS}", "bev_pool"),
+    *_rows("mx_driving", _POOL, "geom_xyz feat voxel_num", "npu_voxel_pooling_train"),
+    *_rows("MultiScaleDeformableAttention", _ATTENTION, _SAMPLES, "ms_deform_attn_forward"),
+    *_rows("MultiScaleDeformableAttention", _ATTENTION, f"{_SAMPLES} grad_output", "ms_deform_attn_backward"),
+    *_rows("mmcv._ext", _ATTENTION, _SAMPLES, "ms_deform_attn_forward"),
+    *_rows("mmcv._ext", _ATTENTION, _GRADIENTS, "ms_deform_attn_backward"),
+    # also with the cameras' maps apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D
+    *_rows("deformable_aggregation_ext", _AGGREGATION, _SAMPLES, "deformable_aggregation_forward"),
+    *_rows("deformable_aggregation_ext", _AGGREGATION, _GRADIENTS, "deformable_aggregation_backward"),
+    *_rows("GeometricKernelAttention", _GEOMETRIC, _SAMPLES, "geometric_kernel_attn_cuda_forward"),
+    *_rows("GeometricKernelAttention", _GEOMETRIC, f"{_SAMPLES} grad_output", "geometric_kernel_attn_cuda_backward"),
+    *_rows("bev_pool_v2_ext", _POOL, f"depth feat output= {_RANKS} {_INTERVALS}", "bev_pool_v2_forward"),
+    *_rows("bev_pool_v2_ext", _POOL, _LIFT_GRADIENTS, "bev_pool_v2_backward", "bev_pool_v2_backward_opt"),
+    *_rows("bev_pool_ext", _POOL, f"feat geom_feat {_INTERVALS} {_CELLS}", "bev_pool_forward"),
+    *_rows("bev_pool_ext", _POOL, f"grad_output geom_feat {_INTERVALS} {_CELLS}", "bev_pool_backward"),
+    *_rows("voxel_pooling_train_ext", _POOL, _VOXELS, "voxel_pooling_train_forward_wrapper"),
+    *_rows("voxel_pooling_ext", _POOL, _VOXELS, "voxel_pooling_forward_wrapper"),
+    *_rows(
+        "voxel_pooling_inference_ext",
+        _POOL,
+        "B cams bins height width C X Y Z geom_xyz depth feat output=",
+        "voxel_pooling_inference_forward_wrapper",
+    ),
+)
+_OPTIONAL = ("starts", "memo", "grad_value", "grad_locations", "grad_weights")
+_SIZES = ("bev_feat_shape", "voxel_num", "B", "D", "H", "W", "X", "Y", "Z", "n", "C", "cams", "bins", "height", "width")
+_KEYWORDS: dict[str, str] = {  # the vendor's, mmcv's and transformers' names of parameters -> ours
+    **dict.fromkeys(("feature_maps", "mc_ms_feat"), "value"),
     **dict.fromkeys(("value_spatial_shapes", "spatial_shapes", "spatial_shape", "shape"), "shapes"),
     **dict.fromkeys(("value_level_start_index", "level_start_index", "scale_start_index", "offset"), "starts"),
-    **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location", "locations"), "locations"),
-    **dict.fromkeys(("attention_weights", "weights", "weight"), "weights"),
-    "grad_output": "grad_output",
+    **dict.fromkeys(("sampling_locations", "sample_locations", "sampling_location"), "locations"),
+    **dict.fromkeys(("attention_weights", "weight"), "weights"),
     "input_features": "feat",  # of npu_voxel_pooling_train
 }
 _LIBRARIES = ("torch", "mmcv", "mmengine", "mx_driving", "mx_driving_portable", "contextlib", "functools")
-_PACKAGES = (
-    "mx_driving",
-    "mx-driving",
-    "mx-driving-portable",
-    "torch_npu",
-    "mmcv",
-    "mmcv-full",
-    "MultiScaleDeformableAttention",
-)
+_PACKAGES = ("mx-driving", "mx-driving-portable", "torch_npu", "mmcv", "mmcv-full", "MultiScaleDeformableAttention")
+
+
+def functions_of(module: str) -> dict[str, Function]:
+    """Return the functions of a module by name."""
+    vendor, last = module.partition(".")[0] == "mx_driving", module.rpartition(".")[2]
+    names = ("mx_driving",) if vendor else (module, last)
+    return {row.name: row for row in FUNCTIONS if row.module in names}
+
+
+def _function_named(full_name: str, operator: str) -> Function:
+    """Return the row of a function that the user names: that of a known function whose name ends alike, or the operator's."""
+    name, direction = operator.partition("_backward")[:2]
+    for row in FUNCTIONS:
+        if row.operator == name and row.backward == bool(direction) and ("." + full_name).endswith("." + row.name):
+            return row
+    parameters = _LIFT if name == _POOL else _SAMPLES
+    if direction:
+        parameters = "" if name == _POOL else _GRADIENTS
+    return Function("", name, name, parameters)
 
 
 def _say(sentence: str) -> None:
@@ -144,68 +163,116 @@ def _say(sentence: str) -> None:
             print(f"record: {sentence}", file=sys.stderr, flush=True)
 
 
-def _fact(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _known(module: str) -> dict[str, str]:
-    """Functions of a module, and their operators."""
-    if module == "mmcv._ext":
-        return _ATTENTION
-    if module.partition(".")[0] == "mx_driving":
-        return _VENDOR
-    return _EXTENSIONS.get(module.rpartition(".")[2], {})
+def _is_ordinary(t: Any) -> bool:
+    """Return whether t is a tensor with data of its own: no subclass such as DTensor, and no wrapper of vmap or grad."""
+    import torch
+
+    is_wrapper = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False)
+    ordinary = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
+    return ordinary and t.device.type != "meta" and not is_wrapper(t)
 
 
-class _Function:
-    """A function that is wrapped, and what became of its calls."""
+def _is_tracing_or_capturing(args: Any) -> bool:
+    """Return whether torch records the call into a graph, of which a copy would become a part."""
+    import torch
 
-    def __init__(self, name: str, operator: str) -> None:
-        self.name, self.backward = name, operator.endswith("_backward")
-        self.operator = operator[: -len("_backward")] if self.backward else operator
-        self.learned = _LEARNED[self.operator]
-        self.form = next((form for form in _POOLS if ("." + name).endswith("." + form)), self.operator)
+    on_cuda = any(isinstance(a, torch.Tensor) and a.is_cuda for a in args)
+    return torch.jit.is_tracing() or (on_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
+
+
+def _is_autocast_on(device: str) -> bool:
+    import torch
+
+    try:
+        return torch.is_autocast_enabled(device)  # pyright: ignore
+    except (RuntimeError, TypeError):  # an older torch, or a device without autocast
+        module: Any = getattr(torch, device, None)
+        return bool(getattr(module, "is_autocast_enabled", torch.is_autocast_enabled)())
+
+
+def _has_nan(t: Tensor) -> bool:
+    """Sum first, which is quick. The sum is NaN if an entry is NaN, and also where infinities cancel."""
+    total = t.detach().sum()
+    return bool(total != total) and bool(t.isnan().any())
+
+
+def _without_extras(args: Any) -> list[Any]:
+    """Return the arguments of a sampling function without those that only some forms of it have."""
+    import torch
+
+    args = list(args)
+    while args and not isinstance(args[0], torch.Tensor):
+        del args[0]  # self
+    if len(args) > 2 and isinstance(args[2], (list, tuple)) and args[2] and isinstance(args[2][0], (list, tuple)):
+        del args[2]  # transformers' list of shapes, after their tensor
+    if len(args) > 2 and isinstance(args[2], torch.Tensor) and args[2].is_floating_point():
+        args.insert(2, None)  # mmcv's plain torch has no starts: levels lie one after the other
+    return args
+
+
+def _as_ints(size: Any) -> Any:
+    """Return a size, or a sequence of sizes, as ints: JSON takes no NumPy numbers and no tensors."""
+    is_sequence = isinstance(size, (list, tuple)) or getattr(size, "ndim", 0)
+    return [int(number) for number in size] if is_sequence else int(size)
+
+
+def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
+    """Return the inputs, the tensors that the function writes to, and the sizes, by name."""
+    import torch
+
+    names = [name.rstrip("=") for name in row.parameters.split()]
+    if not names:
+        raise TypeError("a function of the gradients of bev_pool_v3 must have the name of a known one")
+    positional = args if row.operator == _POOL else _without_extras(args)
+    bound = dict(zip(names, positional))  # noqa: B905, zip has no strict before Python 3.10
+    bound.update({_KEYWORDS.get(name, name): a for name, a in kwargs.items()})
+    missing = [name for name in names if name not in bound and name not in _OPTIONAL]
+    if missing:
+        raise TypeError(f"{missing[0]} must be given; got {', '.join(bound) or 'nothing'}")
+    unused = {name for name in _OPTIONAL if isinstance(bound.get(name), int)} | {"memo"}  # im2col_step where gradients would be
+    bound = {name: a for name, a in bound.items() if a is not None and name in names and name not in unused}
+    sizes = {name: _as_ints(bound.pop(name)) for name in _SIZES if name in bound}
+    for table in ("shapes", "starts"):
+        if isinstance(bound.get(table), (list, tuple)):
+            bound[table] = torch.tensor(bound[table])
+    for name, a in bound.items():
+        if not _is_ordinary(a):
+            raise TypeError(f"{name} must be an ordinary tensor with data; got {type(a).__name__}")
+    outputs = {name: bound.pop(name) for name in names if name + "=" in row.parameters.split() and name in bound}
+    return bound, outputs, sizes
+
+
+def _caller() -> str:
+    """Return file and line of the call: the innermost frame that is not a library's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if name not in _LIBRARIES and frame.f_code.co_filename != __file__:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+class _WrappedFunction:
+    """A wrapped function and the counters of its calls."""
+
+    def __init__(self, name: str, row: Function) -> None:
+        self.name, self.row, self.operator, self.backward = name, row, row.operator, row.backward
         self.number = itertools.count()  # its next() is atomic
         self.calls = self.recorded = self.skipped = 0
-        self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and why the last could not
+        self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and the reason of the last
 
     def lose(self, error: Exception) -> None:
         """Count a call that cannot be recorded. The recording goes on."""
-        self.not_kept, self.unread = self.not_kept + 1, _fact(error)
+        self.not_kept, self.unread = self.not_kept + 1, _reason(error)
 
 
-class _Buffers:
-    """Memory of copies that have been written, for the next ones: to touch new memory costs more than to copy into it."""
-
-    def __init__(self) -> None:
-        self.free: dict[int, list[Tensor]] = {}
-        self.held = 0
-
-    def take(self, t: Tensor) -> Tensor:
-        import torch
-
-        size = t.numel() * t.element_size()
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written again outside of it
-            try:
-                found = self.free[size].pop()
-            except (KeyError, IndexError):
-                return torch.empty(t.shape, dtype=t.dtype)
-            self.held -= size
-            return found.view(t.dtype).view(t.shape)
-
-    def give(self, t: Tensor) -> None:
-        import torch
-
-        size = t.numel() * t.element_size()
-        if size >= 4096 and self.held + size <= _KEPT:
-            self.held += size
-            self.free.setdefault(size, []).append(t.view(-1).view(torch.uint8))
-
-
-class _Host:
-    """A copy on the host. A device may still be writing it; `event` says when it is done."""
-
-    buffers = _Buffers()
+class _HostCopy:
+    """A copy in host memory. A device may still be writing it: `event` tells when it is complete."""
 
     def __init__(self, t: Tensor) -> None:
         import torch
@@ -214,7 +281,7 @@ class _Host:
         self.strides = None if t.is_contiguous() else list(t.stride())
         t = t.detach()
         if t.device.type == "cpu":
-            self.tensor = self.buffers.take(t).copy_(t)
+            self.tensor = t.clone(memory_format=torch.contiguous_format)
             return
         device: Any = getattr(torch, t.device.type, None)
         try:
@@ -225,300 +292,173 @@ class _Host:
         except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no pinned memory, or no events there
             self.tensor, self.event = t.cpu().contiguous(), None
 
-    def ready(self) -> Tensor:
+    def wait(self) -> Tensor:
         if self.event is not None:
             self.event.synchronize()
         return self.tensor
 
 
-def _plain(t: Tensor) -> bool:
-    """A tensor with data of its own: no subclass such as DTensor or FakeTensor, and no wrapper of vmap or grad."""
-    import torch
+class _OpenCall:
+    """A call that is being recorded. Inputs are copied at once, or after a look at the results if only a NaN is wanted."""
 
-    wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda t: False)
-    ordinary = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout == torch.strided
-    return ordinary and t.device.type != "meta" and not wrapped(t)
-
-
-def _written_down(t: Tensor) -> bool:
-    """Whether torch writes down what is called, so that a copy of ours would become a part of it."""
-    import torch
-
-    return torch.jit.is_tracing() or (t.is_cuda and torch.cuda.is_current_stream_capturing())  # pyright: ignore
-
-
-def _autocast(device: str) -> bool:
-    """Return whether autocast is on for a type of device."""
-    import torch
-
-    try:
-        return torch.is_autocast_enabled(device)  # pyright: ignore
-    except (RuntimeError, TypeError):  # an older torch, or a device that has no autocast
-        module: Any = getattr(torch, device, None)
-        return bool(getattr(module, "is_autocast_enabled", torch.is_autocast_enabled)())
-
-
-def _has_nan(t: Tensor) -> bool:
-    """A sum is quick, and NaN if a term is. It is also NaN where infinities cancel."""
-    total = t.detach().sum()
-    return bool(total != total) and bool(t.isnan().any())
-
-
-def _bind(function: _Function, args: Any, kwargs: Any) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The inputs by place, and the tensors after them by name, to which a backward function writes."""
-    import torch
-
-    given = list(args)
-    while given and not isinstance(given[0], torch.Tensor):
-        del given[0]  # self
-    if len(given) > 2 and isinstance(given[2], (list, tuple)) and given[2] and isinstance(given[2][0], (list, tuple)):
-        del given[2]  # transformers' list of shapes, after their tensor
-    if len(given) > 2 and isinstance(given[2], torch.Tensor) and given[2].is_floating_point():
-        given.insert(2, None)  # mmcv's plain torch: the levels lie one after the other
-    found = {_PLACES[i]: a for i, a in enumerate(given[:6])}
-    found.update({_NAMES[name]: a for name, a in kwargs.items() if name in _NAMES})
-    for table in ("shapes", "starts"):
-        if isinstance(found.get(table), (list, tuple)):
-            found[table] = torch.tensor(found[table])
-    found = {place: a for place, a in found.items() if a is not None and not isinstance(a, int)}  # im2col_step
-    for place in ("value", "shapes", "locations", "weights"):
-        if not isinstance(found.get(place), torch.Tensor):
-            raise TypeError(f"{place} must be a tensor; got {type(found.get(place)).__name__}")
-    return _ordinary(found), _gradients(function, [a for a in given[6:] if isinstance(a, torch.Tensor)]), {}
-
-
-def _bind_pool(
-    function: _Function, args: Any, kwargs: dict[str, Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """The same of a function that sums points into cells, and its sizes."""
-    import torch
-
-    names = _POOLS[function.form].split()
-    if function.backward and "grad_output" not in names:
-        raise TypeError(f"its name must end as one of {', '.join(form for form in _POOLS if 'backward' in form)}")
-    found = {names[i].rstrip("="): a for i, a in enumerate(args[: len(names)])}
-    found.update({_NAMES.get(name, name): a for name, a in kwargs.items()})
-    missing = [name for name in names if name.rstrip("=") not in found]
-    if missing:
-        raise TypeError(f"{missing[0]} must be given; got {', '.join(found)}")
-    found = {name: a for name, a in found.items() if a is not None and name != "memo"}
-    tensors = _ordinary({name: a for name, a in found.items() if isinstance(a, torch.Tensor)})
-    written = {name[:-1]: tensors.pop(name[:-1]) for name in names if name.endswith("=")}
-    sizes = {name: _whole_numbers(a) for name, a in found.items() if name not in tensors and name not in written}
-    return tensors, written, sizes
-
-
-def _whole_numbers(size: Any) -> Any:
-    """Return a size, or a list of sizes, as ints: JSON takes no NumPy numbers and no tensors."""
-    sequence = isinstance(size, (list, tuple)) or getattr(size, "ndim", 0)
-    return [int(number) for number in size] if sequence else int(size)
-
-
-def _gradients(function: _Function, tensors: Any) -> dict[str, Tensor]:
-    """In the order of the inputs that they belong to."""
-    return {"grad_" + name: tensors[i] for i, name in enumerate(function.learned[: len(tensors)])}
-
-
-def _ordinary(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not all(map(_plain, tensors.values())):
-        raise TypeError("inputs must be ordinary tensors with data; got a subclass, a wrapper or meta tensors")
-    return tensors
-
-
-def _caller() -> str:
-    """The file and line that made the call, in the first code that is not a library's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if name not in _LIBRARIES and frame.f_code.co_filename != __file__:
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-class _Call:
-    """A call that is being recorded. Its inputs are copied at once, or held until its results have been looked at."""
-
-    def __init__(self, function: _Function, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
 
-        self.function = function
-        self.inputs, self.written, self.sizes = (_bind_pool if function.operator == _POOL else _bind)(function, args, kwargs)
+        self.function, self.stem = function, ""
+        self.inputs, self.outputs, self.sizes = _bind(function.row, args, kwargs)
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
-        self.copies: dict[str, _Host] = {}
-        self.shared: list[str] = []  # inputs that are one tensor
-        self.edges = self._edges() if torch.is_grad_enabled() and not function.backward else {}
+        self.copies: dict[str, _HostCopy] = {}
+        device = next(iter(self.inputs.values())).device
         self.about: dict[str, Any] = {"function": function.name, "operator": function.operator, "index": index}
-        self.about["direction"] = "backward" if function.backward else "forward"
-        self.about.update(device=str(self.first.device), caller=_caller(), autocast=_autocast(self.first.device.type))
-        if function.operator == _POOL:
-            self.about.update(form=function.form, sizes=self.sizes)
-        if self.shared:
-            self.about["shared"] = self.shared
-        self.stem = ""
-
-    @property
-    def first(self) -> Tensor:
-        return next(iter(self.inputs.values()))
+        self.about.update(direction="backward" if function.backward else "forward", device=str(device), caller=_caller())
+        self.about.update(autocast=_is_autocast_on(device.type), form=function.row.name, sizes=self.sizes)
+        self.edges = self._edges() if torch.is_grad_enabled() and not function.backward else {}
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
         """Return where autograd brings the gradient of each input that has one. An edge that several inputs share brings the
-        sum of their gradients, which is no result of the operator: leave these inputs out, and name them in `shared`."""
-        inputs = {p: self.inputs[p] for p in self.function.learned if p in self.inputs and self.inputs[p].requires_grad}
+        sum of their gradients, which is no result of the operator: leave these inputs out, and name them."""
+        names = DIFFERENTIABLE[self.function.operator]
+        inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
         # a leaf's node is behind the node of anything that is made from it
-        nodes = {p: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for p, t in inputs.items()}  # pyright: ignore
-        edges = {p: (nodes[p], t.output_nr) for p, t in inputs.items()}
-        self.shared = [p for p, edge in edges.items() if list(edges.values()).count(edge) > 1]
-        return {p: edge for p, edge in edges.items() if p not in self.shared}
-
-    def size(self) -> int:
-        """Bytes of all that may be recorded of it."""
-        found = sum(t.numel() * t.element_size() for t in (*self.inputs.values(), *self.written.values()))
-        if not self.written:
-            found += self._output_numbers() * max(4, self.first.element_size())
-        return found * (2 if self.edges or self.function.backward else 1)
-
-    def _output_numbers(self) -> int:
-        if "locations" in self.inputs:
-            return math.prod((*self.inputs["locations"].shape[:2], *self.inputs["value"].shape[2:]))
-        if "bev_feat_shape" in self.sizes:
-            return math.prod(self.sizes["bev_feat_shape"])
-        numbers = [n for size in self.sizes.values() for n in (size if isinstance(size, list) else [size])]
-        return math.prod(numbers) * self.inputs.get("feat", self.first).shape[-1]
+        nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
+        edges = {name: (nodes[name], t.output_nr) for name, t in inputs.items()}
+        shared = [name for name, edge in edges.items() if list(edges.values()).count(edge) > 1]
+        if shared:
+            self.about["shared"] = shared
+        return {name: edge for name, edge in edges.items() if name not in shared}
 
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
             raise TypeError("inputs must be as they were when the call began; got changed ones, so that a NaN is not recorded")
-        self.copies.update({place: _Host(t) for place, t in self.inputs.items()})
-        strides = {place: c.strides for place, c in self.copies.items() if c.strides}
+        self.copies.update({name: _HostCopy(t) for name, t in self.inputs.items()})
+        strides = {name: copy.strides for name, copy in self.copies.items() if copy.strides}
         self.about.update(reason=reason, strides=strides, packed="starts" not in self.copies)
 
-    def copy_written(self) -> None:
-        """A backward function may add to what it is given: whether that was zero is a part of the call."""
-        self.copies.update({f"before_{name}": _Host(t.any()) for name, t in self.written.items()})
-        self.about["in_place"] = bool(self.written)
+    def copy_flags_of_outputs(self) -> None:
+        """Record whether the outputs are zero: a function may add to them."""
+        self.copies.update({f"before_{name}": _HostCopy(t.any()) for name, t in self.outputs.items()})
+        self.about["in_place"] = bool(self.outputs)
 
-    def results(self, found: Any) -> dict[str, Tensor]:
-        """What the function computed, by name."""
-        import torch
-
-        if self.written and (self.function.backward or "output" in self.written):
-            results = dict(self.written)
+    def results(self, returned: Any) -> dict[str, Tensor]:
+        """Return what the function computed, by name."""
+        if self.outputs:
+            results = dict(self.outputs)
         elif not self.function.backward:
-            results = {"output": found}
+            results = {"output": returned}
         else:
-            results = _gradients(self.function, found if isinstance(found, (list, tuple)) else [found])
-        if not results or not all(isinstance(t, torch.Tensor) and _plain(t) for t in results.values()):
-            raise TypeError(f"the function must give tensors or write to some; got {type(found).__name__}")
+            tensors = returned if isinstance(returned, (list, tuple)) else [returned]
+            names = ["grad_" + name for name in DIFFERENTIABLE[self.function.operator]]
+            results = dict(zip(names, tensors))  # noqa: B905
+        if not results or not all(_is_ordinary(t) for t in results.values()):
+            raise TypeError(f"the function must give tensors or write to some; got {type(returned).__name__}")
         return results
 
 
-class _Gradients:
-    """The gradients of a call, as they leave the nodes that it put into the graph. The hooks read and change nothing."""
+class _GradientHooks:
+    """Hooks on the nodes that a call put into the graph. They read the gradients that leave the nodes, and change nothing."""
 
-    def __init__(self, recorder: Recorder, call: _Call, output: Tensor) -> None:
-        self.recorder, self.call, self.place = recorder, call, output.output_nr
-        self.found: dict[str, Any] = {}
+    def __init__(self, recorder: Recorder, call: _OpenCall, output: Tensor) -> None:
+        self.recorder, self.call, self.output_nr = recorder, call, output.output_nr
+        self.gradients: dict[str, Any] = {}
         last, hits, nodes = output.grad_fn, {}, [output.grad_fn]
         ends = {id(node) for node, _ in call.edges.values()}
         for node in nodes:  # it grows; the call's nodes lie between its output and its inputs
             if node is not None and id(node) not in ends and id(node) not in hits and len(hits) < 500:
                 edges = list(enumerate(node.next_functions))
-                hits[id(node)] = [(k, p) for k, edge in edges for p, end in call.edges.items() if edge == end]
+                hits[id(node)] = [(k, name) for k, edge in edges for name, end in call.edges.items() if edge == end]
                 nodes += [below for _, (below, _) in edges]
         hooked = {id(node): node for node in nodes if hits.get(id(node))}
         self.left = len(hooked)
         for node in {**hooked, id(last): last}.values() if hooked else ():
-            node.register_hook(functools.partial(self._arrived, node is last, hits[id(node)]))  # pyright: ignore
+            node.register_hook(functools.partial(self._arrive, node is last, hits[id(node)]))  # pyright: ignore
 
-    def _arrived(self, last: bool, hits: list[tuple[int, str]], grad_inputs: Any, grad_outputs: Any) -> None:
+    def _arrive(self, last: bool, hits: list[tuple[int, str]], grad_inputs: Any, grad_outputs: Any) -> None:
         import torch
 
         if not self.left or self.recorder.closed:
             return  # `left` is 0 in a second backward through the same graph
-        with self.recorder.ours(self.call.function), torch.no_grad():
-            if last and grad_outputs[self.place] is not None:
-                self.found["grad_output"] = grad_outputs[self.place]
-            for k, name in ((k, "grad_" + place) for k, place in hits if grad_inputs[k] is not None):
-                self.found[name] = self.found[name] + grad_inputs[k] if name in self.found else grad_inputs[k]
+        with self.recorder.errors_of(self.call.function), torch.no_grad():
+            gradients = self.gradients
+            if last and grad_outputs[self.output_nr] is not None:
+                gradients["grad_output"] = grad_outputs[self.output_nr]
+            for k, name in ((k, "grad_" + name) for k, name in hits if grad_inputs[k] is not None):
+                gradients[name] = gradients[name] + grad_inputs[k] if name in gradients else grad_inputs[k]
             self.left -= bool(hits)
-            if not self.left and len(self.found) > 1 and "grad_output" in self.found:
-                self.recorder.gradients(self.call, self.found)
             if not self.left:
-                self.found = {}
+                self.gradients = {}
+                if len(gradients) > 1 and "grad_output" in gradients:
+                    self.recorder.put_gradients(self.call, gradients)
 
 
 class _Writer(threading.Thread):
-    """Writes files one after another, and the manifest after them. A disk that takes no more ends the recording."""
+    """Writes files one after another, and the manifest after them. A full disk ends the recording."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(name="record", daemon=True)
-        self.recorder, self.waiting, self.written, self.reported = recorder, 0, 0, 0.0
+        self.recorder, self.waiting, self.num_bytes, self.reported = recorder, 0, 0, 0.0
         self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.save: Callable[..., None] | None = None
         self.calls: dict[str, Any] = {}
 
-    def put(self, stem: str, about: dict[str, Any], copies: dict[str, _Host]) -> None:
-        size = sum(c.tensor.numel() * c.tensor.element_size() for c in copies.values())
+    def put(self, stem: str, about: dict[str, Any], copies: dict[str, _HostCopy]) -> None:
+        size = sum(copy.tensor.numel() * copy.tensor.element_size() for copy in copies.values())
         self.waiting += size
         self.queue.put((stem, about, copies, size))
 
     def run(self) -> None:
-        while True:
-            work = self.queue.get()
-            try:
-                if work is None:
-                    self._manifest()
-                elif not self.recorder.failed:
+        for work in iter(self.queue.get, None):
+            with self._losing(work):
+                if not self.recorder.failed:
                     self._write(*work)
-            except Exception as error:
-                self._failed(work, error)
-            if work is None:
-                return
             self.waiting -= work[-1]
+        with self._losing(None):
+            self._write_manifest()
 
-    def _failed(self, work: Any, error: Exception) -> None:
-        """A disk that takes no more ends the recording. Anything else, such as a device that was lost, loses the call."""
+    @contextlib.contextmanager
+    def _losing(self, work: Any) -> Iterator[None]:
+        """End the recording if the disk is full. Any other error, such as a lost device, loses the call alone."""
         try:
-            if work is None or isinstance(error, OSError):
-                raise error
-            with tempfile.TemporaryFile(dir=self.recorder.folder) as file:  # safetensors and torch raise errors of their own
-                file.write(bytes(work[-1]))
-        except Exception as full:
-            self.recorder.fail(full)
-        else:
-            self.recorder.functions[work[1]["function"]].lose(error)
+            yield
+        except Exception as error:
+            try:
+                if work is None or isinstance(error, OSError):
+                    raise
+                with tempfile.TemporaryFile(dir=self.recorder.folder) as file:  # torch has errors of its own
+                    file.write(bytes(work[-1]))
+            except Exception as full:
+                self.recorder.fail(full)
+            else:
+                self.recorder.functions[work[1]["function"]].lose(error)
 
-    def _write(self, stem: str, about: dict[str, Any], copies: dict[str, _Host], size: int) -> None:
-        tensors = {name: c.ready() for name, c in copies.items()}
+    def _write(self, stem: str, about: dict[str, Any], copies: dict[str, _HostCopy], size: int) -> None:
+        import torch
+
+        tensors = {name: copy.wait() for name, copy in copies.items()}
         if about.pop("in_place", False):
-            before = [bool(tensors.pop(name)) for name in list(tensors) if name.startswith("before_")]
-            about["cleared"] = not any(before)
-        save = self.save = self.save or _saver()
-        path = self.recorder.folder / (stem + (".pt" if save is _as_pt else ".safetensors"))
-        self._whole(path, lambda part: save(tensors, part, {"format": str(FORMAT), "call": json.dumps(about)}))
-        self.written += size
+            flags = [bool(tensors.pop(name)) for name in list(tensors) if name.startswith("before_")]
+            about["cleared"] = not any(flags)
+        path = self.recorder.folder / f"{stem}.pt"
+        file = {"metadata": {"format": str(FORMAT), "call": json.dumps(about)}, "tensors": tensors}
+        self._write_whole(path, lambda part: torch.save(file, part))
+        self.num_bytes += size
         self.recorder.functions[about["function"]].recorded += "of" not in about
         self.calls[path.name] = {**about, "tensors": {name: list(t.shape) for name, t in tensors.items()}}
-        for copied in copies.values():
-            copied.buffers.give(copied.tensor)
         if time.monotonic() > self.reported + 2:  # the process may be killed
-            self._manifest()
+            self._write_manifest()
 
-    def _manifest(self) -> None:
+    def _write_manifest(self) -> None:
         path, facts = self.recorder.folder / "manifest.json", self.recorder.facts()
         text = json.dumps({**facts, "calls": self.calls}, indent=1)
         try:
-            self._whole(path, lambda part: part.write_text(text))
-        except OSError:  # no room or no inode for another file: without its calls the text fits into the one that is there
+            self._write_whole(path, lambda part: part.write_text(text))
+        except OSError:  # no room or no inode for another file: without its calls the text fits into the existing file
             with contextlib.suppress(OSError), path.open("r+") as file:
                 file.write(json.dumps({**facts, "calls": {}}, indent=1))
                 file.truncate()
             raise
         self.reported = time.monotonic()
 
-    def _whole(self, path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-        """A file is there whole or not at all."""
+    def _write_whole(self, path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
+        """Write a file that is there whole or not at all."""
         part = path.with_name(path.name + ".part")
         try:
             write(part)
@@ -528,27 +468,8 @@ class _Writer(threading.Thread):
                 part.unlink()
 
 
-def _as_pt(tensors: dict[str, Tensor], path: pathlib.Path, metadata: dict[str, str]) -> None:
-    import torch
-
-    torch.save({"metadata": metadata, "tensors": tensors}, path)
-
-
-def _saver() -> Callable[..., None]:
-    """How calls are written here."""
-    try:
-        import torch
-        from safetensors.torch import save, save_file
-
-        save({"trial": torch.zeros(1)})  # it may lack numpy
-    except Exception:
-        _say("safetensors is not installed (pip install safetensors), so calls are .pt files; mx-driving replay reads both")
-        return _as_pt
-    return save_file
-
-
-class _Loader(importlib.abc.Loader):
-    """Another loader, until the module is there: no copy of it, because a loader may answer for any attribute."""
+class _WrappingLoader(importlib.abc.Loader):
+    """Wraps functions after another loader has run. It is no copy of that loader, which may answer for any attribute."""
 
     def __init__(self, loader: Any, recorder: Recorder) -> None:
         self.loader, self.recorder = loader, recorder
@@ -566,8 +487,8 @@ class _Loader(importlib.abc.Loader):
         return getattr(self.__dict__["loader"], name)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the recorder wrap the functions of a module as soon as the module has been imported."""
+class _WrappingFinder(importlib.abc.MetaPathFinder):
+    """Lets the recorder wrap the functions of a module as soon as it is imported."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -576,17 +497,28 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not self.recorder.watches(name):
             return None
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
-        spec: Any = next(filter(None, found), None)
+        specs = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
+        spec: Any = next(filter(None, specs), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _Loader(spec.loader, self.recorder)
+            spec.loader = _WrappingLoader(spec.loader, self.recorder)
         return spec
 
 
-def _rank_folder(out: Any) -> pathlib.Path:
-    """Each process of a distributed program has a folder of its own."""
-    many = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
-    return pathlib.Path(out) / f"rank-{os.environ['RANK']}" if many else pathlib.Path(out)
+def _make_folder(out: Any) -> pathlib.Path:
+    """Make the folder of a recording. Each process of a distributed program has one of its own."""
+    folder = pathlib.Path(out)
+    if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+        folder /= f"rank-{os.environ['RANK']}"
+    try:
+        if not os.fspath(out):
+            raise OSError("no name")
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise OSError("one with files")
+    except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
+        name, fact = os.fspath(out) and str(folder), getattr(error, "strerror", None) or error
+        raise ValueError(f"out must be a new or an empty folder; got {name!r}, {fact}") from None
+    return folder
 
 
 class Recorder:
@@ -601,47 +533,36 @@ class Recorder:
             raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
         if not isinstance(functions or {}, dict):
             raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
-        self.named = dict(functions or {})
-        for name, operator in self.named.items():
+        for name, operator in (functions or {}).items():
             if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
                 rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
                 raise ValueError(f"functions must {rule}; got {name}={operator}")
-        self.folder = _rank_folder(out)
-        try:
-            if not os.fspath(out):
-                raise OSError("no name")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if any(self.folder.iterdir()):
-                raise OSError("one with files")
-        except (OSError, ValueError) as error:  # a name with a zero byte is a ValueError
-            fact = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"out must be a new or an empty folder; got {os.fspath(out) and str(self.folder)!r}, {fact}"
-            ) from None
-        self.every, self.nan, self.budget, self.taken = int(every), bool(nan), float(megabytes) * 1e6, 0
-        self.spent = self.ended = self.closed = self.failed = False  # the budget, sampling, gradients, for a reason
-        self.gone = False  # calls are not even counted
-        self.functions: dict[str, _Function] = {}
+        self.named = {name: _function_named(name, operator) for name, operator in (functions or {}).items()}
+        self.folder = _make_folder(out)
+        self.every, self.nan, self.budget, self.copied = int(every), bool(nan), float(megabytes) * 1e6, 0
+        # no more samples: the budget is spent; no more calls; no more gradients either; after an error; calls are not counted
+        self.spent = self.ended = self.closed = self.failed = self.gone = False
+        self.functions: dict[str, _WrappedFunction] = {}
         self.started, self.finished, self.process, self.why = _now(), "", os.getpid(), ""
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # of originals and of wrappers, so that none is wrapped twice
         self._undo: list[tuple[Any, str, Any]] = []
-        self._finder, self.writer = _Finder(self), _Writer(self)
+        self._finder, self.writer = _WrappingFinder(self), _Writer(self)
 
     def start(self) -> Recorder:
         sys.meta_path.insert(0, self._finder)
         for name, module in list(sys.modules.items()):
             if self.watches(name) and isinstance(module, types.ModuleType):
                 self.wrap(module)
-        self._replace_elsewhere()
+        self._replace_imported_names()
         self.writer.start()
         atexit.register(self.stop)
         if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forked)
+            os.register_at_fork(after_in_child=self._end_in_child)
         return self
 
     def stop(self) -> None:
-        """Put the functions back, write what is waiting, and say what there is."""
+        """Restore the functions, write what is waiting, and print a summary."""
         atexit.unregister(self.stop)
         if self._finder not in sys.meta_path or os.getpid() != self.process:
             return
@@ -652,13 +573,12 @@ class Recorder:
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
         self.writer.queue.put(None)
         self.writer.join()
-        _Host.buffers = _Buffers()
-        self._summary()
+        self._print_summary()
 
-    def _forked(self) -> None:
+    def _end_in_child(self) -> None:
         self.ended = self.closed = self.gone = True  # the thread that writes is the parent's
 
-    def _summary(self) -> None:
+    def _print_summary(self) -> None:
         for name in self.named:
             if name not in self.functions:
                 _say(f"{name} was never imported, or is no function")
@@ -667,59 +587,58 @@ class Recorder:
                 _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
             if f.skipped:
                 _say(f"not recorded of {f.name}: {f.skipped} calls, made while {_WAITING / 1e6:g} MB waited for the disk")
-        calls, recorded = (sum(getattr(f, what) for f in self.functions.values()) for what in ("calls", "recorded"))
+        calls, recorded = (sum(getattr(f, count) for f in self.functions.values()) for count in ("calls", "recorded"))
         none = "" if calls else "; under torch.compile none is seen"
-        _say(f"{recorded} of {calls} calls recorded, {self.writer.written / 1e6:.0f} MB in {self.folder}{none}")
+        _say(f"{recorded} of {calls} calls recorded, {self.writer.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
 
     def facts(self) -> dict[str, Any]:
-        """What the manifest says beside the calls."""
+        """Return what the manifest says beside the calls."""
         import torch
 
-        shown = ("operator", "backward", "calls", "recorded", "skipped", "not_kept", "unread")
-        functions = {n: {k: getattr(f, k) for k in shown} for n, f in self.functions.items() if f.calls}
+        counters = ("operator", "backward", "calls", "recorded", "skipped", "not_kept", "unread")
+        functions = {name: {key: getattr(f, key) for key in counters} for name, f in self.functions.items() if f.calls}
         options = {"every": self.every, "nan": self.nan, "megabytes": self.budget / 1e6}
         here = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
         facts = {"format": FORMAT, "started": self.started, "finished": self.finished, "ended_early": self.why}
         return {**facts, "options": options, "packages": {**here, **_versions()}, "functions": functions}
 
     def watches(self, module: str) -> bool:
-        return bool(_known(module)) or any(name.startswith(module + ".") for name in self.named)
+        return bool(functions_of(module)) or any(name.startswith(module + ".") for name in self.named)
 
     def wrap(self, module: types.ModuleType) -> None:
         """Wrap the known functions of a module."""
         name = module.__name__
-        vendor = name.partition(".")[0] == "mx_driving"
-        for path, operator in _known(name).items():
-            self._wrap(module, path, f"{'mx_driving' if vendor else name}.{path}", operator)
-        for full, operator in self.named.items():
-            if full.startswith(name + "."):
-                self._wrap(module, full[len(name) + 1 :], full, operator)
+        for path, row in functions_of(name).items():
+            self._wrap(module, path, f"{'mx_driving' if row.module == 'mx_driving' else name}.{path}", row)
+        for full_name, row in self.named.items():
+            if full_name.startswith(name + "."):
+                self._wrap(module, full_name[len(name) + 1 :], full_name, row)
 
-    def _wrap(self, owner: Any, path: str, name: str, operator: str) -> None:
+    def _wrap(self, owner: Any, path: str, name: str, row: Function) -> None:
         *classes, attribute = path.split(".")
-        for one in classes:
-            owner = vars(owner).get(one) if owner is not None else None
+        for class_name in classes:
+            owner = vars(owner).get(class_name) if owner is not None else None
         if owner is None or not hasattr(owner, "__dict__"):
             return
         if isinstance(owner, type) and attribute == "apply":
-            self._wrap_apply(owner, name, operator)
+            self._wrap_apply(owner, name, row)
             return
         original = vars(owner).get(attribute, _ABSENT)
-        plain = original.__func__ if isinstance(original, staticmethod) else original
-        if callable(plain) and not isinstance(plain, types.ModuleType) and id(plain) not in self._wrappers:
-            wrapper = self._wrapper(self.functions.setdefault(name, _Function(name, operator)), plain)
+        function = original.__func__ if isinstance(original, staticmethod) else original
+        if callable(function) and not isinstance(function, types.ModuleType) and id(function) not in self._wrappers:
+            wrapper = self._wrapper(self.functions.setdefault(name, _WrappedFunction(name, row)), function)
             self._wrappers[id(wrapper)] = (wrapper, wrapper)
-            self._wrappers[id(plain)] = (plain, wrapper)
-        if id(plain) in self._wrappers:
-            new = self._wrappers[id(plain)][1]
-            self._set(owner, attribute, original, staticmethod(new) if plain is not original else new)
+            self._wrappers[id(function)] = (function, wrapper)
+        if id(function) in self._wrappers:
+            new = self._wrappers[id(function)][1]
+            self._set(owner, attribute, original, staticmethod(new) if function is not original else new)
 
-    def _wrap_apply(self, owner: type, name: str, operator: str) -> None:
-        """An autograd function. Classes derived from it have forwards of their own, and are left alone."""
+    def _wrap_apply(self, owner: type, name: str, row: Function) -> None:
+        """Wrap `apply` of an autograd function. Derived classes have forwards of their own: leave them alone."""
         own = vars(owner).get("apply", _ABSENT)
         if id(own) in self._wrappers:
             return
-        function = self.functions.setdefault(name, _Function(name, operator))
+        function = self.functions.setdefault(name, _WrappedFunction(name, row))
         compiling = _compiling()
 
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -737,15 +656,15 @@ class Recorder:
             setattr(owner, name, new)
             self._undo.append((owner, name, before))
 
-    def _replace_elsewhere(self) -> None:
-        """`from mx_driving import ...` has given other modules the originals."""
+    def _replace_imported_names(self) -> None:
+        """Replace the originals in modules that have them from `from mx_driving import ...`."""
         for module in list(sys.modules.values()):
-            for name, thing in list(getattr(module, "__dict__", {}).items()):
-                original, wrapper = self._wrappers.get(id(thing), (None, None))
-                if original is thing and original is not None and isinstance(module, types.ModuleType):
+            for name, value in list(getattr(module, "__dict__", {}).items()):
+                original, wrapper = self._wrappers.get(id(value), (None, None))
+                if original is value and original is not None and isinstance(module, types.ModuleType):
                     self._set(module, name, original, wrapper)
 
-    def _wrapper(self, function: _Function, original: Any) -> Any:
+    def _wrapper(self, function: _WrappedFunction, original: Any) -> Any:
         compiling = _compiling()
 
         @functools.wraps(original)
@@ -756,8 +675,8 @@ class Recorder:
 
         return recorded
 
-    def call(self, function: _Function, original: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the original gives or raises."""
+    def call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return or raise what the original does, and record the call if it is its turn."""
         if self.gone or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
@@ -766,86 +685,87 @@ class Recorder:
         call = self._begin(function, index, chosen, args, kwargs) if (chosen or self.nan) and not self.ended else None
         self._local.inside = True
         try:
-            found = original(*args, **kwargs)
+            returned = original(*args, **kwargs)
         finally:
             self._local.inside = False
         if call is not None:
-            self._finish(call, found)
-        return found
+            self._finish(call, returned)
+        return returned
 
     @contextlib.contextmanager
-    def ours(self, function: _Function) -> Iterator[None]:
-        """Our own errors never reach the program."""
+    def errors_of(self, function: _WrappedFunction) -> Iterator[None]:
+        """Keep our own errors from the program."""
         try:
             yield
         except Exception as error:
             function.lose(error)
 
     def fail(self, error: Exception) -> None:
+        """End the recording, once, with a sentence."""
         with self._lock:
             if self.failed:
                 return
             self.failed = self.closed = self.ended = True
-        files = len(self.writer.calls)
-        self.why = f"recording into {self.folder} has ended after {files} files: {_fact(error)}; the program goes on"
+        num_files = len(self.writer.calls)
+        self.why = f"recording into {self.folder} has ended after {num_files} files: {_reason(error)}; the program goes on"
         _say(self.why)
 
-    def _begin(self, function: _Function, index: int, chosen: bool, args: Any, kwargs: Any) -> _Call | None:
-        with self.ours(function):
-            call = _Call(function, index, args, kwargs)
-            if _written_down(call.first):
+    def _begin(self, function: _WrappedFunction, index: int, chosen: bool, args: Any, kwargs: Any) -> _OpenCall | None:
+        with self.errors_of(function):
+            if _is_tracing_or_capturing((*args, *kwargs.values())):
                 return None
-            if chosen and self._has_room(call):
+            call = _OpenCall(function, index, args, kwargs)
+            if chosen and self.writer.waiting > _WAITING:
+                function.skipped += 1
+            elif chosen:
                 call.copy_inputs(f"every {self.every}")
-                call.copy_written()
+                call.copy_flags_of_outputs()
             return call if call.copies or self.nan else None
 
-    def _has_room(self, call: _Call) -> bool:
-        if self.writer.waiting > _WAITING:
-            call.function.skipped += 1
-            return False
-        self.spent = self.taken + call.size() > self.budget
-        if self.spent:
-            self.why = f"the budget of {self.budget / 1e6:g} MB is used up; the program goes on"
-            self.ended = not self.nan
-            _say(self.why)
-            return False
-        self.taken += call.size()
-        return True
-
-    def _finish(self, call: _Call, found: Any) -> None:
-        with self.ours(call.function):
-            results = call.results(found)
-            self._look_for_nan(call, results)
+    def _finish(self, call: _OpenCall, returned: Any) -> None:
+        with self.errors_of(call.function):
+            results = call.results(returned)
+            if not self._copy_inputs_of_first_nan(call, results) and call.copies:
+                self._hold_to_budget(call, results)
             if call.copies:
-                call.copies.update({name: _Host(t) for name, t in results.items()})
+                call.copies.update({name: _HostCopy(t) for name, t in results.items()})
                 self._put(call)
             output = results.get("output")
             if call.edges and output is not None and output.grad_fn is not None and (call.stem or self.nan):
-                _Gradients(self, call, output)
+                _GradientHooks(self, call, output)
             if call.stem:
-                call.inputs, call.written = {}, {}  # the program may want the memory back
+                call.inputs, call.outputs = {}, {}  # the program may want the memory back
 
-    def _look_for_nan(self, call: _Call, results: dict[str, Tensor]) -> None:
-        """The first call with a NaN is recorded, chosen or not."""
-        if self.nan and any(_has_nan(t) for t in results.values()):
-            self.nan, self.ended = False, self.spent
-            if not call.copies:
-                call.copy_inputs("")
-            call.about["reason"] = "the first NaN"
+    def _hold_to_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
+        """Count what the call and its gradients take. Drop the call, and end the sampling, if that is more than is left."""
+        size = sum(t.numel() * t.element_size() for t in (*call.inputs.values(), *results.values()))
+        self.copied += size * (2 if call.edges else 1)
+        if self.copied > self.budget:
+            self.spent, self.ended, call.copies = True, not self.nan, {}
+            self.why = f"the budget of {self.budget / 1e6:g} MB is used up; the program goes on"
+            _say(self.why)
 
-    def gradients(self, call: _Call, found: dict[str, Tensor]) -> None:
-        """They have arrived, in the middle of somebody's backward."""
+    def _copy_inputs_of_first_nan(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
+        if not self.nan or not any(_has_nan(t) for t in results.values()):
+            return False
+        self.nan, self.ended = False, self.spent
+        if not call.copies:
+            call.copy_inputs("")
+        call.about["reason"] = "the first NaN"
+        return True
+
+    def put_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
+        """Write gradients that have arrived, in the middle of a backward of the program."""
         if not call.stem:
-            self._look_for_nan(call, found)
+            self._copy_inputs_of_first_nan(call, gradients)
+        copies = {name: _HostCopy(t) for name, t in gradients.items()} if call.stem or call.copies else {}
         if call.stem:
-            about = {**call.about, "of": call.stem, "direction": "backward"}
-            self.writer.put(f"{call.stem}-gradients", about, {name: _Host(t) for name, t in found.items()})
+            self.writer.put(f"{call.stem}-gradients", {**call.about, "of": call.stem, "direction": "backward"}, copies)
         elif call.copies:  # a NaN that only the gradients have
-            call.copies.update({name: _Host(t) for name, t in found.items()})
+            call.copies.update(copies)
             self._put(call)
 
-    def _put(self, call: _Call) -> None:
+    def _put(self, call: _OpenCall) -> None:
         call.stem = f"call-{next(self._numbers):06d}"
         self.writer.put(call.stem, call.about, call.copies)
         call.copies = {}
@@ -858,29 +778,31 @@ def _compiling() -> Callable[[], bool]:
 
 
 def _now() -> str:
-    return datetime.datetime.now().isoformat(timespec="seconds")
+    return time.strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    import importlib.metadata
+
+    versions = {}
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+            versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def start(out: Any, **options: Any) -> Recorder:
-    """Record into a new folder from now on, until `stop` of what this gives, or the end of the program.
+    """Record into a new folder from now on, until `stop` of the returned recorder, or the end of the program.
 
     Args:
-        out: folder to make. A process of a distributed program makes a folder of its own in it.
+        out: folder to make. Each process of a distributed program makes a folder of its own in it.
         every: record the first call of each function, and then every so many. The default is a prime, so that the layers of a
             model come up in turn.
-        nan: also record the first call with a NaN in its output or its gradients, even when the budget is used up. Every
-            call's results are then summed, and on a device the program waits for the sum.
+        nan: also record the first call with a NaN in its output or its gradients, even when the budget is used up. The results
+            of all calls are then summed, and on a device the program waits for the sums.
         megabytes: the most to write.
-        functions: more functions to wrap, name -> operator, such as {"my_ops.msda": "multi_scale_deformable_attn"}. For one
-            that computes gradients the operator ends in "_backward".
+        functions: more functions to wrap, name -> operator, such as {"my_ops.msda": "multi_scale_deformable_attn"}. For a
+            function that computes gradients the operator ends in "_backward".
 
     Raises:
         ValueError: an argument cannot be used.
@@ -898,8 +820,11 @@ def recording(out: Any, **options: Any) -> Iterator[Recorder]:
         recorder.stop()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("record", description="Run a program, and record its calls of sampling operators.")
+def _parser() -> Any:
+    import argparse
+
+    name = "mx-driving record" if os.path.basename(sys.argv[0]).startswith("mx-driving") else "record.py"
+    parser = argparse.ArgumentParser(name, description="Run a program, and record its calls of sampling operators.")
     parser.add_argument("--out", default="calls", help="folder to make (default: calls)")
     parser.add_argument("--every", type=int, default=EVERY, help=f"record every so many calls (default: {EVERY})")
     parser.add_argument("--nan", action="store_true", help="also record the first call with a NaN; a device waits at each call")
@@ -914,21 +839,21 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     """Run a program as `python program.py` or `python -m program` would, and record it."""
     parser = _parser()
-    given = parser.parse_args()
-    functions = dict(name.partition("=")[::2] for name in given.function)
-    if not given.module and not os.path.isfile(given.program):
-        parser.error(f"program must be a file; got {given.program}")
+    options = parser.parse_args()
+    functions = dict(name.partition("=")[::2] for name in options.function)
+    if not options.module and not os.path.isfile(options.program):
+        parser.error(f"program must be a file; got {options.program}")
     try:
-        recorder = start(given.out, every=given.every, nan=given.nan, megabytes=given.megabytes, functions=functions)
+        recorder = start(options.out, every=options.every, nan=options.nan, megabytes=options.megabytes, functions=functions)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    sys.argv = [given.program, *given.arguments]
-    sys.path[0] = os.getcwd() if given.module else os.path.dirname(os.path.abspath(given.program))
+    sys.argv = [options.program, *options.arguments]
+    sys.path[0] = os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.program))
     try:
-        if given.module:
-            runpy.run_module(given.program, run_name="__main__", alter_sys=True)
+        if options.module:
+            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(given.program, run_name="__main__")
+            runpy.run_path(options.program, run_name="__main__")
     finally:
         recorder.stop()
 

@@ -6,7 +6,6 @@ import json
 
 import cases
 import torch
-from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mx_driving.cli.app import app
@@ -52,4 +51,4 @@ def save(folder, operator, inputs, grad, results, name="call-000000", form=recor
     gradients = {"grad_output": grad, **{key: t for key, t in results.items() if key != "output"}}
     metadata = {"format": str(form), "call": json.dumps(about)}
     for ending, some in (("", tensors), ("-gradients", gradients)):
-        save_file({key: t.contiguous() for key, t in some.items()}, folder / f"{name}{ending}.safetensors", metadata)
+        torch.save({"metadata": metadata, "tensors": some}, folder / f"{name}{ending}.pt")

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from recorded_calls import replay
-from safetensors.torch import save_file
 
 import mx_driving
 from mx_driving import compat
@@ -123,7 +122,7 @@ def test_an_extensions_calls_are_right(bevdet, tmp_path, capsys):
         "2 calls are right",
         "150 points, sorted by cell",
         "not sorted by cell",
-        "cells 2 x 2 x 5 x 4",
+        "cells 2x2x5x4",
         "grad_depth",
         "grad_feat",
     ):
@@ -307,8 +306,10 @@ def test_a_function_of_a_name_of_its_own(monkeypatch, tmp_path, capsys):
         with pytest.raises(TypeError, match="missing 4"):
             own.lift(depth, feat)
     said = capsys.readouterr().err
-    assert "not recorded of own_ops.back: 1, calls and gradients; the last: its name must end as one of" in said
-    assert "not recorded of own_ops.lift: 1, calls and gradients; the last: ranks_depth must be given; got depth, feat" in said
+    reason = "a function of the gradients of bev_pool_v3 must have the name of a known one"
+    assert f"not recorded of own_ops.back: 1, calls and gradients; the last: {reason}" in said
+    reason = "ranks_depth must be given; got depth, feat"
+    assert f"not recorded of own_ops.lift: 1, calls and gradients; the last: {reason}" in said
     assert "2 calls are right" in judged(tmp_path / "calls")
 
 
@@ -316,15 +317,8 @@ LIFTED = dict(zip(("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"), l
 EDITED = {
     "no such form": ({"form": "lift"}, {}, "the form of call-000000 must be one of bev_pool_v3, BEVPoolV3.apply"),
     "no sizes": ({"sizes": {}}, {}, "call-000000 must hold bev_feat_shape; got depth"),
-    "sizes are text": ({"sizes": "x"}, {}, "the sizes of call-000000 must be whole numbers, or lists of them, by name; got x"),
-    "a negative size": ({"sizes": {"bev_feat_shape": [-1]}}, {}, "the sizes of call-000000 must be whole numbers"),
+    "sizes are text": ({"sizes": "x"}, {}, "the sizes of call-000000 must be of type dict; got x"),
     "four sizes": ({"sizes": {"bev_feat_shape": [1, 1, 1, 1]}}, {}, "got bev_feat_shape must be five ints"),
-    "too large": ({"sizes": {"bev_feat_shape": [2**20, 1, 1, 2**20, C]}}, {}, "at most 1073741824 numbers in its output; got"),
-    "intervals": (
-        {"form": "bev_pool_v2"},
-        {"interval_starts": torch.zeros(1, dtype=torch.long), "interval_lengths": torch.tensor([2**60])},
-        "interval_lengths must have a sum of at most 67108864; got 1152921504606846976",
-    ),
     "no depth and ranks": ({}, {"depth": torch.rand(3, 0)}, "ranks_depth[0] must be one of the 0 elements of depth"),
     "a float rank": ({}, {"ranks_bev": torch.rand(150)}, "got ranks_bev must have dtype int32 or int64"),
     "another output": (
@@ -341,11 +335,9 @@ def test_an_edited_recording_is_one_sentence(tmp_path, what):
     about = {"operator": "bev_pool_v3", "form": "bev_pool_v3", "sizes": {"bev_feat_shape": SHAPE}, **facts}
     output = summed(*LIFTED.values()).movedim(-1, 1).contiguous()
     (tmp_path / "calls").mkdir()
-    save_file(
-        {**LIFTED, "output": output, **tensors},
-        tmp_path / "calls/call-000000.safetensors",
-        {"format": str(record.FORMAT), "call": json.dumps(about)},
-    )
+    metadata = {"format": str(record.FORMAT), "call": json.dumps(about)}
+    tensors = {**LIFTED, "output": output, **tensors}
+    torch.save({"metadata": metadata, "tensors": tensors}, tmp_path / "calls/call-000000.pt")
     said = re.findall("not read: (.*)", judged(tmp_path / "calls", False))
     assert len(said) == 1
     assert words in said[0]

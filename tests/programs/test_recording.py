@@ -24,6 +24,7 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
+from mx_driving.replay import forms
 from mx_driving_portable import record
 
 FILES = {
@@ -51,7 +52,7 @@ def test_a_program_is_recorded_computes_the_same_and_is_right(kind, tmp_path):
     assert manifest["format"] == record.FORMAT
     assert {name: f["recorded"] for name, f in manifest["functions"].items()} == dict.fromkeys(FILES[kind], 3)
     found = recorded(folder / "calls")
-    assert sorted(manifest["calls"]) == sorted(f"{name}.safetensors" for name in found)
+    assert sorted(manifest["calls"]) == sorted(f"{name}.pt" for name in found)
     assert {about["function"] for about, _ in found.values()} == set(FILES[kind])
     assert sorted(about["index"] for about, _ in found.values()) == sorted([0, 3, 6] * 2)
     for about, tensors in found.values():
@@ -100,7 +101,7 @@ def test_the_file_is_alone():
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     outside = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names
-    assert outside == {"torch", "safetensors"}
+    assert outside == {"torch"}
     lazy = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
     assert not {alias.name for n in lazy if isinstance(n, ast.Import) for alias in n.names} & outside
 
@@ -178,23 +179,6 @@ def test_copies_are_of_the_time_of_the_call(attention, tmp_path):
     assert torch.equal(tensors["output"], kept)
     names = ("value", "shapes", "starts", "locations", "weights")
     assert all(torch.equal(tensors[name], t) for name, t in zip(names, before, strict=True))
-
-
-def test_memory_of_copies_is_used_again_and_given_back(attention, tmp_path):
-    """In inference mode and out of it; the files have each call's own numbers."""
-    given = cases.multi_scale(2, 100, 8, 3, [(14, 26)], 2)
-    with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
-        outs, held = [], []
-        for turn in range(6):
-            with torch.inference_mode(turn % 2 == 0):
-                outs.append(attention.attend(given[0] + turn, *given[1:]))
-            while recording.writer.waiting:
-                time.sleep(0.01)
-            held.append(record._Host.buffers.held)
-    assert held[0] == held[-1] > 0
-    assert not record._Host.buffers.held
-    for (_, tensors), out in zip(recorded(tmp_path / "calls").values(), outs, strict=True):
-        assert torch.equal(tensors["output"], out)
 
 
 def test_errors_pass_through_and_the_functions_come_back(attention, tmp_path):
@@ -350,7 +334,7 @@ def test_what_cannot_be_recorded_is_said_and_the_call_goes_on(attention, tmp_pat
     attention.attend = lambda *args, **kwargs: 5
     with record.recording(tmp_path / "calls", every=1, functions=NAMED):
         assert attention.attend("value") == 5
-    words = "not recorded of stand_in.attend: 1, calls and gradients; the last: value must be a tensor; got NoneType"
+    words = "not recorded of stand_in.attend: 1, calls and gradients; the last: value must be given; got nothing"
     assert words in capsys.readouterr().err
 
 
@@ -358,16 +342,13 @@ EMPTY = {"bs": (0, 5, 8, 3, [(4, 6)], 2), "queries": (2, 0, 8, 3, [(4, 6)], 2), 
 
 
 @pytest.mark.parametrize("axis", EMPTY)
-@pytest.mark.parametrize("ending", ["safetensors", "pt"])
-def test_empty_calls_are_recorded(attention, tmp_path, capsys, monkeypatch, axis, ending):
-    if ending == "pt":
-        monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+def test_empty_calls_are_recorded(attention, tmp_path, capsys, axis):
     given = [t.requires_grad_(i in (0, 3, 4)) for i, t in enumerate(cases.multi_scale(*EMPTY[axis]))]
     with record.recording(tmp_path / "calls", every=1, functions=NAMED):
         attention.attend(*given).sum().backward()
         attention.attend(*inputs())
     assert "record: 2 of 2 calls recorded, 0 MB" in capsys.readouterr().err
-    assert len(list((tmp_path / "calls").glob(f"call-*.{ending}"))) == 3
+    assert len(list((tmp_path / "calls").glob("call-*.pt"))) == 3
 
 
 @dataclasses.dataclass
@@ -419,14 +400,14 @@ def test_calls_that_the_disk_is_too_slow_for_are_counted(attention, tmp_path, ca
 
 
 def test_what_cannot_be_written_is_counted_and_the_next_call_is_recorded(attention, tmp_path, capsys, monkeypatch):
-    whole = record._saver()
+    whole = torch.save
 
-    def no_such_dtype(tensors, path, metadata):
-        if tensors["value"].dtype == torch.float16:
+    def no_such_dtype(file, path):
+        if file["tensors"]["value"].dtype == torch.float16:
             raise KeyError(torch.float16)
-        whole(tensors, path, metadata)
+        whole(file, path)
 
-    monkeypatch.setattr(record, "_saver", lambda: no_such_dtype)
+    monkeypatch.setattr(torch, "save", no_such_dtype)
     given = inputs(())
     with record.recording(tmp_path / "calls", every=1, functions=NAMED):
         attention.attend(given[0].half(), *given[1:])
@@ -466,10 +447,10 @@ def test_a_killed_recorder_leaves_nothing_that_replay_does_not_mention(tmp_path)
         """
     )
     assert python("-c", code, cwd=tmp_path, check=False).returncode == 9
-    assert [file.name for file in (tmp_path / "calls").iterdir()] == ["call-000000.safetensors.part"]
+    assert [file.name for file in (tmp_path / "calls").iterdir()] == ["call-000000.pt.part"]
 
 
-@pytest.mark.parametrize("way", ["whole", "tmpfs", "tmpfs, pt", "tmpfs, inodes"])
+@pytest.mark.parametrize("way", ["whole", "tmpfs", "tmpfs, inodes"])
 def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, tmp_path, capsys, monkeypatch, way):
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -480,15 +461,13 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, 
             pytest.skip("mounting a small disk needs root on Linux")
     try:
         if way == "whole":
-            whole = record._saver()
+            whole = torch.save
 
-            def full(tensors, path, metadata):
-                whole(tensors, path, metadata)
+            def full(file, path):
+                whole(file, path)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-            monkeypatch.setattr(record, "_saver", lambda: full)
-        if way == "tmpfs, pt":
-            monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+            monkeypatch.setattr(torch, "save", full)
         with record.recording(folder / "calls", every=1, functions=NAMED) as recording:
             results = [attention.attend(*inputs()) for _ in range(20)]
             recording.writer.queue.put(None)
@@ -511,14 +490,14 @@ def test_a_full_disk_ends_it_with_a_sentence_and_the_program_goes_on(attention, 
 
 def test_a_recording_that_a_disk_without_inodes_ended_has_its_reason(attention, tmp_path, capsys, monkeypatch):
     """No new file can be made from the third call on: neither a call's, nor one to replace the manifest."""
-    writer = record._Writer._whole
+    writer = record._Writer._write_whole
 
     def without_inodes(self, path, write):
         if len(self.calls) >= 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         writer(self, path, write)
 
-    monkeypatch.setattr(record._Writer, "_whole", without_inodes)
+    monkeypatch.setattr(record._Writer, "_write_whole", without_inodes)
     with record.recording(tmp_path / "calls", every=1, functions=NAMED) as recording:
         for _ in range(5):
             attention.attend(*inputs(()))
@@ -533,16 +512,6 @@ def test_a_recording_that_a_disk_without_inodes_ended_has_its_reason(attention, 
     judged = replay(tmp_path / "calls")
     assert judged.exit_code == 0
     assert "the recording ended early: recording into" in judged.output
-
-
-def test_without_safetensors_calls_are_pt_files(attention, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with record.recording(tmp_path / "calls", functions=NAMED):
-        out = attention.attend(*inputs())
-    assert "calls are .pt files; mx-driving replay reads both" in capsys.readouterr().err
-    whole = torch.load(tmp_path / "calls/call-000000.pt", weights_only=True)
-    assert torch.equal(whole["tensors"]["output"], out.detach())
-    assert whole["metadata"]["format"] == str(record.FORMAT)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -600,6 +569,49 @@ def test_sizes_and_options_are_written_as_plain_numbers(tmp_path, capsys):
     judged = replay(tmp_path / "calls")
     assert judged.exit_code == 0
     assert "7 calls are right" in judged.output
+
+
+def flat_aggregation(inputs, grad=None):
+    """Compute Sparse4D's older form of an aggregation by the newer operator, where each point is an anchor."""
+    value, shapes, starts, locations, weights = inputs
+    cams, rows = value.shape[1:3]
+    tables = shapes.expand(cams, -1, -1).contiguous(), starts + torch.arange(cams)[:, None] * rows
+    return value.flatten(1, 2), *tables, locations[:, :, None], weights[:, :, None]
+
+
+def test_the_older_interface_of_an_aggregation(tmp_path, monkeypatch):
+    """Cameras' maps lie apart, and each point has a row of the output: Sparse4D before v3, GaussianFormer, Far3D."""
+    value = torch.randn(2, 3, 30, 8)
+    shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+    older = value, shapes, starts, torch.rand(2, 7, 3, 2), torch.rand(2, 7, 3, 2, 4)
+    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
+
+    def add_gradients(*args):
+        gradients = backward(args[5], *flat_aggregation(args[:5]), [True] * 3)
+        for out, gradient in zip(args[6:], gradients, strict=True):
+            out += gradient.view(out.shape)
+
+    module = types.ModuleType("theirs.deformable_aggregation_ext")
+    module.deformable_aggregation_forward = lambda *args: mx_driving.deformable_aggregation(*flat_aggregation(args))
+    module.deformable_aggregation_backward = add_gradients
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with record.recording(tmp_path / "calls", every=1):
+        out = module.deformable_aggregation_forward(*older)
+        zeros = [torch.zeros_like(older[i]) for i in (0, 3, 4)]
+        module.deformable_aggregation_backward(*older, torch.randn_like(out), *zeros)
+    judged = replay(tmp_path / "calls")
+    assert judged.output.rstrip().endswith("all is well: 2 calls are right")
+    assert all(f"  grad_{name} " in judged.output for name in ("value", "locations", "weights"))
+
+
+def test_the_table_has_each_function_once_and_replay_reads_each():
+    keys = [(row.module, row.name) for row in record.FUNCTIONS]
+    assert len(keys) == len(set(keys))
+    assert {row.name for row in record.FUNCTIONS if row.operator == "bev_pool_v3"} == set(forms._FORMS)
+    for row in record.FUNCTIONS:
+        names = [name.rstrip("=") for name in row.parameters.split()]
+        assert len(names) == len(set(names))
+        assert row.backward == ("backward" in row.name)
 
 
 def test_forms_of_arguments(attention, tmp_path):
@@ -663,7 +675,7 @@ def test_wrong_options_are_refused_before_anything_is_wrapped(tmp_path, options,
 
 def test_a_wrong_command_line_is_refused_in_a_sentence(tmp_path):
     done = python(FILE, "none.py", cwd=tmp_path, check=False)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "record: error: program must be a file; got none.py")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "record.py: error: program must be a file; got none.py")
     assert not (tmp_path / "calls").exists()
 
 

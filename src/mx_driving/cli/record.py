@@ -1,4 +1,4 @@
-"""`mx-driving record`: runs a program and records it. All of it is in mx_driving_portable/record.py."""
+"""`mx-driving record`: runs a program and records it. The work is done by mx_driving_portable/record.py."""
 
 from __future__ import annotations
 

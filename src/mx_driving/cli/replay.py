@@ -1,4 +1,4 @@
-"""`mx-driving replay`: calls that were recorded on a device, computed once more and judged."""
+"""`mx-driving replay`: calls that were recorded on a device, computed again and judged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.markup import escape
 
 from .._cli_support.files import writable, writable_picture
 from .._cli_support.problems import Problem, matching, ruled
-from .._cli_support.show import open_console, say, show
-from .options import Threads, use_threads
+from .._cli_support.show import open_console, print_json, say, show
+from .options import Json, Threads, use_threads
 
 
 def replay(
@@ -22,6 +22,7 @@ def replay(
     threads: Threads = 0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Judge recorded calls: was it the operator?
 
@@ -30,8 +31,7 @@ def replay(
     for our own kernels in the tests. "float32" is the reference in the recorded dtypes, and "ours" our kernels.
 
     A wrong result is compared with what known mistakes would give: differences of vendors' versions, x and y swapped, half a
-    pixel of shift, and more. The first that gives the same numbers is named. "Coarse" is a result that is only as inexact as
-    sums in 16 bits.
+    pixel of shift, and more. The first that gives the same numbers is named. "Coarse" means: only as exact as sums in 16 bits.
 
     Calls are recorded on the device's machine by `python record.py program.py`; the file is mx_driving_portable/record.py.
 
@@ -41,63 +41,77 @@ def replay(
 
     Example: `mx-driving replay calls --csv calls.csv --plot calls.png`
     """
-    from rich.progress import track
-
-    from ..replay import _schema
-    from ..replay import calls as recorded
+    from ..replay import calls as reading
     from ..replay import show as shown
-    from ..replay.judge import WRONG, Verdict, judge
+    from ..replay.judge import WRONG
 
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
     path = Path(calls)
-    found = recorded.stems(path)
-    names = {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in found}
-    chosen = [names[name] for name in matching("--call", only, names)]
+    names = {str(stem.relative_to(path)) if path.is_dir() else stem.name: stem for stem in reading.find_calls(path)}
+    stems = [names[name] for name in matching("--call", only, names)]
     if out:
         writable("--csv", out)
     if picture:
         writable_picture("--plot", picture, "mx-driving replay --plot")
     use_threads(threads)
-    console = open_console(f"mx-driving replay: {calls}")
-    problems: list[Any] = recorded.unfinished(path)
-    verdicts: list[Verdict] = []
-    reading = recorded.read(path, chosen)
-    for one in track(reading, description="judging", total=len(chosen), console=console, transient=True):
-        try:
-            if isinstance(one, Problem):
-                raise one
-            problems += one.problems
-            with ruled(f"{one.name} must be a call that can be judged"):
-                verdicts.append(judge(one))
-        except Problem as problem:
-            problems.append(problem)
-    if verdicts:
-        show(console, shown.table(verdicts))
-    for verdict in verdicts:
-        for sentence in shown.sentences(verdict):
+    console = None if as_json else open_console(f"mx-driving replay: {path}")
+    verdicts, problems = _judge_all(reading.read(path, stems), len(stems), console)
+    ends = list(reading.early_ends(path))
+    problems += [*reading.unfinished_files(path), *(str(end) for end in ends if isinstance(end, Problem))]
+    ends = [end for end in ends if not isinstance(end, Problem)]
+    wrong = sum(verdict.word == WRONG for verdict in verdicts)
+    if console:
+        if verdicts:
+            show(console, shown.table(verdicts))
+        for sentence in (*(s for v in verdicts for s in shown.sentences(v)), *shown.remarks(verdicts), *map(escape, ends)):
             say(console, sentence)
-    for remark in shown.remarks(verdicts):
-        say(console, remark)
-    for history in _schema.histories(path):
-        if isinstance(history, Problem):
-            problems.append(history)
-        else:
-            say(console, escape(history))
-    for problem in problems:
-        say(console, f"[bold red]not read:[/] {escape(str(problem))}")
+        for problem in problems:
+            say(console, f"[bold red]not read:[/] {escape(problem)}")
     if out:
         shown.write(verdicts, out)
     if picture and verdicts:
         shown.plot(verdicts, picture)
-    wrong = sum(verdict.word == WRONG for verdict in verdicts)
+    if console:
+        outcome = _outcome(wrong, len(verdicts), len(problems))
+        say(console, f"[bold {'red' if wrong or problems else 'green'}]{outcome}")
+    else:
+        print_json(
+            {
+                "right": not (wrong or problems),
+                "results": [row for verdict in verdicts for row in shown.rows(verdict)],
+                "notes": [{"call": verdict.call.name, "note": note} for verdict in verdicts for note in verdict.notes],
+                "limits": [{"call": verdict.call.name, "limit": verdict.limit} for verdict in verdicts if verdict.limit],
+                "ended_early": ends,
+                "not_read": problems,
+            }
+        )
     if wrong or problems:
-        say(console, f"[bold red]{_outcome(wrong, len(verdicts), len(problems))}[/]")
         raise typer.Exit(1)
-    say(console, f"[bold green]all is well[/]: {len(verdicts)} calls are right")
+
+
+def _judge_all(calls: Any, total: int, console: Any) -> tuple[list[Any], list[str]]:
+    """Return the verdicts on the calls, and sentences about what could not be read or judged."""
+    from rich.progress import track
+
+    from ..replay.judge import judge
+
+    verdicts, problems = [], []
+    for call in track(calls, description="judging", total=total, console=console, transient=True, disable=console is None):
+        try:
+            if isinstance(call, Problem):
+                raise call
+            problems += call.problems
+            with ruled(f"{call.name} must be a call that can be judged"):
+                verdicts.append(judge(call))
+        except Problem as problem:
+            problems.append(str(problem))
+    return verdicts, problems
 
 
 def _outcome(wrong: int, judged: int, problems: int) -> str:
-    """The last line where not all is well."""
+    """Return the last line."""
+    if not wrong and not problems:
+        return f"all is well[/]: {judged} calls are right"
     calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
-    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "")
+    return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "") + "[/]"

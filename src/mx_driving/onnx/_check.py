@@ -15,7 +15,7 @@ import torch
 
 from .._cli_support.problems import Problem
 from .._measure import onnx_files
-from ..replay.calls import Call
+from ..replay.calls import RecordedCall
 from ..replay.judge import WRONG, Verdict, judge
 from . import _file, _outputs
 from ._fuse import silent
@@ -179,7 +179,7 @@ class _Checker:
             output = _output(inputs, run(), name)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
-        call = Call(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
+        call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         return Comparison(match, words, judge(call))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:

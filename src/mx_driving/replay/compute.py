@@ -1,9 +1,10 @@
-"""A call once more: by the reference in any dtype, by our kernels, and in any way that a suspect has of doing it wrong."""
+"""Computes a call again: by the reference in any dtype, by our kernels, and with a mistake."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .. import _geometry, reference
 from .._operators import OPERATORS
-from .calls import Call, given
+from .calls import RecordedCall, arguments
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
 SOME = 605  # queries that stand for all where the largest term is looked for
@@ -26,58 +27,55 @@ class _Reference(torch.autograd.Function):
     def forward(ctx: Any, operator: str, *inputs: Tensor) -> Tensor:  # pyright: ignore
         ctx.operator = operator
         ctx.save_for_backward(*inputs)
-        return getattr(reference, operator)(*given(OPERATORS[operator], inputs))
+        return getattr(reference, operator)(*arguments(OPERATORS[operator], inputs))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        row = OPERATORS[ctx.operator]
+        row, inputs = OPERATORS[ctx.operator], ctx.saved_tensors
         mask = [ctx.needs_input_grad[1 + i] for i in row.differentiable]
-        found = getattr(reference, ctx.operator + "_backward")(grad, *given(row, ctx.saved_tensors), mask)
-        by_place = {i: g for i, g, wanted in zip(row.differentiable, found, mask, strict=True) if wanted}
-        return (None, *(by_place.get(i) for i in range(len(ctx.saved_tensors))))
+        gradients = getattr(reference, row.name + "_backward")(grad, *arguments(row, inputs), mask)
+        by_input = {i: g for i, g, needed in zip(row.differentiable, gradients, mask, strict=True) if needed}
+        return (None, *(by_input.get(i) for i in range(len(inputs))))
 
 
-def core(operator: str) -> Core:
+def core_of(operator: str) -> Core:
     return lambda *inputs: _Reference.apply(operator, *inputs)
 
 
-def computed(
-    call: Call,
+def compute(
+    call: RecordedCall,
     dtype: torch.dtype | None,
     form: Core | None = None,
     queries: Tensor | None = None,
-    learned: tuple[int, ...] | None = None,
+    differentiable: tuple[int, ...] | None = None,
 ) -> Results:
-    """The output and, where there is a grad_output, the gradients.
+    """Return the output and, where there is a grad_output, the gradients.
 
     Args:
         dtype: of the inputs; None leaves them as they were recorded.
-        form: how; None is the reference.
+        form: the function that computes the output; None is the reference.
         queries: only these, in the output and in every gradient.
-        learned: places of the inputs whose gradients are computed; None is all that have one.
+        differentiable: indices of the inputs whose gradients are computed; None is all that have one.
     """
-    form, row = form or core(call.row.name), call.row
-    inputs, grad = list(call.inputs), call.grad_output
+    form, inputs, grad = form or core_of(call.row.name), list(call.inputs), call.grad_output
     if queries is not None:
-        inputs = _some(call, inputs, queries)
-        grad = grad[:, queries] if grad is not None else None
+        inputs, grad = _take_queries(call, inputs, queries), grad[:, queries] if grad is not None else None
     if dtype is not None:
         inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
         grad = grad.to(dtype) if grad is not None else None
-    step = _at_a_time(call)
-    begins = range(0, max(1, call.queries if queries is None else len(queries)), step)
-    learned = () if grad is None else row.differentiable if learned is None else learned
-    parts: list[Results] = []
-    total: Results = {}  # what is a sum over queries, such as the gradient of value
-    for begin in begins:
-        parts.append(_chunk(call, learned, form, inputs, grad, slice(begin, begin + step)))
-        for name in [name for name in parts[-1] if not call.by_query(name)]:
-            total[name] = total.get(name, 0) + parts[-1].pop(name)
-    return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **total}
+    if differentiable is None or grad is None:
+        differentiable = () if grad is None else call.row.differentiable
+    step, parts, sums = _queries_at_a_time(call), [], {}
+    for begin in range(0, max(1, call.num_queries if queries is None else len(queries)), step):
+        part = slice(begin, begin + step)
+        grad_part = grad[:, part] if grad is not None else None
+        parts.append(_differentiate(call, form, _take_queries(call, inputs, part), grad_part, differentiable))
+        for name in [name for name in parts[-1] if not call.is_by_query(name)]:  # sums over queries, such as grad_value
+            sums[name] = sums.get(name, 0) + parts[-1].pop(name)
+    return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **sums}
 
 
-def _at_a_time(call: Call) -> int:
-    """How many queries are computed together."""
+def _queries_at_a_time(call: RecordedCall) -> int:
     if not call.row.samples:
         *_, ranks_bev, sizes = call.inputs
         return max(1, NUMBERS // max(1, ranks_bev.numel(), int(sizes.prod())))
@@ -86,57 +84,52 @@ def _at_a_time(call: Call) -> int:
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
-def _some(call: Call, inputs: list[Tensor], queries: Tensor | slice) -> list[Tensor]:
-    return [t[:, queries] if along else t for t, along in zip(inputs, call.along_queries(), strict=True)]
+def _take_queries(call: RecordedCall, inputs: list[Tensor], queries: Tensor | slice) -> list[Tensor]:
+    return [t[:, queries] if has_axis else t for t, has_axis in zip(inputs, call.has_queries(), strict=True)]
 
 
-def _chunk(
-    call: Call, learned: tuple[int, ...], form: Core, inputs: list[Tensor], grad: Tensor | None, queries: slice
+def _differentiate(
+    call: RecordedCall, form: Core, inputs: list[Tensor], grad: Tensor | None, differentiable: tuple[int, ...]
 ) -> Results:
-    some = _some(call, inputs, queries)
-    leaves = [t.detach().requires_grad_(place in learned) for place, t in enumerate(some)]
+    leaves = [t.detach().requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
     output = form(*leaves)
-    found = {"output": output.detach()}
-    if grad is not None and learned:
-        wanted = [leaves[place] for place in learned]
-        gradients = torch.autograd.grad(output, wanted, grad[:, queries].to(output.dtype), allow_unused=True)
-        for place, leaf, gradient in zip(learned, wanted, gradients, strict=True):
-            found["grad_" + call.places[place]] = torch.zeros_like(leaf) if gradient is None else gradient
-    return found
+    results = {"output": output.detach()}
+    if grad is not None and differentiable:
+        tensors = [leaves[i] for i in differentiable]
+        gradients = torch.autograd.grad(output, tensors, grad.to(output.dtype), allow_unused=True)
+        for i, leaf, gradient in zip(differentiable, tensors, gradients, strict=True):
+            results["grad_" + call.input_names[i]] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
 
 
-def by_kernel(call: Call) -> Results:
-    """Our own, whichever serves the CPU."""
-    name, args = call.row.name, given(call.row, call.inputs)
-    found = {"output": getattr(torch.ops.mx_driving, name).default(*args)}
+def compute_by_kernel(call: RecordedCall) -> Results:
+    """Return the results of our kernel that serves the CPU."""
+    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*call.arguments)}
     if call.grad_output is not None:
-        backward = getattr(torch.ops.mx_driving, name + "_backward").default
-        gradients = backward(call.grad_output, *args, [True] * len(call.gradients))
-        found.update(zip(call.gradients, gradients, strict=True))
-    return found
+        backward = getattr(torch.ops.mx_driving, call.row.name + "_backward").default
+        gradients = backward(call.grad_output, *call.arguments, [True] * len(call.gradients))
+        results.update(zip(call.gradients, gradients, strict=True))
+    return results
 
 
-def scales(call: Call) -> dict[str, float]:
-    """The largest sum of absolute values of terms, of each result: the same call of absolute values."""
+def largest_sums(call: RecordedCall) -> dict[str, float]:
+    """Return the largest sum of absolute values of terms of each result: the results of the call of absolute values."""
     inputs, grad = list(call.inputs), call.grad_output
-    for place in (0, call.row.weights):
-        inputs[place] = _magnitude(inputs[place])
+    for i in (0, call.row.weights):
+        inputs[i] = _magnitude(inputs[i])
     grad = _magnitude(grad) if grad is not None else None
-    absolute = Call(call.name, call.about, tuple(inputs), call.results, grad)
-    found = computed(absolute, torch.float64)
-    largest = {name: _largest(t) for name, t in found.items()}
-    if "grad_locations" in largest:
-        some = _some_queries(absolute)
-        largest["grad_locations"] = max(_slope_scale(some, axis) for axis in (0, 1))
-    return largest
+    absolute = replace(call, inputs=tuple(inputs), grad_output=grad)
+    sums = {name: _largest(t) for name, t in compute(absolute, torch.float64).items()}
+    if "grad_locations" in sums:
+        sums["grad_locations"] = max(_largest_slope(_some_queries(absolute), axis) for axis in (0, 1))
+    return sums
 
 
-def _some_queries(call: Call) -> Call:
-    """At most SOME queries, evenly spread: enough for a largest term, which more queries could only raise."""
-    value, shapes, starts, *of_queries = call.inputs
-    step = -(-of_queries[0].shape[1] // SOME) or 1
-    grad = call.grad_output[:, ::step] if call.grad_output is not None else None
-    return Call(call.name, call.about, (value, shapes, starts, *(t[:, ::step] for t in of_queries)), {}, grad)
+def _some_queries(call: RecordedCall) -> RecordedCall:
+    """Return at most SOME queries, evenly spread: enough for a largest term, which more queries could only raise."""
+    step = -(-call.num_queries // SOME) or 1
+    inputs = tuple(_take_queries(call, list(call.inputs), slice(None, None, step)))
+    return replace(call, inputs=inputs, grad_output=call.grad_output[:, ::step] if call.grad_output is not None else None)
 
 
 def _magnitude(t: Tensor) -> Tensor:
@@ -147,55 +140,35 @@ def _largest(t: Tensor) -> float:
     return float(t.max()) if t.numel() else 0.0
 
 
-def _slope_scale(call: Call, axis: int) -> float:
-    """The largest of size * weight * |corner . g| over the two corners of a sample's slope: what the weight's gradient would be
-    at the whole pixels before and behind it."""
+def _largest_slope(call: RecordedCall, axis: int) -> float:
+    """Return the largest size * weight * |corner . g|, summed over the two corners of a sample's slope: the gradient that the
+    weight would have at the whole pixels before and behind the sample. Scales of an aggregation share their locations, and
+    are taken one after another."""
     total: Any = 0.0
-    sides = call.sampling.shapes.double().flip(-1)[..., axis]
-    for tables, size in each_map(call, sides):
-        locations = sampled(call, tables).double()
+    value, shapes, starts, locations, weights = (t.double() if t.is_floating_point() else t for t in call.inputs)
+    locations = torch.where(counted_samples(call)[..., None], locations, torch.nan)
+    sides = shapes.double().flip(-1)[..., axis]
+    for scale in range(sides.shape[1]) if call.row.grouped else (None,):
+        size = sides[:, None] if scale is None else sides[:, scale]
+        maps = (shapes, starts, weights)
+        if scale is not None:
+            maps = (shapes[:, scale, None], starts[:, scale, None], weights[:, :, :, :, scale, None])
         before = (locations[..., axis] * size - 0.5).floor()
         for step in (0, 1):
             moved = locations.clone()
             moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
-            one = restricted(call, tables, moved)
-            slopes = computed(one, torch.float64, learned=(call.row.weights,))["grad_weights"]
-            pixels_of_map = size[:, None, None] if call.row.grouped else size
-            found = pixels_of_map * one.sampling.weights.double() * slopes
-            total = total + (found.sum((-1, -2)) if call.row.grouped else found)
+            one = replace(call, inputs=(value, *maps[:2], moved, maps[2]))
+            slopes = compute(one, torch.float64, differentiable=(call.row.weights,))["grad_weights"]
+            terms = (size[:, None, None] if call.row.grouped else size) * maps[2] * slopes
+            total = total + (terms.sum((-1, -2)) if call.row.grouped else terms)
     return _largest(total)
 
 
-def each_map(call: Call, sides: Tensor) -> list[tuple[int | None, Tensor]]:
-    """For an aggregation, whose scales share their locations, one scale after another; else all levels at once."""
+def counted_samples(call: RecordedCall) -> Tensor:
+    """Return True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
+    locations = call.sampling.locations
     if call.row.grouped:
-        return [(scale, sides[:, scale]) for scale in range(sides.shape[1])]
-    return [(None, sides[:, None])]
-
-
-def sampled(call: Call, scale: int | None) -> Tensor:
-    """The locations, NaN where the sample does not count."""
-    locations = call.sampling.locations.double()
-    return torch.where(counts(call)[..., None], locations, torch.nan)
-
-
-def restricted(call: Call, scale: int | None, locations: Tensor) -> Call:
-    value, shapes, starts, _, weights = call.inputs
-    if scale is not None:
-        shapes, starts, weights = shapes[:, scale : scale + 1], starts[:, scale : scale + 1], weights[:, :, :, :, scale, None]
-    return Call(call.name, call.about, (value, shapes, starts, locations, weights), {}, call.grad_output)
-
-
-def pixels(call: Call) -> tuple[Tensor, Tensor]:
-    """Where the samples of an attention operator are, [..., 2], and the sizes of their maps, (width, height)."""
-    locations, size = call.sampling.locations.double(), call.sampling.shapes.double().flip(-1)[:, None]
-    return (locations if call.row.integer_locations else _geometry.pixels(locations, size)), size
-
-
-def counts(call: Call) -> Tensor:
-    """True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
-    if call.row.grouped:
-        locations = call.sampling.locations
         return _geometry.inside(locations)
-    at, size = pixels(call)
+    size = call.sampling.shapes.double().flip(-1)[:, None]
+    at = locations.double() if call.row.integer_locations else _geometry.pixels(locations.double(), size)
     return _geometry.on_map(at, size)

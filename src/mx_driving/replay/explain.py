@@ -1,8 +1,7 @@
-"""Why a result is wrong: the suspect that gives the same, or what the error itself looks like."""
+"""Says why a result is wrong: the known mistake that gives the same numbers, what the error looks like, or where it is."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -10,163 +9,152 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import _parts
-from .calls import Call
-from .compute import Core, Results, computed, core
+from .calls import RecordedCall
+from .compute import Core, compute, core_of
 from .error_bound import ErrorBound
-from .known_mistakes import KNOWN_MISTAKES, out_of_order
+from .known_mistakes import mistakes_of
 
 _ALIKE = 2  # numbers that have a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries where float32 and float64 may be on different sides of a jump
-_WORST = 121  # queries that a suspect is tried on first, when a call has many
-_FEW = 8  # queries that mistakes on a part of a call are tried on first: there are many
+_WORST = 121  # queries of a large call that a suspect must explain first
+# axes of the weights: name -> dimension
+_ATTENTION_AXES = {"batch": 0, "head": 2, "level": 3, "point": 4}
+_AGGREGATION_AXES = {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5}
+_ZERO = "it is zero everywhere, as if the kernel had not run"
 
 
-def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
-    """A sentence for each wrong result that something explains."""
-    if not any(bool(bound.call.results[name].any()) for name in wrong):
-        return dict.fromkeys(wrong, "it is zero everywhere, as if the kernel had not run")
-    found = _tried(bound, _trials(bound.call), wrong)
-    left = [name for name in wrong if name not in found]
-    looks = {name: words for name in left if (words := _looks_like(bound, name))}
-    if len(looks) < len(left):
-        found.update(_tried(bound, _partial_trials(bound, left), left))
-    return {**looks, **found}
-
-
-class _Trial(NamedTuple):
+class _Suspicion(NamedTuple):
     words: str
-    call: Call
+    call: RecordedCall
     form: Core
 
 
-def _tried(bound: ErrorBound, trials: Iterator[_Trial], wrong: list[str]) -> dict[str, str]:
-    """The words of the first trial that explains it, for each result that one explains."""
-    found: dict[str, str] = {}
-    for trial in trials:
-        left = [name for name in wrong if name not in found]
+def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
+    """Return a sentence for each wrong result that something explains."""
+    if not any(bool(bound.call.results[name].any()) for name in wrong):
+        return dict.fromkeys(wrong, _ZERO)
+    reasons: dict[str, str] = {}
+    for suspicion in _suspicions(bound.call):
+        left = [name for name in wrong if name not in reasons]
         if not left:
             break
-        found.update(dict.fromkeys(_explained(bound, trial, left), trial.words))
-    return found
+        reasons.update(dict.fromkeys(_explained_results(bound, suspicion, left), suspicion.words))
+    looks = {name: _describe_error(bound, name) for name in wrong if name not in reasons}
+    return {**reasons, **{name: words for name, words in looks.items() if words}}
 
 
-def _trials(call: Call) -> Iterator[_Trial]:
+def _suspicions(call: RecordedCall) -> Iterator[_Suspicion]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    levels = out_of_order(call.row.name, len(call.sampling.shapes)) if call.row.samples else ()
-    for suspect in (*KNOWN_MISTAKES, *levels):
-        if call.row.name in suspect.operators:
-            yield _Trial(suspect.words, call, suspect.form(call.row.name))
-    for place, strides in call.about.get("strides", {}).items():
-        at = call.places.index(place) if place in call.places else -1
-        order = _memory(call.inputs[at], strides)
-        if at >= 0 and order is not None:
-            read = call.inputs[at].flatten()[order].view(call.inputs[at].shape)
-            inputs = tuple(read if i == at else t for i, t in enumerate(call.inputs))
-            words = f"{place} is not contiguous, and is read as if it were"
-            yield _Trial(words, replace(call, inputs=inputs), core(call.row.name))
+    for mistake in mistakes_of(call.row.name, call.inputs):
+        yield _Suspicion(mistake.words, call, mistake.form(call.row.name))
+    for name, strides in call.about.get("strides", {}).items():
+        i = call.input_names.index(name) if name in call.input_names else -1
+        order = _memory_order(call.inputs[i], strides) if i >= 0 else None
+        if order is not None:
+            misread = call.inputs[i].flatten()[order].view(call.inputs[i].shape)
+            inputs = tuple(misread if k == i else t for k, t in enumerate(call.inputs))
+            words = f"{name} is not contiguous, and is read as if it were"
+            yield _Suspicion(words, replace(call, inputs=inputs), core_of(call.row.name))
 
 
-def _partial_trials(bound: ErrorBound, wrong: list[str]) -> Iterator[_Trial]:
-    """Mistakes on parts of a call. Queries say which: a call without them, or with a wrong grad_value alone, has none."""
-    of_queries = [name for name in wrong if bound.call.by_query(name)]
-    if of_queries and all(t.numel() for t in bound.call.inputs):
-        few, entries = _worst(bound, of_queries, _FEW), {name: bound.wrong(name) for name in wrong}
-        agrees = functools.partial(_any_agrees, bound, of_queries, few)
-        for words, form in _parts.mistakes(bound.call, entries, few, _places(bound.call, of_queries), agrees):
-            yield _Trial(words, bound.call, form)
-
-
-def _explained(bound: ErrorBound, trial: _Trial, wrong: list[str]) -> list[str]:
-    """The wrong results that the trial gives too. Of a large call, it must first do so for the worst queries."""
-    of_queries = [name for name in wrong if bound.call.by_query(name)]
-    if trial.call.queries > _WORST and of_queries:
-        some = _worst(bound, of_queries, _WORST)
-        tried = computed(trial.call, torch.float64, trial.form, some, _places(bound.call, of_queries))
-        if not _any_agrees(bound, of_queries, some, tried):
+def _explained_results(bound: ErrorBound, suspicion: _Suspicion, wrong: list[str]) -> list[str]:
+    """Return the wrong results that the suspicion gives, too. Of a large call, try the worst queries first."""
+    call = bound.call
+    by_query = [name for name in wrong if call.is_by_query(name)]
+    if call.num_queries > _WORST and by_query:
+        errors: Tensor = sum(_error_of_queries(bound, name) for name in by_query)  # pyright: ignore
+        queries = errors.topk(_WORST).indices.sort().values
+        inputs = tuple(call.input_names.index(name.removeprefix("grad_")) for name in by_query if name != "output")
+        results = compute(suspicion.call, torch.float64, suspicion.form, queries, inputs)
+        if not any(_agrees(bound, name, results[name], queries) for name in by_query):
             return []
-    tried = computed(trial.call, torch.float64, trial.form)
-    found = [name for name in wrong if _agrees(bound, name, tried[name])]
-    plain = [name for name in found if not bound.call.results[name][bound.wrong(name)].any()]
-    return found if len(found) > len(plain) else []  # to be zero explains itself
+    results = compute(suspicion.call, torch.float64, suspicion.form)
+    explained = [name for name in wrong if _agrees(bound, name, results[name])]
+    # zeros explain themselves
+    return explained if any(bool(call.results[name][bound.wrong(name)].any()) for name in explained) else []
 
 
-def _places(call: Call, results: list[str]) -> tuple[int, ...]:
-    """The inputs of which these are gradients."""
-    return tuple(call.places.index(name.removeprefix("grad_")) for name in results if name != "output")
-
-
-def _any_agrees(bound: ErrorBound, names: list[str], queries: Tensor, tried: Results) -> bool:
-    return any(_agrees(bound, name, tried[name], queries) for name in names)
-
-
-def _agrees(bound: ErrorBound, name: str, tried: Tensor, queries: Tensor | None = None) -> bool:
-    """Whether the trial gives the device's numbers. Of the entries that differ from the float64 result it must explain all
-    but a few, which may lie where a gradient jumps."""
-    got, truth = bound.call.results[name], bound.truth[name]
+def _agrees(bound: ErrorBound, name: str, suspected: Tensor, queries: Tensor | None = None) -> bool:
+    """Return whether the suspected numbers are the device's. Of the wrong entries all must be explained but a few, which may
+    lie where a gradient jumps."""
+    device, truth = bound.call.results[name], bound.truth[name]
     if queries is not None:
-        got, truth = got[:, queries], truth[:, queries]
-    wrong, left = (bound.error(name, got, expected, queries=queries) > 1 for expected in (truth, tried))
+        device, truth = device[:, queries], truth[:, queries]
+    wrong, left = (bound.error(name, device, expected, queries=queries) > 1 for expected in (truth, suspected))
     return bool(left.sum() <= _JUMPS * left.numel()) and bool((left & wrong).sum() <= _JUMPS * wrong.sum())
 
 
-def _worst(bound: ErrorBound, names: list[str], count: int) -> Tensor:
-    errors: Tensor = sum(_by_query(bound, name) for name in names)  # pyright: ignore
-    return errors.topk(min(count, len(errors))).indices.sort().values
-
-
-def _by_query(bound: ErrorBound, name: str) -> Tensor:
+def _error_of_queries(bound: ErrorBound, name: str) -> Tensor:
     error = bound.error(name, bound.call.results[name], bound.truth[name]).clamp_max(1e9)
     return error.movedim(1, 0).flatten(1).amax(1)
 
 
-def _looks_like(bound: ErrorBound, name: str) -> str:
-    """What the error itself says."""
-    got, truth = bound.call.results[name], bound.truth[name]
-    errors = bound.error(name, got, truth)
-    stray = ~got.isfinite() & truth.isfinite()
+def _describe_error(bound: ErrorBound, name: str) -> str:
+    """Describe the error by itself: NaN, zeros, a factor, or a unit; empty if it looks like none of these."""
+    call, device, truth = bound.call, bound.call.results[name], bound.truth[name]
+    errors = bound.error(name, device, truth)
+    stray = ~device.isfinite() & truth.isfinite()
     if stray.any() and bool((errors[~stray] <= 1).all()):
-        kind = "NaN" if bool(got[stray].isnan().all()) else "NaN or infinite"
-        return f"{where(stray, kind)}, while the inputs give numbers; all other entries are right"
-    wide = got.double()
-    if not wide.any():
-        return "it is zero everywhere, as if the kernel had not run"
-    usable = wide.isfinite() & truth.isfinite()
-    factor = float((wide * truth)[usable].sum() / (truth * truth)[usable].sum().clamp_min(1e-300))
-    if factor and bool((bound.error(name, got, truth * factor) <= 1).all()):
+        kind = "NaN" if bool(device[stray].isnan().all()) else "NaN or infinite"
+        return f"{where(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
+    if not device.any():
+        return _ZERO
+    usable = device.isfinite() & truth.isfinite()
+    factor = _factor(device, truth, usable)
+    if factor and bool((bound.error(name, device, truth * factor) <= 1).all()):
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
-        size = bound.call.sampling.shapes.flip(-1).double()
-        size = size[:, 0] if bound.call.row.grouped else size[:, None]
-        if bool((bound.error(name, got, truth / size) <= 1).all()):
+        size = call.sampling.shapes.flip(-1).double()
+        size = size[:, 0] if call.row.grouped else size[:, None]
+        if bool((bound.error(name, device, truth / size) <= 1).all()):
             return "it is the gradient in pixels; it must be in fractions of the map"
-    return _partly(bound, name, errors > 1)
-
-
-def _partly(bound: ErrorBound, name: str, wrong: Tensor) -> str:
-    """What all wrong entries have in common, where the others are right."""
-    got, truth = bound.call.results[name].double(), bound.truth[name]
-    held = _parts.holding(bound.call, name, wrong)
-    if not got[wrong].any():
-        return f"all wrong entries are zero: {where(wrong, 'wrong')}{held}"
-    factor = float((got * truth)[wrong].sum() / (truth * truth)[wrong].sum().clamp_min(1e-300))
-    scaled = torch.where(wrong, truth * factor, truth)
-    if wrong.sum() > _ALIKE and bool((bound.error(name, bound.call.results[name], scaled) <= 1).all()):
-        return f"{where(wrong, f'{factor:.4g} times the truth')}{held}"
+    wrong = errors > 1
+    if not device[wrong].any():
+        return f"all wrong entries are zero: {where(call, name, wrong, 'wrong')}"
+    factor = _factor(device, truth, wrong)
+    if wrong.sum() > _ALIKE and bool((bound.error(name, device, torch.where(wrong, truth * factor, truth)) <= 1).all()):
+        return where(call, name, wrong, f"{factor:.4g} times the truth")
     return ""
 
 
-def where(wrong: Tensor, what: str) -> str:
-    """How many entries are so, and in which part of the tensor."""
-    places = wrong.nonzero()
-    low, high = places.amin(0).tolist(), places.amax(0).tolist()
-    box = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in zip(low, high, strict=True))
-    return f"{len(places)} of {wrong.numel()} entries are {what}, in [{box}]"
+def _factor(device: Tensor, truth: Tensor, entries: Tensor) -> float:
+    products, squares = (device.double() * truth)[entries], (truth * truth)[entries]
+    return float(products.sum() / squares.sum().clamp_min(1e-300))
 
 
-def _memory(t: Tensor, strides: list[int]) -> Tensor | None:
-    """The order of entries in the memory of a tensor that was not contiguous; None if it had gaps or overlaps."""
+def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
+    """Return how many entries are so and where: the box of their indices, and the levels, cameras, heads ... that hold all."""
+    indices = entries.nonzero()
+    box = zip(indices.amin(0).tolist(), indices.amax(0).tolist(), strict=True)
+    text = ", ".join(str(low) if low == high else f"{low}..{high}" for low, high in box)
+    parts = "".join(f", at {part}" for part in _parts(call, name, entries))
+    return f"{len(indices)} of {entries.numel()} entries are {what}, in [{text}]{parts}"
+
+
+def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
+    """Yield the parts of each axis that hold all wrong entries, such as "level 1", unless all parts do."""
+    axes = {} if not call.row.samples else _AGGREGATION_AXES if call.row.grouped else _ATTENTION_AXES
+    for axis, dim in axes.items():
+        count = call.sampling.weights.shape[dim]
+        if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
+            has_wrong = wrong.movedim(dim, 0).flatten(1).any(1)
+        elif axis in ("head", "group") and name in ("output", "grad_value"):
+            has_wrong = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0).flatten(1).any(1)
+        elif axis == "level" and name == "grad_value" and not call.row.grouped:
+            rows = wrong.movedim(1, 0).flatten(1).any(1)
+            ends = call.sampling.starts + call.sampling.shapes.prod(-1)
+            levels = zip(call.sampling.starts.tolist(), ends.tolist(), strict=True)
+            has_wrong = torch.stack([rows[start:end].any() for start, end in levels])
+        else:
+            continue  # the result is a sum over this axis
+        numbers = [str(i) for i in has_wrong.nonzero().flatten().tolist()]
+        if 0 < len(numbers) < count:
+            yield f"{axis}{'s' * (len(numbers) > 1)} {' and '.join(filter(None, [', '.join(numbers[:-1]), numbers[-1]]))}"
+
+
+def _memory_order(t: Tensor, strides: list[int]) -> Tensor | None:
+    """Return the order of entries in the memory of a tensor that was not contiguous; None if it had gaps or overlaps."""
     if len(strides) != t.dim() or 1 + sum((n - 1) * s for n, s in zip(t.shape, strides, strict=True)) != t.numel():
         return None
     memory = torch.full((t.numel(),), -1)

@@ -1,15 +1,15 @@
-"""What is right about a recorded call: each result against float64 truth, in units of what its dtype may lose."""
+"""Judges a recorded call: each result against float64 truth, in units of what its dtype may lose."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from .._checks import limits
-from .calls import Call, given
-from .compute import Results, by_kernel, computed, counts
+from .calls import RecordedCall
+from .compute import Results, compute, compute_by_kernel, counted_samples
 from .error_bound import ErrorBound
 from .explain import explain, where
 
@@ -26,60 +26,55 @@ class Judged:
     ours: float
     nans: int
     infinities: int
-    verdict: str
-    left_out: int = 0  # entries that nobody can judge
+    left_out: int  # entries that nobody can judge
+    verdict: str = RIGHT
     why: str = ""
 
 
 @dataclass
 class Verdict:
-    """A call and its results."""
+    """A call and its results. `limit` is the sentence of a limit of the vendor's device that the call breaks."""
 
-    call: Call
+    call: RecordedCall
     off_map: float
     nans: int  # in the inputs
     infinities: int
+    limit: str
     results: list[Judged]
     notes: list[str] = field(default_factory=list)
-    limit: str = ""  # of the vendor's device, that the call passes
 
     @property
     def word(self) -> str:
-        words = [judged.verdict for judged in self.results]
-        return next(word for word in (WRONG, COARSE, RIGHT) if word in words)
+        verdicts = [judged.verdict for judged in self.results]
+        return next(word for word in (WRONG, COARSE, RIGHT) if word in verdicts)
 
 
-def judge(call: Call) -> Verdict:
-    """Compute the call in float64, in float32 and by our kernel, and say what the device's results are worth."""
-    bound = ErrorBound(call)
-    wide = _as_computed(call)
-    float32, ours = computed(wide, None), by_kernel(wide)
-    verdict = Verdict(
-        call,
-        off_map(call),
-        *_not_finite(call.inputs),
-        [],
-        limit=limits.first_broken_by(call.row.name, *given(call.row, call.inputs)),
-    )
-    for name, got in call.results.items():
-        verdict.results.append(_result(bound, name, got, float32, ours))
-    wrong = [judged.result for judged in verdict.results if judged.verdict == WRONG]
+def judge(call: RecordedCall) -> Verdict:
+    """Compute the call in float64, in float32 and by our kernel, and judge the device's results."""
+    bound, as_computed = ErrorBound(call), _in_dtype_of_output(call)
+    float32, ours = compute(as_computed, None), compute_by_kernel(as_computed)
+    results = [_judge_result(bound, name, t, float32, ours) for name, t in call.results.items()]
+    wrong = [judged.result for judged in results if judged.verdict == WRONG]
     reasons = explain(bound, wrong) if wrong else {}
-    for judged in verdict.results:
+    for judged in results:
         judged.why = reasons.get(judged.result, "")
         if judged.verdict == WRONG and not judged.why:
-            _as_coarse(bound, judged, call.results[judged.result])
-        if judged.ours > 1:
-            verdict.notes.append(f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file")
+            _explain_otherwise(bound, judged)
+    limit = limits.first_broken_by(call.row.name, *call.arguments)
+    verdict = Verdict(call, off_map(call), *_count_not_finite(call.inputs), limit, results)
+    verdict.notes = [
+        f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file"
+        for judged in results
+        if judged.ours > 1
+    ]
     if shared := call.about.get("shared"):
         verdict.notes.append(f"{' and '.join(shared)} are one tensor, which has the sum of their gradients: not judged")
-    inputs = verdict.nans or verdict.infinities
-    if inputs and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in verdict.results):
+    if (verdict.nans or verdict.infinities) and any(j.verdict == RIGHT and (j.nans or j.infinities) for j in results):
         verdict.notes.append("its NaN and infinities come from the inputs: float64 has the same")
     return verdict
 
 
-def _as_computed(call: Call) -> Call:
+def _in_dtype_of_output(call: RecordedCall) -> RecordedCall:
     """Return the call with 16-bit inputs in the dtype of its output, where that is wider: autocast reads 16 bits, and computes
     and returns float32. The conversion is exact."""
     output = call.results.get("output", call.grad_output)
@@ -89,46 +84,38 @@ def _as_computed(call: Call) -> Call:
     return replace(call, inputs=inputs)
 
 
-def _result(bound: ErrorBound, name: str, got: Tensor, float32: Results, ours: Results) -> Judged:
-    truth = bound.truth[name]
-    device, of_float32, of_ours = (
-        _largest(bound.error(name, t.to(got.dtype), truth)) for t in (got, float32[name], ours[name])
-    )
-    nans, infinities = _not_finite([got])
-    judged = Judged(name, device, of_float32, of_ours, nans, infinities, RIGHT, int(bound.unsure(name).sum()))
-    if not judged.device <= 1:
-        judged.verdict = WRONG
+def _judge_result(bound: ErrorBound, name: str, device: Tensor, float32: Results, ours: Results) -> Judged:
+    results = (t.to(device.dtype) for t in (device, float32[name], ours[name]))
+    errors = [_largest(bound.error(name, t, bound.truth[name])) for t in results]
+    judged = Judged(name, *errors, *_count_not_finite([device]), int(bound.unsure(name).sum()))
+    judged.verdict = RIGHT if judged.device <= 1 else WRONG
     return judged
 
 
-def _as_coarse(bound: ErrorBound, judged: Judged, got: Tensor) -> None:
-    """The words for what nothing explains: sums in 16 bits, or where the wrong entries are."""
-    narrow, errors = _narrow(bound.call), bound.error(judged.result, got, bound.truth[judged.result])
-    if narrow and _largest(bound.error(judged.result, got, bound.truth[judged.result], narrow)) <= 1:
-        kind = str(narrow).removeprefix("torch.")
-        judged.verdict, judged.why = COARSE, f"as inexact as sums in {kind}; by the operator's rules they are in float32"
+def _explain_otherwise(bound: ErrorBound, judged: Judged) -> None:
+    """Explain a result that no known mistake gives: by sums in 16 bits, or by where the wrong entries are."""
+    call, name = bound.call, judged.result
+    narrow = next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
+    if narrow and _largest(bound.error(name, call.results[name], bound.truth[name], narrow)) <= 1:
+        words = f"error typical of sums in {str(narrow).removeprefix('torch.')}; the operator's rules have sums in float32"
+        judged.verdict, judged.why = COARSE, words
     else:
-        judged.why = "nothing known explains it; " + where(errors > 1, "wrong")
-
-
-def _narrow(call: Call) -> torch.dtype | None:
-    """The 16-bit dtype among the inputs."""
-    return next((t.dtype for t in call.inputs if t.is_floating_point() and t.dtype.itemsize == 2), None)
+        judged.why = f"nothing known explains it; {where(call, name, bound.wrong(name), 'wrong')}"
 
 
 def _largest(errors: Tensor) -> float:
     return float(errors.max()) if errors.numel() else 0.0
 
 
-def _not_finite(tensors: tuple[Tensor, ...] | list[Tensor]) -> tuple[int, int]:
+def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
     floating = [t for t in tensors if t.is_floating_point()]
     return sum(int(t.isnan().sum()) for t in floating), sum(int(t.isinf().sum()) for t in floating)
 
 
-def off_map(call: Call) -> float:
-    """The share of samples that are not on their maps; of an aggregation, of points that no camera sees; 0 without maps."""
+def off_map(call: RecordedCall) -> float:
+    """Return the share of samples off their maps; of an aggregation, of points that no camera sees; 0 without maps."""
     if not call.row.samples:
         return 0.0
-    on = counts(call)
+    on = counted_samples(call)
     on = on.any(-1) if call.row.grouped else on
     return float((~on).double().mean()) if on.numel() else 0.0
