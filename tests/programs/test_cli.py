@@ -65,7 +65,7 @@ COMMANDS = {
     "bench": {"--only", "--workload", "--dtype", "--threads", "--seconds", "--csv", "--list"},
     "info": {"--json"},
     "record": {"arguments"},
-    "replay": {"calls", "--call", "--threads", "--csv", "--plot"},
+    "replay": {"calls", "--call", "--threads", "--csv", "--plot", "--json"},
     "models": set(),
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
     "verify": {"path_in", "--runtime", "--inputs", "--original", "--precision", "--threads", "--json"},
