@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FORMAT", "FUNCTIONS", "Function", "Recorder", "functions_of", "main", "recording", "start"]
+__all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 
 FORMAT = 1  # of a recording; mx_driving.replay reads this one
 EVERY = 101  # a prime: the layers of a model are recorded in turn
@@ -377,7 +377,7 @@ class _GradientHooks:
 
         if not self.left or self.recorder.closed:
             return  # `left` is 0 in a second backward through the same graph
-        with self.recorder.errors_of(self.call.function), torch.no_grad():
+        with self.recorder.ours(self.call.function), torch.no_grad():
             gradients = self.gradients
             if last and grad_outputs[self.output_nr] is not None:
                 gradients["grad_output"] = grad_outputs[self.output_nr]
@@ -387,7 +387,7 @@ class _GradientHooks:
             if not self.left:
                 self.gradients = {}
                 if len(gradients) > 1 and "grad_output" in gradients:
-                    self.recorder.put_gradients(self.call, gradients)
+                    self.recorder.gradients(self.call, gradients)
 
 
 class _Writer(threading.Thread):
@@ -693,7 +693,7 @@ class Recorder:
         return returned
 
     @contextlib.contextmanager
-    def errors_of(self, function: _WrappedFunction) -> Iterator[None]:
+    def ours(self, function: _WrappedFunction) -> Iterator[None]:
         """Keep our own errors from the program."""
         try:
             yield
@@ -711,7 +711,7 @@ class Recorder:
         _say(self.why)
 
     def _begin(self, function: _WrappedFunction, index: int, chosen: bool, args: Any, kwargs: Any) -> _OpenCall | None:
-        with self.errors_of(function):
+        with self.ours(function):
             if _is_tracing_or_capturing((*args, *kwargs.values())):
                 return None
             call = _OpenCall(function, index, args, kwargs)
@@ -723,7 +723,7 @@ class Recorder:
             return call if call.copies or self.nan else None
 
     def _finish(self, call: _OpenCall, returned: Any) -> None:
-        with self.errors_of(call.function):
+        with self.ours(call.function):
             results = call.results(returned)
             if not self._copy_inputs_of_first_nan(call, results) and call.copies:
                 self._hold_to_budget(call, results)
@@ -754,11 +754,11 @@ class Recorder:
         call.about["reason"] = "the first NaN"
         return True
 
-    def put_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
+    def gradients(self, call: _OpenCall, found: dict[str, Tensor]) -> None:
         """Write gradients that have arrived, in the middle of a backward of the program."""
         if not call.stem:
-            self._copy_inputs_of_first_nan(call, gradients)
-        copies = {name: _HostCopy(t) for name, t in gradients.items()} if call.stem or call.copies else {}
+            self._copy_inputs_of_first_nan(call, found)
+        copies = {name: _HostCopy(t) for name, t in found.items()} if call.stem or call.copies else {}
         if call.stem:
             self.writer.put(f"{call.stem}-gradients", {**call.about, "of": call.stem, "direction": "backward"}, copies)
         elif call.copies:  # a NaN that only the gradients have
