@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import io
 import os
@@ -89,7 +90,10 @@ def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) 
     for pattern in patterns:
         of_it = {n for n in names if pattern == n or fnmatchcase(n.lower(), pattern.lower())}
         if not of_it:
-            raise Problem(f"{option} must match one of {', '.join(map(repr, names))}; got {pattern!r}")
+            alike = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
+            raise Problem(
+                f"{option} must match one of {len(names)} names, such as {', '.join(map(repr, alike))}; got {pattern!r}"
+            )
         found |= of_it
     return [n for n in names if n in found]
 

@@ -36,7 +36,7 @@ def bench(
 
     Example: `mx-driving bench --only 'deformable-detr*' --csv mine.csv`
     """
-    from rich.progress import track
+    from rich.progress import Progress
 
     chosen = matching("--only", only, [w.name for w in WORKLOADS])
     if names:
@@ -48,8 +48,12 @@ def bench(
         writable("--csv", out)
     console = open_console(f"mx-driving bench: {report.machine()}")
     rows: list[Row] = []
-    for workload, name in track(work, description="measuring", console=console, transient=True):
-        rows += measure(workload, name, seconds)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("", total=len(work))
+        for workload, name in work:
+            progress.update(task, description=f"{workload.name} {name}")
+            rows += measure(workload, name, seconds)
+            progress.advance(task)
     for table in report.tables(rows):
         show(console, table)
     if out:

@@ -12,10 +12,10 @@ from rich.markup import escape
 import mx_driving_portable
 
 from .._cli_support.problems import matching, ruled
-from .._cli_support.show import grid, open_console, say, show
+from .._cli_support.show import grid, open_console, print_json, say, show
 from .._measure.accuracy import CHANNELS, QUICK, Checked, check_one
 from .._measure.workloads import CHECKED
-from .options import DType, DTypes, Only, Threads, use_threads
+from .options import DType, DTypes, Json, Only, Threads, use_threads
 
 
 def _table(rows: list[Checked]) -> Any:
@@ -23,7 +23,7 @@ def _table(rows: list[Checked]) -> Any:
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
         name = re.sub(r" (?=[\[\d])", "\n", row.workload.name, count=1)  # sizes have a line of their own
-        operator = row.workload.row.bare or row.workload.operator  # the workload's name says "with logits"
+        operator = row.workload.operator.replace("_with_logits", "\n  _with_logits")  # one line would not leave room for times
         table.add_row(f"[bold]{operator}[/]\n{escape(name)}\n{row.dtype}")
         errors = "\n".join(
             f"[{'red' if not error <= row.allowed[what] else 'green'}]{error:.1e}[/] / {row.allowed[what]:.1e}"
@@ -44,6 +44,25 @@ def _backends(rows: list[Checked]) -> list[str]:
     return [f"{backend.split(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
 
 
+def _facts(rows: list[Checked]) -> dict[str, Any]:
+    """Return what --json prints."""
+    failures = [failure for row in rows for failure in row.failures]
+    lines = [
+        {
+            "operator": row.workload.operator,
+            "workload": row.workload.name,
+            "dtype": row.dtype,
+            "backend": row.backend,
+            "errors": row.errors,
+            "allowed": row.allowed,
+            "milliseconds": row.seconds * 1e3,
+            "plain_torch_milliseconds": row.plain_seconds * 1e3,
+        }
+        for row in rows
+    ]
+    return {"right": not failures, "rows": lines, "failures": failures, "beside": mx_driving_portable.beside()}
+
+
 def _usable(name: str) -> str:
     """The device's type, after a number has been on the device and back."""
     with ruled(f"--device={name} must be a device that torch can use here", RuntimeError, AssertionError, ImportError):
@@ -62,26 +81,31 @@ def check(
     quick: Annotated[
         bool, typer.Option("--quick", help=f"Only {QUICK} queries, or {CHANNELS} channels, of each example.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
-    """Run every operator, forward and backward: on the vendor documents' own examples, or on calls of
-    models (with logits, bev_pool_v3).
+    """Compare every operator and gradient on this machine with a float64 computation, and time it.
 
-    Each row compares the output and every gradient with the float64 reference. An error is the largest difference divided
-    by the largest true entry. What the plain reference loses in that dtype on the same inputs is allowed, plus 16 units in
-    the last place. The time is one forward and backward, the best of four. The last column says how many times longer
-    plain torch takes: grid_sample, as mmcv and transformers run it on a CPU, or index_add_.
+    Each row is a call from the vendor's documents or from a known model. Its error is the largest difference divided by the
+    largest true entry. Allowed is the error of the plain PyTorch reference in the same dtype, plus 16 units in the last
+    place. The time is one forward and backward, the best of four. The last column says how many times longer plain
+    PyTorch takes: grid_sample, which mmcv and transformers run on a CPU, or index_add_.
 
     Exit status 0 means: every error is within what is allowed, and a kernel (not the reference) serves the CPU.
 
     Example: `mx-driving check --dtype float32 --dtype bfloat16 --quick`
     """
+    from rich.console import Console
     from rich.progress import Progress
 
     device = _usable(device)
     wanted = matching("--only", only, [w.name for w in CHECKED])
     chosen = [w for w in CHECKED if w.name in wanted]
     use_threads(threads)
-    console = open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    console = (
+        Console(stderr=True)
+        if as_json
+        else open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    )
     rows: list[Checked] = []
     work = [(workload, d.value) for d in dtype or [DType.float32] for workload in chosen]
     with Progress(console=console, transient=True) as progress:
@@ -89,12 +113,15 @@ def check(
         for workload, name in work:
             progress.update(task, description=f"{workload.name} {name}")
             rows.append(check_one(workload, name, device, quick, lambda: progress.advance(task)))
+    failures = [failure for row in rows for failure in row.failures]
+    if as_json:
+        print_json(_facts(rows))
+        raise typer.Exit(bool(failures))
     show(console, _table(rows))
     for line in _backends(rows):
         say(console, escape(line))
     if beside := mx_driving_portable.beside():
         say(console, f"[bold yellow]beside:[/] {escape(beside)}")
-    failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
         say(console, f"[bold red]wrong:[/] {escape(failure)}")
     if failures:
