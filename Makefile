@@ -1,8 +1,8 @@
 # make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
 # make test    the same environment, linters and the whole test suite
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and as
-#              many of our nodes through onnxruntime and files that `mx-driving fuse` reads
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
+#              FUZZ_EXAMPLES of our nodes through onnxruntime, of recordings for `replay` and of files for `fuse`
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -185,8 +185,7 @@ build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
 build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_BASELINE_ONLY=ON
 HUGE_ALLOCATIONS_FAIL := ASAN_OPTIONS=allocator_may_return_null=1 TSAN_OPTIONS=allocator_may_return_null=1
 FUZZ_SECONDS := 30
-# The first seed of recordings and of files for `fuse`: the same in each run; FUZZ_FIRST= begins anywhere.
-FUZZ_FIRST := 0
+FUZZ_EXAMPLES := 300
 
 .PHONY: $(SANITIZERS)
 $(SANITIZERS): $(VENV)/made
@@ -217,21 +216,21 @@ aarch64: native-tests
 	$(QEMU) build/aarch64/tests/native/native_tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
-sanitize: $(SANITIZERS) fuzz-onnx fuzz-fuse
+sanitize: $(SANITIZERS) fuzz-onnx fuzz-files
 	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 # Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
-# libasan looks for what throws.
-.PHONY: fuzz-onnx
+# libasan looks for what throws. No conftest.py, which imports torch.
+.PHONY: fuzz-onnx fuzz-files
 fuzz-onnx: build/asan $(STAMP)
 	LD_PRELOAD="$(foreach name,libasan libstdc++,$(shell $${CXX:-g++} -print-file-name=$(name).so))" \
-		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 \
-		$(BIN)/python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so $(FUZZ_SECONDS)
+		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=tests/helpers FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
+		FUZZ_LIBRARY=build/asan/libmx_driving.so $(BIN)/python -m pytest -q --noconftest -c /dev/null --rootdir . \
+		tests/onnx/test_fuzz_nodes.py
 
-# ONNX files that mx-driving fuse reads. A finding names its seed: FUZZ_SECONDS=0 SEEDS=1234 repeats it.
-.PHONY: fuzz-fuse
-fuzz-fuse: $(STAMP)
-	FUZZ_FIRST=$(FUZZ_FIRST) $(BIN)/python -W ignore tests/helpers/fuzz_fuse.py $(FUZZ_SECONDS) $(SEEDS)
+# Files that `mx-driving replay` and `mx-driving fuse` read; tests/helpers/strategies.py. A finding is printed with its seed.
+fuzz-files: $(STAMP)
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/programs/test_fuzz_recordings.py tests/onnx/test_fuzz_fuse.py
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
 TOOLS := .venv-wheels

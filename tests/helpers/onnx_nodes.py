@@ -1,8 +1,4 @@
-"""Our nodes for onnxruntime in graphs of one node, and random inputs for them. It imports no torch, so that a fuzzer under a
-sanitizer starts quickly:
-
-    python tests/helpers/onnx_nodes.py build/asan/libmx_driving.so 20     # seconds; `make fuzz-onnx` knows what to preload
-"""
+"""Our nodes for onnxruntime in graphs of one node, and random inputs for them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,9 +7,7 @@ import pathlib
 import random
 import re
 import runpy
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -172,34 +166,9 @@ def random_arrays(dice: random.Random, graph: Graph) -> list[np.ndarray]:
     return arrays
 
 
-def random_calls(seconds: float, seed: int) -> Iterator[tuple[Graph, list[np.ndarray], int]]:
-    """(graph, what it is fed, number of threads) for so long."""
-    dice = random.Random(seed)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        graph, threads = random_graph(dice), dice.choice([1, 1, 2])
-        for _ in range(30):
-            yield graph, random_arrays(dice, graph), threads
-
-
 def outcome(call: Callable[[], Any]) -> Any:
     """What a call gives, or the sentence with which it is refused."""
     try:
         return call()
     except onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument as error:
         return str(error)
-
-
-def main() -> None:
-    library, seconds, *seed = sys.argv[1:]
-    counts = {"ran": 0, "refused": 0}
-    for graph, arrays, threads in random_calls(float(seconds), int(seed[0]) if seed else 1):
-        result = outcome(lambda: run(session_of(graph, library, threads), arrays))  # noqa: B023
-        if isinstance(result, str) and " must " not in result:
-            raise SystemExit(f"{graph}: refused without our sentence: {result}")
-        counts["refused" if isinstance(result, str) else "ran"] += 1
-    print(f"onnx_nodes: {counts['ran']} calls ran, {counts['refused']} were refused; no finding")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import pathlib
 
 import cases
@@ -17,8 +16,10 @@ import onnxruntime.quantization
 import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC, MULTI_SCALE, MULTI_SCALE_LOGITS
+from hypothesis import assume, given
 from onnx_nodes import Graph
 from small_cases import GROWING, One
+from strategies import fuzz, node_calls
 from test_onnx import Attention
 from test_onnx import run as run_without_ours
 
@@ -228,21 +229,27 @@ def in_torch(graph, arrays):
 def test_anything_gives_the_bits_or_the_sentence_of_torch():
     """Random shapes, dtypes and tables; `make fuzz-onnx` does the same under a sanitizer, without torch."""
     library, ran, refused = mx_driving.onnx.library(), collections.Counter(), collections.Counter()
-    for graph, arrays, threads in itertools.islice(onnx_nodes.random_calls(600, seed=7), 1500):
-        if graph.operator == GEOMETRIC and graph.types[3] in ("uint8", "int16"):
-            continue  # torch takes them as pixels; a node does not, and the export casts them
+
+    @fuzz(60)
+    @given(node_calls())
+    def try_calls(calls):
+        graph, threads, inputs = calls
+        assume(not (graph.operator == GEOMETRIC and graph.types[3] in ("uint8", "int16")))  # torch takes them as pixels
         session = onnx_nodes.session_of(graph, library, threads)
-        found = onnx_nodes.outcome(lambda: onnx_nodes.run(session, arrays))  # noqa: B023
-        expected = in_torch(graph, arrays)
-        if isinstance(expected, str):
-            assert isinstance(found, str), (graph, [a.shape for a in arrays], expected)
-            assert found.endswith(f"Status Message: {expected}"), graph
-            refused[graph.operator] += 1
-        else:
-            assert not isinstance(found, str), (graph, [a.shape for a in arrays], found)
-            same = torch.from_numpy(found).to(expected.dtype)
-            torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
-            ran.update([graph.operator, *graph.types])  # "": an optional input that is not there
+        for arrays in inputs:
+            found = onnx_nodes.outcome(lambda: onnx_nodes.run(session, arrays))  # noqa: B023
+            expected = in_torch(graph, arrays)
+            if isinstance(expected, str):
+                assert isinstance(found, str), (graph, [a.shape for a in arrays], expected)
+                assert found.endswith(f"Status Message: {expected}"), graph
+                refused[graph.operator] += 1
+            else:
+                assert not isinstance(found, str), (graph, [a.shape for a in arrays], found)
+                same = torch.from_numpy(found).to(expected.dtype)
+                torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
+                ran.update([graph.operator, *graph.types])  # "": an optional input that is not there
+
+    try_calls()
     assert min(ran.total(), refused.total()) > 100
     assert set(ran) == {*cases.EVERY, "", "float32", "float16", "bfloat16", "double", "int64", "int32"}
     assert set(refused) == set(cases.EVERY)

@@ -1,42 +1,30 @@
-"""Fuzzes `mx_driving.onnx.fuse`: nodes, attributes, numbers, sizes and opsets of others' writings are changed at random.
+"""`mx_driving.onnx.fuse` on files of others' writings that were changed at random (strategies.py).
 
-    python tests/helpers/fuzz_fuse.py 30              # seconds
-    python tests/helpers/fuzz_fuse.py 0 7 1234        # these seeds, however long they take
-
-`fuse` either writes a file that onnxruntime loads, and whose outputs are the source's for several free sizes, or raises
-ValueError with a sentence, and writes nothing. It takes neither long nor much memory. A finding's seed repeats it.
+It either writes a file that onnxruntime loads, and whose outputs are the source's for several free sizes, or raises ValueError
+with a sentence, and writes nothing.
 """
 
 from __future__ import annotations
 
-import copy
-import faulthandler
-import itertools
 import math
-import os
-import random
-import resource
-import signal
-import sys
 import tempfile
-import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
-import torch
-from fuzz_mutations import MUTATIONS
+import pytest
+from hypothesis import given
 from onnx_writings import Calls, Joined, Stacked, Summed, decomposed, export, masked, on_a_padded_map
+from strategies import changed_models, fuzz
 
 import mx_driving.onnx
 
+pytestmark = pytest.mark.long
 MOST = 2**26  # numbers of an input
-SECONDS, GIGABYTES = 60, 6  # of one core; a case takes one or two, and less than one gigabyte
 CORPUS: dict[str, Callable[[Path], Any]] = {
     "stacked": lambda path: export(Stacked(), path, "older"),
     "unequal points": lambda path: export(Joined([2, 4]), path, "older"),
@@ -53,33 +41,12 @@ FREE = [{"bs": 2, "q": 7}, {"bs": 1, "q": 150}, {"bs": 5, "q": 1}, {"bs": 3, "q"
 DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
-class Finding(Exception):
-    pass
-
-
 def corpus() -> dict[str, onnx.ModelProto]:
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, write in enumerate(CORPUS.values()):
             write(Path(folder, f"{number}.onnx"))
         return {name: onnx.load(Path(folder, f"{number}.onnx")) for number, name in enumerate(CORPUS)}
-
-
-def mutated(model: onnx.ModelProto, dice: random.Random) -> tuple[bytes, list[str]]:
-    """The file, and what was done to it."""
-    model, done = copy.deepcopy(model), []
-    for _ in range(dice.choice([1, 1, 1, 2, 2, 3, 5])):
-        mutation = dice.choice(MUTATIONS)
-        try:
-            done.append(f"{mutation.__name__} {mutation(model, dice)}")
-        except (IndexError, StopIteration, TypeError, ValueError) as error:  # there is nothing of the kind to change
-            done.append(f"{mutation.__name__} could not: {error}")
-    data = bytearray(model.SerializeToString())
-    if dice.random() < 0.05:
-        for _ in range(dice.choice([1, 3])):
-            data[dice.randrange(len(data))] = dice.randrange(256)
-        done.append("bytes")
-    return bytes(data), done
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -126,24 +93,24 @@ def compare(before: Path, after: Path, seed: int) -> None:
             continue
         got = outcome(ours, fed)
         if got is None:
-            raise Finding(f"with {free} the source runs and the new file does not")
+            raise AssertionError(f"with {free} the source runs and the new file does not")
         for one, other in zip(expected, got, strict=True):
             differ(one, other, free)
 
 
 def differ(expected: Any, got: Any, free: dict[str, int]) -> None:
     if expected.shape != got.shape or expected.dtype != got.dtype:
-        raise Finding(f"with {free} it gives {got.dtype} {got.shape}; the source gives {expected.dtype} {expected.shape}")
+        raise AssertionError(f"with {free} it gives {got.dtype} {got.shape}, not {expected.dtype} {expected.shape}")
     finite = np.isfinite(expected)
     scale = np.abs(expected[finite]).max(initial=1e-3)
     off = np.abs(np.where(finite, expected, 0).astype(np.float64) - np.where(finite, got, 0))
     tolerance = 1e-2 if expected.dtype == np.float16 else 1e-4
     if not off.max(initial=0) <= tolerance * scale:
-        raise Finding(f"with {free} it is {off.max():.1e} from the source, whose largest number is {scale:.1e}")
+        raise AssertionError(f"with {free} it is {off.max():.1e} from the source, whose largest number is {scale:.1e}")
 
 
-def case(data: bytes, seed: int, folder: Path) -> str:
-    """What became of it: written or refused. Other forms are written as our node again."""
+def fuse(data: bytes, seed: int, folder: Path) -> str:
+    """Fuse a file, and compare it with its source where it was written. Other forms are written as our node again."""
     before, after, again = (folder / f"{name}.onnx" for name in ("before", "after", "again"))
     before.write_bytes(data)
     after.unlink(missing_ok=True)
@@ -154,7 +121,7 @@ def case(data: bytes, seed: int, folder: Path) -> str:
     except ValueError as error:
         left = sorted(path.name for path in folder.iterdir())
         if "\n" in str(error) or " must " not in str(error) or left != ["before.onnx"]:
-            raise Finding(f"no sentence, or a file is left ({left}): {error}") from error
+            raise AssertionError(f"no sentence, or a file is left ({left}): {error}") from error
         return "refused"
     if form != "onnxruntime":
         mx_driving.onnx.fuse(after, again)
@@ -162,42 +129,18 @@ def case(data: bytes, seed: int, folder: Path) -> str:
     return "written"
 
 
-def seeds(seconds: float, chosen: list[int]) -> Iterator[int]:
-    """Those that are chosen, or for so long those from FUZZ_FIRST on, without it others in each run."""
-    yield from chosen
-    first, end = int(os.environ.get("FUZZ_FIRST") or time.time() * 1000), time.monotonic() + seconds
-    yield from itertools.takewhile(lambda seed: not chosen and time.monotonic() < end, itertools.count(first))
+MODELS = corpus()
 
 
-def try_one(seed: int, models: dict[str, onnx.ModelProto], folder: Path) -> str:
-    dice = random.Random(seed)
-    name = dice.choice(list(models))
-    data, done = mutated(models[name], dice)
-    words = f"seed {seed}, {name} with {'; '.join(done)}"
-    (folder.parent / "fuzz_fuse_now").write_text(words)
-    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + SECONDS, resource.RLIM_INFINITY))
-    try:
-        return case(data, seed, folder)
-    except Exception as error:
-        print(f"FINDING {words}: {type(error).__name__}: {error}", flush=True)
-        return "findings"
+def test_a_changed_file_is_fused_right_or_refused():
+    outcomes = []
 
+    @fuzz(20)
+    @given(changed_models(MODELS))
+    def try_file(file):
+        _, data, seed = file
+        with tempfile.TemporaryDirectory() as folder:
+            outcomes.append(fuse(data, seed, Path(folder)))
 
-def main() -> None:
-    seconds, *chosen = map(int, sys.argv[1:])
-    torch.set_num_threads(1)
-    resource.setrlimit(resource.RLIMIT_DATA, (GIGABYTES * 2**30,) * 2)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGXCPU, chain=True)  # shows where, and ends the process
-    models, counts = corpus(), Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "files").mkdir()
-        print(f"fuzz_fuse: {folder}/fuzz_fuse_now names the seed of a case that ends the process", flush=True)
-        counts.update(try_one(seed, models, Path(folder, "files")) for seed in seeds(seconds, chosen))
-    print(f"fuzz_fuse: {', '.join(f'{number} {what}' for what, number in counts.items())}")
-    if counts["findings"]:
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+    try_file()
+    assert {"written", "refused"} <= set(outcomes)
