@@ -39,8 +39,36 @@ class MultiScaleDeformableAttn(onnx.reference.op_run.OpRun):
         return (blocks.reshape(*blocks.shape[:2], -1),)
 
 
+class MultiScaleDeformableAttnTRT(onnx.reference.op_run.OpRun):
+    """BEVFormer_tensorrt's plugin: reference points take turns in the samples of a level; softmax over those of a query."""
+
+    op_domain = ""
+
+    def _run(self, value, shapes, references, offsets, logits):
+        bs, queries, heads, levels = *references.shape[:2], value.shape[2], len(shapes)
+        offsets = offsets.reshape(bs, queries, heads, levels, -1, references.size // (2 * bs * queries), 2).astype(np.float64)
+        locations = references.reshape(bs, queries, 1, 1, 1, -1, 2) + offsets / shapes[:, ::-1].reshape(1, 1, 1, -1, 1, 1, 2)
+        powers = np.exp(logits.reshape(bs, queries, heads, -1).astype(np.float64))
+        weights = (powers / powers.sum(-1, keepdims=True)).reshape(bs, queries, heads, levels, -1)
+        starts = np.cumsum([0, *shapes.prod(1)])[:-1].astype(np.int32)
+        locations = locations.reshape(*weights.shape, 2)
+        return (_output(value, shapes.astype(np.int32), starts, locations, weights),)
+
+
+class MultiScaleDeformableAttnTRT2(MultiScaleDeformableAttnTRT):
+    """The same for pairs of float16."""
+
+
+PLUGINS = [
+    MultiscaleDeformableAttnPlugin_TRT,
+    MultiScaleDeformableAttn,
+    MultiScaleDeformableAttnTRT,
+    MultiScaleDeformableAttnTRT2,
+]
+
+
 def evaluator(model):
-    return onnx.reference.ReferenceEvaluator(model, new_ops=[MultiscaleDeformableAttnPlugin_TRT, MultiScaleDeformableAttn])
+    return onnx.reference.ReferenceEvaluator(model, new_ops=PLUGINS)
 
 
 def beside_the_nodes(model, *args):

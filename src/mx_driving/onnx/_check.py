@@ -164,6 +164,7 @@ class _Checker:
         names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
         computed = (v for v in _file.outputs(model) if v.name in names and constant(v) is None)
         model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
+        _file.restore_plugins(model)
         ir.save(model, file, external_data="within.data")
         try:
             outputs = self.run(file, fed)

@@ -12,9 +12,13 @@ import onnx.inliner
 import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
+from ._forms import NODES, TENSORRT, WITH_LOGITS
 from ._graph import constant, dims, is_node
 
 _FEW = 8192  # numbers of a table, as in onnxscript
+_DOMAIN = "mx_driving.domain"  # metadata of a node: the domain that the file says
+# Plugins, and the index of an input that has the axis of queries.
+_SHAPED_PLUGINS = {NODES[TENSORRT]: 3, **dict.fromkeys(WITH_LOGITS, 2)}
 _Sizes = dict[str, list[int | str | None]]
 
 
@@ -36,11 +40,33 @@ def load(path: Path) -> ir.Model:
     model = _read(path)
     _check(model, path)
     said = {value.name: value.shape for value in outputs(model)}
-    model = ShapeInferencePass()(model).model
+    model = _infer_shapes(model)
     model.meta["said"] = said
     if not _all_sizes_are_known(model):
         _follow_sizes(model, path)
     return model
+
+
+def _infer_shapes(model: ir.Model) -> ir.Model:
+    """Infer shapes by onnx, which stops at each plugin: give it the shapes of their outputs."""
+    model = ShapeInferencePass()(model).model
+    while [node for node in model.graph if _give_shape(node)]:
+        model = ShapeInferencePass()(model).model
+    return model
+
+
+def _give_shape(node: ir.Node) -> bool:
+    output, inputs = node.outputs[0], [v for v in node.inputs if v is not None]
+    if node.domain != TENSORRT or output.shape is not None or len(inputs) != 5 or node.op_type not in _SHAPED_PLUGINS:
+        return False
+    value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
+    if len(value) != 4 or queries is None:
+        return False
+    output.shape, output.dtype = (
+        ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *value[2:]]),
+        inputs[0].dtype,
+    )
+    return True
 
 
 def outputs(model: ir.Model) -> Iterator[ir.Value]:
@@ -50,6 +76,7 @@ def outputs(model: ir.Model) -> Iterator[ir.Value]:
 def _read(path: Path) -> ir.Model:
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
+        has_plugins = _name_plugins(proto)
         sparse = [name for graph in (proto.graph, *proto.functions) for name in _sparse(graph)]
         model = ir.serde.deserialize_model(_inlined(proto)) if not sparse else None
     except OSError as error:
@@ -58,6 +85,7 @@ def _read(path: Path) -> ir.Model:
         raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
     if model is None:
         raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
+    model.meta["with plugins"] = proto if has_plugins else None
     _take_in_attributes(model, path)
     for tensor in outside(model):
         _find(tensor, path)
@@ -100,10 +128,55 @@ def _set_defaults_aside(model: ir.Model) -> None:
     model.ir_version = max(model.ir_version, 4)
 
 
+def _name_plugins(proto: onnx.ModelProto) -> bool:
+    """Give nodes of TensorRT's plugins, which exporters leave in onnx's own domain, that of onnxruntime's provider."""
+    nodes = [node for graph in (proto.graph, *proto.functions) for node in _all_nodes(graph)]
+    plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
+    for node in plugins:
+        node.metadata_props.add(key=_DOMAIN, value=node.domain)
+        node.domain = TENSORRT
+    if plugins:
+        for opsets in (proto.opset_import, *(function.opset_import for function in proto.functions)):
+            if TENSORRT not in {opset.domain for opset in opsets}:
+                opsets.append(onnx.helper.make_opsetid(TENSORRT, 1))
+    return bool(plugins)
+
+
+def restore_plugins(model: ir.Model) -> bool:
+    """Give plugins back the domain that the file says. Return whether there are any."""
+    plugins = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if _DOMAIN in node.metadata_props]
+    for node in plugins:
+        node.domain = node.metadata_props.pop(_DOMAIN)
+    if not any(node.domain == TENSORRT for node in ir.traversal.RecursiveGraphIterator(model.graph)):
+        model.graph.opset_imports.pop(TENSORRT, None)
+    return bool(plugins)
+
+
+def _all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for subgraph in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(subgraph)
+
+
+def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Return a copy whose initializers are inputs: the checker looks for files of tensors in the working folder."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    known = {value.name for value in copy.graph.input}
+    for tensor in copy.graph.initializer:
+        if tensor.name not in known:
+            copy.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
+    del copy.graph.initializer[:]
+    return copy
+
+
 def _check(model: ir.Model, path: Path) -> None:
-    """By onnx itself: order and inputs of nodes, opsets, names."""
+    """Check order and inputs of nodes, opsets and names by onnx itself: of the file, or of the model with plugins named."""
+    proto = model.meta.pop("with plugins")
     try:
-        onnx.checker.check_model(path)
+        onnx.checker.check_model(path if proto is None else _without_tensors(proto))
     except Exception as error:  # its own, or of a letter in it
         raise ValueError(f"path_in must be an ONNX file; got {path}: {said_by_the_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)

@@ -22,6 +22,8 @@ NODES = {
     NPU: "MultiScaleDeformableAttn",
     TENSORRT: "MultiscaleDeformableAttnPlugin_TRT",
 }
+# BEVFormer_tensorrt's, which Autoware has, too: value, spatial shapes, reference points, offsets, logits.
+WITH_LOGITS = {"MultiScaleDeformableAttnTRT", "MultiScaleDeformableAttnTRT2"}
 _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE
 
 

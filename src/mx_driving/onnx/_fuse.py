@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from ._file import check_path, load
 from ._find import explain_quantized, find_left, find_samplings
-from ._forms import DOMAIN, WRITE, Call, Sizes
+from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call, Sizes
 from ._graph import Unfit, dims
 from ._marks import mark, marked
 from ._nodes import nodes, rewrite
@@ -118,7 +118,7 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
     for node in others:
         name = str(node.outputs[0].name)
         try:
-            if node.domain != DOMAIN.get(form):
+            if node.domain != DOMAIN.get(form) or node.op_type in WITH_LOGITS:
                 report.replaced[name], report.nodes[name] = rewrite(model, node, form, **options), (str(node.name),)
         except Unfit as unfit:
             report.left[name] = str(unfit)

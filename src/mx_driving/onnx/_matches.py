@@ -14,14 +14,15 @@ from torch import Tensor
 from .. import _composition
 from .._operators import SAMPLING
 from . import _file, _find, _trial
-from ._forms import NODES, OURS
-from ._graph import constant
-from ._nodes import as_ours
+from ._forms import NODES, OURS, WITH_LOGITS
+from ._graph import Unfit, constant
+from ._nodes import LogitInputs, as_ours, rewrite
 from ._search import Sampling
 
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 SCALE = NODES[OURS]
+_LOGITS = "value", "value_spatial_shapes", "reference_points", "sampling_offsets", "attention_logits"
 PLUGINS = {*NODES.values()} - {SCALE}  # NVIDIA's, and the vendor's for its converter
 
 
@@ -49,7 +50,8 @@ class Match:
 
     @property
     def operator(self) -> str:
-        return self.source.op_type if isinstance(self.source, ir.Node) and self.source.op_type in SAMPLING else SCALE
+        kind = self.source.op_type if isinstance(self.source, ir.Node) else SCALE
+        return f"{SCALE}_with_logits" if kind in WITH_LOGITS else kind if kind in SAMPLING else SCALE
 
     @property
     def bare(self) -> str:
@@ -70,11 +72,16 @@ def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
         else:
             left[name] = sampling
     _find.explain_quantized(model, left)
-    return matches + [_match_of_node(model, node) for node in model.graph if _is_sampler(node)], left
+    for node in model.graph:
+        try:
+            matches += [_match_of_node(model, node)] if _is_sampler(node) else []
+        except Unfit as unfit:
+            left[str(node.outputs[0].name)] = str(unfit)
+    return matches, left
 
 
 def _is_sampler(node: ir.Node) -> bool:
-    return (node.domain == OURS and node.op_type in SAMPLING) or node.op_type in PLUGINS
+    return (node.domain == OURS and node.op_type in SAMPLING) or node.op_type in PLUGINS | WITH_LOGITS
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
@@ -88,7 +95,10 @@ def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
 
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
     row = SAMPLING[node.op_type if node.op_type in SAMPLING else SCALE]
-    given = {row.inputs[index]: v for index, v in enumerate(node.inputs) if v is not None}
+    if node.op_type in WITH_LOGITS:
+        LogitInputs(node)  # raises Unfit
+    roles = _LOGITS if node.op_type in WITH_LOGITS else row.inputs
+    given = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
     tables = {str(v.name): v for role, v in given.items() if role in row.tables}
     inputs = {role: v for role, v in given.items() if str(v.name) not in tables}
     part = _cut(model, list(dict.fromkeys(given.values())), node.outputs[0])
@@ -133,6 +143,7 @@ def write(match: Match, arrays: Arrays, path: Path) -> None:
             value.const_value = ir.tensor(arrays[name], name=name)
             graph.register_initializer(value)
     output.name = "output"
+    _file.restore_plugins(match.part)
     ir.save(match.part, path)
 
 
@@ -142,11 +153,26 @@ def bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     if isinstance(match.source, Sampling):
         return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.inputs.values()))
     row = SAMPLING[match.operator]
+    if match.source.op_type in WITH_LOGITS:
+        return _composition.bare_inputs(
+            row.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
+        )
     inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in match.source.inputs]
     inputs += [None] * (len(row.inputs) - len(inputs))
     names = [option.split()[1] for option in row.options]
     options = [match.source.attributes[name].value for name in names if name in match.source.attributes]
     return _composition.bare_inputs(row.name, *inputs, *options) if row.bare else tuple(inputs)
+
+
+def _read_logits(
+    value: Tensor, shapes: Tensor, references: Tensor, offsets: Tensor, logits: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the inputs of our operator with logits, of those of a plugin."""
+    (batch, queries), heads, shapes = references.shape[:2], value.shape[2], shapes.long()
+    areas = shapes.prod(1)
+    references = references.reshape(batch, queries, -1, 2)
+    offsets = offsets.reshape(batch, queries, heads, len(shapes), -1, 2)
+    return value, shapes, areas.cumsum(0) - areas, references, offsets, logits.reshape(batch, queries, heads, -1)
 
 
 def across_borders(match: Match, arrays: Arrays) -> Arrays | None:
@@ -169,8 +195,12 @@ def _as_sampling(match: Match, value: Tensor, shapes: Tensor, weights: Tensor) -
 def as_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
     """Let onnxruntime run the model, which then gives the matches' inputs, too. Return these by name."""
     for match in matches:
-        if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS:
-            as_ours(match.source)
+        if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS | WITH_LOGITS:
+            if match.source.op_type in PLUGINS:
+                as_ours(match.source)
+            else:
+                rewrite(model, match.source, "onnxruntime")
+                model.graph.remove(match.source)
             model.graph.opset_imports[OURS] = 1
     values = {str(v.name): v for match in matches for v in match.tensors}
     computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)

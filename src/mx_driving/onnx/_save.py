@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
-from ._file import outputs, outside, said_by_the_checker
+from ._file import outputs, outside, restore_plugins, said_by_the_checker
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import as_ours
@@ -32,6 +32,8 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
         ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
         if reason := _why_not(model, Path(folder, path_out.name)):
             raise ValueError(f"path_in must be a file that can be run with our node in it; got {path_in}: {reason}")
+        if restore_plugins(model):
+            ir.save(model, Path(folder, path_out.name), format="protobuf", external_data=weights)
         for file in files:
             os.replace(Path(folder, file), path_out.with_name(file))
 
