@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 import quick_exports  # noqa: F401
 import torch
-from cases import GEOMETRIC, MULTI_SCALE
+from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from onnx_stand_ins import beside_the_nodes
 from small_cases import GROWING, One
 
@@ -117,6 +117,15 @@ def test_later_opset():
     model = exported(MULTI_SCALE, "gather", opset=23)
     assert [o.version for o in model.opset_import] == [23]
     check(model, MULTI_SCALE, cases.cast(GROWING[MULTI_SCALE](2, 6), torch.float32))
+
+
+@pytest.mark.parametrize(("operator", "opset"), [(MULTI_SCALE, 16), (MULTI_SCALE, 17), (AGGREGATION, 18), (MULTI_SCALE, 19)])
+def test_grid_sample_of_an_earlier_opset(operator, opset):
+    """Before opset 20 GridSample's mode was called "bilinear"."""
+    model = exported(operator, "grid_sample", opset=opset)
+    assert [o.version for o in model.opset_import] == [opset]
+    onnx.checker.check_model(model, full_check=True)
+    check(model, operator, cases.cast(GROWING[operator](2, 6), torch.float32))
 
 
 @pytest.mark.parametrize("form", ["gather", "grid_sample"])

@@ -37,8 +37,8 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         form:
             "gather": Gather and sums, as without a table. It has no GridSample, which TensorRT is known to miscompile.
                 Samples that are not on the map contribute exactly 0, even where weights or values are NaN.
-            "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 20 or later; TensorRT has
-                miscompiled such graphs). geometric_kernel_attention does not interpolate and stays a gather.
+            "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 16 or later; TensorRT has
+                miscompiled such graphs of opset 20). geometric_kernel_attention does not interpolate and stays a gather.
             "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, cast to
                 float32 and its two index tables to int32. The vendor has no node for the other two, which stay gathers.
             "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx
-from onnxscript import opset20
+from onnxscript import opset18
 
-op: Any = opset20  # Any: its annotations want one tensor type per call, but constants here are of several
+# Of the oldest opset that torch.onnx.export writes nodes for: it converts them to others, GridSample's "bilinear" to "linear", too.
+op: Any = opset18  # Any: its annotations want one tensor type per call, but constants here are of several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 
 
@@ -42,13 +43,13 @@ def _sample(value: Any, size: Any, start: Any, locations: Any, valid: Any) -> An
     """value [n, c, num_keys], size and start of one map, locations [n, i, j, 2], valid [n, i, j] -> [n, c, i, j]"""
     size, start = op.Cast(size, to=onnx.TensorProto.INT64), op.Cast(start, to=onnx.TensorProto.INT64)
     start = op.Reshape(start, _sizes(1))
-    end = op.Add(start, op.ReduceProd(size, keepdims=1))
+    end = op.Add(start, op.Mul(_pick_one(size, 0), _pick_one(size, 1)))  # ReduceProd cannot be converted to opset 17
     image = op.Reshape(op.Slice(value, start, end, _sizes(2)), op.Concat(_sizes(0, 0), size, axis=0))
     outside = op.CastLike(op.Constant(value_float=_OUTSIDE), locations)
     locations = op.Where(op.Unsqueeze(valid, _sizes(-1)), locations, outside)
     two, one = (op.CastLike(op.Constant(value_float=x), locations) for x in (2.0, 1.0))
     grid = op.Sub(op.Mul(locations, two), one)
-    return op.GridSample(image, grid, align_corners=0, mode="linear", padding_mode="zeros")
+    return op.GridSample(image, grid, align_corners=0, mode="bilinear", padding_mode="zeros")
 
 
 def _zero_where_not(valid: Any, weights: Any) -> Any:

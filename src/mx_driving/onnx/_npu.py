@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx
-from onnxscript import opset20
+from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
-op: Any = opset20
+op: Any = opset18
 _FLOAT, _INT = onnx.TensorProto.FLOAT, onnx.TensorProto.INT32
 _INPUTS = {"value": "T", "spatial_shapes": "I", "level_start_index": "I", "locations": "T", "weights": "T"}
 _SCHEMA = onnx.defs.OpSchema(

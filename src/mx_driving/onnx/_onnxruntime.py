@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import onnx
-from onnxscript import opset20
+from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
 from .._operators import OPERATORS, Operator
 
 VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
-op: Any = opset20
+op: Any = opset18
 _FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
 _INTEGER = ["tensor(int32)", "tensor(int64)"]
 _Parameter = onnx.defs.OpSchema.FormalParameter

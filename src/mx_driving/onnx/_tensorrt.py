@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import onnx
-from onnxscript import opset20
+from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
-op: Any = opset20
+op: Any = opset18
 _HALF, _FLOAT = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 _INPUTS = ("value", "spatial_shapes", "level_start_index", "sampling_locations", "attention_weights")
 _TABLES = ("spatial_shapes", "level_start_index")
