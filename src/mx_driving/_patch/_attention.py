@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._checks.rules import INDEX
-from ..nn._pyramid import heads_of
+from ..nn._pyramid import split_heads
 from ..ops._other_shapes import can_be_read
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._callers import weights_may_be_watched
@@ -223,7 +223,7 @@ def _rows(module: Any, inputs: Inputs) -> Tensor:
     if hidden is not None and can_be_read(hidden) and not hidden.any():
         hidden = None
     project = getattr(module, "value_proj", None)
-    return heads_of(inputs.memory if project is None else project(inputs.memory), hidden, heads_in(module))
+    return split_heads(inputs.memory if project is None else project(inputs.memory), hidden, heads_in(module))
 
 
 def _tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Turns a backbone's maps into the one value that the operators read."""
+"""Feature pyramids as the operators read them, and the checks of what attention modules read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import _check
 
 
 def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The levels of a feature pyramid, one after the other, row by row.
+    """Flatten the levels of a feature pyramid, one after the other, row by row.
 
     Args:
         maps: a list of levels, each [bs, c, H, W] with its own H and W.
@@ -33,7 +33,7 @@ def flatten_levels(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def flatten_cameras(maps: Iterable[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """The feature pyramids of several cameras: all levels of the first one, then of the second, and so on.
+    """Flatten the feature pyramids of several cameras: all levels of the first camera, then of the second, and so on.
 
     Args:
         maps: a list of levels, each [bs, cam, c, H, W] with its own H and W.
@@ -80,8 +80,8 @@ def check_cells(
     return _check.shapes({"embed_dims": embed_dims, "num_levels": num_levels}, **inputs)
 
 
-def heads_of(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
-    """Projected rows [bs, num_keys, c] as the operators' value, [bs, num_keys, num_heads, c / num_heads]; padding is zero."""
+def split_heads(rows: Tensor, padding_mask: Tensor | None, num_heads: int) -> Tensor:
+    """Return projected rows [bs, num_keys, c] as [bs, num_keys, num_heads, c / num_heads], with zeros for padding."""
     if padding_mask is not None:
         rows = torch.where(padding_mask[..., None], 0, rows)  # masked_fill takes longer, most of all backward
     return rows.unflatten(2, (num_heads, -1))

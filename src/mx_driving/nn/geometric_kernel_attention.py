@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import _composition
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _check, _initial
-from ._pyramid import check_pyramid, heads_of
+from ._pyramid import check_pyramid, split_heads
 
 __all__ = ["GeometricKernelAttention"]
 
@@ -107,7 +107,7 @@ class GeometricKernelAttention(nn.Module):
         _check.layer_dtype(self.attention_weights, query=query)
         check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
         logits = self.attention_weights(query).unflatten(2, (heads, levels * self.num_points))
-        rows = heads_of(self.value_proj(value), padding_mask, heads)
+        rows = split_heads(self.value_proj(value), padding_mask, heads)
         return geometric_kernel_attention_with_logits(
             rows, spatial_shapes, level_start_index, reference_points, self.grid_offsets, logits
         )

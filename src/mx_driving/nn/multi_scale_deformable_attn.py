@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from .. import _composition
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._pyramid import check_pyramid, heads_of
+from ._pyramid import check_pyramid, split_heads
 
 __all__ = ["MultiScaleDeformableAttention"]
 
@@ -85,7 +85,7 @@ class MultiScaleDeformableAttention(nn.Module):
         sizes = self._check_queries(query, reference_points, spatial_shapes)
         check_pyramid(sizes, value, level_start_index, padding_mask, self.value_proj)
         offsets, logits = self._offsets_and_logits(query)
-        rows = heads_of(self.value_proj(value), padding_mask, self.num_heads)
+        rows = split_heads(self.value_proj(value), padding_mask, self.num_heads)
         out = multi_scale_deformable_attn_with_logits(
             rows, spatial_shapes, level_start_index, reference_points, offsets, logits
         )

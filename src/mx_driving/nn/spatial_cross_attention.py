@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import is_exported, projected
+from ._layers import is_exported, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
@@ -20,8 +20,8 @@ def _attend(*inputs: Tensor) -> Tensor:
     return multi_scale_deformable_attn_with_logits(*inputs, reference_axis="point")
 
 
-def _groups(counts: Sequence[int], most: int) -> Iterator[list[int]]:
-    """The counts, in their order, in groups that sum up to `most` or hold one count."""
+def _split_counts(counts: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Split counts, in their order, into groups that sum up to at most `most` or hold one count."""
     group: list[int] = []
     for count in counts:
         if group and sum(group) + count > most:
@@ -145,10 +145,10 @@ class MSDeformableAttention3D(nn.Module):
 
 
 class SpatialCrossAttention(nn.Module):
-    """Each cell of a bird's-eye map (BEV) reads the cameras that see its pillar, and takes the mean of what it finds.
+    """Each cell of a bird's-eye map (BEV) reads the cameras that see its pillar, and takes the mean of their features.
 
-        found_cam = deformable_attention(query + query_pos, pillar in cam, value of cam)         for cameras that see the pillar
-        out       = query + dropout(output_proj(sum of found_cam / number of these cameras))
+        feature_cam = deformable_attention(query + query_pos, pillar in cam, value of cam)       for cameras that see the pillar
+        out         = query + dropout(output_proj(sum of feature_cam / number of these cameras))
 
     A camera sees a pillar if it sees one of its points; a cell that no camera sees gets the projection of zero. Each camera is
     sampled by the cells that it sees and by no others: nothing is padded, and each scene of a batch has cameras of its own.
@@ -239,12 +239,12 @@ class SpatialCrossAttention(nn.Module):
         positioned = query if query_pos is None else query + query_pos
         mean_over_cameras = self._mean_of_all if is_exported() or query.is_meta else self._mean_over_cameras
         mean = mean_over_cameras(positioned, reference_points, value, spatial_shapes, level_start_index, bev_mask.any(-1))
-        return projected(mean, self.output_proj, self.dropout, query)
+        return project_and_add(mean, self.output_proj, self.dropout, query)
 
     def _mean_over_cameras(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """[bs, num_queries, embed_dims]. Each camera of each scene is sampled by the queries that it sees."""
+        """Return [bs, num_queries, embed_dims]. The queries that a camera sees sample it, in each scene."""
         bs, cams, queries = seen.shape
         if bs * cams == 0:  # the layers get gradients of zero
             return self._mean_of_all(query, reference_points, value, shapes, starts, seen)
@@ -252,7 +252,7 @@ class SpatialCrossAttention(nn.Module):
         pairs = seen.flatten().nonzero()[:, 0]  # over [bs, cam, num_queries]
         rows = pairs // (cams * queries) * queries + pairs % queries  # over [bs, num_queries]
         counts = seen.flatten(0, 1).sum(1).tolist()
-        groups = list(_groups(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
+        groups = list(_split_counts(counts, _TOGETHER // (3 * inner.num_heads * inner.num_levels * inner.num_points)))
         sizes = [sum(group) for group in groups]
         # selected once for all cameras: backward, every selection fills a gradient of all queries
         positioned = query.flatten(0, 1).index_select(0, rows).split(sizes)
@@ -261,21 +261,21 @@ class SpatialCrossAttention(nn.Module):
         places = iter(rows.split(counts))
         summed = query.new_zeros(0)
         for group, group_query, group_pillars, group_value in zip(groups, positioned, pillars, pyramids, strict=True):
-            for found in inner(group_query[None], group_pillars[None], group_value, shapes, starts, group):
-                summed = summed if summed.dim() == 2 else found.new_zeros(bs * queries, self.embed_dims)
-                summed.index_add_(0, next(places), found[0])
+            for features in inner(group_query[None], group_pillars[None], group_value, shapes, starts, group):
+                summed = summed if summed.dim() == 2 else features.new_zeros(bs * queries, self.embed_dims)
+                summed.index_add_(0, next(places), features[0])
         return summed.div_(seen.sum(1).clamp(min=1).view(-1, 1)).view(bs, queries, self.embed_dims)
 
     def _mean_of_all(
         self, query: Tensor, reference_points: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, seen: Tensor
     ) -> Tensor:
-        """The same in a graph of sizes that do not depend on what cameras see."""
+        """Return the same mean by a graph whose sizes do not depend on the visible cells: all cells sample all cameras."""
         inner, cams = self.deformable_attention, seen.shape[1]
         offsets, logits = inner._offsets_and_logits(query)
         in_each = [t[:, None].expand(-1, cams, *t.shape[1:]).flatten(0, 1) for t in (offsets, logits)]
-        found = _attend(inner._rows(value.flatten(0, 1)), shapes, starts, reference_points.flatten(0, 1), *in_each)
+        features = _attend(inner._rows(value.flatten(0, 1)), shapes, starts, reference_points.flatten(0, 1), *in_each)
         seen = seen[..., None]
-        return found.view(*seen.shape[:3], self.embed_dims).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
+        return features.view(*seen.shape[:3], self.embed_dims).where(seen, 0).sum(1) / seen.sum(1).clamp(min=1)
 
     # torch.compile does not look inside. torch.compiler.disable sets the same, and imports the compiler for it.
     _mean_over_cameras._torchdynamo_disable = True

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import is_exported, is_plain, projected
+from ._layers import is_exported, is_plain, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["TemporalSelfAttention"]
@@ -16,9 +16,9 @@ __all__ = ["TemporalSelfAttention"]
 _QUEUE = 2  # maps: the previous one and the current one
 
 
-def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
-    """What the layers make of [previous, query]: two matrix products, the second accumulating into the first, instead of
-    concatenating the inputs."""
+def _project_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs of the layers for [previous, query] by two matrix products, of which the second accumulates into the
+    first, instead of concatenating the inputs."""
     weight, bias = torch.cat([layer.weight for layer in layers]), torch.cat([layer.bias for layer in layers])
     channels = query.shape[-1]
     half = F.linear(query, weight[:, channels:], bias)
@@ -26,19 +26,19 @@ def _of_halves(layers: tuple[nn.Linear, nn.Linear], previous: Tensor, query: Ten
     return both.split([layer.out_features for layer in layers], -1)
 
 
-def _mean_of_two(found: Tensor) -> Tensor:
-    """Of [bs, 2, ...], over the second axis. Without gradients in place, because fresh memory takes longer than the sum."""
-    if found.requires_grad or is_exported():
-        return found.mean(1)
-    return found[:, 0].mul_(0.5).add_(found[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
+def _mean_of_maps(samples: Tensor) -> Tensor:
+    """Return the mean of [bs, 2, ...] over axis 1. Without gradients in place: page faults take longer than the sum."""
+    if samples.requires_grad or is_exported():
+        return samples.mean(1)
+    return samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
 
 
 class TemporalSelfAttention(nn.Module):
     """Each cell of a bird's-eye map (BEV) reads a few points of the previous map and of the current one.
 
         offset_t, logit_t = linear([previous map, query + query_pos])                  for both maps t, previous and current
-        found_t           = multi_scale_deformable_attn_with_logits(value_proj(map_t), reference_t, offset_t, logit_t)
-        out               = query + dropout(output_proj(mean of found_t over t))
+        sample_t          = multi_scale_deformable_attn_with_logits(value_proj(map_t), reference_t, offset_t, logit_t)
+        out               = query + dropout(output_proj(mean of sample_t over t))
 
     BEVFormer's checkpoints (`TemporalSelfAttention`, num_bev_queue=2) load as they are: `sampling_offsets`,
     `attention_weights`, `value_proj`, `output_proj`, each with weight and bias. Query and dropout are added here, as there.
@@ -123,7 +123,7 @@ class TemporalSelfAttention(nn.Module):
         positioned = query if query_pos is None else query + query_pos
         offsets, logits = self._offsets_and_logits(maps[:, 0], positioned)
         rows = self.value_proj(maps).unflatten(3, (self.num_heads, -1)).expand(-1, _QUEUE, -1, -1, -1)
-        found = multi_scale_deformable_attn_with_logits(
+        samples = multi_scale_deformable_attn_with_logits(
             rows.flatten(0, 1),
             spatial_shapes,
             level_start_index,
@@ -131,13 +131,13 @@ class TemporalSelfAttention(nn.Module):
             offsets.flatten(0, 1),
             logits.flatten(0, 1),
         )
-        return projected(_mean_of_two(found.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
+        return project_and_add(_mean_of_maps(samples.unflatten(0, (-1, _QUEUE))), self.output_proj, self.dropout, query)
 
     def _offsets_and_logits(self, previous: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """[bs, 2, num_queries, num_heads, num_levels, num_points, 2], and without the last axis."""
         layers = self.sampling_offsets, self.attention_weights
         if all(is_plain(layer) for layer in layers):
-            offsets, logits = _of_halves(layers, previous, query)
+            offsets, logits = _project_halves(layers, previous, query)
         else:
             offsets, logits = (layer(torch.cat([previous, query], -1)) for layer in layers)
         sizes = (self.num_heads, _QUEUE, self.num_levels, self.num_points)

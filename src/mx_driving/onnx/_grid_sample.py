@@ -11,7 +11,7 @@ from typing import Any
 import onnx
 from onnxscript import opset18
 
-# Of the oldest opset that torch.onnx.export writes nodes for: it converts them to others, GridSample's "bilinear" to "linear", too.
+# The oldest opset for which torch.onnx.export writes nodes. It converts them to other opsets, "bilinear" to "linear", too.
 op: Any = opset18  # Any: its annotations want one tensor type per call, but constants here are of several
 _OUTSIDE = -3.0  # a normalised location whose four corners are off any map
 

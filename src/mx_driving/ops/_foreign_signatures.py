@@ -1,4 +1,4 @@
-"""The aliases take the calls of other libraries: mmcv passes a step of im2col, transformers uses names of its own."""
+"""Aliases that accept the arguments of other libraries: mmcv's im2col_step, transformers' names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: str) -> Callable[..., Tensor]:
-    """`public` for aliases that stand in for other libraries' functions. `shapes` and `starts` are its names of the tables.
+    """Return `public` with other libraries' arguments. `shapes` and `starts` are its names of the tables.
 
     An im2col_step is accepted and not used. The tables may be lists, and their names may begin with "value_" or not. A list
     of shapes may follow them (transformers' value_spatial_shapes_list); it is used if there is no tensor of shapes.
@@ -18,27 +18,27 @@ def with_foreign_signatures(public: Callable[..., Tensor], shapes: str, starts: 
     names = {other + table.removeprefix("value_"): table for table in (shapes, starts) for other in ("", "value_")}
 
     def call(*args: Any, **named: Any) -> Tensor:
-        given, listed = list(args), named.pop("value_spatial_shapes_list", None)
-        if len(given) > 2 and _is_of_pairs(given[2]):
-            listed = given.pop(2)
-        if len(given) == 6 and isinstance(given[5], int):
-            del given[5]
+        positional, listed = list(args), named.pop("value_spatial_shapes_list", None)
+        if len(positional) > 2 and _holds_pairs(positional[2]):
+            listed = positional.pop(2)
+        if len(positional) == 6 and isinstance(positional[5], int):
+            del positional[5]
         named.pop("im2col_step", None)
         named = {names.get(name, name): a for name, a in named.items()}
-        if listed is not None and len(given) < 2 and named.get(shapes) is None:
+        if listed is not None and len(positional) < 2 and named.get(shapes) is None:
             named[shapes] = listed
-        if len(given) > 1 and given[1] is None:
-            given[1] = listed
-        value = given[0] if given else named.get("value")
-        given[1:3] = (_tensor(a, value) for a in given[1:3])
-        return public(*given, **{n: _tensor(a, value) if n in (shapes, starts) else a for n, a in named.items()})
+        if len(positional) > 1 and positional[1] is None:
+            positional[1] = listed
+        value = positional[0] if positional else named.get("value")
+        positional[1:3] = (_as_table(a, value) for a in positional[1:3])
+        return public(*positional, **{n: _as_table(a, value) if n in (shapes, starts) else a for n, a in named.items()})
 
     return call
 
 
-def _is_of_pairs(a: Any) -> bool:
+def _holds_pairs(a: Any) -> bool:
     return isinstance(a, (list, tuple)) and len(a) > 0 and all(isinstance(pair, (list, tuple)) for pair in a)
 
 
-def _tensor(table: Any, value: Any) -> Any:
+def _as_table(table: Any, value: Any) -> Any:
     return torch.tensor(table, device=value.device) if isinstance(table, (list, tuple)) and isinstance(value, Tensor) else table
