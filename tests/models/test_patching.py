@@ -165,12 +165,18 @@ def test_parameters_by_name_only():
 def test_errors():
     with pytest.raises(TypeError, match=r"^target must be a library's name, a module or a torch.nn.Module; got int$"):
         mx_driving.patch(3)  # pyright: ignore
+    for name in ("", ".models", "models..ops"):
+        with pytest.raises(TypeError, match=rf"^target must be a library's name, .*; got '{name}'$"):
+            mx_driving.patch(name)
     for name in ("no_such_library", "no_such_library.models.ops"):
+        known = r" Libraries that are known by name: dfine_seg, .*, transformers, ultralytics"
         with pytest.raises(
-            ModuleNotFoundError, match=f"^target must be installed, and .*; got '{name}', which is not$"
+            ModuleNotFoundError, match=f"^target must be installed; got '{name}', which is not{known}$"
         ) as error:
             mx_driving.patch(name)
         assert error.value.name == "no_such_library"
+    with pytest.raises(ModuleNotFoundError, match=r"got 'tranformers', which is not; is it 'transformers'\? Libraries"):
+        mx_driving.patch("tranformers")
     with pytest.raises(ValueError, match=r"^target must have a deformable sampling core of a known form; got none in json$"):
         mx_driving.patch("json")
     alone = types.ModuleType("alone")
@@ -181,8 +187,18 @@ def test_errors():
 
 def test_a_known_library_that_is_not_installed_is_a_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"^target must be installed, and .*; got 'transformers', which is not$"):
+    with pytest.raises(ModuleNotFoundError, match=r"^target must be installed; got 'transformers', which is not$"):
         mx_driving.patch("transformers")
+
+
+@pytest.mark.parametrize("kind", [ImportError, ModuleNotFoundError])
+def test_a_library_that_is_installed_and_cannot_be_imported_is_said_to_be_so(kind, tmp_path, monkeypatch):
+    (tmp_path / "a_broken_library.py").write_text(f"raise {kind.__name__}('libnothing.so is missing', name='nothing')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sentence = r"^target must be imported without an error; got 'a_broken_library': libnothing\.so is missing$"
+    with pytest.raises(kind, match=sentence) as error:
+        mx_driving.patch("a_broken_library")
+    assert (type(error.value), error.value.name) == (kind, "nothing")
 
 
 def test_a_library_that_imports_late_says_what_to_import(tmp_path, monkeypatch):

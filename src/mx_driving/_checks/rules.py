@@ -97,14 +97,24 @@ def flag(name: str, word: str) -> NoReturn:
 
 
 def patch_target(target: object) -> NoReturn:
-    fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", type(target).__name__)
+    fact = repr(target) if isinstance(target, str) else type(target).__name__
+    fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", fact)
 
 
-def no_library(name: str, error: ImportError, reason: str) -> NoReturn:
-    """Of the kind of the import's own error."""
-    missing = isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}.")
-    fact = f"{name!r}, which is not" if missing else f"{name!r}: {reason}"
-    raise type(error)(f"target must be installed, and be imported without an error; got {fact}", name=error.name) from error
+def no_library(name: str, missing: str | None, known: Sequence[str]) -> NoReturn:
+    """Raise ModuleNotFoundError for a module that is not installed; a name that nearly is a known library's may be a slip."""
+    import difflib
+
+    meant = difflib.get_close_matches(name, known, n=1)
+    remark = f"; is it {meant[0]!r}?" if meant and name not in known else ""
+    remark += f" Libraries that are known by name: {', '.join(known)}" if name not in known else ""
+    fact = f"{name!r}, which is not{remark}"
+    raise ModuleNotFoundError(f"target must be installed; got {fact}", name=missing)
+
+
+def broken_library(name: str, error: ImportError, reason: str) -> NoReturn:
+    """Raise an error of the import's own kind for a module that is installed and cannot be imported."""
+    raise type(error)(f"target must be imported without an error; got {name!r}: {reason}", name=error.name) from error
 
 
 def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str]) -> NoReturn:

@@ -121,7 +121,7 @@ def find(target: Any, modules: bool) -> Found:
     elif isinstance(target, types.ModuleType):
         found.look(target)
         _of_package(target.__name__, found)
-    elif isinstance(target, str):
+    elif isinstance(target, str) and all(target.split(".")):
         _of_name(_ALIASES.get(target, target), found)
     else:
         _checks.rules.patch_target(target)
@@ -158,7 +158,9 @@ def _of_name(name: str, found: Found) -> None:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            _checks.rules.no_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
+            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+                _checks.rules.no_library(name, error.name, sorted(_FILES))
+            _checks.rules.broken_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
         _of_package(name, found)
         if not len(found):
             _name_unloaded(name, found)
@@ -193,5 +195,5 @@ def _marked(library: str, files: str) -> Iterator[str]:
 def _folders(library: str) -> Iterable[pathlib.Path]:
     spec = importlib.util.find_spec(library)
     if spec is None:
-        _checks.rules.no_library(library, ModuleNotFoundError(name=library), "")
+        _checks.rules.no_library(library, library, sorted(_FILES))
     return [pathlib.Path(folder) for folder in spec.submodule_search_locations or []]
