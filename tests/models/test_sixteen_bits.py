@@ -1,0 +1,78 @@
+"""Patched detectors in 16 bits on a CPU. Torch's own grid_sample loses its place there: docs/models.md has the report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+transformers = pytest.importorskip("transformers")
+
+import models  # noqa: E402
+
+import mx_driving  # noqa: E402
+
+HEIGHT, WIDTH = 192, 256  # the rows of the largest level, 24 x 32 x 64 channels, do not fit in 16 bits
+ANCHORS = 24 * 32 + 12 * 16 + 6 * 8
+STAGES = {"out_features": ["stage2", "stage3", "stage4"], "hidden_sizes": [8, 16, 16, 32], "depths": [1] * 4}
+WIDTHS = {"d_model": 64, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "decoder_layers": 2, "num_labels": 3}
+HYBRID = {
+    **{"encoder_hidden_dim": 64, "encoder_in_channels": [16, 16, 32], "decoder_in_channels": [64] * 3},
+    **{"hidden_expansion": 0.5, "num_queries": ANCHORS},  # all anchors: no rounding error chooses others
+}
+BLOCKS = {
+    **{"stem_channels": [3, 8, 8], "stage_in_channels": [8, 8, 16, 16], "stage_mid_channels": [8] * 4},
+    **{"stage_out_channels": [8, 16, 16, 32], "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [1] * 4},
+}
+
+
+def deformable_detr():
+    backbone = transformers.ResNetConfig(embedding_size=8, layer_type="basic", **STAGES)
+    sizes = {**WIDTHS, "num_queries": 30, "encoder_layers": 1}
+    config = transformers.DeformableDetrConfig(backbone_config=backbone, use_timm_backbone=False, **sizes)
+    return transformers.DeformableDetrForObjectDetection(config)
+
+
+def rt_detr():
+    backbone = transformers.RTDetrResNetConfig(embedding_size=8, layer_type="basic", **STAGES)
+    return transformers.RTDetrForObjectDetection(transformers.RTDetrConfig(backbone_config=backbone, **WIDTHS, **HYBRID))
+
+
+def d_fine():
+    backbone = transformers.HGNetV2Config(embedding_size=8, **STAGES, **BLOCKS)
+    return transformers.DFineForObjectDetection(transformers.DFineConfig(backbone_config=backbone, **WIDTHS, **HYBRID))
+
+
+def scores(model, picture):
+    """The scores of each class in order: queries that nearly tie may change places."""
+    with torch.no_grad():
+        logits = model(pixel_values=picture).logits.float()
+    return logits.sort(1).values
+
+
+def sampled_in_float32(value, grid, own=F.grid_sample, **options):
+    return own(value.float(), grid.float(), **options).to(value.dtype)
+
+
+def distance(found, expected):
+    return float((found - expected).square().mean().sqrt() / expected.std())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", [deformable_detr, rt_detr, d_fine])
+def test_a_patched_detector_in_sixteen_bits_is_near_float32(build, dtype, monkeypatch):
+    """No farther than twice the distance of its own code with the sampling in float32: two draws of the same roundings."""
+    torch.manual_seed(0)
+    model, picture = build().eval(), torch.rand(1, 3, HEIGHT, WIDTH)
+    models.make_sensitive(models.Subject("small", model, {"pixel_values": picture}))
+    model = model.to(dtype).float()  # weights that both dtypes have
+    expected = scores(model, picture.to(dtype).float())
+    model.to(dtype)
+    with mx_driving.patched(model) as done:
+        found = scores(model, picture.to(dtype))
+    assert len(done.layers) == (3 if build is deformable_detr else 2)
+    assert found.isfinite().all()
+    monkeypatch.setattr(F, "grid_sample", sampled_in_float32)
+    theirs = distance(scores(model, picture.to(dtype)), expected)
+    assert distance(found, expected) < 2 * theirs < 0.2
