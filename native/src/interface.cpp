@@ -1,6 +1,5 @@
 // The C interface: tensors in an array, checks, one call.
 #include <algorithm>
-#include <atomic>
 #include <climits>
 #include <initializer_list>
 
@@ -36,20 +35,19 @@ struct Request {
     // tensor(i): argument i. Memory for a gradient may be left out, too.
     template <class Of> Request(const Function &f, Of &&tensor) : function(f) {
         for (int i = 0; i < count(); ++i) {
-            const Argument &argument = f.arguments[size_t(i)];
+            const Argument &argument = f.arguments[i];
             const mxd_tensor *t = tensor(i);
             if (t && !t->data && i >= f.first_written && !argument.required) t = nullptr;
             tensors[i] = t;
             if (t) given[i] = {t->shape, argument.split.count, t->dtype, t->data, t->strides};
         }
     }
-    int count() const { return int(function.arguments.size()); }
+    int count() const { return function.arguments.count; }
 
     // Returns a status.
     int check(int64_t option) {
-        const Description &op = *function.op;
-        if (option != 0 && (option < 0 || option >= int64_t(op.choices.size())))
-            return refuse(MXD_BAD_SHAPE, sentence(std::string(op.option), "be 0 or 1", std::to_string(option)));
+        if (option != 0 && (option < 0 || option >= function.choices.count))
+            return refuse(MXD_BAD_SHAPE, sentence(std::string(function.option), "be 0 or 1", std::to_string(option)));
         if (!fits(function, given, count(), option, sizes))
             return refuse(function, refusal_of(function, given, count(), option));
         const Refusal memory = check_memory(function, given);
@@ -63,22 +61,9 @@ int run_call(const Function &function, Call &call) {
     return status == MXD_OK ? MXD_OK : refuse(status, sentence_of(status, function, call));
 }
 
-// A function of this interface, looked for at its first call.
-struct Entry {
-    const char *name;
-    std::atomic<const Function *> found{nullptr};
-
-    explicit constexpr Entry(const char *of) : name(of) {}
-    const Function &function() {
-        const Function *known = found.load(std::memory_order_acquire);
-        if (!known) found.store(known = find_function(name), std::memory_order_release);
-        return *known;
-    }
-};
-
-int run_function(Entry &entry, std::initializer_list<const mxd_tensor *> tensors, int num_threads, int option = 0) {
+int run_function(const Function &function, std::initializer_list<const mxd_tensor *> tensors, int num_threads, int option = 0) {
     return out_of_memory_if_thrown([&] {
-        Request request(entry.function(), [&](int i) { return tensors.begin()[i]; });
+        Request request(function, [&](int i) { return tensors.begin()[i]; });
         const int status = request.check(option);
         if (status != MXD_OK) return status;
         Call call = request.call(option, num_threads);
@@ -95,12 +80,12 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
     const Function *function = name ? find_function(name) : nullptr;
     if (!function) return bad_name(name);
     if (!tensors) return refuse(MXD_BAD_MEMORY, sentence("tensors", "be an array", "NULL"));
-    const int wanted = int(function->arguments.size());
-    if (count != wanted)
-        return refuse(MXD_BAD_SHAPE,
-                      sentence("count", "be the " + std::to_string(wanted) + " of " + function->name, std::to_string(count)));
+    const int arguments = function->arguments.count;
+    if (count != arguments)
+        return refuse(MXD_BAD_SHAPE, sentence("count", "be the " + std::to_string(arguments) + " of " + function->name,
+                                              std::to_string(count)));
     Request request(*function, [&](int i) { return tensors[i].dtype == MXD_NOT_GIVEN ? nullptr : &tensors[i]; });
-    const int64_t option = options && !function->op->option.empty() ? options[0] : 0;
+    const int64_t option = options && !function->option.empty() ? options[0] : 0;
     const int status = request.check(option);
     if (status != MXD_OK) return status;
     Call call = request.call(option, 1);
@@ -110,7 +95,7 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
 
 // Which axis reference points belong to makes no difference to a plan: the one that fits.
 int64_t fitting_option(const Function &function, Request &request) {
-    return !function.op->option.empty() && !fits(function, request.given, request.count(), 0, request.sizes) &&
+    return !function.option.empty() && !fits(function, request.given, request.count(), 0, request.sizes) &&
            fits(function, request.given, request.count(), 1, request.sizes);
 }
 
@@ -141,8 +126,8 @@ typedef const mxd_tensor *T;
 // A function with its tensors, in the order of its description. `option` is its option or 0.
 #define FUNCTION(name, parameters, option, ...)                                                                                \
     int mxd_##name parameters {                                                                                                \
-        static mxd::Entry entry(#name);                                                                                        \
-        return mxd::run_function(entry, {__VA_ARGS__}, threads, option);                                                       \
+        static const mxd::Function &function = *mxd::find_function(#name);                                                     \
+        return mxd::run_function(function, {__VA_ARGS__}, threads, option);                                                    \
     }
 
 extern "C" {

@@ -74,10 +74,10 @@ int run(Call &call) {
 }
 
 std::string sentence_of(int status, const Function &function, const Call &call) {
-    const auto name = [&](int input) { return function.arguments[size_t(function.first_input + input)].name; };
+    const auto name = [&](int input) { return function.arguments[function.first_input + input].name; };
     if (status == MXD_BAD_RANK) return fault_of_ranks(call);
     if (status == MXD_BAD_LEVEL) return fault_of_levels(call, name(1), name(2));
-    return "the native kernel of " + std::string(function.op->name) + " was given not enough memory for its scratch buffers";
+    return "the native kernel of " + std::string(function.op) + " was given not enough memory for its scratch buffers";
 }
 
 } // namespace mxd

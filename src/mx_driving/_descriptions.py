@@ -1,4 +1,4 @@
-"""What each operator takes and gives, as text that Python and the native library both read; CMake copies it into the library.
+"""What each operator takes and gives. native/src/call/description.cpp has the same as a table; a test compares them.
 
 A line that begins an operator is its name. Below it stand its tensors in order: name, elements, axes, and what else holds,
 with two spaces or more between. `floating` is float32, float64, float16 or bfloat16, `index` is int32 or int64, `number` is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import pathlib
+import re
 
 import cases
 import numpy as np
@@ -241,7 +242,11 @@ def test_anything_gives_the_bits_or_the_sentence_of_torch():
             expected = in_torch(graph, arrays)
             if isinstance(expected, str):
                 assert isinstance(found, str), (graph, [a.shape for a in arrays], expected)
-                assert found.endswith(f"Status Message: {expected}"), graph
+                sentence = found.partition("Status Message: ")[2]
+                if " must have shape " in expected:  # the first tensor that disagrees with those before it: perhaps another one
+                    assert re.match(r"\w+ must have shape \(.+\); got \(.*\)$", sentence), graph
+                else:
+                    assert sentence == expected.partition("; axes 1 and 2")[0], graph  # without the hint
                 refused[graph.operator] += 1
             else:
                 assert not isinstance(found, str), (graph, [a.shape for a in arrays], found)

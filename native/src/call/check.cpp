@@ -3,6 +3,7 @@
 #include "call/check.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "call/memory.h"
 #include "call/tensor.h"
@@ -33,7 +34,7 @@ bool too_many_elements(const Given &t) {
 
 // -1: a factor is not known.
 int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
-    const int64_t first = sizes.of[axis.size], second = axis.times < 0 ? 1 : sizes.of[axis.times];
+    const int64_t first = sizes.of[axis.size], second = axis.times == sizes::NONE ? 1 : sizes.of[axis.times];
     if (first < 0 || second < 0) return -1;
     int64_t product;
     return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
@@ -41,71 +42,59 @@ int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
 
 // Learns sizes that are not known yet.
 bool shape_fits(const Argument &argument, const Given &t, AxisSizes &sizes) {
-    const OfAxes<NamedAxis> *axes = argument.axes_of(t.axes);
-    if (!axes) return false;
-    const int64_t *shape = t.shape;
-    for (const NamedAxis &axis : *axes) {
-        const int64_t size = *shape++;
-        if (size < 0) return false;
-        if (axis.size < 0) {
-            if (size != axis.number && size != axis.other) return false;
-        } else if (axis.times >= 0) {
-            const int64_t product = product_of(axis, sizes);
-            if (product >= 0 && size != product) return false;
-        } else if (sizes.of[axis.size] < 0) {
-            sizes.of[axis.size] = size;
-        } else if (size != sizes.of[axis.size]) {
-            return false;
-        }
+    const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(t.axes);
+    for (int a = 0; a < t.axes; ++a) {
+        if (!axes || t.shape[a] < 0) return false;
+        const NamedAxis &axis = (*axes)[a];
+        const int64_t size = product_of(axis, sizes);
+        if (size >= 0 && size != t.shape[a]) return false;
+        if (axis.times == sizes::NONE) sizes.of[axis.size] = t.shape[a];
     }
-    return true;
+    return axes;
 }
 
-bool groups_fit(const Description &op, const AxisSizes &sizes) {
-    const int64_t groups = op.divisor < 0 ? 1 : sizes.of[op.divisor];
-    return groups == 1 || (groups > 0 && sizes.of[op.divided] % groups == 0);
+bool groups_fit(const AxisSizes &sizes) {
+    const int64_t groups = sizes.of[sizes::group];
+    return groups < 0 || groups == 1 || (groups > 0 && sizes.of[sizes::c] % groups == 0);
 }
 
 // Sample (level, point) belongs to reference point `level`, or the only one; with option 1 to `point % R`.
-bool references_fit(const Description &op, int64_t option, const AxisSizes &sizes) {
-    if (op.references < 0) return true;
-    const int64_t count = sizes.of[op.references];
-    return option == 1 ? count > 0 && sizes.of[op.points] % count == 0 : count == sizes.of[op.levels] || count == 1;
+bool references_fit(int64_t option, const AxisSizes &sizes) {
+    const int64_t count = sizes.of[sizes::R], coordinates = sizes.of[sizes::TWO_OR_FOUR];
+    if (count < 0) return true;
+    if (coordinates != 2 && coordinates != 4) return false;
+    return option == 1 ? count > 0 && sizes.of[sizes::num_points] % count == 0
+                       : count == sizes.of[sizes::num_levels] || count == 1;
 }
 
 constexpr int64_t MOST_ROWS = INT32_MAX; // a bound is a row more
 
-bool sizes_fit(const Description &op, const AxisSizes &sizes) {
-    const int64_t either = op.either < 0 ? 0 : sizes.of[op.either];
-    return (op.either < 0 || either == op.either_of[0] || either == op.either_of[1]) && sizes.of[op.rows] < MOST_ROWS &&
-           groups_fit(op, sizes);
-}
+bool rows_fit(const AxisSizes &sizes) { return std::max(sizes.of[sizes::num_keys], sizes.of[sizes::num_feat]) < MOST_ROWS; }
 
 // Whether a tensor of all axes at once would not be too large.
-bool all_are_small(const Description &op, const AxisSizes &sizes) {
-    double elements = 64; // axes that are numbers
-    for (size_t size = 0; size < op.sizes.size(); ++size) elements *= double(std::max<int64_t>(sizes.of[size], 1));
+bool all_are_small(const AxisSizes &sizes) {
+    double elements = 1;
+    for (int64_t size : sizes.of) elements *= double(std::max<int64_t>(size, 1));
     return elements < double(TOO_MANY);
 }
 
 } // namespace
 
 bool fits(const Function &function, Given *given, int count, int64_t option, AxisSizes &sizes) {
-    const Description &op = *function.op;
-    sizes = op.at_first;
+    sizes = NUMBERS;
     const int64_t of_value = given[function.first_input].dtype;
-    const Argument *argument = function.arguments.data();
+    const Argument *argument = function.arguments.begin();
     int64_t signs = 0;
     for (int i = 0; i < count; ++i, ++argument) {
         Given &t = given[i];
         if (!is_given(t) && !argument->required) continue;
         if (!is_given(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
-        if (t.axes != argument->places.count) continue; // looked at below, when factors of products are known
+        if (t.axes != argument->split.count) continue; // looked at below, when factors of products are known
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
         bool side_by_side = t.strides;
         for (int a = t.axes; a-- > 0;) {
-            int64_t &size = sizes.of[argument->places[a]];
+            int64_t &size = sizes.of[argument->split[a].size];
             if (size < 0) size = shape[a];
             if (size != shape[a]) return false;
             side_by_side &= uint64_t(strides[a]) == elements;
@@ -116,11 +105,11 @@ bool fits(const Function &function, Given *given, int count, int64_t option, Axi
     }
     if (signs < 0) return false;
     for (int i = 0; i < count; ++i)
-        if (is_given(given[i]) && given[i].axes != function.arguments[size_t(i)].places.count &&
-            !shape_fits(function.arguments[size_t(i)], given[i], sizes))
+        if (is_given(given[i]) && given[i].axes != function.arguments[i].split.count &&
+            !shape_fits(function.arguments[i], given[i], sizes))
             return false;
-    if (!all_are_small(op, sizes) && std::any_of(given, given + count, too_many_elements)) return false;
-    return sizes_fit(op, sizes) && references_fit(op, option, sizes);
+    if (!all_are_small(sizes) && std::any_of(given, given + count, too_many_elements)) return false;
+    return rows_fit(sizes) && groups_fit(sizes) && references_fit(option, sizes);
 }
 
 namespace {
@@ -139,37 +128,44 @@ std::string name_of(const Given &t) {
     }
 }
 
-// The tensors of a call that does not fit.
+// The tensors of a call that does not fit. Inputs are looked at in order, then the output or gradients; a tensor that
+// disagrees with those before it is refused.
 class Judge {
   public:
-    Judge(const Function &f, const Given *g, int c, int64_t o) : function(f), op(*f.op), given(g), count(c), option(o) {}
+    Judge(const Function &f, const Given *g, int c, int64_t o) : function(f), given(g), count(c), option(o) {}
 
-    Refusal refusal() {
+    Refusal refusal() const {
         for (int i = 0; i < count; ++i)
-            if (argument(i).required && !is_given(given[i])) return refuse(MXD_BAD_MEMORY, i, "be given", "no tensor");
-        agreed = sizes_but(-1);
-        const std::vector<int> all = in_order();
-        for (int i : all) {
-            Refusal found = wrong_shape(i);
-            if (found.status != MXD_OK) return found;
+            if (function.arguments[i].required && !is_given(given[i])) return {MXD_BAD_MEMORY, i, "be given", "no tensor"};
+        AxisSizes sizes = NUMBERS;
+        for (int i : in_order()) {
+            if (!shape_fits(function.arguments[i], given[i], sizes)) return refuse_shape(i);
+            if (too_many_elements(given[i]))
+                return {MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(given[i])};
         }
-        const Refusal found = wrong_size();
-        if (found.status != MXD_OK) return found;
-        for (int i : all)
-            if (!dtype_fits(argument(i).elements, given[i].dtype, value().dtype))
-                return refuse(MXD_BAD_DTYPE, i, dtypes(argument(i).elements), name_of(given[i]));
+        if (!references_fit(option, sizes)) return refuse_shape(first_with(sizes::R));
+        if (!groups_fit(sizes))
+            return {MXD_BAD_SHAPE, first_with(sizes::group),
+                    "have a group count that divides c=" + std::to_string(sizes.of[sizes::c]),
+                    std::to_string(sizes.of[sizes::group])};
+        if (!rows_fit(sizes)) {
+            const sizes::Name rows = sizes.of[sizes::num_keys] < 0 ? sizes::num_feat : sizes::num_keys;
+            return {MXD_BAD_SHAPE, first_with(rows),
+                    "have " + std::string(SIZE_NAMES[rows]) + " < " + std::to_string(MOST_ROWS),
+                    std::to_string(sizes.of[rows])};
+        }
+        for (int i : in_order())
+            if (!dtype_fits(function.arguments[i].elements, given[i].dtype, value().dtype))
+                return {MXD_BAD_DTYPE, i, dtypes(function.arguments[i].elements), name_of(given[i])};
         return {};
     }
 
   private:
     const Function &function;
-    const Description &op;
     const Given *given;
     const int count;
     const int64_t option;
-    AxisSizes agreed;
 
-    const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
     const Given &value() const { return given[function.first_input]; }
     bool is_input(int i) const { return i >= function.first_input && i < function.first_input + function.num_inputs; }
 
@@ -182,107 +178,52 @@ class Judge {
         return all;
     }
 
-    Refusal refuse(int status, int i, const std::string &rule, const std::string &fact) const {
-        return {status, i, rule, fact};
+    int first_with(sizes::Name size) const {
+        const auto has = [&](int i) {
+            const auto &split = function.arguments[i].split;
+            return std::any_of(split.begin(), split.end(), [&](const NamedAxis &axis) { return axis.size == size; });
+        };
+        int i = function.first_input;
+        while (!has(i)) ++i;
+        return i;
     }
 
-    // The size that a tensor gives an axis, or -1.
-    int64_t given_by(int i, int size) const {
-        const OfAxes<NamedAxis> *axes = is_given(given[i]) ? argument(i).axes_of(given[i].axes) : nullptr;
-        for (int a = 0; axes && a < axes->count; ++a)
-            if ((*axes)[a].size == size && (*axes)[a].times < 0) return given[i].shape[a];
-        return -1;
-    }
-
-    // The size that most inputs but one give an axis.
-    int64_t most_give(int size, int but = -1) const {
-        std::vector<int64_t> found;
-        for (int i = 0; i < count; ++i)
-            if (i != but && is_input(i) && given_by(i, size) >= 0) found.push_back(given_by(i, size));
-        const auto times = [&](int64_t one) { return std::count(found.begin(), found.end(), one); };
-        const auto most =
-            std::max_element(found.begin(), found.end(), [&](int64_t a, int64_t b) { return times(a) < times(b); });
-        return most == found.end() ? -1 : *most;
-    }
+    // The sizes that the other inputs have; of as many that disagree, the first.
     AxisSizes sizes_but(int i) const {
-        AxisSizes sizes;
-        for (size_t size = 0; size < op.sizes.size(); ++size) sizes.of[size] = most_give(int(size), i);
+        AxisSizes sizes = NUMBERS;
+        for (int other = 0; other < count; ++other) {
+            if (other == i || !is_input(other) || !is_given(given[other])) continue;
+            const List<NamedAxis, MOST_AXES> *axes = function.arguments[other].axes_of(given[other].axes);
+            for (int a = 0; axes && a < axes->count; ++a) {
+                int64_t &size = sizes.of[(*axes)[a].size];
+                if ((*axes)[a].times == sizes::NONE && size < 0) size = given[other].shape[a];
+            }
+        }
         return sizes;
     }
 
-    std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) const {
-        if (axis.size >= 0 && axis.size == op.references)
-            return option == 1 ? "a divisor of " + with_size(op.sizes[size_t(op.points)], sizes.of[op.points])
-                               : with_size(op.sizes[size_t(op.levels)], sizes.of[op.levels]) + " or 1";
-        return with_size(axis.text, axis.size < 0 ? -1 : product_of(axis, sizes));
-    }
-    static std::string with_size(std::string_view name, int64_t size) {
-        return std::string(name) + (size < 0 ? "" : "=" + std::to_string(size));
-    }
-
-    // Adjacent axes that would fit the other way round; -1: none.
-    int swapped_axis(int i, const AxisSizes &others) const {
-        std::vector<int64_t> shape(given[i].shape, given[i].shape + given[i].axes);
-        for (size_t a = 0; a + 1 < shape.size(); ++a) {
-            std::swap(shape[a], shape[a + 1]);
-            if (all_fit(i, {shape.data(), given[i].axes, given[i].dtype}, others)) return int(a);
-            std::swap(shape[a], shape[a + 1]);
-        }
-        return -1;
-    }
-
-    // Another input that would fit in this shape of two axes or more; -1: none.
-    int look_alike(int i, const AxisSizes &others) const {
-        for (int j = 0; j < count && is_input(i) && given[i].axes > 1; ++j)
-            if (j != i && is_input(j) && is_given(given[j]) && all_fit(j, given[i], others)) return j;
-        return -1;
-    }
-
-    bool all_fit(int i, const Given &t, AxisSizes sizes) const {
-        const int64_t levels = op.references < 0 ? -1 : sizes.of[op.levels];
-        if (op.references >= 0 && is_input(i)) sizes.of[op.references] = -1;
-        if (!shape_fits(argument(i), t, sizes)) return false;
-        return levels < 0 || sizes.of[op.points] < 0 || sizes.of[op.references] < 0 || references_fit(op, option, sizes);
+    static std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
+        const int64_t size = axis.size < sizes::TWO ? product_of(axis, sizes) : -1;
+        std::string text = SIZE_NAMES[axis.size];
+        if (axis.times != sizes::NONE) text += std::string(" * ") + SIZE_NAMES[axis.times];
+        return size < 0 ? text : text + "=" + std::to_string(size);
     }
 
     Refusal refuse_shape(int i) const {
-        const Given &t = given[i];
         const AxisSizes others = sizes_but(i);
-        const OfAxes<NamedAxis> *axes = argument(i).axes_of(t.axes);
+        const Argument &argument = function.arguments[i];
+        const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(given[i].axes);
         std::string text;
-        for (const NamedAxis &axis : axes ? *axes : argument(i).axes)
-            text += (text.empty() ? "" : ", ") + with_size(axis, others);
-        const int at = swapped_axis(i, others);
-        const std::string places = std::to_string(at) + " and " + std::to_string(at + 1);
-        const int like = look_alike(i, others);
-        const std::string name = like < 0 ? "" : ", which looks like " + argument(like).name;
-        const std::string remark = at < 0 ? name : ", whose axes " + places + " look swapped";
-        const char *end = (axes ? *axes : argument(i).axes).count == 1 ? ",)" : ")";
-        return refuse(MXD_BAD_SHAPE, i, "have shape (" + text + end, text_of_shape(t) + remark);
-    }
-
-    Refusal wrong_shape(int i) const {
-        if (!all_fit(i, given[i], agreed)) return refuse_shape(i);
-        if (too_many_elements(given[i]))
-            return refuse(MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(given[i]));
-        return {};
-    }
-
-    // What is wrong with sizes that agree.
-    Refusal wrong_size() const {
-        const auto name = [&](int size) { return std::string(op.sizes[size_t(size)]); };
-        if (!groups_fit(op, agreed)) {
-            int i = function.first_input;
-            while (given_by(i, op.divisor) < 0) ++i;
-            return refuse(MXD_BAD_SHAPE, i,
-                          "have a " + name(op.divisor) + " count that divides " +
-                              with_size(name(op.divided), agreed.of[op.divided]),
-                          std::to_string(agreed.of[op.divisor]));
+        for (const NamedAxis &axis : axes ? *axes : argument.axes) {
+            text += text.empty() ? "" : ", ";
+            if (axis.size != sizes::R)
+                text += with_size(axis, others);
+            else if (option == 1)
+                text += "a divisor of " + with_size(sizes::num_points, others);
+            else
+                text += with_size(sizes::num_levels, others) + " or 1";
         }
-        if (agreed.of[op.rows] >= MOST_ROWS)
-            return refuse(MXD_BAD_SHAPE, function.first_input, "have " + name(op.rows) + " < " + std::to_string(MOST_ROWS),
-                          std::to_string(agreed.of[op.rows]));
-        return {};
+        return {MXD_BAD_SHAPE, i, "have shape (" + text + (argument.axes.count == 1 ? ",)" : ")"), text_of_shape(given[i])};
     }
 
     std::string dtypes(Elements elements) const {
@@ -291,7 +232,7 @@ class Judge {
         case Elements::INDEX: return "have dtype int32 or int64";
         case Elements::NUMBER: return "have a floating dtype, int32 or int64";
         default:
-            return "have " + argument(function.first_input).name + "'s dtype " + name_of(value()) +
+            return "have " + std::string(function.arguments[function.first_input].name) + "'s dtype " + name_of(value()) +
                    (is_16_bits(value().dtype) ? ", or float32" : "");
         }
     }
@@ -304,12 +245,12 @@ Refusal refusal_of(const Function &function, const Given *given, int count, int6
 }
 
 std::string sentence(const Function &function, const Refusal &why) {
-    const auto name = [&](int argument) { return function.arguments[size_t(argument)].name; };
+    const auto name = [&](int argument) { return std::string(function.arguments[argument].name); };
     return sentence(name(why.argument), why.other < 0 ? why.rule : why.rule + " " + name(why.other), why.fact);
 }
 
 Refusal check_memory(const Function &function, const Given *given) {
-    const int all = int(function.arguments.size());
+    const int all = function.arguments.count;
     Extent extents[MOST_ARGUMENTS];
     const auto view = [&](int i) {
         return View{given[i].data, element_size(given[i].dtype), given[i].axes, given[i].shape, given[i].strides};

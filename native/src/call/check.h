@@ -34,8 +34,7 @@ struct Refusal {
 
 std::string sentence(const Function &function, const Refusal &why);
 
-// What `fits` finds wrong. An axis has the size that most of the inputs give it, the first of them if as many give it
-// another; the first input that disagrees is refused.
+// What `fits` finds wrong: name, rule and fact.
 Refusal refusal_of(const Function &function, const Given *given, int count, int64_t option);
 
 // Every tensor of a function has memory for its elements, and one that is written has it for itself.

@@ -1,278 +1,195 @@
-// Reads the text that describes the operators, once.
+// The tables of the operators. The compiler makes them.
 #include "call/description.h"
 
-#include <algorithm>
-#include <iterator>
-#include <list>
-#include <numeric>
-
 namespace mxd {
-
 namespace {
 
-// ---- what the text does not say: kernels, and where a call keeps what the text names
-
-struct Kernel {
-    std::string_view name;
-    Operator op;
-};
-constexpr Kernel KERNELS[] = {{"multi_scale_deformable_attn", MULTI_SCALE},
-                              {"deformable_aggregation", AGGREGATION},
-                              {"geometric_kernel_attention", GEOMETRIC},
-                              {"bev_pool_v3", POOLING},
-                              {"", MULTI_SCALE}};
-
-struct Name {
-    std::string_view name;
-    Tensor Call::*input, Call::*gradient;
-};
-constexpr Name TENSORS[] = {{"value", &Call::value, &Call::grad_value},
-                            {"feature_maps", &Call::value, &Call::grad_value},
-                            {"feat", &Call::value, &Call::grad_value},
-                            {"value_spatial_shapes", &Call::shapes, nullptr},
-                            {"spatial_shapes", &Call::shapes, nullptr},
-                            {"spatial_shape", &Call::shapes, nullptr},
-                            {"value_level_start_index", &Call::starts, nullptr},
-                            {"level_start_index", &Call::starts, nullptr},
-                            {"scale_start_index", &Call::starts, nullptr},
-                            {"sampling_locations", &Call::locations, &Call::grad_locations},
-                            {"sample_locations", &Call::locations, &Call::grad_locations},
-                            {"sampling_offsets", &Call::locations, &Call::grad_locations},
-                            {"key_points", &Call::locations, &Call::grad_locations},
-                            {"attention_weights", &Call::weights, &Call::grad_weights},
-                            {"weight", &Call::weights, &Call::grad_weights},
-                            {"attention_logits", &Call::weights, &Call::grad_weights},
-                            {"logits", &Call::weights, &Call::grad_weights},
-                            {"reference_points", &Call::reference, &Call::grad_reference},
-                            {"window", &Call::window, nullptr},
-                            {"projection", &Call::projection, &Call::grad_projection},
-                            {"image_size", &Call::image_size, nullptr},
-                            {"pair_scale", &Call::pair_scale, nullptr},
-                            {"depth", &Call::depth, &Call::grad_depth},
-                            {"ranks_feat", &Call::ranks_feat, nullptr},
-                            {"ranks_depth", &Call::ranks_depth, nullptr},
-                            {"ranks_bev", &Call::ranks_bev, nullptr},
-                            {"output", &Call::output, &Call::grad_output},
-                            {"", nullptr, nullptr}};
-
-// In the order in which axes.h has them.
-struct Size {
-    std::string_view name;
-    int64_t Sizes::*size;
-};
-constexpr Size SIZES[] = {{"bs", &Sizes::batch},
-                          {"num_keys", &Sizes::keys},
-                          {"num_feat", &Sizes::keys},
-                          {"num_queries", &Sizes::queries},
-                          {"anchor", &Sizes::queries},
-                          {"num_heads", &Sizes::heads},
-                          {"num_levels", &Sizes::scales},
-                          {"R", &Sizes::references},
-                          {"num_points", &Sizes::points},
-                          {"pts", &Sizes::points},
-                          {"cam", &Sizes::cameras},
-                          {"scale", &Sizes::scales},
-                          {"group", &Sizes::groups},
-                          {"embed_dims", &Sizes::channels},
-                          {"c", &Sizes::channels},
-                          {"n", &Sizes::points},
-                          {"", nullptr}};
-
-// The entry of a name; the last one, which has none, if it is not there.
-template <class Table> const auto &entry_of(const Table &table, std::string_view name) {
-    return *std::find_if(std::begin(table), std::end(table) - 1, [&](const auto &each) { return each.name == name; });
-}
-
-// ---- words of the text
-
-std::string_view trimmed(std::string_view text) {
-    const size_t first = text.find_first_not_of(' ');
-    return first == text.npos ? "" : text.substr(first, text.find_last_not_of(' ') - first + 1);
-}
-
-// What lies between separators; nothing is empty.
-std::vector<std::string_view> parts(std::string_view text, std::string_view separator) {
-    std::vector<std::string_view> found;
-    for (size_t end = 0; end != text.npos; text.remove_prefix(end == text.npos ? 0 : end + separator.size())) {
-        end = text.find(separator);
-        const std::string_view part = trimmed(text.substr(0, end));
-        if (!part.empty()) found.push_back(part);
-    }
-    return found;
-}
-
-bool is_number(std::string_view text) { return text.find_first_not_of("0123456789") == text.npos; }
-int64_t number(std::string_view text) { return std::stoll(std::string(text)); }
-
-int place_of(std::vector<std::string_view> &sizes, std::string_view name) {
-    const auto found = std::find(sizes.begin(), sizes.end(), name);
-    if (found != sizes.end()) return int(found - sizes.begin());
-    sizes.push_back(name);
-    return int(sizes.size()) - 1;
-}
-
-NamedAxis axis_of(std::string_view text, Description &op) {
-    NamedAxis axis;
-    axis.text = text;
-    const auto either = parts(text, " or "), factors = parts(text, " * ");
-    if (is_number(either.front())) {
-        axis.number = number(either.front());
-        axis.other = number(either.back());
-    } else {
-        axis.size = place_of(op.sizes, factors.front());
-        if (factors.size() > 1) axis.times = place_of(op.sizes, factors.back());
-    }
-    return axis;
-}
-
-// ---- one line, one argument
-
-// Where a number stands behind the named sizes, once all of these are known.
-int place_behind(const NamedAxis &axis, Description &op) {
-    const bool is_either = axis.number != axis.other;
-    int place = int(op.sizes.size());
-    while (place < MOST_SIZES - 1 && op.at_first.of[place] >= 0 && (is_either || op.at_first.of[place] != axis.number)) ++place;
-    if (is_either) {
-        op.either = MOST_SIZES - 1;
-        op.either_of[0] = axis.number;
-        op.either_of[1] = axis.other;
-        return op.either;
-    }
-    op.at_first.of[place] = axis.number;
-    return place;
-}
-
-OfAxes<int> layout_of(const Argument &argument, const Description &op) {
-    const OfAxes<NamedAxis> &split = argument.split;
-    std::vector<int> layout(size_t(split.count));
-    std::iota(layout.begin(), layout.end(), 0);
-    std::stable_sort(layout.begin(), layout.end(),
-                     [&](int a, int b) { return &entry_of(SIZES, split[a].text) < &entry_of(SIZES, split[b].text); });
-    const bool is_table = argument.tensor == &Call::shapes || argument.tensor == &Call::starts;
-    if (is_table && op.size("cam") < 0) layout.insert(layout.begin() + MAP_CAMERA, -1);
-    for (Tensor Call::*of_rows : {&Call::value, &Call::output, &Call::grad_value, &Call::grad_output}) {
-        if (argument.tensor != of_rows) continue;
-        if (layout.size() < 3) layout.insert(layout.begin() + BATCH, -1);
-        if (layout.size() < 4) layout.insert(layout.begin() + HEAD, -1);
-    }
-    OfAxes<int> found;
-    for (int from : layout) found.push_back(from);
-    return found;
-}
-
-Elements elements_of(std::string_view word) {
-    return word == "floating" ? Elements::FLOATING
-           : word == "index"  ? Elements::INDEX
-           : word == "number" ? Elements::NUMBER
-                              : Elements::OF_VALUE;
-}
-
-struct Line {
-    std::string_view name, elements, axes, rest;
+struct Input {
+    const char *name, *gradient_name; // gradient_name: or null
+    Elements elements;
+    bool required;
+    Tensor Call::*tensor, Call::*gradient;
+    List<NamedAxis, MOST_AXES> axes;
 };
 
-Argument argument_of(const Line &line, Description &op) {
+struct Description {
+    const char *name, *backward_name;
+    Operator kernel;
+    bool with_logits;
+    List<NamedAxis, MOST_AXES> output;
+    List<Input, 8> inputs;
+    List<sizes::Name, MOST_AXES> given = {};
+    std::string_view option = {};
+    List<std::string_view, 2> choices = {};
+};
+
+using namespace sizes;
+
+#define MXD_OPERATOR(name) #name, #name "_backward"
+// Inputs: floating with a gradient; read; floating, and may be left out. `member` of Call has the tensor.
+#define MXD_LEARNED(name, member, ...)                                                                                         \
+    Input {                                                                                                                    \
+        #name, "grad_" #name, Elements::FLOATING, true, &Call::member, &Call::grad_##member, { __VA_ARGS__ }                   \
+    }
+#define MXD_READ(name, elements, member, ...)                                                                                  \
+    Input {                                                                                                                    \
+        #name, nullptr, Elements::elements, true, &Call::member, nullptr, { __VA_ARGS__ }                                      \
+    }
+#define MXD_OPTIONAL(name, member, ...)                                                                                        \
+    Input {                                                                                                                    \
+        #name, nullptr, Elements::FLOATING, false, &Call::member, nullptr, { __VA_ARGS__ }                                     \
+    }
+
+// clang-format off
+constexpr Description DESCRIPTIONS[] = {
+    {MXD_OPERATOR(multi_scale_deformable_attn), MULTI_SCALE, false, {bs, num_queries, {num_heads, embed_dims}},
+     {MXD_LEARNED(value, value, bs, num_keys, num_heads, embed_dims),
+      MXD_READ(value_spatial_shapes, INDEX, shapes, num_levels, TWO),
+      MXD_READ(value_level_start_index, INDEX, starts, num_levels),
+      MXD_LEARNED(sampling_locations, locations, bs, num_queries, num_heads, num_levels, num_points, TWO),
+      MXD_LEARNED(attention_weights, weights, bs, num_queries, num_heads, num_levels, num_points)}},
+
+    {MXD_OPERATOR(deformable_aggregation), AGGREGATION, false, {bs, anchor, c},
+     {MXD_LEARNED(feature_maps, value, bs, num_feat, c),
+      MXD_READ(spatial_shape, INDEX, shapes, cam, scale, TWO),
+      MXD_READ(scale_start_index, INDEX, starts, cam, scale),
+      MXD_LEARNED(sample_locations, locations, bs, anchor, pts, cam, TWO),
+      MXD_LEARNED(weight, weights, bs, anchor, pts, cam, scale, group)}},
+
+    {MXD_OPERATOR(geometric_kernel_attention), GEOMETRIC, false, {bs, num_queries, {num_heads, embed_dims}},
+     {MXD_LEARNED(value, value, bs, num_keys, num_heads, embed_dims),
+      MXD_READ(spatial_shapes, INDEX, shapes, num_levels, TWO),
+      MXD_READ(level_start_index, INDEX, starts, num_levels),
+      MXD_READ(sampling_locations, NUMBER, locations, bs, num_queries, num_heads, num_levels, num_points, TWO),
+      MXD_LEARNED(attention_weights, weights, bs, num_queries, num_heads, num_levels, num_points)}},
+
+    {MXD_OPERATOR(multi_scale_deformable_attn_with_logits), MULTI_SCALE, true, {bs, num_queries, {num_heads, embed_dims}},
+     {MXD_LEARNED(value, value, bs, num_keys, num_heads, embed_dims),
+      MXD_READ(value_spatial_shapes, INDEX, shapes, num_levels, TWO),
+      MXD_READ(value_level_start_index, INDEX, starts, num_levels),
+      MXD_LEARNED(reference_points, reference, bs, num_queries, R, TWO_OR_FOUR),
+      MXD_LEARNED(sampling_offsets, locations, bs, num_queries, num_heads, num_levels, num_points, TWO),
+      MXD_LEARNED(attention_logits, weights, bs, num_queries, num_heads, {num_levels, num_points})},
+     {}, "reference_axis", {"level", "point"}},
+
+    {MXD_OPERATOR(deformable_aggregation_with_logits), AGGREGATION, true, {bs, anchor, c},
+     {MXD_LEARNED(feature_maps, value, bs, num_feat, c),
+      MXD_READ(spatial_shape, INDEX, shapes, cam, scale, TWO),
+      MXD_READ(scale_start_index, INDEX, starts, cam, scale),
+      MXD_LEARNED(key_points, locations, bs, anchor, pts, THREE),
+      MXD_LEARNED(projection, projection, bs, cam, FOUR, FOUR),
+      MXD_LEARNED(logits, weights, bs, anchor, cam, scale, pts, group),
+      MXD_OPTIONAL(image_size, image_size, bs, cam, TWO),
+      MXD_OPTIONAL(pair_scale, pair_scale, bs, anchor, cam, pts)}},
+
+    {MXD_OPERATOR(geometric_kernel_attention_with_logits), GEOMETRIC, true, {bs, num_queries, {num_heads, embed_dims}},
+     {MXD_LEARNED(value, value, bs, num_keys, num_heads, embed_dims),
+      MXD_READ(spatial_shapes, INDEX, shapes, num_levels, TWO),
+      MXD_READ(level_start_index, INDEX, starts, num_levels),
+      MXD_READ(reference_points, FLOATING, reference, bs, num_queries, num_heads, TWO),
+      MXD_READ(window, INDEX, window, num_points, TWO),
+      MXD_LEARNED(attention_logits, weights, bs, num_queries, num_heads, {num_levels, num_points})}},
+
+    {MXD_OPERATOR(bev_pool_v3), POOLING, false, {bs, c, d, h, w},
+     {MXD_LEARNED(feat, value, num_feat, c),
+      MXD_LEARNED(depth, depth, num_depth),
+      MXD_READ(ranks_feat, INDEX, ranks_feat, n),
+      MXD_READ(ranks_depth, INDEX, ranks_depth, n),
+      MXD_READ(ranks_bev, INDEX, ranks_bev, n)},
+     {bs, d, h, w}}};
+// clang-format on
+
+// Sorts axes by name, and adds the axes that other operators have there.
+constexpr List<int, MOST_AXES> layout_of(Tensor Call::*tensor, const List<NamedAxis, MOST_AXES> &axes) {
+    List<int, MOST_AXES> layout;
+    const auto insert = [&](int at, int axis) {
+        for (int a = layout.count++; a > at; --a) layout.all[a] = layout.all[a - 1];
+        layout.all[at] = axis;
+    };
+    for (int axis = 0; axis < axes.count; ++axis) {
+        int at = axis;
+        while (at > 0 && axes[layout[at - 1]].size > axes[axis].size) --at;
+        insert(at, axis);
+    }
+    const bool is_table = tensor == &Call::shapes || tensor == &Call::starts;
+    if (is_table && axes[0].size != cam) insert(MAP_CAMERA, -1);
+    for (Tensor Call::*rows : {&Call::value, &Call::output, &Call::grad_value, &Call::grad_output})
+        if (tensor == rows) {
+            if (layout.count < 3) insert(BATCH, -1);
+            if (layout.count < 4) insert(HEAD, -1);
+        }
+    return layout;
+}
+
+constexpr Argument argument_of(const char *name, Elements elements, bool required, Tensor Call::*tensor,
+                               const List<NamedAxis, MOST_AXES> &axes) {
     Argument argument;
-    argument.name = line.name;
-    argument.elements = elements_of(line.elements);
-    argument.required = line.rest != "optional";
-    for (std::string_view text : parts(line.axes, ", ")) {
-        argument.axes.push_back(axis_of(text, op));
-        for (std::string_view factor : parts(text, " * ")) argument.split.push_back(axis_of(factor, op));
+    argument.name = name;
+    argument.elements = elements;
+    argument.required = required;
+    argument.tensor = tensor;
+    argument.axes = axes;
+    for (const NamedAxis &axis : axes) {
+        argument.split.push_back(axis.size);
+        if (axis.times != NONE) argument.split.push_back(axis.times);
     }
-    argument.tensor = entry_of(TENSORS, line.name).input;
+    argument.layout = layout_of(tensor, argument.split);
+    argument.in_layout = argument.layout.count == argument.split.count;
+    for (int a = 0; a < argument.layout.count; ++a) argument.in_layout = argument.in_layout && argument.layout[a] == a;
     return argument;
 }
 
-Argument gradient_of(const Argument &of) {
-    Argument gradient = of;
-    gradient.name = "grad_" + of.name;
-    gradient.elements = Elements::FLOATING;
-    gradient.required = false;
-    gradient.tensor = entry_of(TENSORS, of.name).gradient;
-    return gradient;
+constexpr Function function_of(const Description &op, bool backward) {
+    Function f;
+    f.name = backward ? op.backward_name : op.name;
+    f.op = op.name;
+    f.kernel = op.kernel;
+    f.with_logits = op.with_logits;
+    f.backward = backward;
+    if (backward) f.arguments.push_back(argument_of("grad_output", Elements::FLOATING, true, &Call::grad_output, op.output));
+    f.first_input = f.arguments.count;
+    for (const Input &i : op.inputs) f.arguments.push_back(argument_of(i.name, i.elements, i.required, i.tensor, i.axes));
+    f.num_inputs = op.inputs.count;
+    f.first_written = f.arguments.count;
+    if (!backward) f.arguments.push_back(argument_of("output", Elements::OF_VALUE, true, &Call::output, op.output));
+    for (const Input &i : op.inputs)
+        if (backward && i.gradient_name)
+            f.arguments.push_back(argument_of(i.gradient_name, Elements::FLOATING, false, i.gradient, i.axes));
+    f.given = op.given;
+    f.option = op.option;
+    f.choices = op.choices;
+    return f;
 }
 
-// ---- an operator
+constexpr std::array<Function, FUNCTIONS> all_functions() {
+    std::array<Function, FUNCTIONS> all;
+    for (int i = 0; i < FUNCTIONS; ++i) all[size_t(i)] = function_of(DESCRIPTIONS[i / 2], i % 2);
+    return all;
+}
 
-struct Text {
-    std::list<Description> operators;
-    std::vector<Function> functions;
+constexpr std::array<Function, FUNCTIONS> ALL = all_functions();
 
-    Text() {
-        for (std::string_view paragraph : parts(DESCRIPTIONS, "\n\n")) add(paragraph);
-    }
-
-  private:
-    void add(std::string_view paragraph) {
-        Description &op = operators.emplace_back();
-        std::vector<Argument> inputs, outputs, gradients;
-        for (std::string_view line : parts(paragraph, "\n")) {
-            const auto words = parts(line, "  ");
-            const std::string_view first = words.front(), last = words.back();
-            if (words.size() == 1) op.name = op.bare = first;
-            if (words.size() < 3 && first == "built on") op.bare = last;
-            if (words.size() < 3 && first == "divides") {
-                op.divisor = op.size(parts(last, ", ").front());
-                op.divided = op.size(parts(last, ", ").back());
-            }
-            if (first == "sizes")
-                for (std::string_view size : parts(last, ", ")) op.given.push_back(op.size(size));
-            if (first == "option") {
-                op.option = words[1];
-                op.choices = parts(last, ", ");
-            } else if (words.size() > 2) {
-                const Line found{first, words[1], words[2], last};
-                (first == "output" ? outputs : inputs).push_back(argument_of(found, op));
-                if (last == "gradient") gradients.push_back(gradient_of(inputs.back()));
-            }
-        }
-        const Kernel &kernel = entry_of(KERNELS, op.bare);
-        if (kernel.name.empty()) return; // an operator of others
-        std::fill(std::begin(op.at_first.of), std::end(op.at_first.of), -1);
-        for (std::vector<Argument> *all : {&inputs, &outputs, &gradients})
-            for (Argument &each : *all) {
-                for (const NamedAxis &axis : each.split)
-                    each.places.push_back(axis.size >= 0 ? axis.size : place_behind(axis, op));
-                each.layout = layout_of(each, op);
-                each.in_layout =
-                    each.layout.count == each.split.count && std::is_sorted(each.layout.begin(), each.layout.end());
-            }
-        op.references = op.size("R");
-        op.levels = op.size("num_levels");
-        op.points = op.size("num_points");
-        op.rows = inputs.front().axes[std::min(int(KEY), inputs.front().axes.count - 2)].size;
-        for (std::string_view name : op.sizes) op.members.push_back(entry_of(SIZES, name).size);
-        Function forward{&op,    kernel.op, std::string(op.name), op.bare != op.name, false,
-                         inputs, 0,         int(inputs.size()),   int(inputs.size())};
-        Function backward = forward;
-        forward.arguments.push_back(outputs.front());
-        backward.name += "_backward";
-        backward.backward = true;
-        ++backward.first_input;
-        ++backward.first_written;
-        backward.arguments.insert(backward.arguments.begin(), gradient_of(outputs.front()));
-        backward.arguments.front().required = true;
-        backward.arguments.insert(backward.arguments.end(), gradients.begin(), gradients.end());
-        functions.push_back(forward);
-        functions.push_back(backward);
-    }
-};
+constexpr AxisSizes numbers() {
+    AxisSizes known{};
+    for (int64_t &size : known.of) size = -1;
+    known.of[TWO] = 2;
+    known.of[THREE] = 3;
+    known.of[FOUR] = 4;
+    return known;
+}
 
 } // namespace
 
-int Description::size(std::string_view of) const {
-    const auto found = std::find(sizes.begin(), sizes.end(), of);
-    return found == sizes.end() ? -1 : int(found - sizes.begin());
-}
+#define MXD_TEXT(name, member) #name,
+const char *const SIZE_NAMES[COUNT] = {MXD_SIZES(MXD_TEXT) "2", "3", "4", "2 or 4"};
+#define MXD_MEMBER(name, member) member,
+int64_t Sizes::*const SIZE_MEMBERS[TWO] = {MXD_SIZES(MXD_MEMBER)};
+constexpr AxisSizes NUMBERS = numbers();
 
-const std::vector<Function> &functions() {
-    static const Text text;
-    return text.functions;
-}
+const std::array<Function, FUNCTIONS> &functions() { return ALL; }
 
 const Function *find_function(std::string_view name) {
-    for (const Function &each : functions())
+    for (const Function &each : ALL)
         if (each.name == name) return &each;
     return nullptr;
 }

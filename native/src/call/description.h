@@ -1,93 +1,115 @@
-// What each operator takes and gives: src/mx_driving/_descriptions.py, which CMake copies into the library, as tables.
+// What each operator takes and gives, as tables: src/mx_driving/_descriptions.py in C++. tests/native/test_description.py
+// compares the two.
 #pragma once
 
-#include <string>
+#include <array>
+#include <initializer_list>
 #include <string_view>
-#include <vector>
 
 #include "call/call.h"
 
 namespace mxd {
 
-constexpr int MOST_ARGUMENTS = 16, MOST_AXES = 6, MOST_SIZES = 16;
+constexpr int MOST_ARGUMENTS = 16, MOST_AXES = 6, FUNCTIONS = 14;
+
+// A list whose memory is its own.
+template <class T, int MOST> struct List {
+    T all[MOST]{};
+    int count = 0;
+
+    constexpr List() = default;
+    constexpr List(std::initializer_list<T> items) {
+        for (const T &item : items) push_back(item);
+    }
+    constexpr void push_back(const T &item) { all[count++] = item; }
+    constexpr const T *begin() const { return all; }
+    constexpr const T *end() const { return all + count; }
+    constexpr const T &operator[](int index) const { return all[index]; }
+};
+
+// Names of sizes, and where a call keeps them. A tensor's axes are laid out in this order: axes.h.
+#define MXD_SIZES(SIZE)                                                                                                        \
+    SIZE(bs, &Sizes::batch)                                                                                                    \
+    SIZE(num_keys, &Sizes::keys)                                                                                               \
+    SIZE(num_feat, &Sizes::keys)                                                                                               \
+    SIZE(num_queries, &Sizes::queries)                                                                                         \
+    SIZE(anchor, &Sizes::queries)                                                                                              \
+    SIZE(num_heads, &Sizes::heads)                                                                                             \
+    SIZE(num_levels, &Sizes::scales)                                                                                           \
+    SIZE(R, &Sizes::references)                                                                                                \
+    SIZE(num_points, &Sizes::points)                                                                                           \
+    SIZE(pts, &Sizes::points)                                                                                                  \
+    SIZE(cam, &Sizes::cameras)                                                                                                 \
+    SIZE(scale, &Sizes::scales)                                                                                                \
+    SIZE(group, &Sizes::groups)                                                                                                \
+    SIZE(embed_dims, &Sizes::channels)                                                                                         \
+    SIZE(c, &Sizes::channels)                                                                                                  \
+    SIZE(n, &Sizes::points)                                                                                                    \
+    SIZE(num_depth, nullptr)                                                                                                   \
+    SIZE(d, nullptr)                                                                                                           \
+    SIZE(h, nullptr)                                                                                                           \
+    SIZE(w, nullptr)
+
+// Numbers are sizes, too, whose values are known.
+namespace sizes {
+#define MXD_NAME(name, member) name,
+enum Name : int { NONE = -1, MXD_SIZES(MXD_NAME) TWO, THREE, FOUR, TWO_OR_FOUR, COUNT };
+#undef MXD_NAME
+} // namespace sizes
+
+// "num_levels", "2 or 4"
+extern const char *const SIZE_NAMES[sizes::COUNT];
+// Null: a call has no member for this size.
+extern int64_t Sizes::*const SIZE_MEMBERS[sizes::TWO];
+
+// By sizes::Name; -1: not known.
+struct AxisSizes {
+    int64_t of[sizes::COUNT];
+};
+extern const AxisSizes NUMBERS; // only numbers are known
+
+// A size, or the product of two.
+struct NamedAxis {
+    sizes::Name size = sizes::NONE, times = sizes::NONE;
+
+    constexpr NamedAxis() = default;
+    constexpr NamedAxis(sizes::Name one, sizes::Name other = sizes::NONE) : size(one), times(other) {}
+};
 
 enum class Elements { FLOATING, INDEX, NUMBER, OF_VALUE }; // OF_VALUE: the dtype of the operator's first input
 
-// An axis has a size with a name, or the product of two, or is a number, or either of two.
-struct NamedAxis {
-    std::string_view text;     // "num_levels", "num_levels * num_points", "2 or 4"
-    int size = -1, times = -1; // places among the operator's sizes; -1: none
-    int64_t number = 0, other = 0;
-};
-
-// One thing for each axis of a tensor, in place: checks go through these at every call.
-template <class T> struct OfAxes {
-    T all[MOST_AXES];
-    int count = 0;
-
-    void push_back(const T &one) { all[count++] = one; }
-    const T *begin() const { return all; }
-    const T *end() const { return all + count; }
-    const T &operator[](int axis) const { return all[axis]; }
-};
-
 struct Argument {
-    std::string name;
+    const char *name = "";
     Elements elements{};
-    OfAxes<NamedAxis> axes;  // as they are described
-    OfAxes<NamedAxis> split; // as the C interface has them: both factors of a product
     bool required = false;
     Tensor Call::*tensor = nullptr;
-    OfAxes<int> places;     // of `split` among AxisSizes; numbers and `2 or 4` have places, too
-    OfAxes<int> layout;     // the axes of `tensor`, which axes.h names, among `split`; -1: one element
-    bool in_layout = false; // they are those of `split`
+    List<NamedAxis, MOST_AXES> axes;  // as they are described
+    List<NamedAxis, MOST_AXES> split; // as the C interface has them: both factors of a product
+    List<int, MOST_AXES> layout;      // the axes of `tensor`, which axes.h names, among `split`; -1: one element
+    bool in_layout = false;           // they are those of `split`
 
     // `axes` or `split`, whichever has so many; null: neither.
-    const OfAxes<NamedAxis> *axes_of(int number) const {
+    const List<NamedAxis, MOST_AXES> *axes_of(int number) const {
         return number == split.count ? &split : number == axes.count ? &axes : nullptr;
     }
 };
 
-// How large axes are, by the places of their names in Description::sizes; behind these, numbers. -1: not known.
-struct AxisSizes {
-    int64_t of[MOST_SIZES];
-};
-
-struct Description {
-    std::string_view name, bare;           // bare: the operator that this one is built on, or its own name
-    std::vector<std::string_view> sizes;   // names
-    std::vector<int64_t Sizes::*> members; // of a call; null: it has none for this
-    int divisor = -1, divided = -1;        // sizes: the first divides the second
-    int references = -1, levels, points;   // sizes, where the number of reference points depends on the option
-    int rows;                              // the size of the axis of value's rows
-    std::vector<int> given;                // sizes that no input has: bindings without an output have them as numbers
-    std::vector<std::string_view> choices; // of its option, if it has one
-    std::string_view option;
-
-    AxisSizes at_first; // only numbers are known
-    int either = -1;    // the place of the axis that is either of two numbers
-    int64_t either_of[2];
-
-    int size(std::string_view of) const; // its place, or -1
-};
-
 // One direction of an operator.
 struct Function {
-    const Description *op;
-    Operator kernel;
-    std::string name; // "multi_scale_deformable_attn_backward"
-    bool with_logits, backward;
+    const char *name = "", *op = ""; // "multi_scale_deformable_attn_backward", "multi_scale_deformable_attn"
+    Operator kernel{};
+    bool with_logits = false, backward = false;
     // In the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
-    std::vector<Argument> arguments;
-    int first_input, num_inputs;
-    int first_written; // the output or the gradients, which come last
+    List<Argument, MOST_ARGUMENTS> arguments;
+    int first_input = 0, num_inputs = 0;
+    int first_written = 0;              // the output or the gradients, which come last
+    List<sizes::Name, MOST_AXES> given; // sizes that no input has: bindings without an output have them as numbers
+    std::string_view option;            // or none
+    List<std::string_view, 2> choices;  // of the option
 };
 
-// The text; CMake makes text.cpp of it.
-extern const char DESCRIPTIONS[];
-
 // Every operator forward and backward, in the order of the text.
-const std::vector<Function> &functions();
+const std::array<Function, FUNCTIONS> &functions();
 
 // The function of this name, or null.
 const Function *find_function(std::string_view name);

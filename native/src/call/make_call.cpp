@@ -5,7 +5,7 @@ namespace mxd {
 namespace {
 
 void set_layout(Tensor &t, const mxd_tensor &given, const Argument &argument) {
-    const OfAxes<int> &layout = argument.layout;
+    const List<int, MOST_AXES> &layout = argument.layout;
     t.axes = layout.count;
     if (argument.in_layout) {
         static_cast<mxd_tensor &>(t) = given;
@@ -20,11 +20,11 @@ void set_layout(Tensor &t, const mxd_tensor &given, const Argument &argument) {
     }
 }
 
-Sizes sizes_of(const Description &op, const AxisSizes &sizes) {
+Sizes sizes_of(const AxisSizes &sizes) {
     Sizes n{};
     n.heads = n.cameras = 1;
-    for (size_t i = 0; i < op.sizes.size(); ++i)
-        if (op.members[i]) n.*op.members[i] = sizes.of[i];
+    for (int size = 0; size < sizes::TWO; ++size)
+        if (SIZE_MEMBERS[size] && sizes.of[size] >= 0) n.*SIZE_MEMBERS[size] = sizes.of[size];
     n.levels = n.cameras * n.scales;
     n.group_channels = n.groups > 0 ? n.channels / n.groups : 0;
     return n;
@@ -42,11 +42,11 @@ int64_t cells_of(const Tensor &t) {
 
 mxd_tensor split_products(const Argument &argument, const Given &tensor, const AxisSizes &sizes) {
     mxd_tensor to{const_cast<void *>(tensor.data), tensor.dtype, {}, {}};
-    const OfAxes<NamedAxis> &axes = *argument.axes_of(tensor.axes);
+    const List<NamedAxis, MOST_AXES> &axes = *argument.axes_of(tensor.axes);
     for (int from = 0, a = 0; from < axes.count; ++from, ++a) {
         to.shape[a] = tensor.shape[from];
         to.strides[a] = tensor.strides[from];
-        if (axes[from].times < 0) continue;
+        if (axes[from].times == sizes::NONE) continue;
         const int64_t inner = sizes.of[axes[from].times];
         to.shape[a] = sizes.of[axes[from].size];
         to.strides[a] *= inner;
@@ -69,7 +69,7 @@ Call make_call(const Function &function, const mxd_tensor *const *tensors, const
         if (*tensors) set_layout(call.*each.tensor, **tensors, each);
         ++tensors;
     }
-    call.sizes = sizes_of(*function.op, sizes);
+    call.sizes = sizes_of(sizes);
     if (call.op == POOLING) call.sizes.cells = cells_of(call.backward ? call.grad_output : call.output);
     call.sizes.coordinates = call.reference.shape[COORDINATE];
     return call;

@@ -17,9 +17,7 @@ std::string rows_needed(const Level &level) {
     return std::to_string(rows);
 }
 
-// Feature maps that have rows enough among their channels have their axes swapped.
-std::string fault_of_level(const Level &level, int64_t keys, int64_t channels, const std::string &shapes,
-                           const std::string &starts) {
+std::string fault_of_level(const Level &level, int64_t keys, const std::string &shapes, const std::string &starts) {
     const int64_t size[] = {level.height, level.width};
     if (level.height <= 0 || level.width <= 0) return sentence(shapes, "be positive (H, W)", text_of(size, 2));
     if (level.start < 0) return sentence(starts, "not be negative", std::to_string(level.start));
@@ -27,8 +25,7 @@ std::string fault_of_level(const Level &level, int64_t keys, int64_t channels, c
     return sentence(starts,
                     "leave room for " + std::to_string(level.height) + " x " + std::to_string(level.width) + " rows among " +
                         std::to_string(keys),
-                    std::to_string(level.start) + " (needs " + rows_needed(level) + " rows)" +
-                        (level_fits(level, channels) ? "; axes 1 and 2 of feature_maps look swapped" : ""));
+                    std::to_string(level.start) + " (needs " + rows_needed(level) + " rows)");
 }
 
 } // namespace
@@ -54,12 +51,11 @@ std::string fault_of_output(const int64_t *shape, size_t axes) {
 
 std::string fault_of_levels(const Call &call, const std::string &shapes, const std::string &starts) {
     std::string fault;
-    const int64_t keys = call.sizes.keys, channels = call.op == AGGREGATION ? call.sizes.channels : 0;
     for (int64_t camera = 0; camera < call.sizes.cameras; ++camera)
         for (int64_t scale = 0; fault.empty() && scale < call.sizes.scales; ++scale) {
             const std::string of_camera = call.op == AGGREGATION ? std::to_string(camera) + ", " : "";
             const std::string place = "[" + of_camera + std::to_string(scale) + "]";
-            fault = fault_of_level(read_level(call, camera, scale), keys, channels, shapes + place, starts + place);
+            fault = fault_of_level(read_level(call, camera, scale), call.sizes.keys, shapes + place, starts + place);
         }
     return fault;
 }

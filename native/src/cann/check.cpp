@@ -14,25 +14,26 @@ enum Role { VALUE, SPATIAL_SHAPE, LEVEL_START_INDEX, LOCATION }; // behind the f
 // A documented limit: a size of one of the inputs.
 struct Limit {
     Role role;
-    const char *size;
+    mxd::sizes::Name size;
     bool (*holds)(int64_t size);
     const char *rule;
 };
 
 // hicann/ops-nn, vfusion/*/docs of August 2026: Atlas A2 and A3, Ascend 950.
 constexpr Limit LIMITS[] = {
-    {VALUE, "embed_dims", [](int64_t n) { return n % 8 == 0 && n <= 256; }, "have channels a multiple of 8 and <= 256"},
-    {VALUE, "num_heads", [](int64_t n) { return n <= 16; }, "have num_heads <= 16"},
-    {SPATIAL_SHAPE, "num_levels", [](int64_t n) { return n <= 16; }, "have num_levels <= 16"},
-    {LOCATION, "num_queries", [](int64_t n) { return n < 500000; }, "have num_queries < 500000"},
-    {LOCATION, "num_points", [](int64_t n) { return n <= 16; }, "have num_points <= 16"}};
+    {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 8 == 0 && n <= 256; },
+     "have channels a multiple of 8 and <= 256"},
+    {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n <= 16; }, "have num_heads <= 16"},
+    {SPATIAL_SHAPE, mxd::sizes::num_levels, [](int64_t n) { return n <= 16; }, "have num_levels <= 16"},
+    {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n < 500000; }, "have num_queries < 500000"},
+    {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n <= 16; }, "have num_points <= 16"}};
 
 // The same documents: Atlas inference products, 310P. It has no bfloat16 and no gradient.
 constexpr Limit LIMITS_OF_310P[] = {
-    {VALUE, "embed_dims", [](int64_t n) { return n % 32 == 0; }, "have channels a multiple of 32 on 310P"},
-    {VALUE, "num_heads", [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
-    {LOCATION, "num_queries", [](int64_t n) { return n >= 32; }, "have num_queries >= 32 on 310P"},
-    {LOCATION, "num_points", [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
+    {VALUE, mxd::sizes::embed_dims, [](int64_t n) { return n % 32 == 0; }, "have channels a multiple of 32 on 310P"},
+    {VALUE, mxd::sizes::num_heads, [](int64_t n) { return n == 2 || n == 4 || n == 8; }, "have num_heads 2, 4 or 8 on 310P"},
+    {LOCATION, mxd::sizes::num_queries, [](int64_t n) { return n >= 32; }, "have num_queries >= 32 on 310P"},
+    {LOCATION, mxd::sizes::num_points, [](int64_t n) { return n == 4 || n == 8; }, "have num_points 4 or 8 on 310P"}};
 
 // Whether a program is held to the limits of 310P, too.
 bool is_310p() {
@@ -95,7 +96,7 @@ void check_shapes(Arguments &a) {
 
 void check_limits(const Arguments &a) {
     const auto check = [&](const Limit &limit) {
-        const int64_t size = a.sizes.of[a.function.op->size(limit.size)];
+        const int64_t size = a.sizes.of[limit.size];
         if (!limit.holds(size)) refuse(a, a.function.first_input + limit.role, limit.rule, std::to_string(size));
     };
     for (const Limit &limit : LIMITS) check(limit);

@@ -77,18 +77,18 @@ struct Instance {
 
 // A node without the attribute has the operator's default. onnxruntime has one code for that and for an attribute of
 // another type, but all its versions name the type then.
-int64_t option_of(const Description &op, const OrtApi *api, const OrtKernelInfo *info) {
+int64_t option_of(const Function &op, const OrtApi *api, const OrtKernelInfo *info) {
     if (op.option.empty()) return 0;
     const std::string name(op.option);
     char word[16] = {};
-    op.choices.front().copy(word, sizeof word - 1);
+    op.choices[0].copy(word, sizeof word - 1);
     size_t size = sizeof word;
     OrtStatus *status = ort::string_attribute(api, info, name.c_str(), word, &size);
     const bool too_long = status && ort::error_code(api, status) == ORT_INVALID_ARGUMENT;
     const bool no_word = status && !too_long && std::strstr(ort::error_message(api, status), "type");
     if (status) ort::release_status(api, status);
     std::string rule = "be ", fact = no_word ? "an attribute of another type" : std::to_string(size - 1) + " letters";
-    for (size_t i = 0; i < op.choices.size(); ++i) {
+    for (int i = 0; i < op.choices.count; ++i) {
         if (!no_word && !too_long && op.choices[i] == word) return int64_t(i);
         rule += (i ? " or '" : "'") + std::string(op.choices[i]) + "'";
     }
@@ -96,11 +96,11 @@ int64_t option_of(const Description &op, const OrtApi *api, const OrtKernelInfo 
     refuse(api, sentence(name, rule, fact));
 }
 
-std::string name_of_number(const Description &op, size_t i) { return std::string(op.sizes[size_t(op.given[i])]); }
+std::string name_of_number(const Function &op, size_t i) { return SIZE_NAMES[op.given[int(i)]]; }
 
-std::vector<int64_t> numbers_of(const Description &op, const OrtApi *api, const OrtKernelInfo *info) {
+std::vector<int64_t> numbers_of(const Function &op, const OrtApi *api, const OrtKernelInfo *info) {
     std::vector<int64_t> numbers;
-    for (size_t i = 0; i < op.given.size(); ++i) {
+    for (size_t i = 0; i < size_t(op.given.count); ++i) {
         int64_t number = -1;
         OrtStatus *status = ort::int_attribute(api, info, name_of_number(op, i).c_str(), &number);
         if (!status && number < 0)
@@ -166,7 +166,7 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t place
 // The sizes that no input has: attributes, or the elements of one more input, which follows the operator's.
 std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelContext *context, size_t count) {
     const OrtApi *api = instance.runtime.api;
-    const Description &op = *instance.function.op;
+    const Function &op = instance.function;
     std::vector<int64_t> numbers = instance.numbers;
     Input input;
     if (count > size_t(instance.function.num_inputs)) read_input(api, context, size_t(instance.function.num_inputs), input);
@@ -203,12 +203,14 @@ struct Inputs {
         if (fits(function, given, function.num_inputs, instance.option, sizes)) {
             if (instance.numbers.empty()) return;
             const std::vector<int64_t> numbers = read_numbers(instance, context, count);
-            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.op->given[i]] = numbers[i];
+            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.given[int(i)]] = numbers[i];
             return;
         }
         refuse(api, sentence(function, refusal_of(function, given, function.num_inputs, instance.option)));
     }
-    int64_t size(const NamedAxis &axis) const { return sizes.of[axis.size] * (axis.times < 0 ? 1 : sizes.of[axis.times]); }
+    int64_t size(const NamedAxis &axis) const {
+        return sizes.of[axis.size] * (axis.times == sizes::NONE ? 1 : sizes.of[axis.times]);
+    }
 };
 
 // The tensor of an argument, with both factors of a product.
@@ -242,10 +244,10 @@ Call call_of_node(const Instance &instance, OrtKernelContext *context) {
     const mxd_tensor *arguments[MOST_ARGUMENTS] = {};
     for (size_t i = 0; i < inputs.all.size(); ++i) {
         if (!inputs.all[i].given.shape) continue;
-        tensors[i] = contiguous(function.arguments[i], inputs, inputs.all[i].given, inputs.all[i].data);
+        tensors[i] = contiguous(function.arguments[int(i)], inputs, inputs.all[i].given, inputs.all[i].data);
         arguments[i] = &tensors[i];
     }
-    const mxd_tensor output = make_output(instance.runtime.api, context, function.arguments.back(), inputs);
+    const mxd_tensor output = make_output(instance.runtime.api, context, function.arguments[function.num_inputs], inputs);
     arguments[inputs.all.size()] = &output;
     return make_call(function, arguments, inputs.sizes, instance.option, 1);
 }
@@ -305,7 +307,7 @@ OrtStatus *create(const OrtCustomOp *op, const OrtApi *, const OrtKernelInfo *in
     const NodeKernel &kernel = kernel_of(op);
     const OrtApi *api = kernel.runtime->api;
     return status_of(api, [&] {
-        const Description &op = *kernel.function->op;
+        const Function &op = *kernel.function;
         *made = new Instance{*kernel.runtime, *kernel.function, option_of(op, api, info), numbers_of(op, api, info)};
     });
 }
@@ -316,16 +318,16 @@ NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType 
     k.runtime = &runtime;
     k.function = &function;
     k.dtype = dtype;
-    k.name = [](const OrtCustomOp *op) { return kernel_of(op).function->name.c_str(); };
+    k.name = [](const OrtCustomOp *op) { return kernel_of(op).function->name; };
     k.execution_provider = [](const OrtCustomOp *) -> const char * { return nullptr; };
     k.number_of_inputs = [](const OrtCustomOp *op) {
         const Function &function = *kernel_of(op).function;
-        return size_t(function.num_inputs) + (function.op->given.size() != 0); // the input "sizes"
+        return size_t(function.num_inputs) + (function.given.count != 0); // the input "sizes"
     };
     k.input_type = [](const OrtCustomOp *op, size_t i) { return i == 0 ? kernel_of(op).dtype : ORT_ANY; };
     k.input_presence = [](const OrtCustomOp *op, size_t i) {
         const Function &function = *kernel_of(op).function;
-        return i < size_t(function.num_inputs) && function.arguments[i].required ? ORT_REQUIRED : ORT_OPTIONAL;
+        return i < size_t(function.num_inputs) && function.arguments[int(i)].required ? ORT_REQUIRED : ORT_OPTIONAL;
     };
     k.input_memory = [](const OrtCustomOp *, size_t) { return 0; };
     k.number_of_outputs = [](const OrtCustomOp *) { return size_t(1); };

@@ -135,8 +135,8 @@ class BoxedCall {
     // Takes all arguments, whatever they are.
     BoxedCall(const Function &of, Value *arguments) : function(of) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
-        for (size_t i = 0; i < function.op->given.size(); ++i) numbers.push_back(int64_t(*arguments++));
-        if (!function.op->option.empty()) take_option(handle_of<StringHandle>(*arguments++));
+        for (int i = 0; i < function.given.count; ++i) numbers.push_back(int64_t(*arguments++));
+        if (!function.option.empty()) take_option(handle_of<StringHandle>(*arguments++));
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
 
@@ -166,15 +166,14 @@ class BoxedCall {
     size_t mask_size = 0;
     bool mask[MOST_ARGUMENTS] = {};
 
-    int count() const { return int(function.arguments.size()); }
-    const Argument &argument(int i) const { return function.arguments[size_t(i)]; }
+    int count() const { return function.arguments.count; }
+    const Argument &argument(int i) const { return function.arguments[i]; }
 
     // Of a gradient's output they are known already.
     void take_sizes() {
-        const Description &op = *function.op;
         for (size_t i = 0; i < numbers.size(); ++i) {
-            int64_t &size = sizes.of[op.given[i]];
-            const std::string name(op.sizes[size_t(op.given[i])]);
+            int64_t &size = sizes.of[function.given[int(i)]];
+            const std::string name(SIZE_NAMES[function.given[int(i)]]);
             if (size >= 0 && size != numbers[i])
                 throw Refused{sentence(name, "be " + std::to_string(size) + ", as in grad_output", std::to_string(numbers[i]))};
             if (numbers[i] < 0) throw Refused{sentence(name, "not be negative", std::to_string(numbers[i]))};
@@ -219,19 +218,20 @@ class BoxedCall {
     }
 
     void check_option() {
-        const Description &op = *function.op;
         std::string rule;
-        for (size_t i = 0; i < op.choices.size(); ++i) {
-            if (op.choices[i] == word) {
+        for (int i = 0; i < function.choices.count; ++i) {
+            if (function.choices[i] == word) {
                 option = int64_t(i);
                 return;
             }
-            rule += (i ? " or '" : "be '") + std::string(op.choices[i]) + "'";
+            rule += (i ? " or '" : "be '") + std::string(function.choices[i]) + "'";
         }
-        if (!rule.empty()) throw Refused{sentence(std::string(op.option), rule, "'" + word + "'")};
+        if (!rule.empty()) throw Refused{sentence(std::string(function.option), rule, "'" + word + "'")};
     }
 
-    int64_t size(const NamedAxis &axis) const { return sizes.of[axis.size] * (axis.times < 0 ? 1 : sizes.of[axis.times]); }
+    int64_t size(const NamedAxis &axis) const {
+        return sizes.of[axis.size] * (axis.times == sizes::NONE ? 1 : sizes.of[axis.times]);
+    }
 
     void make_output() {
         const int place = function.first_written;
@@ -253,8 +253,8 @@ class BoxedCall {
         const int64_t nothing = 0;
         for (size_t i = 0; i < gradients; ++i, ++input) {
             const int place = function.first_written + int(i);
-            while (argument(place).name.compare(5, std::string::npos, argument(input).name)) ++input; // behind "grad_"
-            const std::string &name = argument(place).name;
+            while (std::string_view(argument(place).name).substr(5) != argument(input).name) ++input; // behind "grad_"
+            const std::string name = argument(place).name;
             tensors[place] = mask[i] ? made(name, tensors[input], given[input].shape, given[input].axes)
                                      : made(name, tensors[input], &nothing, 1);
             if (mask[i]) given[place] = tensors[place].given();
@@ -290,9 +290,7 @@ class BoxedCall {
 
 // ---- kernels: torch says only by a kernel's address which operator it calls, so each has one of its own
 
-uint64_t arguments_of(const Function &f) {
-    return uint64_t(f.first_written + int(f.op->given.size()) + !f.op->option.empty() + f.backward);
-}
+uint64_t arguments_of(const Function &f) { return uint64_t(f.first_written + f.given.count + !f.option.empty() + f.backward); }
 
 // Null, or why fn could not do its work: a sentence that stays until this thread's next.
 template <class Fn> const char *why_not(Fn &&fn) {
@@ -334,16 +332,16 @@ constexpr std::array<Kernel *, MOST_FUNCTIONS> KERNELS = kernels<device>(std::ma
 // ---- registration
 
 std::string schema(const Function &f) {
+    const std::string name = f.name;
     std::string inputs, results;
     for (int i = 0; i < f.first_written; ++i)
-        inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[size_t(i)].required ? " " : "? ") +
-                  f.arguments[size_t(i)].name;
-    for (int size : f.op->given) inputs += ", SymInt " + std::string(f.op->sizes[size_t(size)]);
-    if (!f.op->option.empty()) inputs += ", str " + std::string(f.op->option);
-    if (!f.backward) return f.name + "(" + inputs + ") -> Tensor";
-    const size_t gradients = f.arguments.size() - size_t(f.first_written);
-    for (size_t i = 0; i < gradients; ++i) results += i ? ", Tensor" : "Tensor";
-    return f.name + "(" + inputs + ", bool[" + std::to_string(gradients) + "] output_mask) -> (" + results + ")";
+        inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[i].required ? " " : "? ") + f.arguments[i].name;
+    for (sizes::Name size : f.given) inputs += std::string(", SymInt ") + SIZE_NAMES[size];
+    if (!f.option.empty()) inputs += ", str " + std::string(f.option);
+    if (!f.backward) return name + "(" + inputs + ") -> Tensor";
+    const int gradients = f.arguments.count - f.first_written;
+    for (int i = 0; i < gradients; ++i) results += i ? ", Tensor" : "Tensor";
+    return name + "(" + inputs + ", bool[" + std::to_string(gradients) + "] output_mask) -> (" + results + ")";
 }
 
 // What is registered in this process; torch keeps it for as long as the library lives.
@@ -354,7 +352,7 @@ struct Registered {
 void add_kernels(LibraryHandle &to, const char *key, const std::array<Kernel *, MOST_FUNCTIONS> &kernels) {
     need(api->aoti_torch_library_init_impl("mx_driving", key, "mx_driving", 0, &to), "open the library mx_driving");
     for (size_t i = 0; i < functions().size(); ++i)
-        need(api->torch_library_impl(to, functions()[i].name.c_str(), kernels[i], VERSION), "register a kernel");
+        need(api->torch_library_impl(to, functions()[i].name, kernels[i], VERSION), "register a kernel");
 }
 
 void define(LibraryHandle &to) {
