@@ -172,7 +172,7 @@ std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelConte
     if (count > size_t(instance.function.num_inputs)) read_input(api, context, size_t(instance.function.num_inputs), input);
     if (input.given.shape) {
         const std::string dtype = input.given.dtype_name, shape = text_of(input.shape.data(), size_t(input.given.axes));
-        if (input.given.dtype != MXD_INT64 || input.given.axes != 1 || input.shape[0] != int64_t(numbers.size()))
+        if (input.given.dtype != MXD_INT64 || input.given.axes != 1 || input.shape.front() != int64_t(numbers.size()))
             refuse(api, sentence("sizes", "have dtype int64 and shape (" + std::to_string(numbers.size()) + ",)",
                                  dtype + " and " + shape));
         const int64_t *elements = static_cast<const int64_t *>(input.data);
