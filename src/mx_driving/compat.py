@@ -215,9 +215,9 @@ def install(what: str = "extensions") -> tuple[str, ...]:
         ValueError: there is no such stand-in.
     """
     if what == "torch_npu":
-        from . import _npu
+        from ._vendor import npu
 
-        _npu.install()
+        npu.install()
         return ("torch_npu",)
     if what != "extensions":
         fail(ValueError, "what", 'be "extensions" or "torch_npu"', repr(what))
@@ -233,7 +233,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
 
 def uninstall() -> None:
     """Undo every `install`: later imports find what they found before. Code that has imported a stand-in keeps it."""
-    npu = sys.modules.get(f"{__package__}._npu")
+    npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()
     for modules in (_first, _last):

@@ -9,7 +9,7 @@ import torch.cuda.amp
 import torch.testing
 
 import mx_driving
-import mx_driving._npu
+import mx_driving._vendor.npu
 
 OWNERS = (
     torch,
@@ -22,7 +22,13 @@ OWNERS = (
     torch.distributed,
     torch.random,
     torch.autocast,
+    torch.amp,
     torch.amp.GradScaler,
+    torch.UntypedStorage,
+    torch.TypedStorage,
+    torch.nn.parallel,
+    torch.nn.parallel.DataParallel,
+    torch.nn.parallel.DistributedDataParallel,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 import sys
@@ -305,6 +306,106 @@ def distributed():
     from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     assert backends("nccl") == ("gloo", "gloo")
+
+
+class Product(torch.autograd.Function):
+    """An autograd function as mmcv writes them: mixed precision by decorators."""
+
+    dtype = None
+
+    @staticmethod
+    def forward(ctx, a):
+        Product.dtype = a.dtype
+        return a * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert not torch.is_autocast_enabled("npu")
+        return grad * 2
+
+
+def decorated(custom_fwd, custom_bwd):
+    return type("Product", (Product,), {"forward": staticmethod(custom_fwd(Product.forward)),
+                                        "backward": staticmethod(custom_bwd(Product.backward))})  # fmt: skip
+
+
+def check_idioms(device: str, module: Any):
+    """What training scripts for a device write: queries of autocast, storages, memory, lists of devices."""
+    with torch.autocast(device, torch.float16):
+        assert torch.is_autocast_enabled(device)
+        assert torch.npu.is_autocast_enabled()
+        assert torch.npu.get_autocast_dtype() == torch.float16
+        assert torch.get_autocast_dtype(device) == torch.float16
+    assert not torch.is_autocast_enabled(device)
+    assert torch.amp.is_autocast_available(device)
+    for forward, backward in (
+        (functools.partial(torch.amp.custom_fwd, device_type=device, cast_inputs=torch.float32),
+         functools.partial(torch.amp.custom_bwd, device_type=device)),
+        (functools.partial(module.amp.custom_fwd, cast_inputs=torch.float32), module.amp.custom_bwd),
+    ):  # fmt: skip
+        leaf = torch.ones(2, dtype=torch.float16, requires_grad=True)
+        with torch.autocast(device):
+            decorated(forward, backward).apply(leaf).sum().backward()
+        assert Product.dtype == torch.float32
+        assert leaf.grad.tolist() == [2.0, 2.0]
+    moved = torch.rand(3).to(device)
+    assert not moved.is_pinned(device)
+    moved.record_stream(module.current_stream())
+    load = lambda place: torch.load(io.BytesIO(FILE), map_location=lambda storage, location: getattr(storage, device)(place))  # noqa: E731
+    assert load(0).device == load(None).device == CPU
+    free, total = module.mem_get_info()
+    assert 0 < free <= total == module.get_device_properties(0).total_memory
+    assert device in module.memory_summary()
+    assert module.memory_stats()["allocated_bytes.all.peak"] == 0
+    layer, inputs = torch.nn.Linear(2, 1).to(device), torch.ones(3, 2)
+    for ids in ([0], [device], [torch.device(device, 0)], [torch.device(f"{device}:0")]):
+        assert torch.nn.DataParallel(layer, device_ids=ids, output_device=ids[0])(inputs).shape == (3, 1)
+        assert torch.nn.parallel.data_parallel(layer, inputs, ids).shape == (3, 1)
+
+
+def check_distributed(device: str):
+    """DistributedDataParallel and barrier are given indices of devices."""
+    import torch.distributed as dist
+
+    for more in ({}, {"device_id": torch.device(f"{device}:0")}):
+        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1, **more)
+        dist.barrier(device_ids=[0])
+        for index in (0, f"{device}:0", torch.device(f"{device}:0"), torch.device(device, 3)):
+            model = torch.nn.Linear(2, 1).to(device)
+            for wrapped in (
+                torch.nn.parallel.DistributedDataParallel(model, device_ids=[index]),
+                torch.nn.parallel.DistributedDataParallel(model, [index], index, find_unused_parameters=True),
+            ):
+                wrapped(torch.ones(3, 2)).sum().backward()
+            assert model.weight.grad.tolist() == [[6.0, 6.0]]
+        if device == "npu":  # nobody has asked for CUDA's names
+            with pytest.raises(ValueError, match="device_ids"):
+                torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1), device_ids=["cuda:0"])
+        mesh = dist.init_device_mesh(device, (1,))
+        assert mesh.size() == 1
+        dist.destroy_process_group()
+
+
+def idioms():
+    check_idioms("npu", torch.npu)
+    check_distributed("npu")
+    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+
+    check_idioms("npu", torch.npu)
+    check_idioms("cuda", torch.cuda)
+    check_distributed("cuda")
+    with torch.cuda.amp.autocast(dtype=torch.float16):
+        assert torch.is_autocast_enabled()
+        assert torch.get_autocast_gpu_dtype() == torch.float16
+    assert not torch.is_autocast_enabled()
+
+
+def compiled_after_default_device():
+    """torch then calls each constructor under a mode of its own."""
+    torch.set_default_device("npu")
+    one = torch.ones(3)
+    run = torch.compile(lambda a: a.to("npu") + a.to(device="npu:0", dtype=torch.float32), backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(one), 2 * one)
 
 
 def refusals():

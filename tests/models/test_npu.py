@@ -10,7 +10,7 @@ import pytest
 import torch
 from programs import python
 
-from mx_driving._npu import _testing
+from mx_driving._vendor.npu import _testing
 
 HELPERS = pathlib.Path(__file__).parents[1] / "helpers"
 REFUSED = "runs on an Ascend device; mx_driving.compat's stand-in for torch_npu has no such thing for a CPU"
@@ -32,6 +32,14 @@ def test_the_device():
 
 def test_torch_compile():
     run("compiled")
+
+
+def test_idioms_of_training_scripts():
+    run("idioms")
+
+
+def test_torch_compile_with_a_default_device():
+    run("compiled_after_default_device")
 
 
 def test_transfer_to_npu():

@@ -20,7 +20,7 @@ FLOORS = (
     ("_checks", "reference"),
     ("_backends",),
     ("_dispatch",),
-    ("_npu", "ops"),
+    ("_vendor", "ops"),
     ("_compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
     ("_patch",),
     ("patcher", "patching"),

@@ -62,7 +62,7 @@ class Patcher:
 
     def transfer_to_npu(self) -> None:
         """Let the names of CUDA be the stand-in's for torch_npu; nothing where it is not installed (`compat.install`)."""
-        npu = sys.modules.get("mx_driving._npu")
+        npu = sys.modules.get("mx_driving._vendor.npu")
         if npu is not None and npu.installed():
             importlib.import_module("torch_npu.contrib.transfer_to_npu")
 

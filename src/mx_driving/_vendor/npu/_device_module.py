@@ -1,8 +1,10 @@
-"""What `torch.npu` offers here: one device, which is the CPU. Every index means it, so that each process of several has it."""
+"""The names of `torch.npu`. There is one device, which is the CPU. Every index means it, in each process of several."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import os
 import time
 import types
 from collections.abc import Iterator
@@ -15,12 +17,11 @@ native_device = "cpu"  # mmengine puts it in the place of "npu" in a device's na
 TENSOR_TYPES = tuple(
     f"{name}Tensor" for name in ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
 )
-for _name in TENSOR_TYPES:
-    globals()[_name] = getattr(torch, _name)
+globals().update({name: getattr(torch, name) for name in TENSOR_TYPES})
 
 
 class config:
-    """torch.npu.config: what is set here is kept and not used."""
+    """torch.npu.config: keeps what is set here, and does not use it."""
 
     allow_internal_format = False
 
@@ -75,17 +76,8 @@ def stream(stream: Any) -> Iterator[None]:
     yield
 
 
-class device:
+class device(contextlib.nullcontext):
     """`with torch.npu.device(0)`: there is no other device to come from."""
-
-    def __init__(self, device: Any) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: Any) -> None:
-        pass
 
 
 def is_current_stream_capturing() -> bool:
@@ -123,15 +115,16 @@ def get_device_capability(device: Any = None) -> tuple[int, int]:
 
 
 def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-    return types.SimpleNamespace(name=get_device_name(), major=0, minor=0, total_memory=0, multi_processor_count=0)
+    memory = mem_get_info()[1]
+    return types.SimpleNamespace(name=get_device_name(), major=0, minor=0, total_memory=memory, multi_processor_count=0)
 
 
-def _nothing(*args: Any, **named: Any) -> None:
+def _do_nothing(*args: Any, **named: Any) -> None:
     """There is nothing to do on a CPU."""
 
 
-init = synchronize = empty_cache = ipc_collect = reset_peak_memory_stats = reset_max_memory_allocated = _nothing
-set_device = set_compile_mode = set_option = _nothing
+init = synchronize = empty_cache = ipc_collect = reset_peak_memory_stats = reset_max_memory_allocated = _do_nothing
+set_device = set_compile_mode = set_option = reset_accumulated_memory_stats = reset_max_memory_cached = _do_nothing
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -139,7 +132,32 @@ def memory_allocated(device: Any = None) -> int:
     return 0
 
 
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
+max_memory_allocated = memory_reserved = max_memory_reserved = memory_cached = max_memory_cached = memory_allocated
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Return the free and the whole memory of this machine, in bytes; 1 where the system does not tell."""
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+    except (AttributeError, ValueError, OSError):  # Windows, macOS
+        return 1, 1
+
+
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return collections.defaultdict(int)
+
+
+def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+    return "memory of the stand-in for npu and cuda is this machine's, and is not counted"
+
+
+def is_autocast_enabled() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def get_autocast_dtype() -> torch.dtype:
+    return torch.get_autocast_dtype("cpu")
 
 
 def manual_seed(seed: int) -> None:

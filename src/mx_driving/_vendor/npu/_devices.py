@@ -1,0 +1,319 @@
+"""Device names that mean the CPU: "npu" and "npu:0", after `transfer_to_npu` also "cuda", wherever torch takes a device.
+
+torch parses a device's name in C++, so each function that takes one is wrapped, as the vendor's own transfer_to_npu does it.
+`torch.utils.rename_privateuse1_backend("npu")` would make the name known, but for ever and without kernels, and torch would
+take the process for one with an accelerator. A TorchFunctionMode would serve one thread only and slow down every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.jit import _builtins
+from torch.utils._device import _device_constructors
+
+from ..._replacing import Changes
+from . import _device_module, _modules
+
+Function = Callable[..., Any]
+
+_Device = torch.device  # before it is replaced
+_types = {"npu"}
+
+# of tensors that exist, these may give the tensor itself or its memory; what arrives on a device is a copy
+_SHARING = {"as_tensor": {}, "asarray": {"copy": True}}  # without copy, asarray of torch 2.6 ends the tensor's requires_grad
+_LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal")
+_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
+
+
+def stands_for_cpu(device: Any) -> bool:
+    """Return whether it is a name, or a device, of one of the types that mean the CPU."""
+    if isinstance(device, str):
+        kind, colon, index = device.partition(":")
+        return kind in _types and (not colon or index.isdecimal())
+    return type(device) is _Device and device.type in _types
+
+
+def on_cpu(device: Any) -> Any:
+    """Return the CPU for a device that stands for it; anything else as it is. Look into dictionaries, too (torch.load)."""
+    if isinstance(device, dict):
+        return {key: on_cpu(value) for key, value in device.items()}
+    return "cpu" if stands_for_cpu(device) else device
+
+
+def _is_index(device: Any) -> bool:
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
+def mapped(function: Function) -> Function:
+    """Return `function` with names of devices in its arguments taken for the CPU."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        if _is_index(named.get("device")):
+            named["device"] = "cpu"
+        return function(*[on_cpu(a) for a in args], **{name: on_cpu(a) for name, a in named.items()})
+
+    return call
+
+
+def _names_device(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    return any(stands_for_cpu(a) for a in (*args, *named.values())) or _is_index(named.get("device"))
+
+
+def _sharing(function: Function, **more: Any) -> Function:
+    """Wrap a function whose result may share its input's memory. `more`: passed on then."""
+    call = mapped(function)
+
+    @functools.wraps(function)
+    def copy(*args: Any, **named: Any) -> Any:
+        return call(*args, **{**more, **named}).clone() if _names_device(args, named) else call(*args, **named)
+
+    return copy
+
+
+def _moving(to: Function, copy: Function) -> Function:
+    """Wrap `to` of a tensor or a module: a move to the device is a copy, as it is between memories."""
+    call = mapped(to)
+
+    @functools.wraps(to)
+    def move(self: Any, *args: Any, **named: Any) -> Any:
+        if args and _is_index(args[0]):
+            args = ("npu", *args[1:])
+        result = call(self, *args, **named)
+        return copy(result) if _names_device(args, named) and result is self else result
+
+    return move
+
+
+def _without_devices(function: Function, *names: str) -> Function:
+    """Wrap a function of arguments that say on which devices it runs: leave out those that name the CPU, or give an index."""
+    signature = inspect.signature(function)
+
+    def is_here(devices: Any) -> bool:
+        devices = devices if isinstance(devices, (list, tuple)) else [devices]
+        return all(_is_index(d) or stands_for_cpu(d) or str(d) == "cpu" for d in devices)
+
+    @functools.wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        bound = signature.bind(*args, **named)
+        for name in names:
+            if name in bound.arguments and is_here(bound.arguments[name]):
+                del bound.arguments[name]
+        return function(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
+    """Tensor.npu: a copy, as of a move between memories. Autograd goes through it."""
+    return self.clone()
+
+
+def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+    """Module.npu: parameters and buffers get memory of their own; the parameters stay the same objects."""
+    return self._apply(torch.clone)
+
+
+def _autocast(start: Function) -> Function:
+    """Wrap autocast.__init__. Its default on the device is float16, on a CPU bfloat16."""
+    call = mapped(start)
+
+    @functools.wraps(start)
+    def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> None:
+        if dtype is None and stands_for_cpu(device_type):
+            dtype = torch.float16
+        call(self, device_type, dtype, *args, **named)
+
+    return begin
+
+
+def _with_gloo(start: Function) -> Function:
+    """Wrap init_process_group or new_group: a backend that needs the device is gloo instead."""
+
+    def on_cpu_backend(name: Any) -> Any:
+        backends = {"hccl"} | ({"nccl"} if "cuda" in _types else set())
+        is_device = isinstance(name, str) and any(part.rpartition(":")[2] in backends for part in name.split(","))
+        return "gloo" if is_device else name
+
+    @functools.wraps(start)
+    def begin(*args: Any, **named: Any) -> Any:
+        return start(*[on_cpu_backend(a) for a in args], **{name: on_cpu_backend(a) for name, a in named.items()})
+
+    return begin
+
+
+def _fork_rng(fork: Function) -> Function:
+    """Wrap torch.random.fork_rng: keep the CPU's state, which is the device's, whatever the devices are."""
+
+    @functools.wraps(fork)
+    def keep(devices: Any = None, enabled: bool = True, *args: Any, **named: Any) -> Any:
+        if stands_for_cpu(named.get("device_type")):
+            return fork((), enabled)
+        return fork(devices, enabled, *args, **named)
+
+    return keep
+
+
+def _set_default_device(function: Function) -> Function:
+    """Wrap torch.set_default_device. The CPU is the default without the mode, through which torch.compile traces no wrapper."""
+
+    @functools.wraps(function)
+    def call(device: Any) -> None:
+        function(None if _is_index(device) or str(on_cpu(device)) == "cpu" else device)
+
+    return call
+
+
+def _data_parallel(self: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
+    """DataParallel.__init__: without devices it calls the module."""
+    torch.nn.Module.__init__(self)
+    self.module, self.device_ids = module, []
+
+
+def _call_module(module: Any, inputs: Any, *args: Any, module_kwargs: Any = None, **named: Any) -> Any:
+    """torch.nn.parallel.data_parallel on one device."""
+    return module(*(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {}))
+
+
+def _make_device(*args: Any, **named: Any) -> Any:
+    """torch.device. An index alone is one of the device, as where torch has an accelerator."""
+    first = next(iter((*args, *named.values())), None)
+    return _Device("cpu") if stands_for_cpu(first) or _is_index(first) else _Device(*args, **named)
+
+
+class _Proxy(type):
+    """Metaclass of a proxy for a final C class such as torch.device: forwards construction and isinstance.
+
+    The proxy is equal to the class, too: torch.compile looks classes up in tables, and torch.fx compares them.
+    """
+
+    real: type
+    make: Function
+
+    def __call__(cls, *args: Any, **named: Any) -> Any:
+        return cls.make(*args, **named)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.real
+
+    def __hash__(cls) -> int:
+        return hash(cls.real)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.real)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls is subclass or issubclass(subclass, cls.real)
+
+
+def _proxy(real: type, make: Function) -> _Proxy:
+    own = {"__module__": "torch", "__doc__": real.__doc__, "real": real, "make": staticmethod(make)}
+    return _Proxy(real.__name__, (), own)
+
+
+def _deserialize(storage: Any, location: str) -> Any:
+    """torch.load: a storage that was saved on the device lies on the CPU already."""
+    return storage if stands_for_cpu(location) else None
+
+
+_package = (5, lambda storage: None, _deserialize)  # before torch's own, which begin at 10
+_scripted: list[int] = []
+
+
+def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
+    """Set an attribute that torch.jit.script compares by identity, and register the new one."""
+    operator = _builtins._find_builtin(getattr(owner, name))
+    changes.set(owner, name, stand_in)
+    if operator is not None:
+        _builtins._register_builtin(stand_in, operator)
+        _scripted.append(id(stand_in))
+
+
+def _wrap(changes: Changes, owner: Any, wrap: Callable[..., Function], *names: str, **more: Any) -> None:
+    for name in names:
+        if hasattr(owner, name):
+            _replace(changes, owner, name, wrap(getattr(owner, name), **more))
+
+
+def install(changes: Changes) -> None:
+    """Wrap what takes a device."""
+    constructors = _device_constructors()
+    for owner in (torch, torch.fft, torch.nested):
+        for name, function in list(vars(owner).items()):
+            if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
+                _wrap(changes, owner, _sharing if name in _SHARING else mapped, name, **_SHARING.get(name, {}))
+    _wrap(changes, torch, mapped, *_LIKE, *_AUTOCAST, "load")
+    _wrap(changes, torch, _set_default_device, "set_default_device")
+    _wrap(changes, torch.amp, mapped, "custom_fwd", "custom_bwd", "is_autocast_available")
+    _wrap(changes, torch.Tensor, mapped, *_NEW)
+    _wrap(changes, torch.Tensor, _moving, "to", copy=torch.clone)
+    _wrap(changes, torch.nn.Module, _moving, "to", copy=module_npu)
+    _wrap(changes, torch.nn.Module, mapped, "to_empty")
+    _wrap(changes, torch.autocast, _autocast, "__init__")
+    _wrap(changes, torch.amp.GradScaler, mapped, "__init__")
+    _wrap(changes, torch.random, _fork_rng, "fork_rng")
+    parallel = torch.nn.parallel
+    changes.set(parallel.DataParallel, "__init__", _data_parallel)
+    changes.set(parallel, "data_parallel", _call_module)
+    if torch.distributed.is_available():
+        for owner, name in (
+            (parallel.DistributedDataParallel, "__init__"),
+            *((torch.distributed, name) for name in ("init_process_group", "new_group", "barrier")),
+        ):
+            changes.set(owner, name, _without_devices(getattr(owner, name), "device_ids", "output_device", "device_id"))
+        _wrap(changes, torch.distributed, _with_gloo, "init_process_group", "new_group")
+        _wrap(changes, torch.distributed, mapped, "init_device_mesh")
+    changes.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
+    changes.set(torch.Tensor, "is_pinned", lambda self, device=None: False)
+    changes.set(torch.Tensor, "record_stream", lambda self, stream: None)
+    _name_device(changes, "npu")
+    _replace(changes, torch, "device", _proxy(_Device, _make_device))
+    changes.set(torch, "Generator", _proxy(torch.Generator, mapped(torch.Generator)))
+    torch.serialization._package_registry.insert(0, _package)
+
+
+def _name_device(changes: Changes, name: str) -> None:
+    """Give tensors, modules and storages their methods of the device's name."""
+    changes.set(torch.Tensor, name, tensor_npu)
+    changes.set(torch.Tensor, f"is_{name}", property(lambda self: True))
+    changes.set(torch.nn.Module, name, module_npu)
+    for storage in (torch.UntypedStorage, torch.TypedStorage):
+        changes.set(storage, name, lambda self, device=None, non_blocking=False: self.clone())
+
+
+def transfer(changes: Changes) -> None:
+    """Let the names of CUDA mean the CPU, too, as importing `torch_npu.contrib.transfer_to_npu` does."""
+    _types.add("cuda")
+    for name, value in vars(_device_module).items():
+        own = name in _device_module.TENSOR_TYPES or getattr(value, "__module__", "") == _device_module.__name__
+        torchs_own_state = name.startswith("_") or name in ("init", "is_initialized")
+        if own and not torchs_own_state and hasattr(torch.cuda, name):
+            changes.set(torch.cuda, name, _copy_function(value))
+    for name, value in _modules.AMP.items():
+        changes.set(torch.cuda.amp, name, value)
+    changes.set(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
+    is_enabled = torch.is_autocast_enabled
+    changes.set(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled(device_type))
+    _name_device(changes, "cuda")
+
+
+def _copy_function(value: Any) -> Any:
+    """Copy a function for each of its names: torch.compile has a table of functions, and refuses one that is there twice."""
+    if not isinstance(value, types.FunctionType):
+        return value
+    return types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__)
+
+
+def uninstall() -> None:
+    """Undo what `Changes` cannot."""
+    _types.discard("cuda")
+    torch.serialization._package_registry.remove(_package)
+    while _scripted:
+        _builtins._get_builtin_table().pop(_scripted.pop(), None)

@@ -1,0 +1,137 @@
+"""`torch_npu.testing.testcase`: the vendor's TestCase, with its rules of what is equal."""
+# ruff: noqa: PT009 (it is a unittest.TestCase)
+
+from __future__ import annotations
+
+import os
+import random
+import unittest
+from collections.abc import Sequence
+from numbers import Number
+from typing import Any
+
+import torch
+
+run_tests = unittest.main
+
+_COMPARED = ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "float16", "float32", "float64")
+
+
+def _describe_difference(x: Any, y: Any, prec: float, least: float) -> str:
+    """Return why two arrays count as different; "" if they do not.
+
+    An element may err by `prec`, absolutely or relatively to the larger of the two. The arrays differ if both kinds of error
+    occur, each in more than a fraction `prec` of all elements.
+    """
+    import numpy as np
+
+    if x.dtype == np.bool_:
+        return "" if np.array_equal(x, y) else "truth values differ"
+    kind = np.float64 if x.dtype.kind == "f" else np.int64
+    x, y = x.astype(kind), y.astype(kind)
+    nans = np.isnan(x)
+    if not np.array_equal(nans, np.isnan(y)):
+        return "NaN stands at different places"
+    with np.errstate(invalid="ignore"):  # inf - inf, an error to the vendor, too
+        error = np.where(nans, 0, np.abs(y - x))
+        scale = np.where(nans, 1, np.maximum(np.abs(x), np.abs(y)))
+        absolute, relative = int((~(error <= prec)).sum()), int((~(error / (scale + least) <= prec)).sum())
+    if min(absolute, relative) <= x.size * prec:
+        return ""
+    return f"{absolute} of {x.size} elements err by more than {prec}, {relative} relatively; the largest error is {error.max()}"
+
+
+def _as_array(value: Any, other: Any) -> Any:
+    """Return a numpy array of a tensor, a number, or a sequence beside a tensor."""
+    import numpy as np
+
+    if isinstance(value, Sequence) and isinstance(other, torch.Tensor):
+        value = torch.as_tensor(value, dtype=other.dtype)
+    if isinstance(value, torch.Tensor):
+        return value.detach().numpy()
+    return np.array(value) if isinstance(value, Number) else value
+
+
+class TestCase(unittest.TestCase):
+    """unittest's, with a seed for each test and with comparisons of tensors and arrays."""
+
+    maxDiff = None
+    exact_dtype = False
+    precision = 1e-5
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        cls.npu_device = torch.device("npu:0")
+
+    def setUp(self) -> None:
+        seed = int(os.environ.get("SEED", "666"))
+        torch.manual_seed(seed)
+        random.seed(seed)
+
+    def assertRtolEqual(
+        self,
+        x: Any,
+        y: Any,
+        prec: float = 1.0e-4,
+        prec16: float = 1.0e-3,
+        auto_trans_dtype: bool = False,
+        message: str | None = None,
+    ) -> None:
+        """Check that tensors, arrays, numbers, or sequences of them are equal within the vendor's tolerance.
+
+        `prec`, and `prec16` for 16 bits, is what an element may err, absolutely or relatively, and what fraction of the
+        elements may err by more. `auto_trans_dtype` converts x to y's dtype. `message` is said where NaN stand apart.
+        """
+        if isinstance(x, Sequence) and isinstance(y, Sequence):
+            for one, other in zip(x, y, strict=False):
+                self.assertRtolEqual(one, other, prec, prec16, auto_trans_dtype, message)
+            return
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+            x = x.to(y.dtype) if auto_trans_dtype else x
+            if x.dtype == y.dtype == torch.bfloat16:  # numpy has none
+                if x.shape != y.shape or not torch.allclose(x, y, rtol=prec16, atol=prec16):
+                    self.fail(f"result error: bfloat16 elements err by more than {prec16}, or shapes differ")
+                return
+        elif isinstance(x, torch.Tensor) != isinstance(y, torch.Tensor) and not isinstance(x, Sequence) | isinstance(
+            y, Sequence
+        ):
+            self.fail(f"dtype error: {type(x).__name__} and {type(y).__name__}")
+        x, y = _as_array(x, y), _as_array(y, x)
+        if x.shape != y.shape:
+            self.fail(f"shape error: {x.shape} and {y.shape}")
+        if x.dtype != y.dtype or x.dtype.name not in _COMPARED:
+            self.fail(f"dtype error: {x.dtype} and {y.dtype} cannot be compared")
+        if error := _describe_difference(x, y, *((prec16, 6e-8) if x.dtype.name == "float16" else (prec, 1e-9))):
+            self.fail(message if message and error.startswith("NaN") else f"result error: {error}")
+
+    def assertEqual(
+        self,
+        x: Any,
+        y: Any,
+        prec: Any = None,
+        message: str = "",
+        allow_inf: bool = False,
+        exact_dtype: bool | None = None,
+    ) -> None:
+        """Check that tensors, numbers, and containers of them are equal within `prec` (1e-5), and anything else as unittest
+        does. Infinities must be allowed, as at the vendor's."""
+        if isinstance(prec, str):  # a message, by unittest's order
+            prec, message = None, prec
+        prec, exact = self.precision if prec is None else prec, self.exact_dtype if exact_dtype is None else exact_dtype
+        if isinstance(x, dict) and isinstance(y, dict):
+            super().assertEqual(set(x), set(y), message)
+            pairs = [(x[key], y[key]) for key in x]
+        elif isinstance(x, list | tuple) and isinstance(y, list | tuple):
+            super().assertEqual(len(x), len(y), message)
+            pairs = list(zip(x, y, strict=True))
+        elif x is None or y is None or not any(isinstance(value, torch.Tensor | Number) for value in (x, y)):
+            super().assertEqual(x, y, message or None)
+            return
+        else:
+            x, y, pairs = torch.as_tensor(x), torch.as_tensor(y), []
+            if not allow_inf and (x.isinf().any() or y.isinf().any()):
+                self.fail(message or "numbers must be finite unless allow_inf is set")
+            said = (lambda text: f"{message}\n{text}") if message else None
+            torch.testing.assert_close(x, y, rtol=0, atol=prec, equal_nan=True, check_dtype=exact, msg=said)
+        for one, other in pairs:
+            self.assertEqual(one, other, prec, message, allow_inf, exact)
