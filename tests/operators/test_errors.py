@@ -271,7 +271,7 @@ ARGUMENTS = [
      "value_spatial_shapes must be given by this name; got the name spatial_shapes"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, 64), f"{TAKES} 5 arguments; got 6; {NO_STEP}"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, im2col_step=64), f"{TAKES} value, value_spatial_shapes, "
-     f"value_level_start_index, sampling_locations, attention_weights; got im2col_step; {NO_STEP}"),
+     f"value_level_start_index, sampling_locations, attention_weights; got the name im2col_step; {NO_STEP}"),
     (lambda f, v, h, s, x, w: f(v, h, s, x, w, w, w), f"{TAKES} 5 arguments; got 7"),
 ]  # fmt: skip
 
@@ -282,6 +282,23 @@ def test_arguments_are_counted_and_named(call, sentence):
     with pytest.raises(TypeError) as refused:
         call(mx_driving.multi_scale_deformable_attn, *GOOD[MULTI_SCALE]())
     assert str(refused.value) == sentence
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    ("name", "operator", "missing"),
+    [
+        ("npu_multi_scale_deformable_attn_function", MULTI_SCALE, "offset"),
+        ("npu_geometric_kernel_attention", GEOMETRIC, "level_start_index"),
+        ("npu_deformable_aggregation", AGGREGATION, "scale_start_index"),
+        ("npu_voxel_pooling_train", None, "voxel_num"),
+    ],
+)
+def test_older_names_explain_arguments_too(name, operator, missing):
+    args = [*GOOD[operator]()] if operator else [torch.zeros(1, 2, 3).long(), torch.rand(1, 2, 4), None]
+    del args[2]
+    with pytest.raises(TypeError, match=f"^{missing} must be given as argument 3 of {name}; got {len(args)} arguments$"):
+        getattr(mx_driving, name)(*args)
 
 
 @pytest.mark.parametrize("operator", sorted(GOOD))

@@ -60,7 +60,7 @@ def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) ->
     need_some_sizes("feats", feats, "n, C", coords.shape[0], None)
     sizes = [int(size) for size in (B, D, H, W)]
     cell = cells(coords, *sizes)
-    (points,) = (cell >= 0).nonzero(as_tuple=True)
+    (points,) = (cell + 1).nonzero(as_tuple=True)
     one = feats.new_ones(1)
     return bev_pool_v3(one, feats, torch.zeros_like(points), points, cell[points], (*sizes, feats.shape[-1]))
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from torch import Tensor
 
 from .._checks.rules import fail
-from .._operators import OPERATORS, Input
+from .._operators import SAMPLING, Input
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,26 +32,29 @@ def explain_arguments(public: F) -> F:
     return call  # pyright: ignore[reportReturnType]
 
 
+_NO_STEP = "; mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"
+
+
 def _refuse(function: str, names: Sequence[str], required: int, args: Sequence[Any], named: Mapping[str, Any]) -> NoReturn:
-    unused = "; mmcv's im2col_step has no use here: MultiScaleDeformableAttnFunction.apply takes and ignores it"
     for name in named:
-        if name == "im2col_step":
-            fail(TypeError, function, f"be called with {', '.join(names)}", f"im2col_step{unused}")
         if name not in names:
-            like = difflib.get_close_matches(name, names, 1)
-            rule = f"be called with {', '.join(names)}"
-            fail(TypeError, *((like[0], "be given by this name") if like else (function, rule)), f"the name {name}")
-    if len(args) + len(named) > len(names):
-        remark = unused if len(args) == 6 and isinstance(args[5], int) else ""
-        fail(TypeError, function, f"be called with {len(names)} arguments", f"{len(args) + len(named)}{remark}")
-    gap = _gap(OPERATORS[function].tensors, args) if function in OPERATORS and len(args) + len(named) < required else len(args)
+            _refuse_name(function, names, name)
+    count = len(args) + len(named)
+    if count > len(names):
+        remark = _NO_STEP if len(args) == 6 and isinstance(args[5], int) else ""
+        fail(TypeError, function, f"be called with {len(names)} arguments", f"{count}{remark}")
+    operator = SAMPLING.get(function.removeprefix("npu_").removesuffix("_function"))
+    gap = _gap(operator.tensors, args) if operator else len(args)
     missing = next(name for name in names[gap:required] if name not in named)
-    fail(
-        TypeError,
-        missing,
-        f"be given as argument {names.index(missing) + 1} of {function}",
-        f"{len(args) + len(named)} arguments",
-    )
+    fail(TypeError, missing, f"be given as argument {names.index(missing) + 1} of {function}", f"{count} arguments")
+
+
+def _refuse_name(function: str, names: Sequence[str], name: str) -> NoReturn:
+    like = difflib.get_close_matches(name, names, 1)
+    if like and name != "im2col_step":
+        fail(TypeError, like[0], "be given by this name", f"the name {name}")
+    remark = _NO_STEP if name == "im2col_step" else ""
+    fail(TypeError, function, f"be called with {', '.join(names)}", f"the name {name}{remark}")
 
 
 def _gap(tensors: Sequence[Input], args: Sequence[Any]) -> int:

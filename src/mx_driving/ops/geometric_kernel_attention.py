@@ -88,6 +88,7 @@ class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):
         return _dispatch.functions.backward(ctx, "geometric_kernel_attention", grad_output)
 
 
+@explain_arguments
 def npu_geometric_kernel_attention(
     value: Tensor,
     spatial_shapes: Tensor,

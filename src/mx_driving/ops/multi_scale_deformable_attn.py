@@ -74,6 +74,7 @@ _with_foreign_signatures = with_foreign_signatures(
 )
 
 
+@explain_arguments
 def npu_multi_scale_deformable_attn_function(
     value: Tensor, shape: Tensor, offset: Tensor, locations: Tensor, weights: Tensor, im2col_step: int = 64
 ) -> Tensor:
@@ -84,7 +85,7 @@ def npu_multi_scale_deformable_attn_function(
     """
     if not torch.compiler.is_compiling():
         sentence = "npu_multi_scale_deformable_attn_function is deprecated: call mx_driving.multi_scale_deformable_attn"
-        warnings.warn(sentence, DeprecationWarning, stacklevel=2)
+        warnings.warn(sentence, DeprecationWarning, stacklevel=3)  # a frame is of explain_arguments
     return _with_foreign_signatures(value, shape, offset, locations, weights)
 
 

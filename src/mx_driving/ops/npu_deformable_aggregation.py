@@ -66,6 +66,7 @@ def deformable_aggregation(
     return _call(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
 
 
+@explain_arguments
 def npu_deformable_aggregation(
     feature_maps: Tensor,
     spatial_shape: Tensor,
