@@ -45,7 +45,7 @@ def holds(condition: object, sentence: str) -> None:
 
 
 def output_of(*command: object) -> str:
-    holds(shutil.which(str(command[0])), f"CONTRIBUTING.md names what the checks run; got no {command[0]}")
+    holds(shutil.which(str(command[0])), f"docs/maintaining.md names what the checks run; got no {command[0]}")
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False, env=ENVIRONMENT)
     holds(done.returncode == 0, f"{command[0]} failed with {done.returncode}:\n{done.stdout}{done.stderr}")
     return done.stdout

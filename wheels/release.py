@@ -2,8 +2,8 @@
 
     python wheels/release.py [--quick] [--keep-going]
 
---quick leaves out the steps that build; they need the packages that CONTRIBUTING.md names, and time. What only a registry or
-GitHub can do (attestations, the trusted publisher) is not checked.
+--quick leaves out the steps that build; they need the packages that docs/maintaining.md names, and time. What only a registry
+or GitHub can do (attestations, the trusted publisher) is not checked.
 """
 
 from __future__ import annotations
