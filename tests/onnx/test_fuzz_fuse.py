@@ -7,6 +7,7 @@ with a sentence, and writes nothing.
 from __future__ import annotations
 
 import math
+import random
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -18,8 +19,9 @@ import onnx
 import onnxruntime
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from onnx_writings import Calls, Joined, Stacked, Summed, decomposed, export, masked, on_a_padded_map
-from strategies import changed_models, fuzz
+from strategies import SEEDS, change_model, fuzz
 
 import mx_driving.onnx
 
@@ -132,15 +134,28 @@ def fuse(data: bytes, seed: int, folder: Path) -> str:
 MODELS = corpus()
 
 
+# What was found once: a part of a constant whose sizes come from an input.
+KEPT = [("unequal points", 14350)]
+
+
+def try_file(name: str, seed: int) -> str:
+    data, number = change_model(MODELS[name], random.Random(seed))
+    with tempfile.TemporaryDirectory() as folder:
+        return fuse(data, number, Path(folder))
+
+
+@pytest.mark.parametrize(("name", "seed"), KEPT)
+def test_what_was_found_once(name, seed):
+    assert try_file(name, seed) in ("written", "refused")
+
+
 def test_a_changed_file_is_fused_right_or_refused():
     outcomes = []
 
     @fuzz(20)
-    @given(changed_models(MODELS))
-    def try_file(file):
-        _, data, seed = file
-        with tempfile.TemporaryDirectory() as folder:
-            outcomes.append(fuse(data, seed, Path(folder)))
+    @given(st.sampled_from(list(MODELS)), SEEDS)
+    def try_files(name, seed):
+        outcomes.append(try_file(name, seed))
 
-    try_file()
+    try_files()
     assert {"written", "refused"} <= set(outcomes)
