@@ -189,8 +189,12 @@ def heads_in(module: Any) -> int:
     return _attribute(module, "n_heads", "num_heads")
 
 
+def levels_in(module: Any) -> int:
+    return _attribute(module, "n_levels", "num_levels")
+
+
 def levels_and_points(module: Any) -> tuple[int, int]:
-    return _attribute(module, "n_levels", "num_levels"), _attribute(module, "n_points", "num_points")
+    return levels_in(module), _attribute(module, "n_points", "num_points")
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:

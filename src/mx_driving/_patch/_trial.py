@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_and_points
+from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_in
 from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels
 from ._parameters import Parameters
 from ._pools import Pool, calls_compiled
@@ -268,7 +268,7 @@ def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
 
 
 def _sizes_for(module: Any) -> list[tuple[int, int]]:
-    return _MAPS[: levels_and_points(module)[0]]
+    return _MAPS[: levels_in(module)]
 
 
 def _module_inputs(form: Attention, module: Any, names: Sequence[str]) -> Iterator[tuple[tuple[int, bool], _Inputs]]:
@@ -321,6 +321,9 @@ def _results(run: _Run, inputs: _Inputs, parameters: Sequence[Tensor]) -> list[T
     leaves = [*tensors.values(), *parameters]
     returned = run({**inputs, **tensors})
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
+    for out in outputs:
+        if not isinstance(out, Tensor):
+            raise TypeError(f"it returns {type(out).__name__} instead of a tensor")
     directions = [torch.linspace(-1, 1, out.numel(), device="cpu", dtype=out.dtype).view(out.shape) for out in outputs]
     ends = [(out, way) for out, way in zip(outputs, directions, strict=True) if out.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
