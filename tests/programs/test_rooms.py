@@ -23,6 +23,7 @@ FLOORS = (
     ("_vendor", "ops"),
     ("_compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
     ("_patch",),
+    ("_vendor.patcher",),
     ("patcher", "patching"),
     ("__init__",),
     ("_cli_support",),

@@ -14,16 +14,33 @@ from __future__ import annotations
 from typing import Any
 
 from .. import _import_guard as _import_guard
-from .distribute import ddp, ddp_forward
-from .functions import stream
-from .mmcv import dc, mdc, msda, patch_mmcv_version
-from .mmdet import pseudo_sampler, resnet_add_relu, resnet_fp16, resnet_maxpool
-from .mmdet3d import nuscenes_dataset, nuscenes_metric
-from .numpy import numpy_type
-from .nuscenes import nuscenes_mot_metric
-from .optimizer import optimizer_hooks, optimizer_wrapper
-from .patcher import Patch, Patcher, PatcherBuilder
-from .tensor import batch_matmul, index
+from .._vendor.patcher import (
+    Patch,
+    Patcher,
+    PatcherBuilder,
+    batch_matmul,
+    dc,
+    ddp,
+    ddp_forward,
+    default_patcher,
+    default_patcher_builder,
+    index,
+    mdc,
+    msda,
+    numpy_type,
+    nuscenes_dataset,
+    nuscenes_metric,
+    nuscenes_mot_metric,
+    optimizer_hooks,
+    optimizer_wrapper,
+    patch_mmcv_version,
+    pseudo_sampler,
+    resnet_add_relu,
+    resnet_fp16,
+    resnet_maxpool,
+    stream,
+)
+from . import distribute, functions, mmcv, mmdet, mmdet3d, numpy, nuscenes, optimizer, patcher, tensor  # noqa: F401
 
 __all__ = [
     "Patch",
@@ -51,12 +68,6 @@ __all__ = [
     "resnet_maxpool",
     "stream",
 ]
-
-# those of the vendor's that do something here
-default_patcher_builder = (
-    PatcherBuilder().add_module_patch("mmcv.ops", Patch(msda)).add_module_patch("numpy", Patch(numpy_type))
-)
-default_patcher = default_patcher_builder.build()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,5 @@
-"""The vendor's patches of distributed training."""
+"""The vendor's path of its patches of distributed training."""
 
-from ._needless import leaves
+from .._vendor.patcher import ddp, ddp_forward
 
 __all__ = ["ddp", "ddp_forward"]
-
-ddp = leaves("ddp", "is for several Ascend devices", __name__)
-ddp_forward = leaves("ddp_forward", "is for several Ascend devices", __name__)

@@ -1,7 +1,5 @@
-"""The vendor's patch of mmcv's scatter."""
+"""The vendor's path of its patches of mmcv's scatter."""
 
-from ._needless import leaves
+from .._vendor.patcher import stream
 
 __all__ = ["stream"]
-
-stream = leaves("stream", "is for streams of an Ascend device", __name__)

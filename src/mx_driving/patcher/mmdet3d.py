@@ -1,8 +1,5 @@
-"""The vendor's patches of mmdet3d's nuScenes."""
+"""The vendor's path of its patches of mmdet3d's nuScenes."""
 
-from ._needless import ABSENT, leaves
+from .._vendor.patcher import nuscenes_dataset, nuscenes_metric
 
 __all__ = ["nuscenes_dataset", "nuscenes_metric"]
-
-nuscenes_dataset = leaves("nuscenes_dataset", ABSENT, __name__)
-nuscenes_metric = leaves("nuscenes_metric", ABSENT, __name__)

@@ -1,8 +1,5 @@
-"""The vendor's patches of optimizers' hooks."""
+"""The vendor's path of its patches of optimizers' hooks."""
 
-from ._needless import FASTER, leaves
+from .._vendor.patcher import optimizer_hooks, optimizer_wrapper
 
 __all__ = ["optimizer_hooks", "optimizer_wrapper"]
-
-optimizer_hooks = leaves("optimizer_hooks", FASTER, __name__)
-optimizer_wrapper = leaves("optimizer_wrapper", FASTER, __name__)
