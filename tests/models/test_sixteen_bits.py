@@ -1,4 +1,4 @@
-"""Patched detectors in 16 bits on a CPU. Torch's own grid_sample loses its place there: docs/models.md has the report."""
+"""Patched detectors in 16 bits on a CPU. Torch's own grid_sample loses its place there: docs/pytorch.md has the report."""
 
 from __future__ import annotations
 

@@ -76,13 +76,13 @@ def test_code_fits_its_column(page):
 
 
 def a_detector_and_a_photograph() -> None:
-    """What docs/models.md would download: a small Deformable DETR with random weights, saved under the name it asks for."""
+    """What docs/models.md and docs/training.md would download: a small Deformable DETR with random weights, saved under the name it asks for."""
     import detectors
 
     detectors.saved(pathlib.Path("SenseTime/deformable-detr"), pathlib.Path("street.jpg"))
 
 
-PREPARED = {"docs/models.md": a_detector_and_a_photograph}
+PREPARED = dict.fromkeys(("docs/models.md", "docs/training.md"), a_detector_and_a_photograph)
 
 
 @pytest.fixture

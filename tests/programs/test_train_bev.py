@@ -1,4 +1,4 @@
-"""examples/train_bev.py: geometry, resume, several processes. What it learns is in docs/models.md; here a few steps."""
+"""examples/train_bev.py: geometry, resume, several processes. What it learns is in docs/training.md; here a few steps."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_an_exported_autograd_function_trains(strict):
 
 @pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
-    """As a C++ program loads it. The table is that of docs/deploy.md."""
+    """As a C++ program loads it. The table is that of docs/export.md."""
     inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)
     operators = [getattr(torch.ops.mx_driving, name).default for name in mx_driving.backends()["cpu"]]
     table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}

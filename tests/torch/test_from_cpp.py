@@ -206,8 +206,8 @@ if "examples/cpp/export_decoder.py" in sys.orig_argv:
 
 
 def documented_lines():
-    """The shell commands of docs/deploy.md that build and run examples/cpp."""
-    page = (EXAMPLE.parents[1] / "docs" / "deploy.md").read_text(encoding="utf-8")
+    """The shell commands of docs/export.md that build and run examples/cpp."""
+    page = (EXAMPLE.parents[1] / "docs" / "export.md").read_text(encoding="utf-8")
     (lines,) = [block for block in re.findall(r"^```shell\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if "cmake -S" in block]
     return lines
 
