@@ -76,7 +76,7 @@ def test_code_fits_its_column(page):
 
 
 def a_detector_and_a_photograph() -> None:
-    """What docs/models.md and docs/training.md would download: a small Deformable DETR with random weights, saved under the name it asks for."""
+    """What the pages would download: a small Deformable DETR with random weights, saved under the name they ask for."""
     import detectors
 
     detectors.saved(pathlib.Path("SenseTime/deformable-detr"), pathlib.Path("street.jpg"))
