@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from detect import at_random, from_checkpoint, load_photo
+from sentences import at_least_one, in_a_sentence
 from torch import Tensor
 
 import mx_driving
 import mx_driving.onnx
-from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need
 
 FORMS = ("grid_sample", "gather", "onnxruntime")
 OF_PATCHED = FORMS[1:]
@@ -87,7 +87,7 @@ def patched(model: torch.nn.Module) -> Iterator[None]:
     try:
         patch = mx_driving.patch(model)
     except ValueError:
-        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
+        raise ValueError(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
     try:
         yield
     finally:
@@ -125,24 +125,15 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def look_before_work(options: argparse.Namespace) -> None:
-    """Raise a Problem now if something is missing that the program needs only after its work."""
-    need("deploy_onnx.py", "transformers>=5", "transformers")
-    need("deploy_onnx.py", "onnx onnxscript onnxruntime", "onnx", "onnxscript", "onnxruntime")
-    if options.photo is None:
-        need("deploy_onnx.py without --photo", "[examples]", "sklearn")
-
-
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    look_before_work(options)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)  # what torch.onnx says of torchvision
     photo = load_photo(options.photo)
     model, inputs = from_checkpoint(options.checkpoint, photo) if options.checkpoint else at_random(options.model, photo)
     pixels, detector = inputs["pixel_values"], Detector(model)
     if "pred_boxes" not in model(pixel_values=pixels):
-        raise Problem(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
+        raise ValueError(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
     options.folder.mkdir(parents=True, exist_ok=True)
     height, width = pixels.shape[-2:]
     print(f"{type(model).__name__}, {height} x {width}, {torch.get_num_threads()} threads", flush=True)

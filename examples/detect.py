@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sentences import at_least_one, check_place, in_a_sentence
 from torch import Tensor
 
 import mx_driving
-from mx_driving._cli_support.files import open_picture, writable, writable_picture, writing
-from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, need, ruled
 
 AT_RANDOM = ("d_fine", "deformable_detr", "rt_detr", "rt_detr_v2")
 
 
 def load_photo(path: Path | None) -> Any:
     """A Pillow image."""
-    if path is not None:
-        return open_picture("--photo", path)
     from PIL import Image
+
+    if path is not None:
+        return Image.open(path).convert("RGB")
     from sklearn.datasets import load_sample_image
 
     return Image.fromarray(load_sample_image("china.jpg"))
@@ -43,17 +43,19 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
 
     rule = f"--checkpoint={folder} must be the folder of a saved detector"
     if not os.path.isdir(folder):
-        raise Problem(f"{rule}; got no folder")
-    with ruled(rule):
+        raise ValueError(f"{rule}; got no folder")
+    try:
         processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
         model = AutoModelForObjectDetection.from_pretrained(folder, local_files_only=True).eval()
+    except Exception as error:  # transformers has many kinds
+        raise ValueError(f"{rule}; got {error}") from None
     return model, dict(processor(images=photo, return_tensors="pt"))
 
 
 def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
     """A detector in its default configuration with random weights, and the photograph, in sides that 32 divides."""
     if name not in AT_RANDOM:
-        raise Problem(f"--model must be one of {', '.join(AT_RANDOM)}; got {name}")
+        raise ValueError(f"--model must be one of {', '.join(AT_RANDOM)}; got {name}")
     from transformers import AutoConfig, AutoModelForObjectDetection, ResNetConfig
 
     torch.manual_seed(0)
@@ -80,7 +82,7 @@ def of_decoder(looks: list[mx_driving.viz.Look], queries: int) -> list[mx_drivin
     """The looks of the decoder's layers, which have a query for each box."""
     fitting = [look for look in looks if look.locations.shape[1] == queries]
     if not fitting:
-        raise Problem(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
+        raise ValueError(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
     return fitting
 
 
@@ -113,8 +115,7 @@ def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, s
         ax.set_title(f"query {query}: {names.get(kind, kind)}, {score:.2f}", fontsize=9)
     for ax in axes[count + 1 :]:
         ax.set_axis_off()
-    with writing("--out", path):
-        figure.savefig(path, dpi=80)
+    figure.savefig(path, dpi=80)
 
 
 def write_page(photo: Any, outputs: Any, looks: list[mx_driving.viz.Look], names: dict[int, str], path: Path) -> None:
@@ -124,8 +125,7 @@ def write_page(photo: Any, outputs: Any, looks: list[mx_driving.viz.Look], names
     labels = [f"{names.get(kind, f'class {kind}')}, {score:.2f}" for kind, score in found]
     layers = {f"decoder layer {number}": look for number, look in enumerate(looks, 1)}
     plane = mx_driving.viz.Plane(outputs.pred_boxes[0], photo, labels=labels)
-    with writing("--page", path):
-        mx_driving.viz.page(layers, {"photograph": photo}, path, plane=plane, title="Where the boxes' queries look")
+    mx_driving.viz.page(layers, {"photograph": photo}, path, plane=plane, title="Where the boxes' queries look")
 
 
 def read_options() -> argparse.Namespace:
@@ -140,19 +140,11 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def look_before_work(options: argparse.Namespace) -> None:
-    """Raise a Problem now if something is missing that the program needs only after its work."""
-    writable_picture("--out", options.out, "detect.py")
-    if options.page is not None:
-        writable("--page", options.page)
-    need("detect.py", "transformers>=5", "transformers")
-    if options.photo is None:
-        need("detect.py without --photo", "[examples]", "sklearn")
-
-
 @torch.no_grad()
 def run(options: argparse.Namespace) -> None:
-    look_before_work(options)
+    check_place("--out", options.out)
+    if options.page is not None:
+        check_place("--page", options.page)
     photo = load_photo(options.photo)
     print(f"a photograph of {photo.width} x {photo.height} pixels", flush=True)
     if options.checkpoint:
@@ -161,12 +153,12 @@ def run(options: argparse.Namespace) -> None:
         model, inputs = at_random(options.model, photo)
     before = model(**inputs)
     if "pred_boxes" not in before:
-        raise Problem(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
+        raise ValueError(f"the model must be a detector, whose outputs hold pred_boxes; got {type(model).__name__}")
     ms_before = median_ms(lambda: model(**inputs), options.rounds)
     try:
         done = mx_driving.patch(model)
     except ValueError:
-        raise Problem(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
+        raise ValueError(f"the model must sample deformably; got {type(model).__name__}, without a core to patch") from None
     print(done)
     with mx_driving.viz.recording() as looks:
         after = model(**inputs)

@@ -27,13 +27,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from sentences import at_least_one, check_place, in_a_sentence
 from surround_view import scene
 from surround_view.rig import Camera, surround
 from torch import Tensor, nn
 
 import mx_driving
-from mx_driving._cli_support.files import folder_of_pictures, writable, writing
-from mx_driving._cli_support.problems import Problem, at_least_one, in_a_sentence, ruled
 
 SIZE = (72, 128)  # height and width of a camera's image
 REACH = 14.4  # metres of ground to each side of the car
@@ -291,8 +290,7 @@ def write_page(model: Network, look: mx_driving.viz.Look, scenes: Scenes, guess:
     seen = None if share is None else share.T > 0
     plane = mx_driving.viz.Plane(tuple(guess.shape[1:]), _coloured(guess), extent, seen=seen)
     pictures = {camera.name: image for camera, image in zip(surround(*SIZE), scenes.images[0], strict=True)}
-    with writing("--page", path):
-        mx_driving.viz.page(look, pictures, path, plane=plane, title="Where the cells of the map look")
+    mx_driving.viz.page(look, pictures, path, plane=plane, title="Where the cells of the map look")
 
 
 def vehicle_ahead(vehicle: Tensor) -> int:
@@ -345,13 +343,16 @@ def _rank() -> int:
 
 def train(options: argparse.Namespace) -> dict[str, float]:
     """Train, and return the intersection over union on held-out scenes."""
-    folder_of_pictures("--out", options.out, "train_bev.py")
+    import matplotlib.figure  # noqa: F401  missing packages are named before the work
+
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out must be a folder; got {options.out}")
     if options.page is not None:
-        writable("--page", options.page)
+        check_place("--page", options.page)
         if options.transform == "lift":
-            raise Problem("--transform must be one that looks at places of pictures, for --page; got lift")
+            raise ValueError("--transform must be one that looks at places of pictures, for --page; got lift")
     if options.scenes < options.batch:
-        raise Problem(f"--scenes must be at least --batch={options.batch}; got {options.scenes}")
+        raise ValueError(f"--scenes must be at least --batch={options.batch}; got {options.scenes}")
     rank, world = _rank(), dist.get_world_size() if dist.is_initialized() else 1
     torch.manual_seed(0)
     model = Network(options.transform, options.cells)
@@ -359,13 +360,16 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, options.rate, total_steps=options.steps, pct_start=0.15)
     checkpoint, losses, earlier = options.out / "checkpoint.pt", [], 0.0
     if options.resume and checkpoint.exists():
-        with ruled(f"{checkpoint} must be whole, and of the same --transform, --cells and --steps"):
+        rule = f"{checkpoint} must be whole, and of the same --transform, --cells and --steps"
+        try:
             state = torch.load(checkpoint)
             for part, name in ((model, "model"), (optimiser, "optimiser"), (schedule, "schedule")):
                 part.load_state_dict(state[name])
-            losses, earlier = state["losses"], state["seconds"]
-            if schedule.total_steps != options.steps:
-                raise ValueError(f"{schedule.total_steps} steps")
+        except Exception as error:  # torch.load has many kinds
+            raise ValueError(f"{rule}; got {error}") from None
+        losses, earlier = state["losses"], state["seconds"]
+        if schedule.total_steps != options.steps:
+            raise ValueError(f"{rule}; got {schedule.total_steps} steps")
     learner = nn.parallel.DistributedDataParallel(model) if world > 1 else model
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn()
     with Progress(*columns, disable=rank > 0) as progress:
@@ -396,14 +400,13 @@ def report(model: Network, held_out: Scenes, losses: list[float], seconds: float
     found = intersection_over_union(model, held_out)
     scores = ", ".join(f"{name} {100 * score:.1f} %" for name, score in found.items())
     what = f"{options.transform}: IoU on {len(held_out)} held-out scenes: {scores}"
-    with writing("--out", options.out):
-        with (options.out / "losses.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
-        draw(model, held_out, options.out / "prediction.png", what)
-        with torch.no_grad(), mx_driving.viz.recording() as looks:
-            guess = model(held_out.images[:1] / 255)[0].sigmoid()
-        if looks:
-            draw_looks(looks[-1], held_out, options.out / "looks.png")
+    with (options.out / "losses.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("step", "loss"), *enumerate(losses)])
+    draw(model, held_out, options.out / "prediction.png", what)
+    with torch.no_grad(), mx_driving.viz.recording() as looks:
+        guess = model(held_out.images[:1] / 255)[0].sigmoid()
+    if looks:
+        draw_looks(looks[-1], held_out, options.out / "looks.png")
     if options.page is not None:
         write_page(model, looks[-1], held_out, guess, options.page)
     print(f"{what}; {len(losses)} steps, {seconds:.0f} s of training")

@@ -23,6 +23,8 @@ import torch
 from mx_driving import viz
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from sentences import in_a_sentence
+
 from surround_view import lift, picture, scene
 from surround_view.rig import Extent, load_rig, surround
 
@@ -84,10 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, help="page (HTML) to write: move over the view and see where each cell looks")
     options = parser.parse_args(arguments)
     began = time.perf_counter()
-    try:
+    with in_a_sentence("surround_view"):
         result = run(options.out, options.rig, options.page)
-    except (ImportError, OSError, ValueError) as error:
-        raise SystemExit(f"surround_view: {error}") from None
     if result.psnr is not None:
         print(f"lifted view against the true map, where seen: {result.psnr:.1f} dB ({FLOOR:.0f} or more)")
     first, last = result.losses[0], result.losses[-1]

@@ -30,7 +30,10 @@ else:  # Windows
 
 def example(name: str) -> types.ModuleType:
     """A program of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, _TESTS.parent / "examples" / f"{name}.py")
+    folder = _TESTS.parent / "examples"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up

@@ -54,10 +54,12 @@ BAD = [
 
 
 @pytest.mark.parametrize(("data", "message"), BAD)
-def test_a_bad_rig_is_named(folder, data, message):
-    with pytest.raises(SystemExit, match=r"^surround_view: ") as stop:
+def test_a_bad_rig_is_named(folder, capsys, data, message):
+    with pytest.raises(SystemExit) as stop:
         main.main(["--rig", str(write(folder, data)), "--out", str(folder / "x.png")])
-    assert message in str(stop.value)
+    said = capsys.readouterr().err
+    assert (stop.value.code, said.startswith("surround_view: "), said.count("\n")) == (1, True, 1)
+    assert message in said
 
 
 def test_a_rig_that_sees_no_ground_is_named(folder):

@@ -90,3 +90,14 @@ def test_no_circle_of_modules():
     graph = {module: set(imports(module)) - {module} for module in MODULES}
     assert sum(map(len, graph.values())) > len(graph)
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.rglob("*.py")), ids=lambda file: file.stem)
+def test_examples_import_public_names_only(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        names = [name.name for name in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        module = getattr(node, "module", None) or ""
+        assert not [name for name in names if "mx_driving" in f"{module}.{name}" and "._" in f".{module}.{name}"]
