@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mx_driving_portable.record import FUNCTIONS
+
 from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
 from ._operators import OPERATORS
@@ -135,40 +137,29 @@ def _voxel_pooling_inference(*arguments: Any) -> int:
     return 1
 
 
-_ATTENTION: dict[str, Function] = {
+_STAND_INS: dict[str, Function] = {
     "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
     "ms_deform_attn_backward": _multi_scale_backward,
+    "deformable_aggregation_forward": as_compiled(_aggregation),
+    "deformable_aggregation_backward": _aggregation_backward,
+    "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
+    "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
+    "bev_pool_v2_forward": _bev_pool_v2_forward,
+    **dict.fromkeys(("bev_pool_v2_backward", "bev_pool_v2_backward_opt"), _bev_pool_v2_backward),
+    "bev_pool_forward": _extension.bev_pool_forward,
+    "bev_pool_backward": _extension.bev_pool_backward,
+    **dict.fromkeys(("voxel_pooling_train_forward_wrapper", "voxel_pooling_forward_wrapper"), _voxel_pooling_train),
+    "voxel_pooling_inference_forward_wrapper": _voxel_pooling_inference,
 }
-# by the last part of a module's name
-_EXTENSIONS: dict[str, dict[str, Function]] = {
-    "MultiScaleDeformableAttention": _ATTENTION,
-    "deformable_aggregation_ext": {
-        "deformable_aggregation_forward": as_compiled(_aggregation),
-        "deformable_aggregation_backward": _aggregation_backward,
-    },
-    "GeometricKernelAttention": {
-        "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-        "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
-    },
-    "bev_pool_v2_ext": {
-        "bev_pool_v2_forward": _bev_pool_v2_forward,
-        "bev_pool_v2_backward": _bev_pool_v2_backward,
-        "bev_pool_v2_backward_opt": _bev_pool_v2_backward,
-    },
-    "bev_pool_ext": {
-        "bev_pool_forward": _extension.bev_pool_forward,
-        "bev_pool_backward": _extension.bev_pool_backward,
-    },
-    "voxel_pooling_train_ext": {"voxel_pooling_train_forward_wrapper": _voxel_pooling_train},
-    "voxel_pooling_ext": {"voxel_pooling_forward_wrapper": _voxel_pooling_train},
-    "voxel_pooling_inference_ext": {"voxel_pooling_inference_forward_wrapper": _voxel_pooling_inference},
-}
-# By a module's whole name, or its last part. They have more functions than ours, so compiled ones come first.
-_PARTS: dict[str, dict[str, Function]] = {
-    "mmcv._ext": {"ms_deform_attn_forward": _ATTENTION["ms_deform_attn_forward"], "ms_deform_attn_backward": _mmcv_backward},
-    **dict.fromkeys(("detrex._C", "adet._C", "groundingdino._C"), _ATTENTION),
-    "deformable_aggregation_with_depth_ext": {},
-}
+# Modules by the last part of their names, and by whole names with a dot. The latter have more functions than ours, so compiled
+# ones come first.
+_EXTENSIONS: dict[str, dict[str, Function]] = {}
+_PARTS: dict[str, dict[str, Function]] = {"deformable_aggregation_with_depth_ext": {}}
+for _row in FUNCTIONS:
+    if _row.module != "mx_driving":
+        modules = _PARTS if "." in _row.module else _EXTENSIONS
+        modules.setdefault(_row.module, {})[_row.name] = _STAND_INS[_row.name]
+_PARTS["mmcv._ext"]["ms_deform_attn_backward"] = _mmcv_backward
 
 
 def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:

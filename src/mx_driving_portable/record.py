@@ -102,8 +102,14 @@ FUNCTIONS = (
     *_rows("mx_driving", _POOL, f"{_LIFT} interval_starts interval_lengths", "bev_pool_v2"),
     *_rows("mx_driving", _POOL, f"feat geom_feat {_CELLS}", "bev_pool"),
     *_rows("mx_driving", _POOL, "geom_xyz feat voxel_num", "npu_voxel_pooling_train"),
-    *_rows("MultiScaleDeformableAttention", _ATTENTION, _SAMPLES, "ms_deform_attn_forward"),
-    *_rows("MultiScaleDeformableAttention", _ATTENTION, f"{_SAMPLES} grad_output", "ms_deform_attn_backward"),
+    *(
+        row
+        for module in ("MultiScaleDeformableAttention", "detrex._C", "adet._C", "groundingdino._C")
+        for row in (
+            Function(module, "ms_deform_attn_forward", _ATTENTION, _SAMPLES),
+            Function(module, "ms_deform_attn_backward", _ATTENTION, f"{_SAMPLES} grad_output"),
+        )
+    ),
     *_rows("mmcv._ext", _ATTENTION, _SAMPLES, "ms_deform_attn_forward"),
     *_rows("mmcv._ext", _ATTENTION, _GRADIENTS, "ms_deform_attn_backward"),
     # also with the cameras' maps apart, value [bs, cam, num_feat, c]: Sparse4D before v3, GaussianFormer, Far3D

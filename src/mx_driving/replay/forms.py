@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _geometry
 from .._cli_support.problems import Problem
 from .._operators import OPERATORS, Operator, SamplingInputs
-from ..ops import _pooling
+from ..ops import _other_shapes, _pooling
 from ..ops.bev_pool_v2 import _points_of_intervals
 
 Facts = dict[str, Any]  # tensors and sizes by name
@@ -56,14 +56,10 @@ def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, .
 def _sampling(about: Facts, facts: Facts) -> tuple[Tensor, ...]:
     if about.get("packed"):
         facts["starts"] = _geometry.starts_of(facts["shapes"])
-    value, shapes, starts, locations, weights = (facts[name] for name in SamplingInputs._fields)
-    shapes, starts = (t if t.dtype in (torch.int32, torch.int64) else t.long() for t in (shapes, starts))
-    if about["operator"] == "deformable_aggregation" and value.dim() == 4:  # Sparse4D before v3: cameras' maps apart
-        num_cams, rows = value.shape[1:3]
-        first_rows = torch.arange(num_cams)[:, None] * rows
-        shapes, starts = shapes.expand(num_cams, *shapes.shape).contiguous(), (starts + first_rows).to(starts.dtype)
-        value, locations, weights = value.flatten(1, 2), locations.unsqueeze(2), weights.unsqueeze(2)
-    return value, shapes, starts, locations, weights
+    inputs = [facts[name] for name in SamplingInputs._fields]
+    inputs[1:3] = (t if t.dtype in (torch.int32, torch.int64) else t.long() for t in inputs[1:3])
+    is_aggregation = about["operator"] == "deformable_aggregation"
+    return (_other_shapes.aggregation_inputs if is_aggregation else _other_shapes.attention_inputs)(*inputs)
 
 
 def _lift(facts: Facts, shape: Sequence[int] | None = None) -> list[Any]:
@@ -96,11 +92,11 @@ def _frustum(facts: Facts) -> list[Any]:
 
 
 def _rays(facts: Facts) -> list[Any]:
-    x, y, z, bins, height, width = (int(facts[name]) for name in ("X", "Y", "Z", "bins", "height", "width"))
-    geometry, feat = facts["geom_xyz"], facts["feat"].movedim(1, -1)
-    points, cells = _pooling.points_inside(geometry, (x, y, z))
-    rows = points // (bins * height * width) * (height * width) + points % (height * width)
-    return _pooling.inputs_of(facts["depth"], feat, points, rows, cells, (len(geometry), 1, y, x, feat.shape[-1]))
+    x, y, z = (int(facts[name]) for name in "XYZ")
+    batches, *sizes = (int(facts[name]) for name in ("B", "cams", "bins", "height", "width"))
+    ranks = _pooling.lifted_points(facts["geom_xyz"].reshape(batches, *sizes, 3), (x, y, z))
+    feat = facts["feat"].movedim(1, -1)
+    return _pooling.inputs_of(facts["depth"], feat, *ranks, (batches, 1, y, x, feat.shape[-1]))
 
 
 _RAYS = "voxel_pooling_inference_forward_wrapper"
