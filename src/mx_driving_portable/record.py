@@ -30,11 +30,8 @@ import json
 import numbers
 import os
 import pathlib
-import platform
 import queue
-import runpy
 import sys
-import tempfile
 import threading
 import time
 import types
@@ -422,6 +419,8 @@ class _Writer(threading.Thread):
     @contextlib.contextmanager
     def _losing(self, work: Any) -> Iterator[None]:
         """End the recording if the disk is full. Any other error, such as a lost device, loses the call alone."""
+        import tempfile
+
         try:
             yield
         except Exception as error:
@@ -474,25 +473,6 @@ class _Writer(threading.Thread):
                 part.unlink()
 
 
-class _WrappingLoader(importlib.abc.Loader):
-    """Wraps functions after another loader has run. It is no copy of that loader, which may answer for any attribute."""
-
-    def __init__(self, loader: Any, recorder: Recorder) -> None:
-        self.loader, self.recorder = loader, recorder
-
-    def create_module(self, spec: Any) -> Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        spec: Any = module.__spec__
-        module.__loader__ = spec.loader = self.loader
-        self.loader.exec_module(module)
-        self.recorder.wrap(module)
-
-    def __getattr__(self, name: str) -> Any:  # such as get_code, for runpy
-        return getattr(self.__dict__["loader"], name)
-
-
 class _WrappingFinder(importlib.abc.MetaPathFinder):
     """Lets the recorder wrap the functions of a module as soon as it is imported."""
 
@@ -505,8 +485,17 @@ class _WrappingFinder(importlib.abc.MetaPathFinder):
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
         specs = (finder.find_spec(name, path, target) for finder in later if hasattr(finder, "find_spec"))
         spec: Any = next(filter(None, specs), None)
-        if spec is not None and hasattr(spec.loader, "exec_module"):
-            spec.loader = _WrappingLoader(spec.loader, self.recorder)
+        loader = spec and spec.loader
+        execute = getattr(loader, "exec_module", None)
+        if execute is not None:
+
+            def execute_and_wrap(module: types.ModuleType) -> None:
+                with contextlib.suppress(AttributeError):
+                    del loader.exec_module  # a loader may have several modules
+                execute(module)
+                self.recorder.wrap(module)
+
+            loader.exec_module = execute_and_wrap
         return spec
 
 
@@ -599,6 +588,8 @@ class Recorder:
 
     def facts(self) -> dict[str, Any]:
         """Return what the manifest says beside the calls."""
+        import platform
+
         import torch
 
         counters = ("operator", "backward", "calls", "recorded", "skipped", "not_kept", "unread")
@@ -844,6 +835,8 @@ def _parser() -> Any:
 
 def main() -> None:
     """Run a program as `python program.py` or `python -m program` would, and record it."""
+    import runpy
+
     parser = _parser()
     options = parser.parse_args()
     functions = dict(name.partition("=")[::2] for name in options.function)

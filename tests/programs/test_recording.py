@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 import types
@@ -503,7 +504,7 @@ def test_a_recording_that_a_disk_without_inodes_ended_has_its_reason(attention, 
             attention.attend(*inputs(()))
             while recording.writer.waiting:
                 time.sleep(0.01)
-        monkeypatch.setattr(record.tempfile, "TemporaryFile", lambda **_: without_inodes(recording.writer, None, None))
+        monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: without_inodes(recording.writer, None, None))
         attention.attend(*inputs(()))
     words = f"recording into {tmp_path / 'calls'} has ended after 2 files: No space left on device; the program goes on"
     assert words in capsys.readouterr().err
