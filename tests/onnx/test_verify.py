@@ -155,7 +155,7 @@ def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
     def swapped(path, arrays):
         return right(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
 
-    for original in (before, None):  # without it, a mark in the gathers says where they are
+    for original in (before, None):
         report = check(after, right, given(3, 11), original=original)
         assert report.right, reasons(report)
         assert len(report.comparisons) == 2

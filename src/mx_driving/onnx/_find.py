@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,38 +9,31 @@ import onnx_ir as ir
 
 from ._constants import batches, spelled_out
 from ._graph import Unfit, is_node, source
-from ._marks import inside, marked, read
 from ._nodes import nodes
 from ._quantized import has_quantizers, reason, without_quantizers
 from ._search import Sampling, candidates, nearest, sums
+from ._table import find_tables, table_candidates
 from ._trial import part_nodes, prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
 
-def find_samplings(model: ir.Model, marks: bool = True) -> Iterator[tuple[str, Sampling | str]]:
+def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
     """Yield the tensor in which samples are summed up, and the sampling that passes its trial, or a reason why none does.
 
-    A caller may replace a sampling before it asks for the next one. `marks=False` leaves out gathers that `fuse` wrote.
+    A caller may replace a sampling before it asks for the next one. `tables=False` leaves out the form "gather".
     """
-    gathers, written = marked(model.graph), set()
-    for node in gathers:
-        with contextlib.suppress(Unfit):
-            written |= inside(read(model.graph, node))
-    others = {node: levels for node, levels in sums(model.graph).items() if node not in written}
-    for node in dict.fromkeys([*gathers, *others]):
-        if node in gathers and not marks:
-            continue
+    corners = find_tables(model.graph)
+    levels = {node: both for node, both in sums(model.graph).items() if node not in corners}
+    for node in [*(corners if tables else ()), *levels]:
         try:
-            sampling = certain(model, node, *others[node]) if node in others else _read_mark(model, node)
+            if node in corners:
+                sampling = _prove_one(model, table_candidates(node, corners[node]))
+            else:
+                sampling = certain(model, node, *levels[node])
             yield str(node.outputs[0].name), sampling
         except Unfit as unfit:
             yield str(node.outputs[0].name), str(unfit)
-
-
-def _read_mark(model: ir.Model, node: ir.Node) -> Sampling:
-    prove(model, sampling := read(model.graph, node))
-    return sampling
 
 
 def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
@@ -50,18 +42,18 @@ def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: li
     for batch in batches(samples, weights):
         try:
             with spelled_out(model, samples, weights, batch) as spelled:
-                return _prove_one(model, node, samples, spelled)
+                return _prove_one(model, candidates(node, samples, spelled))
         except Unfit as unfit:
             reasons.append(unfit)
     if reasons:
         raise reasons[0]
-    return _prove_one(model, node, samples, weights)
+    return _prove_one(model, candidates(node, samples, weights))
 
 
-def _prove_one(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
+def _prove_one(model: ir.Model, found: list[Sampling]) -> Sampling:
     """Return the first candidate that passes its trial. If none of the likeliest does, raise what is wrong with the first."""
     reasons = []
-    for sampling in candidates(node, samples, weights)[:_LIKELIEST]:
+    for sampling in found[:_LIKELIEST]:
         try:
             prove(model, sampling)
             return sampling

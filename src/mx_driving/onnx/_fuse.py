@@ -18,10 +18,10 @@ from ._file import check_path, load
 from ._find import explain_quantized, find_left, find_samplings
 from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call, Sizes
 from ._graph import Unfit, dims
-from ._marks import mark, marked
 from ._nodes import nodes, rewrite
 from ._save import save
 from ._search import Sampling
+from ._table import find_tables
 from ._trial import padding, part_nodes, tables
 from ._writer import Writer, written
 
@@ -83,15 +83,12 @@ def _call(write: Writer, sampling: Sampling) -> Call:
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
     with written(model, sampling.output) as write:
-        new = WRITE[form](write, call := _call(write, sampling), **options)
-        if form == "gather":
-            mark(new, call)
-        write.put_in_place(new)
+        write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
     report, others = Fused(path, left=find_left(model)), nodes(model.graph)
-    for name, sampling in find_samplings(model, marks=form != "gather"):
+    for name, sampling in find_samplings(model, tables=form != "gather"):
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
@@ -108,7 +105,7 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
 def _what_is_there(model: ir.Model) -> str:
     there = Counter(f"{node.domain}::{node.op_type}" for node in nodes(model.graph))
     words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
-    if gathers := len(marked(model.graph)):
+    if gathers := len(find_tables(model.graph)):
         words += f"{', ' * bool(words)}{gathers} in the form gather"
     return f"it has {words} already, and no other weighted samples" if words else "it has no weighted samples"
 

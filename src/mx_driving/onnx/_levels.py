@@ -120,17 +120,17 @@ def _index(node: ir.Node) -> ir.Value | None:
     return node.inputs[1] if chosen else None
 
 
-def _back(index: ir.Value) -> Iterator[ir.Value]:
+def indices_of_rows(index: ir.Value) -> Iterator[ir.Value]:
     return before(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
 
 
 def _is_floored(index: ir.Value) -> bool:
-    return any(is_node(v.producer(), "Floor") for v in _back(index))
+    return any(is_node(v.producer(), "Floor") for v in indices_of_rows(index))
 
 
 def _is_rounded(index: ir.Value) -> bool:
     """Cast to integers without a Floor."""
-    casts = [v.producer() for v in _back(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
+    casts = [v.producer() for v in indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
     given = [node.inputs[0] for node in casts if node is not None]
     return any(v is not None and v.dtype not in INTEGER for v in given) and not _is_floored(index)
 
@@ -139,7 +139,7 @@ def _maps(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, in
     """What height and width may be: two axes, or one axis of rows, whose width a row's number is multiplied by."""
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
-    widths = {int(n) for index in indices for v in _back(index) for n in _factors(v) if n > 0}
+    widths = {int(n) for index in indices for v in indices_of_rows(index) for n in _factors(v) if n > 0}
     axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
     return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
 
@@ -154,7 +154,7 @@ def _factors(value: ir.Value) -> list[float]:
 
 def _of_gathers(part: ir.Value, nodes: list[ir.Node]) -> Level:
     images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
-    places = common(_back(index) for node in nodes if (index := _index(node)) is not None)
+    places = common(indices_of_rows(index) for node in nodes if (index := _index(node)) is not None)
     sizes = _maps(images, [index for node in nodes if (index := _index(node)) is not None])
     grids = [dims(v)[-2] for v in places if len(dims(v)) >= 4 and dims(v)[-1] == 2]
     points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)

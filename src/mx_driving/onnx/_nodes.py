@@ -10,7 +10,6 @@ import onnx_ir as ir
 
 from ._forms import NODES, NPU, OURS, TENSORRT, WITH_LOGITS, WRITE, Call, Sizes
 from ._graph import Unfit, constant, dims
-from ._marks import mark
 from ._writer import Writer, written
 
 _OF_OTHERS = {NPU: {NODES[NPU]}, TENSORRT: {NODES[TENSORRT], *WITH_LOGITS}}
@@ -30,8 +29,6 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
     call = _call(node)
     with written(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
-        if form == "gather":
-            mark(new, call)
         write.put_in_place(_with_heads(write, new, call) if node.domain == TENSORRT else new)
     return f"a node {node.domain}::{node.op_type}"
 
@@ -40,9 +37,7 @@ def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: s
     """Our node with logits, or in other forms the locations and weights that their nodes need."""
     inputs = LogitInputs(node)
     with written(model, node.outputs[0]) as write:
-        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, call := inputs.call(write), **options)
-        if form == "gather":
-            mark(new, call)
+        new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)
         write.put_in_place(write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels])))
     return f"a node {node.op_type}"
 

@@ -102,14 +102,14 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
     return width if width % heads == 0 else 0
 
 
-def _outputs(node: ir.Node, width: int) -> Iterator[ir.Value]:
+def outputs_of_sum(node: ir.Node, width: int, *more: str) -> Iterator[ir.Value]:
     """The sum and its other views with three axes, as long as nothing else reads what lies between."""
     value = node.outputs[0]
     while True:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):
             yield value
         users = list(value.uses())
-        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS):
+        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS, *more):
             return
         value = users[0].node.outputs[0]
 
@@ -146,5 +146,5 @@ def _with_heads(
     locations = [v for v in tensors[1] if _ends(v, *((*s, 2) for s in samples))]
     weights = [v for v in tensors[2] if _ends(v, *samples)]
     for (value, channels), place, weight in itertools.product(values.items(), locations, weights):
-        for output in _outputs(node, heads * channels):
+        for output in outputs_of_sum(node, heads * channels):
             yield Sampling(value, place, weight, output, maps, points, heads, channels)

@@ -22,7 +22,7 @@ from . import _sizes
 from ._graph import INTEGER, MOVES, Unfit, dims, is_node
 from ._search import Sampling
 
-_COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant"}
+_COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
 _SIZES = {"Shape", "Div", "Mod", "ReduceProd", "ConstantOfShape", "Range", "Size"}
 # Steps that are not linear in every input: the inputs that value and weights may reach, because the others decide.
 _BRANCHES = {
