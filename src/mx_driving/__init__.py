@@ -12,7 +12,7 @@ if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-
     from ._checks.data import DataWarning, data_checks
     from ._checks.limits import atlas_limits
     from ._checks.rules import explain_missing as _explain_missing
-    from ._dispatch.library import backends
+    from ._dispatch.choose import backends
     from ._patch import Patch, patch, patched
     from .ops.bev_pool import bev_pool
     from .ops.bev_pool_v2 import bev_pool_v2

@@ -142,9 +142,9 @@ OPERATORS = {operator.name: operator for operator in _read(TEXT)}
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.samples}  # those that read maps at locations
 
 
-def gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
-    """Memory for the gradient of each tensor that `mask` wants, an empty tensor for every other."""
+def empty_gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
+    """Return memory for the gradient of each tensor, and a tensor without elements where `mask` is False."""
     return [
-        torch.empty_like(t, memory_format=torch.contiguous_format) if wanted else t.new_empty((0,))
-        for t, wanted in zip(tensors, mask, strict=True)
+        torch.empty_like(t, memory_format=torch.contiguous_format) if needed else t.new_empty((0,))
+        for t, needed in zip(tensors, mask, strict=True)
     ]

@@ -57,7 +57,9 @@ constexpr uint64_t VERSION = uint64_t(2) << 56 | uint64_t(10) << 48; // the vers
     X(int32_t, aoti_torch_dtype_int16, ())                                                                                     \
     X(int32_t, aoti_torch_dtype_int8, ())                                                                                      \
     X(int32_t, aoti_torch_dtype_uint8, ())                                                                                     \
-    X(int32_t, aoti_torch_dtype_bool, ())
+    X(int32_t, aoti_torch_dtype_bool, ())                                                                                      \
+    X(int32_t, aoti_torch_dtype_complex64, ())                                                                                 \
+    X(int32_t, aoti_torch_dtype_complex128, ())
 
 struct Api {
 #define MXD_MEMBER(result, name, parameters) result(*name) parameters;

@@ -44,7 +44,8 @@ constexpr Dtype DTYPES[] = {
     {&Api::aoti_torch_dtype_float16, "float16", MXD_FLOAT16}, {&Api::aoti_torch_dtype_bfloat16, "bfloat16", MXD_BFLOAT16},
     {&Api::aoti_torch_dtype_float64, "float64", MXD_FLOAT64}, {&Api::aoti_torch_dtype_int32, "int32", MXD_INT32},
     {&Api::aoti_torch_dtype_int16, "int16", NARROW},          {&Api::aoti_torch_dtype_int8, "int8", NARROW},
-    {&Api::aoti_torch_dtype_uint8, "uint8", NARROW},          {&Api::aoti_torch_dtype_bool, "bool", -1}};
+    {&Api::aoti_torch_dtype_uint8, "uint8", NARROW},          {&Api::aoti_torch_dtype_bool, "bool", -1},
+    {&Api::aoti_torch_dtype_complex64, "complex64", -1},      {&Api::aoti_torch_dtype_complex128, "complex128", -1}};
 constexpr Dtype UNKNOWN{nullptr, "another dtype", -1};
 
 const Dtype &dtype_of(int32_t number) {

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._operators import OPERATORS, Operator, gradients
+from .._operators import OPERATORS, Operator, empty_gradients
 from ._loading import loaded, why_by_ctypes, why_not
 
 __all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]
@@ -40,8 +40,8 @@ _MOST_ROWS = 2**31 - 2
 
 
 def serves(value: Tensor) -> bool:
-    """A value of more rows goes to the reference."""
-    return value.shape[min(1, value.dim() - 2)] <= _MOST_ROWS
+    """Return whether the rows of value can be numbered. Value with too few axes is refused by the kernel."""
+    return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= _MOST_ROWS
 
 
 def isa() -> str:
@@ -155,7 +155,7 @@ class _Forward(_Function):
 class _Backward(_Function):
     def __call__(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (inputs, options), mask = self.split(rest[:-1]), rest[-1]
-        found = gradients([inputs[i] for i in self.operator.differentiable], mask)
+        found = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
         wanted = [g if needed else None for g, needed in zip(found, mask, strict=True)]
         self.call(inputs, options, [grad, *inputs, *wanted])
         return tuple(found)

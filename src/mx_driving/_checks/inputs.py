@@ -9,6 +9,7 @@ has another is named.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .._operators import OPERATORS, Input, Operator
+from . import limits
 from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, shape_text, tensors
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
@@ -249,26 +251,6 @@ def _memory_holds(*sizes: int | torch.SymInt) -> bool:
     return in_graph or math.prod(max(size, 1) for size in sizes) < _MOST_ELEMENTS
 
 
-def _needs_gradient(operator: Operator) -> Callable[..., bool]:
-    """Whether one of an operator's inputs has a gradient to find."""
-    wanted = (f"{operator.inputs[i]}.requires_grad" for i in operator.differentiable)
-    return _predicate(operator, " or ".join(wanted))
-
-
-def _are_plain(operator: Operator) -> Callable[..., bool]:
-    """Whether all required inputs are tensors or parameters, of no class derived from them."""
-    plain = (f"type({t.name}) in classes" for t in operator.tensors if not t.optional)
-    return _predicate(operator, " and ".join(plain))
-
-
-def _predicate(operator: Operator, text: str) -> Callable[..., bool]:
-    parameters = ", ".join((*operator.inputs, "*options"))
-    return _defined((f"def holds({parameters}):", f"    return {text}"), {"classes": (Tensor, torch.nn.Parameter)})["holds"]
-
-
-NEEDS_GRADIENT = {operator.name: _needs_gradient(operator) for operator in OPERATORS.values()}
-ARE_PLAIN = {operator.name: _are_plain(operator) for operator in OPERATORS.values()}
-
 # Operator -> the check of its inputs. Kernels run it too, because torch.ops can be called without a public function.
 INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}
 
@@ -307,8 +289,27 @@ def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     need_one_device((row.inputs[0], value), ("grad_output", grad))
 
 
+def check(operator: str, *inputs: Any) -> None:
+    """Check the inputs of a public function. In a graph the fake kernel checks them; limits are checked everywhere.
+
+    Level tables of plain CPU tensors are read here, so that a fault is a ValueError. Ranks are millions: the kernel reads them.
+    """
+    if not torch.compiler.is_compiling():
+        INPUTS[operator](*inputs)
+        row = OPERATORS[operator]
+        if row.samples and _is_readable(inputs[2]):
+            contents(row, inputs)
+    if limits.enforced():
+        limits.hold(operator, *inputs)
+
+
+def _is_readable(table: Tensor) -> bool:
+    traced = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
+    return type(table) is Tensor and table.is_cpu and not traced
+
+
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:
-    """What index tensors hold: maps inside value, or ranks of rows. This reads them, which costs nothing only on a CPU."""
+    """Check what index tensors hold: maps inside value, or ranks of rows. This reads them, which is free only on a CPU."""
     if operator.samples:
         value, shapes, starts, *_ = inputs
         levels(*operator.tables, shapes, starts, value.shape[1], value.shape[2] if value.dim() == 3 else 0)
@@ -330,23 +331,25 @@ def ranks(feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, 
 
 
 def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int, channels: int = 0) -> None:
-    """Check that every map lies inside num_keys rows. This reads the index tables, which costs nothing only on a CPU.
+    """Check that every map lies inside num_keys rows. This reads the index tables, which is free only on a CPU.
 
     Feature maps that have rows enough among their channels have their axes swapped.
     """
-    axes = starts.dim()
-    for flat, ((height, width), start) in enumerate(
-        zip(shapes.reshape(-1, 2).tolist(), starts.reshape(-1).tolist(), strict=True)
-    ):
-        where = f"[{flat}]" if axes == 1 else f"[{flat // starts.shape[1]}, {flat % starts.shape[1]}]"
+    sizes, begins = shapes.tolist(), starts.tolist()
+    if starts.dim() > 1:
+        sizes, begins = (list(itertools.chain(*of_cameras)) for of_cameras in (sizes, begins))
+    for flat, ((height, width), start) in enumerate(zip(sizes, begins, strict=True)):
+        end = start + height * width
+        if height > 0 and width > 0 and start >= 0 and end <= num_keys:
+            continue
+        where = f"[{flat}]" if starts.dim() == 1 else f"[{flat // starts.shape[1]}, {flat % starts.shape[1]}]"
         if height <= 0 or width <= 0:
             fail(ValueError, shapes_name + where, "be positive (H, W)", (height, width))
         if start < 0:
             fail(ValueError, starts_name + where, "not be negative", start)
-        if start + height * width > num_keys:
-            rule = f"leave room for {height} x {width} rows among {num_keys}"
-            swapped = "; axes 1 and 2 of feature_maps look swapped" if start + height * width <= channels else ""
-            fail(ValueError, starts_name + where, rule, f"{start} (needs {start + height * width} rows){swapped}")
+        swapped = "; axes 1 and 2 of feature_maps look swapped" if end <= channels else ""
+        rule = f"leave room for {height} x {width} rows among {num_keys}"
+        fail(ValueError, starts_name + where, rule, f"{start} (needs {end} rows){swapped}")
 
 
 def host_memory(name: str, t: Any) -> None:

@@ -1,5 +1,5 @@
-"""What makes the operators at home in PyTorch. Importing this room registers them."""
+"""How torch reaches a kernel. Importing this room registers the operators."""
 
-from . import decompositions, distributed, flops, functions, library, transforms
+from . import choose, decompositions, distributed, flops, functions, registered
 
-__all__ = ["decompositions", "distributed", "flops", "functions", "library", "transforms"]
+__all__ = ["choose", "decompositions", "distributed", "flops", "functions", "registered"]

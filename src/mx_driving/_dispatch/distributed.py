@@ -19,8 +19,8 @@ from .. import _checks
 from .._operators import OPERATORS, Operator
 
 
-def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
-    """The arguments as DTensor's dispatch requires them; `shared` are the places of index tables and the like among them."""
+def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the arguments as DTensor's dispatch requires them: those with indices in `shared`, such as tables, replicated."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is None:
         return args
@@ -30,7 +30,7 @@ def prepared(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     mesh = sharded.device_mesh
     _check_torch(mesh, sharded._local_tensor)
     _register()
-    return tuple(_replicated(a, mesh) if i in shared else a for i, a in enumerate(args))
+    return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
 
 
 def _check_torch(mesh: Any, local: Tensor) -> None:
@@ -40,8 +40,8 @@ def _check_torch(mesh: Any, local: Tensor) -> None:
         _checks.needs.check("DTensor under torch.compile")
 
 
-def _replicated(table: Tensor, mesh: Any) -> Tensor:
-    """An index table, which every process has from its configuration, as a DTensor."""
+def _replicate(table: Tensor, mesh: Any) -> Tensor:
+    """Return an index table, which every process has from its configuration, as a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     if isinstance(table, DTensor):

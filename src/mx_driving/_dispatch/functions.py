@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .._operators import OPERATORS
-from . import library
+from .registered import REGISTERED
 
 
 class OperatorFunction(torch.autograd.Function):
@@ -47,14 +47,15 @@ def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """A gradient or None for each input of forward. `ctx` is torch's, or anything that has saved_tensors."""
-    formula = library.gradient(operator)[1]
+    registered = REGISTERED[operator]
     needs = getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
-        found = formula(ctx, grad_output)
-        return (*found, *[None] * (len(needs) - len(found)))
-    everything = [True] * len(OPERATORS[operator].inputs)
+        gradients = registered.differentiate(ctx, grad_output)
+        return (*gradients, *[None] * (len(needs) - len(gradients)))
+    all_inputs = [True] * len(OPERATORS[operator].inputs)
     with torch.no_grad():
-        return formula(types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=everything), grad_output)
+        other = types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=all_inputs)
+        return registered.differentiate(other, grad_output)
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:

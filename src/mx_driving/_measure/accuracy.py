@@ -132,6 +132,6 @@ def check_one(
         ours, theirs = _times(workload, args, grad, device)
         tick()
     kind = device if device in ("cpu", "cuda") else "other"
-    serving = _dispatch.library.backends()[kind][workload.operator]
+    serving = _dispatch.choose.backends()[kind][workload.operator]
     backend = f"reference ({device}: {serving})" if serving.startswith("reference") else f"{device}: {serving}"
     return Checked(workload, dtype, backend, errors, allowed, ours, theirs)

@@ -13,7 +13,7 @@ from .._dispatch import distributed
 def fill(t: Tensor, numbers: Tensor) -> None:
     """t has these numbers, or a process's part of them, where t is a DTensor."""
     with torch.no_grad():
-        t.copy_(distributed.prepared((t, numbers.to(t.device)), shared=(1,))[1])
+        t.copy_(distributed.prepare((t, numbers.to(t.device)), shared=(1,))[1])
 
 
 def look_around(offsets: nn.Linear, num_heads: int, num_points: int) -> None:

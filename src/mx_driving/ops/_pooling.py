@@ -97,6 +97,18 @@ def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
     return list(clamped), torch.stack(outside).sum(0).clamp(max=1)
 
 
+class refuse_ranks:
+    """Turn the RuntimeError that C++ raises about a rank into a ValueError: the one error that public functions do not raise
+    themselves, because there are millions of ranks to read."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is RuntimeError and str(error).startswith("ranks_"):
+            raise ValueError(str(error)) from None
+
+
 def gradients(
     grad_out: Tensor,
     depth: Tensor | None,
@@ -109,8 +121,9 @@ def gradients(
     tensors(("grad_out", grad_out))
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
-    backward = torch.ops.mx_driving.bev_pool_v3_backward.default
-    grad_feat, grad_depth = backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, [True, depth is not None])
+    backward = torch.ops.mx_driving.bev_pool_v3_backward
+    with refuse_ranks():
+        grad_feat, grad_depth = backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, [True, depth is not None])
     if depth is not None:
         return grad_depth.view(depth.shape), grad_feat.view(feat.shape)
     if rest := feat.numel() - grad_feat.numel():  # rows of feat that are no point's

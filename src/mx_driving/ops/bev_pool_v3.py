@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._checks.inputs import check
 from ._arguments import explain_arguments
-from ._pooling import gradients, inputs_of
+from ._pooling import gradients, inputs_of, refuse_ranks
 
 __all__ = ["BEVPoolV3", "bev_pool_v3"]
-
-_call = _dispatch.library.public("bev_pool_v3")
 
 
 @explain_arguments
@@ -64,7 +63,10 @@ def bev_pool_v3(
     >>> mx_driving.bev_pool_v3(depth, feat, rank, torch.tensor([0, 0]), rank, (1, 1, 1, 2, 1))
     tensor([[[[[1., 3.]]]]])
     """
-    return _call(*inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape))
+    inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
+    check("bev_pool_v3", *inputs)
+    with refuse_ranks():
+        return torch.ops.mx_driving.bev_pool_v3(*inputs)
 
 
 class BEVPoolV3(torch.autograd.Function):

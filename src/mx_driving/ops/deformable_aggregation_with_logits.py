@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .. import _dispatch
+from .._checks.inputs import check
 from ._arguments import explain_arguments
 
 __all__ = ["deformable_aggregation_with_logits"]
-
-_call = _dispatch.library.public("deformable_aggregation_with_logits")
 
 
 @explain_arguments
@@ -68,4 +67,6 @@ def deformable_aggregation_with_logits(
     >>> mx_driving.deformable_aggregation_with_logits(maps, shape, start, point, camera, logits)
     tensor([[[2.]]])
     """
-    return _call(feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
+    inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
+    check("deformable_aggregation_with_logits", *inputs)
+    return torch.ops.mx_driving.deformable_aggregation_with_logits(*inputs)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._checks.inputs import check
 from .._operators import OPERATORS
 from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["GeometricKernelAttentionFunc", "geometric_kernel_attention", "npu_geometric_kernel_attention"]
-
-_call = _dispatch.library.public("geometric_kernel_attention")
 
 
 @explain_arguments
@@ -61,7 +61,9 @@ def geometric_kernel_attention(
     >>> mx_driving.geometric_kernel_attention(value, shapes, start, far_right, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.]]])
     """
-    return _call(value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
+    check("geometric_kernel_attention", *inputs)
+    return torch.ops.mx_driving.geometric_kernel_attention(*inputs)
 
 
 class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .. import _dispatch
+from .._checks.inputs import check
 from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
-
-_call = _dispatch.library.public("geometric_kernel_attention_with_logits")
 
 
 @explain_arguments
@@ -59,4 +58,6 @@ def geometric_kernel_attention_with_logits(
     >>> mx_driving.geometric_kernel_attention_with_logits(value, shapes, start, reference, window, logits)
     tensor([[[0.5000]]])
     """
-    return _call(value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
+    inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
+    check("geometric_kernel_attention_with_logits", *inputs)
+    return torch.ops.mx_driving.geometric_kernel_attention_with_logits(*inputs)

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._checks.inputs import check
 from .._operators import OPERATORS
 from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
-
-_call = _dispatch.library.public("multi_scale_deformable_attn")
 
 
 @explain_arguments
@@ -66,7 +65,9 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    return _call(value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+    inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
+    check("multi_scale_deformable_attn", *inputs)
+    return torch.ops.mx_driving.multi_scale_deformable_attn(*inputs)
 
 
 _with_foreign_signatures = with_foreign_signatures(

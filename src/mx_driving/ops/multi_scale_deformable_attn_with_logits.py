@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from .. import _dispatch
+from .._checks.inputs import check
 from ._arguments import explain_arguments
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
-
-_call = _dispatch.library.public("multi_scale_deformable_attn_with_logits")
 
 
 @explain_arguments
@@ -69,7 +68,7 @@ def multi_scale_deformable_attn_with_logits(
     >>> mx_driving.multi_scale_deformable_attn_with_logits(value, shapes, start, centre, offsets, logits)
     tensor([[[0.]]])
     """
-    return _call(
+    inputs = (
         value,
         value_spatial_shapes,
         value_level_start_index,
@@ -78,3 +77,5 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits,
         reference_axis,
     )
+    check("multi_scale_deformable_attn_with_logits", *inputs)
+    return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits(*inputs)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import _dispatch
+from .._checks.inputs import check
 from ._arguments import explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
-
-_call = _dispatch.library.public("deformable_aggregation")
 
 
 @explain_arguments
@@ -63,7 +63,9 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    return _call(feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
+    check("deformable_aggregation", *inputs)
+    return torch.ops.mx_driving.deformable_aggregation(*inputs)
 
 
 @explain_arguments

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operators import Operator, SamplingInputs, gradients
+from ..._operators import Operator, SamplingInputs, empty_gradients
 from . import deterministic, launch
 
 # Four warps to a program: the forward exchanges nothing between them.
@@ -83,11 +83,11 @@ class Kernels(NamedTuple):
         others = zip(self.operator.differentiable[1:], mask[1:], strict=True)
         flags = {SamplingInputs._fields[i].upper(): needed for i, needed in others}
         if not grad.numel() or not weights.numel() or not num_keys:
-            return tuple(g.zero_() for g in gradients(wanted, mask))
+            return tuple(g.zero_() for g in empty_gradients(wanted, mask))
         value = launch.packed(value)
         plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), True)
         grad, weights = grad.contiguous(), weights.contiguous()
-        others = gradients(wanted[1:], mask[1:])
+        others = empty_gradients(wanted[1:], mask[1:])
         sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
         with launch.on(value.device):
             self.backward[(bs * heads * -(-queries // plan.rows),)](

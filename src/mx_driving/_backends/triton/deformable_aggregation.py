@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operators import OPERATORS, gradients
+from ..._operators import OPERATORS, empty_gradients
 from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 
@@ -165,9 +165,9 @@ def backward(
     bs, num_keys, _ = feature_maps.shape
     anchors, points, cams, groups = *locations.shape[1:4], weight.shape[5]
     launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    others = [g.zero_() for g in gradients((locations, weight), mask[1:])]
+    others = [g.zero_() for g in empty_gradients((locations, weight), mask[1:])]
     if not grad.numel() or not weight.numel() or not num_keys:
-        return (gradients((feature_maps,), mask[:1])[0].zero_(), *others)
+        return (empty_gradients((feature_maps,), mask[:1])[0].zero_(), *others)
     value = launch.packed(feature_maps)
     plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), True)
     grad, weight = grad.contiguous(), weight.contiguous()

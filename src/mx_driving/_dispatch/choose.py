@@ -1,0 +1,64 @@
+"""Which backend serves a call: one list, best first, that kernels and `backends()` ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import _backends
+from .._operators import OPERATORS, Operator
+
+
+def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:
+    """Return the backend that serves a call, and why it is the reference. Without inputs: the backend of usual calls."""
+    if device == "cpu":
+        if reason := _backends.native.why_not():
+            return "reference", reason
+        if inputs and not _backends.native.serves(inputs[0]):
+            return "reference", "value has more rows than the native kernels number"
+        return "native", ""
+    if device == "cuda":
+        if reason := _backends.triton.why_not():
+            return "reference", reason
+        if inputs and not _backends.triton.serves(*_floating(operator, inputs)):
+            return "reference", "an input is float64, or value has more rows than the Triton kernels number"
+        return "composition" if operator.bare else "triton", ""
+    return "reference", "there are no kernels for this device"
+
+
+def _floating(operator: Operator, inputs: Sequence[Any]) -> list[Any]:
+    return [a for a, t in zip(inputs, operator.tensors, strict=False) if t.elements != "index" and a is not None]
+
+
+def backends() -> dict[str, dict[str, str]]:
+    """Which kernel serves which device, and why if it is the reference.
+
+    Returns a dictionary per device type: operator name -> a sentence. "other" is every device not named. Where the vendor's
+    distribution is installed beside this one, every sentence ends with that, and with what to do.
+
+    >>> sorted(backends())
+    ['cpu', 'cuda', 'other']
+    """
+    import mx_driving_portable  # it imports importlib.metadata
+
+    beside = mx_driving_portable.beside()
+    end = f"; {beside}" if beside else ""
+    return {
+        device: {name: _describe(*choose(operator, device)) + end for name, operator in OPERATORS.items()}
+        for device in ("cpu", "cuda", "other")
+    }
+
+
+def _describe(backend: str, reason: str) -> str:
+    if backend == "reference":
+        return f"reference: {reason}"
+    if backend == "native":
+        by_ctypes = _backends.native.why_by_ctypes()
+        way = f", called by ctypes ({by_ctypes})" if by_ctypes else ""
+        isa, threads = _backends.native.isa(), _backends.native.threads()
+        return f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
+    how = "composition over the Triton kernel: " if backend == "composition" else ""
+    label = ", compiled but never run on AMD" if torch.version.hip else ""
+    return f"{how}Triton{label}; float32, float16, bfloat16; float64: reference"

@@ -1,0 +1,252 @@
+"""The operators and their backwards in torch's dispatcher. The dispatcher and `choose` choose; nothing is tried and caught.
+
+`torch.library.register_autograd` would do for reverse mode alone: its kernels refuse torch.func.grad and, worse, drop a
+forward-mode tangent without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from .. import _backends, _checks, _composition, reference
+from .._operators import OPERATORS, Operator, empty_gradients
+from . import decompositions, distributed, flops, vmap
+from .choose import choose
+
+# If another program defined our schemas in C++, this removes its definitions first.
+_CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has registered the kernels of the CPU
+_library = torch.library.Library("mx_driving", "DEF")
+
+
+class Registered:
+    """An operator in torch's dispatcher. Read downwards: this is the order in which a call passes."""
+
+    value = 0  # the index of value among the arguments
+
+    def __init__(self, operator: Operator, name: str) -> None:
+        self.operator, self.name, self.reference = operator, name, getattr(reference, name)
+        self.count = self.value + len(operator.inputs)  # arguments that are tensors or None
+        self.differentiable = operator.differentiable  # their indices among the arguments
+        self.shared = tuple(self.value + i for i in operator.shared)
+        _library.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))
+        self.op = getattr(torch.ops.mx_driving, name).default
+        self.kernels = {
+            "native": _backends.native.kernel(operator.name, bool(self.value)),
+            "triton": self.run_triton,
+            "composition": self.run_composition,
+            "reference": self.run_reference,
+        }
+        self.function = self.make_function()
+        torch.library.register_vmap(f"mx_driving::{name}", self.vmap, lib=_library)
+        _library.impl(name, self.autograd, "Autograd", with_keyset=True)
+        torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
+        for key, device in (("CPU", "cpu"), ("CUDA", "cuda"), ("CompositeExplicitAutograd", "other")):
+            if key != "CPU" or _CPU_IN_PYTHON:
+                _library.impl(name, self.kernel_of(device), key)
+
+    def schema(self) -> str:
+        return f"{self.name}({self.arguments()}) -> Tensor"
+
+    def arguments(self) -> str:
+        """Return the inputs and options as a schema declares them."""
+        operator = self.operator
+        tensors = (f"Tensor{'?' * (i in operator.optional)} {name}" for i, name in enumerate(operator.inputs))
+        return ", ".join((*tensors, *operator.options))
+
+    def autocast(self, keys: Any, *args: Any) -> Any:
+        """Convert floating inputs to float32, whatever dtype autocast runs in. float64 stays."""
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return self.op(*(_to_float32(a) for a in args))
+
+    def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
+        return vmap.map_call(self.operator, self.op, self.value, info.batch_size, dims, args)
+
+    def autograd(self, keyset: Any, *args: Any) -> Any:
+        """The Autograd key: forward mode in plain torch, reverse mode as a function of a single level.
+
+        Inside the dispatcher torch.func has already taken its levels apart. All operations of the reference have a rule for
+        tangents.
+        """
+        args = distributed.prepare(args, self.shared)
+        transformed = torch._C._are_functorch_transforms_active()
+        # a compiled torch.func.jvp enters its level, and forward_ad does not notice
+        if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
+            return self.reference(*args)
+        if not (torch.is_grad_enabled() and any(args[i].requires_grad for i in self.differentiable)):
+            return self.below_autograd(*args, keyset)
+        with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
+            return self.function.apply(*args, keyset)
+
+    def below_autograd(self, *args: Any) -> Any:
+        """Go on to the kernel of the device. What a kernel in C++ cannot serve has to be told here."""
+        *inputs, keyset = args
+        value = inputs[self.value]
+        is_plain = value.is_cpu and type(value) in (Tensor, torch.nn.Parameter)
+        if is_plain and choose(self.operator, "cpu", inputs[self.value :])[0] == "reference":
+            return self.run("cpu", *inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+
+    def make_function(self) -> Any:
+        """Return the autograd function, named as the operator in the graph. Its last argument is the dispatcher's keyset."""
+
+        def forward(*args: Any) -> Any:
+            if not torch._C._are_functorch_transforms_active():
+                return self.below_autograd(*args)
+            # autograd turns both modes of differentiation off inside a function's forward, but outer levels still need them
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return self.below_autograd(*args)
+
+        parts = {
+            "forward": forward,
+            "setup_context": lambda ctx, args, output: self.save(ctx, args[:-1]),
+            "backward": lambda ctx, *grads: (*self.differentiate(ctx, *grads), None),
+        }
+        if hasattr(torch.autograd.Function, "_compiled_autograd_key"):  # what compiled autograd looks for
+            parts["_compiled_autograd_key"] = torch.autograd.Function._compiled_autograd_key
+        return type(self.name, (_SingleLevelFunction,), {name: staticmethod(part) for name, part in parts.items()})
+
+    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
+        """Save the inputs alone."""
+        ctx.save_for_backward(*args[: self.count])
+        ctx.options = args[self.count :]
+
+    def differentiate(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each argument, by `<name>_backward`."""
+        mask = [ctx.needs_input_grad[i] for i in self.differentiable]
+        backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
+        options = ctx.options if self.operator.options else ()  # a context of `OperatorFunction` has none
+        by_argument: list[Tensor | None] = [None] * (self.count + len(options))
+        gradients = backward(grad, *ctx.saved_tensors, *options, mask)
+        for i, needed, g in zip(self.differentiable, mask, gradients, strict=True):
+            by_argument[i] = g if needed else None
+        return tuple(by_argument)
+
+    def fake(self, *args: Any) -> Any:
+        self.check(*args)
+        return args[0].new_empty(_checks.inputs.OUTPUT_SHAPE[self.name](*args))
+
+    def check(self, *args: Any) -> None:
+        """Check the arguments again: torch.ops can be called without a public function."""
+        _checks.inputs.INPUTS[self.name](*args)
+
+    def kernel_of(self, device: str) -> Any:
+        """The kernel of a device, and a look at the data where data checks are on."""
+        return _checks.data.followed(self.operator, functools.partial(self.run, device))
+
+    def run(self, device: str, *args: Any) -> Any:
+        self.check(*args)
+        backend, _ = choose(self.operator, device, args[self.value : self.count])
+        return self.kernels[backend](*args)
+
+    def run_triton(self, *args: Any) -> Any:
+        """Import the Triton kernel at the first call."""
+        return _backends.triton.kernel(self.operator.name, bool(self.value))(*args)
+
+    def run_composition(self, *args: Any) -> Any:
+        """An operator with logits over the kernel of its bare operator."""
+        bare = functools.partial(REGISTERED[self.operator.bare].run, "cuda")
+        return _composition.forward(self.name, bare)(*args)
+
+    def run_reference(self, *args: Any) -> Any:
+        """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
+        tensors = args[self.value : self.count]
+        _checks.rules.tensors(*((n, a) for n, a in zip(self.operator.inputs, tensors, strict=True) if a is not None))
+        if args[self.value].device.type == "cpu" or _checks.data.enabled():
+            _checks.inputs.contents(self.operator, args[self.value : len(args) - self.value])
+        return self.reference(*args)
+
+
+class RegisteredBackward(Registered):
+    """An operator's backward: of grad_output, the inputs, and which gradients are needed."""
+
+    value = 1
+
+    def __init__(self, operator: Operator, name: str) -> None:
+        super().__init__(operator, name)
+        self.differentiable = (0, *(i + 1 for i in operator.differentiable))
+
+    def schema(self) -> str:
+        count = len(self.operator.differentiable)
+        results = ", ".join(["Tensor"] * count)
+        return f"{self.name}(Tensor grad_output, {self.arguments()}, bool[{count}] output_mask) -> ({results})"
+
+    def save(self, ctx: Any, args: tuple[Any, ...]) -> None:
+        super().save(ctx, args[:-1])
+        ctx.mask = args[-1]
+
+    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The second derivative, through the reference's backward written in differentiable torch."""
+        tensors = list(ctx.saved_tensors)
+        indices = [i for i in self.differentiable if ctx.needs_input_grad[i]]
+
+        def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
+            for i, t in zip(indices, chosen, strict=True):
+                tensors[i] = t
+            outputs = self.reference(*tensors, *ctx.options, ctx.mask)
+            return tuple(g for g, needed in zip(outputs, ctx.mask, strict=True) if needed)
+
+        outputs, vjp, *_ = torch.func.vjp(first_gradients, *(tensors[i] for i in indices))
+        needed = [g for g, needed in zip(grads, ctx.mask, strict=True) if needed]
+        filled = [torch.zeros_like(o) if g is None else g for g, o in zip(needed, outputs, strict=True)]
+        second = dict(zip(indices, vjp(tuple(filled)), strict=True))
+        return (*map(second.get, range(self.count + len(ctx.options))), None)
+
+    def fake(self, *args: Any) -> Any:
+        self.check(*args)
+        _, *inputs, mask = args
+        return tuple(empty_gradients([inputs[i] for i in self.operator.differentiable], mask))
+
+    def check(self, *args: Any) -> None:
+        _checks.inputs.backward(self.operator.name, *args)
+
+    def kernel_of(self, device: str) -> Any:
+        return functools.partial(self.run, device)
+
+    def run_composition(self, *args: Any) -> Any:
+        bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, "cuda")
+        return _composition.backward(self.operator.name, bare)(*args)
+
+
+def _any_tangent(args: tuple[Any, ...]) -> bool:
+    return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
+
+
+def _to_float32(a: Any) -> Any:
+    cast = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
+    return a.to(torch.float32) if cast else a
+
+
+def _register_autocast(forward: Registered) -> None:
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        _library.impl(forward.name, functools.partial(forward.autocast, keys), key)
+
+
+def _follow_data() -> None:
+    """Kernels for the CPU in Python, which look at the data. They stay: a call may run while the checks end."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
+        for name in OPERATORS:
+            _library.impl(name, REGISTERED[name].kernel_of("cpu"), "CPU")
+
+
+REGISTERED: dict[str, Registered] = {}
+for _name, _operator in OPERATORS.items():
+    REGISTERED[_name] = Registered(_operator, _name)
+    REGISTERED[_name + "_backward"] = RegisteredBackward(_operator, _name + "_backward")
+    _register_autocast(REGISTERED[_name])
+    decompositions.register(REGISTERED[_name].op, _name, REGISTERED[_name].fake)
+if not _CPU_IN_PYTHON:
+    _checks.data.when_enabled(_follow_data)
+flops.register()

@@ -1,0 +1,63 @@
+"""torch.vmap of an operator or its backward: one call, with the vmapped axis among its batches or queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _checks
+from .._operators import Operator
+
+
+def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+    """Return the results of a call for each entry of the vmapped axis, and where that axis lies in each result.
+
+    The axis joins the queries if the inputs that all queries read, such as value, are not vmapped, and else the batches. Maps
+    of different sizes cannot share a call.
+
+    Args:
+        value: the index of value among the arguments; grad_output comes before it in a backward.
+        size: how many entries the vmapped axis has.
+        dims: the vmapped dimension of each argument, or None.
+    """
+    shared = [value + i for i in operator.shared]
+    if not operator.samples or any(dims[i] is not None for i in shared):
+        return _call_for_each(op, size, dims, args)
+    mask = args[-1] if value else None
+    needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]
+    read_by_all = [value + i for i, axis in enumerate(operator.axes[operator.queries][:-1]) if axis is None]
+    joined = 0 if any(dims[i] is not None or i in needed for i in read_by_all) else 1
+    whole = read_by_all if joined else shared
+    folded = [
+        _move_to(a, dim, size, joined).flatten(joined, joined + 1) if isinstance(a, Tensor) and i not in whole else a
+        for i, (a, dim) in enumerate(zip(args, dims, strict=True))
+    ]
+    locations = value + 3
+    count = _move_to(args[locations], dims[locations], size, joined).shape[joined + 1]  # batches or queries
+    return _unfold(op(*folded), (size, count), joined, mask)
+
+
+def _move_to(t: Tensor, dim: int | None, size: int, axis: int) -> Tensor:
+    """Move the vmapped axis to `axis`, or add one of `size` without copying."""
+    if dim is not None:
+        return t.movedim(dim, axis)
+    return t.unsqueeze(axis).expand(*t.shape[:axis], size, *t.shape[axis:])
+
+
+def _unfold(results: Any, sizes: tuple[int, int], axis: int, mask: list[bool] | None) -> Any:
+    if mask is None:
+        return results.unflatten(axis, sizes), axis
+    outputs = tuple(g.unflatten(axis, sizes) if needed else g for g, needed in zip(results, mask, strict=True))
+    return outputs, tuple(axis if needed else None for needed in mask)
+
+
+def _call_for_each(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
+    if size == 0:
+        name = op.name().partition("::")[2]
+        _checks.rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
+    results = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(r) for r in zip(*results, strict=True)), (0,) * len(results[0])
