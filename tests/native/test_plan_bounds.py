@@ -27,152 +27,105 @@ def attention(
     return value, shapes, starts, torch.empty(*samples, 2, dtype=dtype), torch.empty(samples, dtype=dtype)
 
 
-def of_value(operator: str, args: tuple[Tensor, ...]) -> dict[str, str]:
-    return plan_of(operator, args, [True] + [False] * (len(cases.DIFFERENTIABLE[operator]) - 1))
+def moved(args: tuple[Tensor, ...], by: list[int]) -> tuple[Tensor, ...]:
+    """The levels begin so many rows later."""
+    return *args[:2], args[2] + torch.tensor(by), *args[3:]
 
 
-def of_all(operator: str, args: tuple[Tensor, ...]) -> dict[str, str]:
-    return plan_of(operator, args, [True] * len(cases.DIFFERENTIABLE[operator]))
+def with_a_row_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return torch.cat([args[0], args[0][:, :1]], 1), *args[1:]
 
 
-# 248 x 256 rows of 256 bytes are 15.5 MB.
-@pytest.mark.parametrize(
-    ("size", "queries", "packed"), [((248, 256), 31744, 1), ((248, 256), 31743, 0), ((255, 249), 99999, 0)]
-)
-def test_a_level_is_packed_up_to_a_size_and_where_its_rows_are_read_eight_times(size, queries, packed):
-    args = attention(queries, 2, 64, [size], 4)
-    assert plan_of(MULTI_SCALE, args)["packed_value"].startswith("1 of 1" if packed else "none")
+def tall(rows: int) -> tuple[Tensor, ...]:
+    """An aggregation of rows of 2 MB."""
+    samples = torch.empty(1, 1, 1, 1, 2), torch.empty(1, 1, 1, 1, 1, 1)
+    return torch.empty(1, rows, 2**19), torch.tensor([[[rows, 1]]]), torch.tensor([[0]]), *samples
 
 
-@pytest.mark.parametrize(("queries", "packed"), [(3200, True), (3199, False), (1000, False)])
-def test_a_nearest_sample_reads_one_row(queries, packed):
-    args = attention(queries, 2, 16, [(20, 20)], 1)
-    assert plan_of(GEOMETRIC, args)["packed_value"] == ("1 of 1 levels, 25 KB" if packed else "none")
-
-
-@pytest.mark.parametrize(("height", "prefetched"), [(32, "none"), (33, "1 of 1 levels")])
-def test_rows_are_near_up_to_256_kilobytes(height, prefetched):
-    assert plan_of(MULTI_SCALE, attention(4096, 2, 64, [(height, 32)], 4))["prefetched_rows"] == prefetched
-
-
-@pytest.mark.parametrize(("height", "kilobytes"), [(32, 256), (33, 132)])
-def test_rows_are_packed_as_computed_up_to_256_kilobytes(height, kilobytes):
-    args = attention(16384, 2, 64, [(height, 32)], 4, torch.bfloat16)
-    assert plan_of(GEOMETRIC, args)["packed_value"] == f"1 of 1 levels, {kilobytes} KB"
-
-
-def test_rows_that_lie_side_by_side_are_not_packed():
-    """Those of one head."""
-    assert plan_of(MULTI_SCALE, attention(4096, 1, 16, [(8, 8)], 4))["packed_value"] == "none"
-    assert of_value(MULTI_SCALE, attention(4096, 1, 16, [(8, 8)], 4))["packed_gradient"] == "none"
-    assert plan_of(MULTI_SCALE, attention(4096, 2, 16, [(8, 8)], 4))["packed_value"] == "1 of 1 levels, 4 KB"
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_each_thread_has_512_queries_where_levels_are_packed(threads):
-    torch.set_num_threads(threads)
-    for queries, packed in ((512 * threads, "1 of 1 levels, 4 KB"), (512 * threads - 1, "none")):
-        assert plan_of(MULTI_SCALE, attention(queries, 2, 16, [(8, 8)], 4))["packed_value"] == packed
-
-
-def test_packed_levels_begin_at_64_bytes():
-    """90 levels of 9 rows of 20 bytes, 192 in place of 180: 16.9 KB."""
-    args = attention(4096, 2, 5, [(3, 3)] * 90, 1)
-    assert plan_of(MULTI_SCALE, args)["packed_value"] == "90 of 90 levels, 16 KB"
-
-
-def test_overlapping_levels_are_not_packed_in_the_gradient():
-    value, shapes, starts, *others = attention(4096, 2, 16, [(8, 8), (4, 4)], 4)
-    assert of_value(MULTI_SCALE, (value, shapes, starts, *others))["packed_gradient"] == "2 of 2 levels, 5 KB"
-    assert of_value(MULTI_SCALE, (value, shapes, starts - torch.tensor([0, 1]), *others))["packed_gradient"] == "none"
-
-
-@pytest.mark.parametrize(("threads", "packed"), [(1, "1 of 1"), (2, "1 of 1"), (4, "none")])
-def test_each_thread_has_its_own_packed_gradient(threads, packed):
-    """5 MB, at most 15.5 MB together."""
-    torch.set_num_threads(threads)
-    plan = of_value(MULTI_SCALE, attention(24576, 8, 64, [(128, 160)], 4))
-    assert plan["value_gradient"] == "BY_HEADS"
-    assert plan["packed_gradient"].startswith(packed)
-
-
-@pytest.mark.parametrize(("height", "packed"), [(32, "1 of 1 levels, 128 KB"), (33, "none")])
-def test_one_pass_packs_up_to_128_kilobytes(height, packed):
-    """Because value and gradient are near together."""
-    plan = of_all(GEOMETRIC, attention(8192, 2, 64, [(height, 16)], 4))
-    assert (plan["value_gradient"], plan["packed_gradient"]) == ("WITH_SAMPLES", packed)
-
-
-def test_one_pass_does_not_pack_where_rows_belong_to_no_level():
-    value, *others = attention(8192, 2, 64, [(8, 16)], 4)
-    args = torch.cat([value, value[:, :1]], 1), *others
-    assert of_all(GEOMETRIC, args)["packed_gradient"] == "none"
-    assert of_all(GEOMETRIC, (value, *others))["packed_gradient"] == "1 of 1 levels, 32 KB"
-
-
-@pytest.mark.parametrize(
-    ("threads", "levels", "points", "way"),
-    [
-        (4, 5, 4, "BY_PARTS, 3 a head"),  # 5 parts take two rounds, as long as 3 in one
-        (5, 5, 4, "BY_PARTS, 5 a head"),
-        (4, 5, 3, "BY_BANDS, 5"),
-        (3, 3, 4, "BY_PARTS, 3 a head"),
-    ],
-)
-def test_of_cuts_that_take_as_long_the_first_is_chosen(threads, levels, points, way):
-    torch.set_num_threads(threads)
-    assert of_all(MULTI_SCALE, attention(300, 1, 16, [(4, 4)] * levels, points))["value_gradient"] == way
-
-
-def test_levels_that_touch_do_not_overlap():
-    torch.set_num_threads(3)
-    value, shapes, starts, *others = attention(300, 1, 16, [(4, 4)] * 3, 4)
-    assert of_all(MULTI_SCALE, (value, shapes, starts, *others))["value_gradient"] == "BY_PARTS, 3 a head"
-    starts = starts - torch.tensor([0, 0, 1])
-    assert of_all(MULTI_SCALE, (value, shapes, starts, *others))["value_gradient"] == "BY_BANDS, 5"
-
-
-# Sums in float32: a row of half of 6 MB, and of all.
-@pytest.mark.parametrize(("channels", "number"), [(3 * 2**18, 3), (3 * 2**19, 5), (3 * 2**20, 5), (2**19, 2)])
-def test_a_buffered_band_has_6_megabytes_or_one_row(channels, number):
-    args = attention(1, 1, channels, [(5, 1)], 1, torch.bfloat16)
-    assert of_value(MULTI_SCALE, args)["value_gradient"] == f"BY_BANDS, {number}, buffered"
-
-
-@pytest.mark.parametrize(("rows", "number"), [(7, 1), (8, 1), (9, 2), (17, 3)])
-def test_a_band_of_an_aggregation_has_16_megabytes(rows, number):
-    channels = 2**19
-    value, shapes, starts = torch.empty(1, rows, channels), torch.tensor([[[rows, 1]]]), torch.tensor([[0]])
-    args = value, shapes, starts, torch.empty(1, 1, 1, 1, 2), torch.empty(1, 1, 1, 1, 1, 1)
-    assert of_value(AGGREGATION, args)["value_gradient"] == f"BY_BANDS, {number}"
-
-
-def with_window(queries: int, heads: int, channels: int, side: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def with_window(queries: int, heads: int, channels: int, side: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     value = torch.empty(1, side * side, heads, channels, dtype=dtype)
     shapes, starts = cases.levels_of((side, side))
     window, logits = torch.zeros(4, 2, dtype=torch.int64), torch.empty(1, queries, heads, 4, dtype=dtype)
     return value, shapes, starts, torch.empty(1, queries, heads, 2, dtype=dtype), window, logits
 
 
-@pytest.mark.parametrize(
-    ("side", "dtype", "queries", "together"),
-    [
-        (32, torch.float32, 1, 4),  # 1 MB
-        (33, torch.float32, 1, 0),
-        (32, torch.bfloat16, 256, 4),
-        (32, torch.bfloat16, 255, 0),  # fewer samples than rows
-    ],
-)
-def test_heads_go_together_where_value_is_near(side, dtype, queries, together):
-    plan = plan_of(GEOMETRIC_LOGITS, with_window(queries, 4, 64, side, dtype))
-    assert plan["heads_together"] == str(together)
+NONE, ONE, WAY = "none", "1 of 1 levels", "value_gradient"
+FORWARD, OF_VALUE, OF_ALL = None, lambda n: [True] + [False] * (n - 1), lambda n: [True] * n
+SMALL, TWO, BF16 = [(8, 8)], [(8, 8), (4, 4)], torch.bfloat16
+# operator, inputs, threads, gradients, decision, what it begins with
+BOUNDS = [
+    # a level is packed up to 15.5 MB (248 x 256 rows of 256 bytes), and where its rows are read eight times
+    (MULTI_SCALE, lambda: attention(31744, 2, 64, [(248, 256)], 4), 1, FORWARD, "packed_value", "1 of 1"),
+    (MULTI_SCALE, lambda: attention(31743, 2, 64, [(248, 256)], 4), 1, FORWARD, "packed_value", NONE),
+    (MULTI_SCALE, lambda: attention(99999, 2, 64, [(255, 249)], 4), 1, FORWARD, "packed_value", NONE),
+    # a nearest sample reads one row
+    (GEOMETRIC, lambda: attention(3200, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", f"{ONE}, 25 KB"),
+    (GEOMETRIC, lambda: attention(3199, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", NONE),
+    (GEOMETRIC, lambda: attention(1000, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", NONE),
+    # rows are near, and packed as computed, up to 256 KB
+    (MULTI_SCALE, lambda: attention(4096, 2, 64, [(32, 32)], 4), 1, FORWARD, "prefetched_rows", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 2, 64, [(33, 32)], 4), 1, FORWARD, "prefetched_rows", ONE),
+    (GEOMETRIC, lambda: attention(16384, 2, 64, [(32, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 256 KB"),
+    (GEOMETRIC, lambda: attention(16384, 2, 64, [(33, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 132 KB"),
+    # rows of one head lie side by side
+    (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, FORWARD, "packed_value", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, OF_VALUE, "packed_gradient", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 2, 16, SMALL, 4), 1, FORWARD, "packed_value", f"{ONE}, 4 KB"),
+    # each thread has 512 queries where levels are packed
+    *(
+        (MULTI_SCALE, lambda n=512 * t - less: attention(n, 2, 16, SMALL, 4), t, FORWARD, "packed_value", text)
+        for t in (1, 3)
+        for less, text in ((0, f"{ONE}, 4 KB"), (1, NONE))
+    ),
+    # packed levels begin at 64 bytes: 90 levels of 9 rows of 20 bytes, 192 in place of 180
+    (MULTI_SCALE, lambda: attention(4096, 2, 5, [(3, 3)] * 90, 1), 1, FORWARD, "packed_value", "90 of 90 levels, 16 KB"),
+    # overlapping levels are not packed in the gradient
+    (MULTI_SCALE, lambda: attention(4096, 2, 16, TWO, 4), 1, OF_VALUE, "packed_gradient", "2 of 2 levels, 5 KB"),
+    (MULTI_SCALE, lambda: moved(attention(4096, 2, 16, TWO, 4), [0, -1]), 1, OF_VALUE, "packed_gradient", NONE),
+    # each thread has its own packed gradient: 5 MB, at most 15.5 MB together
+    *(
+        (MULTI_SCALE, lambda: attention(24576, 8, 64, [(128, 160)], 4), t, OF_VALUE, "packed_gradient", text)
+        for t, text in ((1, "1 of 1"), (2, "1 of 1"), (4, NONE))
+    ),
+    # one pass packs up to 128 KB, because value and gradient are near together, and where all rows belong to a level
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(32, 16)], 4), 1, OF_ALL, "packed_gradient", f"{ONE}, 128 KB"),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(33, 16)], 4), 1, OF_ALL, "packed_gradient", NONE),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(33, 16)], 4), 1, OF_ALL, WAY, "WITH_SAMPLES"),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(8, 16)], 4), 1, OF_ALL, "packed_gradient", f"{ONE}, 32 KB"),
+    (GEOMETRIC, lambda: with_a_row_of_no_level(attention(8192, 2, 64, [(8, 16)], 4)), 1, OF_ALL, "packed_gradient", NONE),
+    # of cuts that take as long the first is chosen: 5 parts take two rounds, as long as 3 in one
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 4), 4, OF_ALL, WAY, "BY_PARTS, 3 a head"),
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 4), 5, OF_ALL, WAY, "BY_PARTS, 5 a head"),
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 3), 4, OF_ALL, WAY, "BY_BANDS, 5"),
+    # levels that touch do not overlap
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 3, 4), 3, OF_ALL, WAY, "BY_PARTS, 3 a head"),
+    (MULTI_SCALE, lambda: moved(attention(300, 1, 16, [(4, 4)] * 3, 4), [0, 0, -1]), 3, OF_ALL, WAY, "BY_BANDS, 5"),
+    # a buffered band has 6 MB or one row, of sums in float32
+    *(
+        (MULTI_SCALE, lambda c=c: attention(1, 1, c, [(5, 1)], 1, BF16), 1, OF_VALUE, WAY, f"BY_BANDS, {n}, buffered")
+        for c, n in ((3 * 2**18, 3), (3 * 2**19, 5), (3 * 2**20, 5), (2**19, 2))
+    ),
+    # a band of an aggregation has 16 MB
+    *((AGGREGATION, lambda r=r: tall(r), 1, OF_VALUE, WAY, f"BY_BANDS, {n}") for r, n in ((8, 1), (9, 2), (17, 3))),
+    # heads go together where value is near (1 MB), and has more samples than rows to widen
+    (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 32), 1, FORWARD, "heads_together", "4"),
+    (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 33), 1, FORWARD, "heads_together", "0"),
+    (GEOMETRIC_LOGITS, lambda: with_window(256, 4, 64, 32, BF16), 1, FORWARD, "heads_together", "4"),
+    (GEOMETRIC_LOGITS, lambda: with_window(255, 4, 64, 32, BF16), 1, FORWARD, "heads_together", "0"),
+    # heads of one pass are near together: 4 of 32 KB and 2 of 64 KB with the gradient's
+    *(
+        (GEOMETRIC_LOGITS, lambda s=s: with_window(4096, 4, 64, s), 1, OF_ALL, "heads_together", n)
+        for s, n in ((8, "4"), (11, "4"), (12, "2"), (16, "2"), (17, "1"), (22, "1"))
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("side", "together"), [(8, 4), (11, 4), (12, 2), (16, 2), (17, 1), (22, 1)])
-def test_heads_of_one_pass_are_near_together(side, together):
-    """4 of 32 KB and 2 of 64 KB with the gradient's."""
-    plan = of_all(GEOMETRIC_LOGITS, with_window(4096, 4, 64, side, torch.float32))
-    assert (plan["value_gradient"], plan["heads_together"]) == ("WITH_SAMPLES", str(together))
+@pytest.mark.parametrize("row", BOUNDS, ids=[f"{number} {row[4]}" for number, row in enumerate(BOUNDS)])
+def test_a_plan_at_a_bound_and_beyond_it(row):
+    operator, make, threads, mask, decision, text = row
+    torch.set_num_threads(threads)
+    plan = plan_of(operator, make(), mask and mask(len(cases.DIFFERENTIABLE[operator])))
+    assert plan[decision] == text or (text == "1 of 1" and plan[decision].startswith("1 of 1 levels"))
 
 
 def test_subnormal_numbers_are_widened():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -139,9 +140,13 @@ KEPT = [("unequal points", 14350)]
 
 
 def try_file(name: str, seed: int) -> str:
+    """Written or refused, in less than a minute of processor time."""
     data, number = change_model(MODELS[name], random.Random(seed))
+    began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
-        return fuse(data, number, Path(folder))
+        outcome = fuse(data, number, Path(folder))
+    assert time.process_time() - began < 60
+    return outcome
 
 
 @pytest.mark.parametrize(("name", "seed"), KEPT)
