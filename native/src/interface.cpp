@@ -29,7 +29,7 @@ int refuse(const Function &function, const Refusal &why) { return refuse(why.sta
 struct Request {
     const Function &function;
     const mxd_tensor *tensors[MOST_ARGUMENTS]; // null: not given
-    Given given[MOST_ARGUMENTS] = {};
+    TensorInfo infos[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
 
     // tensor(i): argument i. Memory for a gradient may be left out, too.
@@ -39,7 +39,7 @@ struct Request {
             const mxd_tensor *t = tensor(i);
             if (t && !t->data && i >= f.first_written && !argument.required) t = nullptr;
             tensors[i] = t;
-            if (t) given[i] = {t->shape, argument.split.count, t->dtype, t->data, t->strides};
+            if (t) infos[i] = {t->shape, argument.split.count, t->dtype, t->data, t->strides};
         }
     }
     int count() const { return function.arguments.count; }
@@ -48,9 +48,9 @@ struct Request {
     int check(int64_t option) {
         if (option != 0 && (option < 0 || option >= function.choices.count))
             return refuse(MXD_BAD_SHAPE, sentence(std::string(function.option), "be 0 or 1", std::to_string(option)));
-        if (!fits(function, given, count(), option, sizes))
-            return refuse(function, refusal_of(function, given, count(), option));
-        const Refusal memory = check_memory(function, given);
+        if (!fits(function, infos, count(), option, sizes))
+            return refuse(function, refusal_of(function, infos, count(), option));
+        const Refusal memory = check_memory(function, infos);
         return memory.status == MXD_OK ? MXD_OK : refuse(function, memory);
     }
     Call call(int64_t option, int num_threads) const { return make_call(function, tensors, sizes, option, num_threads); }
@@ -95,8 +95,8 @@ int run_by_name(const char *name, const mxd_tensor *tensors, int count, const in
 
 // Which axis reference points belong to makes no difference to a plan: the one that fits.
 int64_t fitting_option(const Function &function, Request &request) {
-    return !function.option.empty() && !fits(function, request.given, request.count(), 0, request.sizes) &&
-           fits(function, request.given, request.count(), 1, request.sizes);
+    return !function.option.empty() && !fits(function, request.infos, request.count(), 0, request.sizes) &&
+           fits(function, request.infos, request.count(), 1, request.sizes);
 }
 
 int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num_threads, std::string &text) {

@@ -24,9 +24,9 @@ bool dtype_fits(Elements elements, int64_t dtype, int64_t of_value) {
     return dtype >= 0 && dtype < 64 && (allowed >> dtype & 1);
 }
 
-bool is_given(const Given &t) { return t.shape; }
+bool is_present(const TensorInfo &t) { return t.shape; }
 
-bool too_many_elements(const Given &t) {
+bool too_many_elements(const TensorInfo &t) {
     double elements = 1;
     for (int a = 0; a < t.axes; ++a) elements *= double(t.shape[a]);
     return elements >= double(TOO_MANY);
@@ -41,7 +41,7 @@ int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
 }
 
 // Learns sizes that are not known yet.
-bool shape_fits(const Argument &argument, const Given &t, AxisSizes &sizes) {
+bool shape_fits(const Argument &argument, const TensorInfo &t, AxisSizes &sizes) {
     const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(t.axes);
     for (int a = 0; a < t.axes; ++a) {
         if (!axes || t.shape[a] < 0) return false;
@@ -80,15 +80,15 @@ bool all_are_small(const AxisSizes &sizes) {
 
 } // namespace
 
-bool fits(const Function &function, Given *given, int count, int64_t option, AxisSizes &sizes) {
+bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes) {
     sizes = NUMBERS;
-    const int64_t of_value = given[function.first_input].dtype;
+    const int64_t of_value = tensors[function.first_input].dtype;
     const Argument *argument = function.arguments.begin();
     int64_t signs = 0;
     for (int i = 0; i < count; ++i, ++argument) {
-        Given &t = given[i];
-        if (!is_given(t) && !argument->required) continue;
-        if (!is_given(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
+        TensorInfo &t = tensors[i];
+        if (!is_present(t) && !argument->required) continue;
+        if (!is_present(t) || !dtype_fits(argument->elements, t.dtype, of_value)) return false;
         if (t.axes != argument->split.count) continue; // looked at below, when factors of products are known
         const int64_t *const shape = t.shape, *const strides = t.strides ? t.strides : shape;
         uint64_t elements = 1;
@@ -105,18 +105,18 @@ bool fits(const Function &function, Given *given, int count, int64_t option, Axi
     }
     if (signs < 0) return false;
     for (int i = 0; i < count; ++i)
-        if (is_given(given[i]) && given[i].axes != function.arguments[i].split.count &&
-            !shape_fits(function.arguments[i], given[i], sizes))
+        if (is_present(tensors[i]) && tensors[i].axes != function.arguments[i].split.count &&
+            !shape_fits(function.arguments[i], tensors[i], sizes))
             return false;
-    if (!all_are_small(sizes) && std::any_of(given, given + count, too_many_elements)) return false;
+    if (!all_are_small(sizes) && std::any_of(tensors, tensors + count, too_many_elements)) return false;
     return rows_fit(sizes) && groups_fit(sizes) && references_fit(option, sizes);
 }
 
 namespace {
 
-std::string text_of_shape(const Given &t) { return text_of(t.shape, size_t(t.axes)); }
+std::string text_of_shape(const TensorInfo &t) { return text_of(t.shape, size_t(t.axes)); }
 
-std::string name_of(const Given &t) {
+std::string name_of(const TensorInfo &t) {
     switch (t.dtype) {
     case MXD_FLOAT32: return "float32";
     case MXD_FLOAT64: return "float64";
@@ -132,16 +132,16 @@ std::string name_of(const Given &t) {
 // disagrees with those before it is refused.
 class Judge {
   public:
-    Judge(const Function &f, const Given *g, int c, int64_t o) : function(f), given(g), count(c), option(o) {}
+    Judge(const Function &f, const TensorInfo *g, int c, int64_t o) : function(f), tensors(g), count(c), option(o) {}
 
     Refusal refusal() const {
         for (int i = 0; i < count; ++i)
-            if (function.arguments[i].required && !is_given(given[i])) return {MXD_BAD_MEMORY, i, "be given", "no tensor"};
+            if (function.arguments[i].required && !is_present(tensors[i])) return {MXD_BAD_MEMORY, i, "be given", "no tensor"};
         AxisSizes sizes = NUMBERS;
         for (int i : in_order()) {
-            if (!shape_fits(function.arguments[i], given[i], sizes)) return refuse_shape(i);
-            if (too_many_elements(given[i]))
-                return {MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(given[i])};
+            if (!shape_fits(function.arguments[i], tensors[i], sizes)) return refuse_shape(i);
+            if (too_many_elements(tensors[i]))
+                return {MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(tensors[i])};
         }
         if (!references_fit(option, sizes)) return refuse_shape(first_with(sizes::R));
         if (!groups_fit(sizes))
@@ -155,18 +155,18 @@ class Judge {
                     std::to_string(sizes.of[rows])};
         }
         for (int i : in_order())
-            if (!dtype_fits(function.arguments[i].elements, given[i].dtype, value().dtype))
-                return {MXD_BAD_DTYPE, i, dtypes(function.arguments[i].elements), name_of(given[i])};
+            if (!dtype_fits(function.arguments[i].elements, tensors[i].dtype, value().dtype))
+                return {MXD_BAD_DTYPE, i, dtypes(function.arguments[i].elements), name_of(tensors[i])};
         return {};
     }
 
   private:
     const Function &function;
-    const Given *given;
+    const TensorInfo *tensors;
     const int count;
     const int64_t option;
 
-    const Given &value() const { return given[function.first_input]; }
+    const TensorInfo &value() const { return tensors[function.first_input]; }
     bool is_input(int i) const { return i >= function.first_input && i < function.first_input + function.num_inputs; }
 
     // The tensors that are given: inputs first.
@@ -174,7 +174,7 @@ class Judge {
         std::vector<int> all;
         for (bool inputs : {true, false})
             for (int i = 0; i < count; ++i)
-                if (is_input(i) == inputs && is_given(given[i])) all.push_back(i);
+                if (is_input(i) == inputs && is_present(tensors[i])) all.push_back(i);
         return all;
     }
 
@@ -192,11 +192,11 @@ class Judge {
     AxisSizes sizes_but(int i) const {
         AxisSizes sizes = NUMBERS;
         for (int other = 0; other < count; ++other) {
-            if (other == i || !is_input(other) || !is_given(given[other])) continue;
-            const List<NamedAxis, MOST_AXES> *axes = function.arguments[other].axes_of(given[other].axes);
+            if (other == i || !is_input(other) || !is_present(tensors[other])) continue;
+            const List<NamedAxis, MOST_AXES> *axes = function.arguments[other].axes_of(tensors[other].axes);
             for (int a = 0; axes && a < axes->count; ++a) {
                 int64_t &size = sizes.of[(*axes)[a].size];
-                if ((*axes)[a].times == sizes::NONE && size < 0) size = given[other].shape[a];
+                if ((*axes)[a].times == sizes::NONE && size < 0) size = tensors[other].shape[a];
             }
         }
         return sizes;
@@ -212,7 +212,7 @@ class Judge {
     Refusal refuse_shape(int i) const {
         const AxisSizes others = sizes_but(i);
         const Argument &argument = function.arguments[i];
-        const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(given[i].axes);
+        const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(tensors[i].axes);
         std::string text;
         for (const NamedAxis &axis : axes ? *axes : argument.axes) {
             text += text.empty() ? "" : ", ";
@@ -223,7 +223,7 @@ class Judge {
             else
                 text += with_size(sizes::num_levels, others) + " or 1";
         }
-        return {MXD_BAD_SHAPE, i, "have shape (" + text + (argument.axes.count == 1 ? ",)" : ")"), text_of_shape(given[i])};
+        return {MXD_BAD_SHAPE, i, "have shape (" + text + (argument.axes.count == 1 ? ",)" : ")"), text_of_shape(tensors[i])};
     }
 
     std::string dtypes(Elements elements) const {
@@ -240,8 +240,8 @@ class Judge {
 
 } // namespace
 
-Refusal refusal_of(const Function &function, const Given *given, int count, int64_t option) {
-    return Judge(function, given, count, option).refusal();
+Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option) {
+    return Judge(function, tensors, count, option).refusal();
 }
 
 std::string sentence(const Function &function, const Refusal &why) {
@@ -249,16 +249,16 @@ std::string sentence(const Function &function, const Refusal &why) {
     return sentence(name(why.argument), why.other < 0 ? why.rule : why.rule + " " + name(why.other), why.fact);
 }
 
-Refusal check_memory(const Function &function, const Given *given) {
+Refusal check_memory(const Function &function, const TensorInfo *tensors) {
     const int all = function.arguments.count;
     Extent extents[MOST_ARGUMENTS];
     const auto view = [&](int i) {
-        return View{given[i].data, element_size(given[i].dtype), given[i].axes, given[i].shape, given[i].strides};
+        return View{tensors[i].data, element_size(tensors[i].dtype), tensors[i].axes, tensors[i].shape, tensors[i].strides};
     };
-    const auto strides = [&](int i) { return text_of(given[i].strides, size_t(given[i].axes)); };
+    const auto strides = [&](int i) { return text_of(tensors[i].strides, size_t(tensors[i].axes)); };
     for (int i = 0; i < all; ++i) {
-        const Given &t = given[i];
-        if (!is_given(t) || t.side_by_side == 0) continue;
+        const TensorInfo &t = tensors[i];
+        if (!is_present(t) || t.side_by_side == 0) continue;
         if (t.side_by_side > 0)
             extents[i] = Extent(t.data, t.side_by_side * element_size(t.dtype));
         else if (!find_extent(view(i), extents[i]))
@@ -267,7 +267,7 @@ Refusal check_memory(const Function &function, const Given *given) {
     }
     for (int i = function.first_written; i < all; ++i) {
         if (!extents[i].exists()) continue;
-        if (given[i].side_by_side < 0 && !has_distinct_elements(view(i)))
+        if (tensors[i].side_by_side < 0 && !has_distinct_elements(view(i)))
             return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
         for (int other = 0; other < i; ++other)
             if (extents[i].meets(extents[other]) && !lie_apart(view(i), view(other)))
@@ -297,7 +297,7 @@ bool too_many_pairs(const Call &call) {
            (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
 }
 
-// Backward without samples: value's gradient is zero for any number of queries, so the kernel is given no query.
+// Backward without samples: value's gradient is zero for any number of queries, so the kernel gets no query.
 void forget_queries_without_samples(Call &call) {
     if (!call.backward || !is_empty(call.weights)) return;
     for (const Tensor *wanted : {&call.grad_locations, &call.grad_reference})

@@ -11,8 +11,8 @@ namespace mxd {
 constexpr int64_t TOO_MANY = int64_t(1) << 48;
 
 // A tensor as a binding has it.
-struct Given {
-    const int64_t *shape; // null: it is not given
+struct TensorInfo {
+    const int64_t *shape; // null: there is none
     int axes;
     int64_t dtype;
     const void *data = nullptr;
@@ -22,7 +22,7 @@ struct Given {
 };
 
 // Shapes and dtypes of a function's first `count` arguments. Every call runs this.
-bool fits(const Function &function, Given *given, int count, int64_t option, AxisSizes &sizes);
+bool fits(const Function &function, TensorInfo *tensors, int count, int64_t option, AxisSizes &sizes);
 
 // *name* must *rule*; got *fact*. The name is that of one of a function's arguments.
 struct Refusal {
@@ -35,10 +35,10 @@ struct Refusal {
 std::string sentence(const Function &function, const Refusal &why);
 
 // What `fits` finds wrong: name, rule and fact.
-Refusal refusal_of(const Function &function, const Given *given, int count, int64_t option);
+Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option);
 
 // Every tensor of a function has memory for its elements, and one that is written has it for itself.
-Refusal check_memory(const Function &function, const Given *given);
+Refusal check_memory(const Function &function, const TensorInfo *tensors);
 
 // Scratch memory that no machine has. A call whose queries have no samples is left without queries.
 bool query_is_too_large(Call &call);

@@ -18,7 +18,7 @@ struct Description {
     bool with_logits;
     List<NamedAxis, MOST_AXES> output;
     List<Input, 8> inputs;
-    List<sizes::Name, MOST_AXES> given = {};
+    List<sizes::Name, MOST_AXES> numbers = {};
     std::string_view option = {};
     List<std::string_view, 2> choices = {};
 };
@@ -155,7 +155,7 @@ constexpr Function function_of(const Description &op, bool backward) {
     for (const Input &i : op.inputs)
         if (backward && i.gradient_name)
             f.arguments.push_back(argument_of(i.gradient_name, Elements::FLOATING, false, i.gradient, i.axes));
-    f.given = op.given;
+    f.numbers = op.numbers;
     f.option = op.option;
     f.choices = op.choices;
     return f;
@@ -169,13 +169,13 @@ constexpr std::array<Function, FUNCTIONS> all_functions() {
 
 constexpr std::array<Function, FUNCTIONS> ALL = all_functions();
 
-constexpr AxisSizes numbers() {
-    AxisSizes known{};
-    for (int64_t &size : known.of) size = -1;
-    known.of[TWO] = 2;
-    known.of[THREE] = 3;
-    known.of[FOUR] = 4;
-    return known;
+constexpr AxisSizes sizes_of_numbers() {
+    AxisSizes all{};
+    for (int64_t &size : all.of) size = -1;
+    all.of[TWO] = 2;
+    all.of[THREE] = 3;
+    all.of[FOUR] = 4;
+    return all;
 }
 
 } // namespace
@@ -184,7 +184,7 @@ constexpr AxisSizes numbers() {
 const char *const SIZE_NAMES[COUNT] = {MXD_SIZES(MXD_TEXT) "2", "3", "4", "2 or 4"};
 #define MXD_MEMBER(name, member) member,
 int64_t Sizes::*const SIZE_MEMBERS[TWO] = {MXD_SIZES(MXD_MEMBER)};
-constexpr AxisSizes NUMBERS = numbers();
+constexpr AxisSizes NUMBERS = sizes_of_numbers();
 
 const std::array<Function, FUNCTIONS> &functions() { return ALL; }
 

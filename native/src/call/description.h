@@ -102,10 +102,10 @@ struct Function {
     // In the order of the C function. Forward: inputs, output. Backward: grad_output, inputs, gradients.
     List<Argument, MOST_ARGUMENTS> arguments;
     int first_input = 0, num_inputs = 0;
-    int first_written = 0;              // the output or the gradients, which come last
-    List<sizes::Name, MOST_AXES> given; // sizes that no input has: bindings without an output have them as numbers
-    std::string_view option;            // or none
-    List<std::string_view, 2> choices;  // of the option
+    int first_written = 0;                // the output or the gradients, which come last
+    List<sizes::Name, MOST_AXES> numbers; // sizes that no input has: bindings without an output have their numbers
+    std::string_view option;              // or none
+    List<std::string_view, 2> choices;    // of the option
 };
 
 // Every operator forward and backward, in the order of the text.

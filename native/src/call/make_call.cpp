@@ -4,19 +4,19 @@
 namespace mxd {
 namespace {
 
-void set_layout(Tensor &t, const mxd_tensor &given, const Argument &argument) {
+void set_layout(Tensor &t, const mxd_tensor &from, const Argument &argument) {
     const List<int, MOST_AXES> &layout = argument.layout;
     t.axes = layout.count;
     if (argument.in_layout) {
-        static_cast<mxd_tensor &>(t) = given;
+        static_cast<mxd_tensor &>(t) = from;
         return;
     }
-    t.data = given.data;
-    t.dtype = given.dtype;
+    t.data = from.data;
+    t.dtype = from.dtype;
     for (int a = 0; a < layout.count; ++a) {
-        const int from = layout[a];
-        t.shape[a] = from < 0 ? 1 : given.shape[from];
-        t.strides[a] = from < 0 ? 0 : given.strides[from];
+        const int axis = layout[a];
+        t.shape[a] = axis < 0 ? 1 : from.shape[axis];
+        t.strides[a] = axis < 0 ? 0 : from.strides[axis];
     }
 }
 
@@ -40,7 +40,7 @@ int64_t cells_of(const Tensor &t) {
 
 } // namespace
 
-mxd_tensor split_products(const Argument &argument, const Given &tensor, const AxisSizes &sizes) {
+mxd_tensor split_products(const Argument &argument, const TensorInfo &tensor, const AxisSizes &sizes) {
     mxd_tensor to{const_cast<void *>(tensor.data), tensor.dtype, {}, {}};
     const List<NamedAxis, MOST_AXES> &axes = *argument.axes_of(tensor.axes);
     for (int from = 0, a = 0; from < axes.count; ++from, ++a) {

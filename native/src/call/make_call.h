@@ -6,7 +6,7 @@
 namespace mxd {
 
 // A tensor of an argument with both factors of each product: [bs, num_queries, num_heads * embed_dims] has four axes then.
-mxd_tensor split_products(const Argument &argument, const Given &tensor, const AxisSizes &sizes);
+mxd_tensor split_products(const Argument &argument, const TensorInfo &tensor, const AxisSizes &sizes);
 
 // tensors: the function's, in order, which fit; null for one that is not given or not wanted. sizes: as `fits` found
 // them.

@@ -58,7 +58,7 @@ mxd::Call call_of(const Arguments &a) {
     mxd_tensor tensors[mxd::MOST_ARGUMENTS];
     const mxd_tensor *pointers[mxd::MOST_ARGUMENTS];
     for (size_t i = 0; i < a.tensors.size(); ++i) {
-        tensors[i] = mxd::split_products(a.function.arguments[int(i)], a.given[i], a.sizes);
+        tensors[i] = mxd::split_products(a.function.arguments[int(i)], a.infos[i], a.sizes);
         // An axis of one element may have any stride, even one that overflows when it is added up.
         for (int axis = 0; axis < mxd::MOST_AXES; ++axis)
             if (tensors[i].shape[axis] <= 1) tensors[i].strides[axis] = 0;

@@ -87,8 +87,8 @@ void check_dtype(const Arguments &a, int argument) {
 void check_shapes(Arguments &a) {
     const int count = int(a.tensors.size());
     for (int i = 0; i < count; ++i)
-        a.given[i] = {a.tensors[size_t(i)].shape, a.tensors[size_t(i)].axes, a.tensors[size_t(i)].dtype};
-    if (!mxd::fits(a.function, a.given, count, 0, a.sizes)) refuse(a, mxd::refusal_of(a.function, a.given, count, 0));
+        a.infos[i] = {a.tensors[size_t(i)].shape, a.tensors[size_t(i)].axes, a.tensors[size_t(i)].dtype};
+    if (!mxd::fits(a.function, a.infos, count, 0, a.sizes)) refuse(a, mxd::refusal_of(a.function, a.infos, count, 0));
     const aclTensor &output = a.tensors.back();
     if (!a.backward && output.axes != 3)
         refuse(a, count - 1, "have 3 axes (bs, num_queries, num_heads * channels)", text_of(output.shape, output));
@@ -109,7 +109,7 @@ void check_limits(const Arguments &a) {
 // A tensor with elements has aligned memory, and its view stays inside its storage.
 void check_view(Arguments &a, int argument) {
     const aclTensor &t = a.tensors[size_t(argument)];
-    a.given[argument].strides = t.strides;
+    a.infos[argument].strides = t.strides;
     if (is_empty(t)) return;
     const std::string layout =
         "shape " + text_of(t.shape, t) + ", strides " + text_of(t.strides, t) + ", offset " + std::to_string(t.offset);
@@ -123,7 +123,7 @@ void check_view(Arguments &a, int argument) {
         refuse(a, argument, "lie in its storage" + size,
                "elements " + std::to_string(first) + " to " + std::to_string(last) + " of " + layout);
     }
-    a.given[argument].data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
+    a.infos[argument].data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
 }
 
 } // namespace
@@ -143,7 +143,7 @@ Arguments check_phase_one(bool backward, std::vector<const aclTensor *> handles,
     check_shapes(a);
     check_limits(a);
     for (int i = 0; i < int(count); ++i) check_view(a, i);
-    const mxd::Refusal why = mxd::check_memory(a.function, a.given);
+    const mxd::Refusal why = mxd::check_memory(a.function, a.infos);
     if (why.status != MXD_OK) refuse(a, why);
     return a;
 }

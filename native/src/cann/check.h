@@ -14,7 +14,7 @@ struct Arguments {
     const mxd::Function &function;
     std::vector<const char *> names; // CANN's
     std::vector<aclTensor> tensors;  // copies
-    mxd::Given given[mxd::MOST_ARGUMENTS] = {};
+    mxd::TensorInfo infos[mxd::MOST_ARGUMENTS] = {};
     mxd::AxisSizes sizes;
 };
 

@@ -12,7 +12,7 @@ template <class T> class Handles {
   public:
     T *add(std::unique_ptr<T> object) {
         const std::lock_guard<std::mutex> lock(mutex);
-        known.insert(key(object.get()));
+        keys.insert(key(object.get()));
         return object.release();
     }
     // Copies the object under the lock, because another thread may destroy it at any time. False: the object is not
@@ -22,19 +22,19 @@ template <class T> class Handles {
     }
     template <class Fn> bool change(void *handle, Fn &&fn) {
         const std::lock_guard<std::mutex> lock(mutex);
-        if (!known.count(key(handle))) return false;
+        if (!keys.count(key(handle))) return false;
         fn(*static_cast<T *>(handle));
         return true;
     }
     std::unique_ptr<T> remove(const void *handle) {
         const std::lock_guard<std::mutex> lock(mutex);
-        if (!known.erase(key(handle))) return nullptr;
+        if (!keys.erase(key(handle))) return nullptr;
         return std::unique_ptr<T>(static_cast<T *>(const_cast<void *>(handle)));
     }
 
   private:
     std::mutex mutex;
-    std::unordered_set<uintptr_t> known;
+    std::unordered_set<uintptr_t> keys;
 
     // The complement of the address. A leak checker would take plain addresses in this set for owners, and would not
     // report an object that a program forgot to destroy.

@@ -131,7 +131,9 @@ aclError aclrtMalloc(void **devPtr, size_t size, aclrtMemMallocPolicy) {
     return acl::guarded([&] {
         acl::check(devPtr, "devPtr", "point to a pointer", "NULL");
         acl::check(size > 0, "size", "be positive", "0");
-        *devPtr = ::operator new(size, acl::ALIGNMENT);
+        void *memory = ::operator new(size, acl::ALIGNMENT, std::nothrow); // a sanitizer ends a program where new throws
+        if (!memory) throw std::bad_alloc();
+        *devPtr = memory;
     });
 }
 

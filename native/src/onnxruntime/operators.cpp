@@ -96,11 +96,11 @@ int64_t option_of(const Function &op, const OrtApi *api, const OrtKernelInfo *in
     refuse(api, sentence(name, rule, fact));
 }
 
-std::string name_of_number(const Function &op, size_t i) { return SIZE_NAMES[op.given[int(i)]]; }
+std::string name_of_number(const Function &op, size_t i) { return SIZE_NAMES[op.numbers[int(i)]]; }
 
 std::vector<int64_t> numbers_of(const Function &op, const OrtApi *api, const OrtKernelInfo *info) {
     std::vector<int64_t> numbers;
-    for (size_t i = 0; i < size_t(op.given.count); ++i) {
+    for (size_t i = 0; i < size_t(op.numbers.count); ++i) {
         int64_t number = -1;
         OrtStatus *status = ort::int_attribute(api, info, name_of_number(op, i).c_str(), &number);
         if (!status && number < 0)
@@ -113,7 +113,7 @@ std::vector<int64_t> numbers_of(const Function &op, const OrtApi *api, const Ort
 
 // A tensor that a node is given; without a shape where it is an optional one that is not.
 struct Input {
-    Given given{};
+    TensorInfo info{};
     std::vector<int64_t> shape;
     void *data = nullptr;
 };
@@ -143,9 +143,9 @@ constexpr Dtype DTYPES[] = {{"no type", -1},
                             {"bfloat16", MXD_BFLOAT16}};
 constexpr Dtype UNKNOWN{"another type", -1};
 
-void read_input(const OrtApi *api, const OrtKernelContext *context, size_t place, Input &to) {
+void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index, Input &to) {
     const OrtValue *value = nullptr;
-    need(ort::input(api, context, place, &value));
+    need(ort::input(api, context, index, &value));
     if (!value) return;
     OrtTensorInfo *info = nullptr;
     need(ort::tensor_info(api, value, &info));
@@ -159,8 +159,8 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t place
     need(ort::sizes(api, info, to.shape.data(), axes));
     need(ort::tensor_data(api, const_cast<OrtValue *>(value), &to.data));
     const Dtype &dtype = size_t(type) < std::size(DTYPES) ? DTYPES[type] : UNKNOWN;
-    to.given = {to.shape.data(), int(axes), dtype.dtype};
-    to.given.dtype_name = dtype.name;
+    to.info = {to.shape.data(), int(axes), dtype.dtype};
+    to.info.dtype_name = dtype.name;
 }
 
 // The sizes that no input has: attributes, or the elements of one more input, which follows the operator's.
@@ -170,9 +170,9 @@ std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelConte
     std::vector<int64_t> numbers = instance.numbers;
     Input input;
     if (count > size_t(instance.function.num_inputs)) read_input(api, context, size_t(instance.function.num_inputs), input);
-    if (input.given.shape) {
-        const std::string dtype = input.given.dtype_name, shape = text_of(input.shape.data(), size_t(input.given.axes));
-        if (input.given.dtype != MXD_INT64 || input.given.axes != 1 || input.shape.front() != int64_t(numbers.size()))
+    if (input.info.shape) {
+        const std::string dtype = input.info.dtype_name, shape = text_of(input.shape.data(), size_t(input.info.axes));
+        if (input.info.dtype != MXD_INT64 || input.info.axes != 1 || input.shape.front() != int64_t(numbers.size()))
             refuse(api, sentence("sizes", "have dtype int64 and shape (" + std::to_string(numbers.size()) + ",)",
                                  dtype + " and " + shape));
         const int64_t *elements = static_cast<const int64_t *>(input.data);
@@ -181,7 +181,7 @@ std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelConte
     for (size_t i = 0; i < numbers.size(); ++i)
         if (numbers[i] < 0)
             refuse(api, sentence(name_of_number(op, i), "be a whole number, an attribute or an element of sizes",
-                                 input.given.shape ? std::to_string(numbers[i]) : "none"));
+                                 input.info.shape ? std::to_string(numbers[i]) : "none"));
     return numbers;
 }
 
@@ -195,18 +195,18 @@ struct Inputs {
         const Function &function = instance.function;
         size_t count;
         need(ort::number_of_inputs(api, context, &count));
-        Given given[MOST_ARGUMENTS] = {};
+        TensorInfo infos[MOST_ARGUMENTS] = {};
         for (size_t i = 0; i < all.size(); ++i) {
             if (i < count) read_input(api, context, i, all[i]);
-            given[i] = all[i].given;
+            infos[i] = all[i].info;
         }
-        if (fits(function, given, function.num_inputs, instance.option, sizes)) {
+        if (fits(function, infos, function.num_inputs, instance.option, sizes)) {
             if (instance.numbers.empty()) return;
             const std::vector<int64_t> numbers = read_numbers(instance, context, count);
-            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.given[int(i)]] = numbers[i];
+            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.numbers[int(i)]] = numbers[i];
             return;
         }
-        refuse(api, sentence(function, refusal_of(function, given, function.num_inputs, instance.option)));
+        refuse(api, sentence(function, refusal_of(function, infos, function.num_inputs, instance.option)));
     }
     int64_t size(const NamedAxis &axis) const {
         return sizes.of[axis.size] * (axis.times == sizes::NONE ? 1 : sizes.of[axis.times]);
@@ -214,12 +214,12 @@ struct Inputs {
 };
 
 // The tensor of an argument, with both factors of a product.
-mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const Given &given, void *data) {
-    mxd_tensor t{data, given.dtype, {}, {}};
-    const bool is_split = given.axes == argument.split.count;
+mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const TensorInfo &info, void *data) {
+    mxd_tensor t{data, info.dtype, {}, {}};
+    const bool is_split = info.axes == argument.split.count;
     int64_t stride = 1;
     for (int a = argument.split.count; a-- > 0; stride *= t.shape[a]) {
-        t.shape[a] = is_split ? given.shape[a] : inputs.size(argument.split[a]);
+        t.shape[a] = is_split ? info.shape[a] : inputs.size(argument.split[a]);
         t.strides[a] = stride;
     }
     return t;
@@ -234,7 +234,7 @@ mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const Argum
     void *data = nullptr;
     need(ort::output(api, context, 0, shape.data(), shape.size(), &made));
     need(ort::tensor_data(api, made, &data));
-    return contiguous(output, inputs, {shape.data(), int(shape.size()), inputs.all.front().given.dtype}, data);
+    return contiguous(output, inputs, {shape.data(), int(shape.size()), inputs.all.front().info.dtype}, data);
 }
 
 Call call_of_node(const Instance &instance, OrtKernelContext *context) {
@@ -243,8 +243,8 @@ Call call_of_node(const Instance &instance, OrtKernelContext *context) {
     mxd_tensor tensors[MOST_ARGUMENTS];
     const mxd_tensor *arguments[MOST_ARGUMENTS] = {};
     for (size_t i = 0; i < inputs.all.size(); ++i) {
-        if (!inputs.all[i].given.shape) continue;
-        tensors[i] = contiguous(function.arguments[int(i)], inputs, inputs.all[i].given, inputs.all[i].data);
+        if (!inputs.all[i].info.shape) continue;
+        tensors[i] = contiguous(function.arguments[int(i)], inputs, inputs.all[i].info, inputs.all[i].data);
         arguments[i] = &tensors[i];
     }
     const mxd_tensor output = make_output(instance.runtime.api, context, function.arguments[function.num_inputs], inputs);
@@ -268,8 +268,8 @@ void run_on_session(void *lender, int count, Body *body, void *context) {
     Lender &from = *static_cast<Lender *>(lender);
     from.status = ort::parallel_for(
         from.api, from.context,
-        [](void *given, size_t i) {
-            const Bodies &b = *static_cast<const Bodies *>(given);
+        [](void *pointer, size_t i) {
+            const Bodies &b = *static_cast<const Bodies *>(pointer);
             b.body(b.context, int(i));
         },
         size_t(count), 0, &bodies);
@@ -322,7 +322,7 @@ NodeKernel kernel_for(const Runtime &runtime, const Function &function, OrtType 
     k.execution_provider = [](const OrtCustomOp *) -> const char * { return nullptr; };
     k.number_of_inputs = [](const OrtCustomOp *op) {
         const Function &function = *kernel_of(op).function;
-        return size_t(function.num_inputs) + (function.given.count != 0); // the input "sizes"
+        return size_t(function.num_inputs) + (function.numbers.count != 0); // the input "sizes"
     };
     k.input_type = [](const OrtCustomOp *op, size_t i) { return i == 0 ? kernel_of(op).dtype : ORT_ANY; };
     k.input_presence = [](const OrtCustomOp *op, size_t i) {

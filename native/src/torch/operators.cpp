@@ -90,7 +90,7 @@ class Tensor {
         return found;
     }
     // Sizes and strides are the tensor's own.
-    Given given() const {
+    TensorInfo info() const {
         int64_t axes, *shape, *strides;
         need(api->aoti_torch_get_dim(handle, &axes), "read a tensor's axes");
         need(api->aoti_torch_get_sizes(handle, &shape), "read a tensor's sizes");
@@ -136,7 +136,7 @@ class BoxedCall {
     // Takes all arguments, whatever they are.
     BoxedCall(const Function &of, Value *arguments) : function(of) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
-        for (int i = 0; i < function.given.count; ++i) numbers.push_back(int64_t(*arguments++));
+        for (int i = 0; i < function.numbers.count; ++i) numbers.push_back(int64_t(*arguments++));
         if (!function.option.empty()) take_option(handle_of<StringHandle>(*arguments++));
         if (function.backward) take_mask(handle_of<ListHandle>(*arguments));
     }
@@ -145,8 +145,8 @@ class BoxedCall {
         for (int i = 0; i < function.first_written; ++i)
             if (tensors[i].get()) describe(i, device);
         check_option();
-        if (!fits(function, given, function.first_written, option, sizes))
-            refuse(refusal_of(function, given, function.first_written, option));
+        if (!fits(function, infos, function.first_written, option, sizes))
+            refuse(refusal_of(function, infos, function.first_written, option));
         take_sizes();
         if (function.backward)
             make_gradients();
@@ -159,7 +159,7 @@ class BoxedCall {
   private:
     const Function &function;
     Tensor tensors[MOST_ARGUMENTS];
-    Given given[MOST_ARGUMENTS] = {};
+    TensorInfo infos[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
     std::vector<int64_t> numbers; // sizes that no input has
     std::string word;             // the option's
@@ -173,8 +173,8 @@ class BoxedCall {
     // Of a gradient's output they are known already.
     void take_sizes() {
         for (size_t i = 0; i < numbers.size(); ++i) {
-            int64_t &size = sizes.of[function.given[int(i)]];
-            const std::string name(SIZE_NAMES[function.given[int(i)]]);
+            int64_t &size = sizes.of[function.numbers[int(i)]];
+            const std::string name(SIZE_NAMES[function.numbers[int(i)]]);
             if (size >= 0 && size != numbers[i])
                 throw Refused{sentence(name, "be " + std::to_string(size) + ", as in grad_output", std::to_string(numbers[i]))};
             if (numbers[i] < 0) throw Refused{sentence(name, "not be negative", std::to_string(numbers[i]))};
@@ -210,12 +210,12 @@ class BoxedCall {
         const bool cpu = device == Device::CPU;
         if (tensors[i].device() != (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
             throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};
-        given[i] = tensors[i].given();
-        if (cpu && argument(i).elements == Elements::NUMBER && given[i].dtype == NARROW) {
+        infos[i] = tensors[i].info();
+        if (cpu && argument(i).elements == Elements::NUMBER && infos[i].dtype == NARROW) {
             tensors[i] = as_int64(std::move(tensors[i]));
-            given[i] = tensors[i].given();
+            infos[i] = tensors[i].info();
         }
-        if (cpu) given[i].data = tensors[i].data();
+        if (cpu) infos[i].data = tensors[i].data();
     }
 
     void check_option() {
@@ -241,7 +241,7 @@ class BoxedCall {
         const std::string fault = fault_of_output(shape, size_t(next - shape));
         if (!fault.empty()) throw Refused{fault};
         tensors[place] = made("output", tensors[function.first_input], shape, int(next - shape));
-        given[place] = tensors[place].given();
+        infos[place] = tensors[place].info();
     }
 
     // The gradient of each input that has one; empty where it is not wanted.
@@ -256,9 +256,9 @@ class BoxedCall {
             const int place = function.first_written + int(i);
             while (std::string_view(argument(place).name).substr(5) != argument(input).name) ++input; // behind "grad_"
             const std::string name = argument(place).name;
-            tensors[place] = mask[i] ? made(name, tensors[input], given[input].shape, given[input].axes)
+            tensors[place] = mask[i] ? made(name, tensors[input], infos[input].shape, infos[input].axes)
                                      : made(name, tensors[input], &nothing, 1);
-            if (mask[i]) given[place] = tensors[place].given();
+            if (mask[i]) infos[place] = tensors[place].info();
         }
     }
 
@@ -268,9 +268,9 @@ class BoxedCall {
         mxd_tensor all[MOST_ARGUMENTS];
         const mxd_tensor *places[MOST_ARGUMENTS] = {};
         for (int i = 0; i < count(); ++i) {
-            if (!given[i].shape) continue;
-            if (i >= function.first_written) given[i].data = tensors[i].memory();
-            all[i] = split_products(argument(i), given[i], sizes);
+            if (!infos[i].shape) continue;
+            if (i >= function.first_written) infos[i].data = tensors[i].memory();
+            all[i] = split_products(argument(i), infos[i], sizes);
             places[i] = &all[i];
         }
         Call call = make_call(function, places, sizes, option, 1);
@@ -283,15 +283,17 @@ class BoxedCall {
 
     // Results are fresh memory.
     Refusal check_memory_of_inputs() const {
-        Given inputs[MOST_ARGUMENTS] = {};
-        std::copy(given, given + function.first_written, inputs);
+        TensorInfo inputs[MOST_ARGUMENTS] = {};
+        std::copy(infos, infos + function.first_written, inputs);
         return check_memory(function, inputs);
     }
 };
 
 // ---- kernels: torch says only by a kernel's address which operator it calls, so each has one of its own
 
-uint64_t arguments_of(const Function &f) { return uint64_t(f.first_written + f.given.count + !f.option.empty() + f.backward); }
+uint64_t arguments_of(const Function &f) {
+    return uint64_t(f.first_written + f.numbers.count + !f.option.empty() + f.backward);
+}
 
 // Null, or why fn could not do its work: a sentence that stays until this thread's next.
 template <class Fn> const char *why_not(Fn &&fn) {
@@ -337,7 +339,7 @@ std::string schema(const Function &f) {
     std::string inputs, results;
     for (int i = 0; i < f.first_written; ++i)
         inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[i].required ? " " : "? ") + f.arguments[i].name;
-    for (sizes::Name size : f.given) inputs += std::string(", SymInt ") + SIZE_NAMES[size];
+    for (sizes::Name size : f.numbers) inputs += std::string(", SymInt ") + SIZE_NAMES[size];
     if (!f.option.empty()) inputs += ", str " + std::string(f.option);
     if (!f.backward) return name + "(" + inputs + ") -> Tensor";
     const int gradients = f.arguments.count - f.first_written;
