@@ -182,7 +182,7 @@ def test_ours_over_theirs_works_and_says_so(tmp_path):
     done = run(made(tmp_path, "theirs, ours"), code + COMMAND, "check", "--quick")
     first, _, said = done.stdout.partition("\n")
     package, extension, backends = json.loads(first)
-    assert (package, extension) == (str(tmp_path / "mx_driving/__init__.py"), str(tmp_path / "mx_driving/_compiled.py"))
+    assert (package, extension) == (str(tmp_path / "mx_driving/__init__.py"), str(tmp_path / "mx_driving/_vendor/compiled.py"))
     sentences = [sentence for by in backends.values() for sentence in by.values()]
     assert sentences
     assert all(sentence.endswith("; " + BESIDE) for sentence in sentences)

@@ -21,7 +21,7 @@ FLOORS = (
     ("_backends",),
     ("_dispatch",),
     ("_vendor", "ops"),
-    ("_compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
+    ("_vendor.compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),
     ("_patch",),
     ("_vendor.patcher",),
     ("patcher", "patching"),

@@ -62,6 +62,30 @@ def _clamp(axes: tuple[int, int]) -> Callable[..., Tensor]:
     return _move(lambda at, size: torch.where(along, torch.minimum(torch.maximum(at, 0.5 / size), 1 - 0.5 / size), at))
 
 
+def _shift(pixels: float) -> Callable[..., Tensor]:
+    return _move(lambda at, size: at + pixels / size)
+
+
+_align_corners = _move(lambda at, size: (at * (size - 1) + 0.5) / size)
+_nearest = _move(lambda at, size: (torch.round(at * size - 0.5) + 0.5) / size)
+
+
+def _pack_levels(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+    return core(v, s, _geometry.starts_of(s), l, w)
+
+
+def _exchange_in_weights(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+    return core(v, s, t, l, w.transpose(3, 4).reshape(w.shape))
+
+
+def _exchange_in_locations(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+    return core(v, s, t, l.transpose(3, 4).reshape(l.shape), w)
+
+
+def _round(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+    return core(v, s, t, l.double().round(), w)
+
+
 def _channels_first(core: Core, v: Tensor, *inputs: Tensor) -> Tensor:
     return core(v, *inputs).unflatten(2, v.shape[2:]).transpose(2, 3).flatten(2)
 
@@ -119,14 +143,17 @@ def _begins(cell: Tensor) -> Tensor:
     return torch.cat([torch.ones(1, dtype=torch.bool), cell.diff() != 0])
 
 
-def _is_last(numbers: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def _has_largest(numbers: Tensor, cell: Tensor) -> Tensor:
     """Choose the points whose number is the largest of their cell's."""
+    return numbers == torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, numbers, "amax")[cell]
 
-    def choose(cell: Tensor) -> Tensor:
-        last = torch.zeros(int(cell.max()) + 1, dtype=torch.long).scatter_reduce(0, cell, numbers(cell), "amax")
-        return numbers(cell) == last[cell]
 
-    return choose
+def _is_last_point(cell: Tensor) -> Tensor:
+    return _has_largest(torch.arange(len(cell)), cell)
+
+
+def _is_in_last_run(cell: Tensor) -> Tensor:
+    return _has_largest(_begins(cell).cumsum(0), cell)
 
 
 def _swap_sides(core: Core, *inputs: Any) -> Tensor:
@@ -147,90 +174,34 @@ _BORDER = "samples beyond the border read the border's pixels{}, where zeros are
 KNOWN_MISTAKES = (
     Mistake("x and y are swapped in the locations", _ALL, lambda core, v, s, t, l, w: core(v, s, t, l.flip(-1), w)),
     Mistake("shapes are read as (W, H)", _ALL, lambda core, v, s, t, l, w: core(v, s.flip(-1), t, l, w)),
-    Mistake(
-        "samples lie half a pixel too far right and down: location * size, where location * size - 0.5 is the pixel",
-        _NORMALISED,
-        _move(lambda at, size: at + 0.5 / size),
-    ),
-    Mistake(
-        "samples lie half a pixel too far left and up: 0.5 is subtracted twice",
-        _NORMALISED,
-        _move(lambda at, size: at - 0.5 / size),
-    ),
-    Mistake(
-        "0 and 1 are the centres of the outer pixels, as with align_corners=True",
-        _NORMALISED,
-        _move(lambda at, size: (at * (size - 1) + 0.5) / size),
-    ),
+    Mistake("samples lie half a pixel too far right and down: 0.5 is not subtracted", _NORMALISED, _shift(0.5)),
+    Mistake("samples lie half a pixel too far left and up: 0.5 is subtracted twice", _NORMALISED, _shift(-0.5)),
+    Mistake("0 and 1 are the centres of the outer pixels, as with align_corners=True", _NORMALISED, _align_corners),
     Mistake("locations are read as -1..1, the range of grid_sample", _NORMALISED, _move(lambda at, size: (at + 1) / 2)),
     Mistake(_BORDER(""), (_SCALE,), _clamp((1, 1))),
     Mistake(_BORDER(" in x alone"), (_SCALE,), _clamp((1, 0))),
     Mistake(_BORDER(" in y alone"), (_SCALE,), _clamp((0, 1))),
-    Mistake(
-        "samples are of the nearest pixel, not bilinear",
-        _NORMALISED,
-        _move(lambda at, size: (torch.round(at * size - 0.5) + 0.5) / size),
-    ),
-    Mistake(
-        "points beyond the picture are counted, where only 0 < x < 1 and 0 < y < 1 are", (_AGGREGATION,), _count_points_beyond
-    ),
-    Mistake(
-        "starts of levels are not used: levels are read as if they lay one after the other",
-        _ALL,
-        lambda core, v, s, t, l, w: core(v, s, _geometry.starts_of(s), l, w),
-    ),
-    Mistake(
-        "weights are read with levels and points exchanged",
-        _ATTENTION,
-        lambda core, v, s, t, l, w: core(v, s, t, l, w.transpose(3, 4).reshape(w.shape)),
-    ),
-    Mistake(
-        "locations are read with levels and points exchanged",
-        _ATTENTION,
-        lambda core, v, s, t, l, w: core(v, s, t, l.transpose(3, 4).reshape(l.shape), w),
-    ),
+    Mistake("samples are of the nearest pixel, not bilinear", _NORMALISED, _nearest),
+    Mistake("points beyond the picture count; only 0 < x < 1 and 0 < y < 1 must", (_AGGREGATION,), _count_points_beyond),
+    Mistake("starts of levels are not used: levels are read as if they lay one after the other", _ALL, _pack_levels),
+    Mistake("weights are read with levels and points exchanged", _ATTENTION, _exchange_in_weights),
+    Mistake("locations are read with levels and points exchanged", _ATTENTION, _exchange_in_locations),
     Mistake("the output has channels before heads", _ATTENTION, _channels_first),
     Mistake("channels take the groups' weights in turn, where groups are blocks of channels", (_AGGREGATION,), _interleave),
-    Mistake(
-        "it is grid_sample * weight, without leaving out samples off the map; the vendor's own kernel did so before 7.2",
-        (_SCALE,),
-        _plain,
-    ),
-    Mistake(
-        "NaN are not masked: a sample off the map must not count, whatever its weight; the vendor's masks them since 7.2",
-        (_SCALE,),
-        _poison,
-    ),
-    Mistake(
-        "locations are rounded half to even, as the vendor's backward does; its forward truncates, and so must both",
-        (_GEOMETRIC,),
-        lambda core, v, s, t, l, w: core(v, s, t, l.double().round(), w),
-    ),
+    Mistake("it is grid_sample * weight without a mask of samples off the map, as the vendor's before 7.2", (_SCALE,), _plain),
+    Mistake("NaN are not masked: samples off the map must not count; the vendor's masks them since 7.2", (_SCALE,), _poison),
+    Mistake("locations are rounded half to even, as the vendor's backward does; both must truncate", (_GEOMETRIC,), _round),
     Mistake("samples off the map are left out, where the border's pixel is the rule", (_GEOMETRIC,), _leave_out_off_map),
     Mistake("pixels are sampled bilinearly, where whole pixels are the rule", (_GEOMETRIC,), _interpolate),
     Mistake("ranks_depth and ranks_feat are exchanged", _POOL, lambda core, v, e, f, d, *rest: core(v, e, d, f, *rest)),
     Mistake("depth is not used: features are summed as they are", _POOL, lambda core, v, e, *rest: core(v, 0 * e + 1, *rest)),
     Mistake("H and W of the cells are exchanged", _POOL, _swap_sides),
     Mistake("the output has its channels last", _POOL, _channels_last),
-    Mistake(
-        "a cell has its last point alone: points overwrite one another",
-        _POOL,
-        _keep_points(_is_last(lambda cell: torch.arange(len(cell)))),
-    ),
-    Mistake(
-        "a cell has its last run of points alone: each run overwrites the one before, as if points were sorted by cell",
-        _POOL,
-        _keep_points(_is_last(lambda cell: _begins(cell).cumsum(0))),
-    ),
-    Mistake(
-        "a run of points of one cell has its first point alone: lengths of intervals are not used",
-        _POOL,
-        _keep_points(_begins),
-    ),
+    Mistake("a cell has its last point alone: points overwrite one another", _POOL, _keep_points(_is_last_point)),
+    Mistake("a cell has its last run of points alone, as if points were sorted by cell", _POOL, _keep_points(_is_in_last_run)),
+    Mistake("a run of points of one cell has its first point alone: lengths are not used", _POOL, _keep_points(_begins)),
     Mistake("the first point of each run of one cell is left out", _POOL, _keep_points(lambda cell: ~_begins(cell))),
-    Mistake(
-        "the last point of each run of one cell is left out", _POOL, _keep_points(lambda cell: ~_begins(cell.flip(0)).flip(0))
-    ),
+    Mistake("the last point of each run of one cell is left out", _POOL, _keep_points(lambda c: ~_begins(c.flip(0)).flip(0))),
 )
 
 
