@@ -320,6 +320,7 @@ class Uneven(Layers):
         super().__init__(embed_dim, num_heads, num_levels, num_points)
         self.num_points_list = num_points if isinstance(num_points, list) else [num_points] * num_levels
         self.method, self.offset_scale = method, offset_scale
+        del self.num_points  # DEIM and others keep the list alone
 
     def samples(self, reference, offsets, logits):
         sides = *reference.shape[:2], self.num_heads, sum(self.num_points_list)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import types
+
 import attention_modules as libraries
 import pytest
 import torch
@@ -239,6 +242,65 @@ def test_a_module_of_fixed_sizes():
     with mx_driving.patched(library(Fixed, plain_core)) as done:
         assert f"{__name__}.Fixed" in done.replaced
         torch.testing.assert_close(results(module, **given), expected, rtol=1e-10, atol=1e-10)
+
+
+class Motion(libraries.Dropping):
+    """UniAD's MotionDeformableAttention: samples around each step of a trajectory, which starts at a box."""
+
+    def __init__(self, embed_dims=12, num_heads=3, num_levels=1, num_points=4, num_steps=12, sample_index=-1):
+        super().__init__(embed_dims, num_heads, num_levels, num_points, batch_first=True)
+        self.num_steps, self.sample_index, self.bev_range = num_steps, sample_index, [-20.0, -10.0, -5.0, 20.0, 30.0, 3.0]
+        samples = num_heads * num_steps * num_levels * num_points
+        self.sampling_offsets, self.attention_weights = (torch.nn.Linear(embed_dims, n * samples) for n in (2, 1))
+        self.output_proj = torch.nn.Sequential(
+            torch.nn.Linear(num_steps * embed_dims, embed_dims), torch.nn.LayerNorm(embed_dims)
+        )
+
+    def agent_coords_to_ego_coords(self, trajectories, boxes):
+        return torch.stack(
+            [t + box[0].gravity_center[:, None, None, None, :2] for t, box in zip(trajectories, boxes, strict=True)]
+        )
+
+    def forward(
+        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, spatial_shapes=None,
+        level_start_index=None, bbox_results=None, reference_trajs=None, flag="decoder", **kwargs,
+    ):  # fmt: skip
+        batches, agents, modes, width = query.shape
+        identity = query if identity is None else identity
+        queries = (query if query_pos is None else query + query_pos).reshape(batches, agents * modes, width)
+        heads, levels, points = self.sides
+        sides = batches, agents * modes, heads, self.num_steps, levels * points
+        steps = self.sampling_offsets(queries).view(*sides[:4], levels, points, 2)
+        weights = self.attention_weights(queries).view(sides).softmax(-1).view(*sides[:4], levels, points)
+        places = self.agent_coords_to_ego_coords(reference_trajs[:, :, :, [self.sample_index]], bbox_results).flatten(1, 2)
+        low, high = torch.tensor(self.bev_range[:2]), torch.tensor(self.bev_range[3:5])
+        places = ((places - low) / (high - low))[:, :, None, :, :, None]  # [bs, queries, 1, 1, levels, 1, 2]
+        locations = (places + steps / spatial_shapes.flip(-1)[:, None]).transpose(2, 3).flatten(1, 2)
+        value = self.rows(value.permute(1, 0, 2), key_padding_mask)
+        out = plain_core(value, spatial_shapes, locations, weights.transpose(2, 3).flatten(1, 2))
+        out = self.output_proj(out.reshape(batches, agents * modes, -1)).view(query.shape)
+        return self.dropout(out) + identity
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_samples_along_trajectories(masked):
+    module = build(Motion, num_steps=5, sample_index=0)
+    generator = torch.Generator().manual_seed(2)
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    boxes = [(types.SimpleNamespace(gravity_center=20 * rand(3, 3)), None) for _ in range(2)]
+    given = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
+    given |= {"spatial_shapes": torch.tensor(SIZES), "level_start_index": torch.tensor([0, 20])}
+    given |= {"key_padding_mask": rand(2, KEYS) < 0.3} if masked else {}
+    call = functools.partial(module, bbox_results=boxes, reference_trajs=10 * rand(2, 3, 2, 2, 2, 2) - 5)
+    expected = [*results(call, **given), *torch.autograd.grad(call(**given).sum(), list(module.parameters()))]
+    with mx_driving.patched(library(Motion, plain_core)) as done:
+        assert f"{__name__}.Motion" in done.replaced
+        assert operators(call, **given) == [libraries.WITH_LOGITS]
+        found = [*results(call, **given), *torch.autograd.grad(call(**given).sum(), list(module.parameters()))]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_axes_that_the_core_cannot_take_are_its_own_matter():

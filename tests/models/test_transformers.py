@@ -462,6 +462,19 @@ def test_reads_their_checkpoints():
         torch.testing.assert_close(ours.sampling(query, reference, shapes)[1], weights)
 
 
+@pytest.mark.parametrize(("shapes", "starts"), [(None, None), (torch.float32, torch.int64), (torch.int64, torch.float32)])
+def test_the_sampling_layer_reads_its_list_where_a_tensor_is_no_table(shapes, starts):
+    from transformers.models.deformable_detr import modeling_deformable_detr as module
+
+    layer, sizes = module.MultiScaleDeformableAttention(), [(4, 5), (2, 3)]
+    value, locations, weights = torch.rand(2, 26, 2, 4), torch.rand(2, 7, 2, 2, 3, 2), torch.rand(2, 7, 2, 2, 3)
+    table, start = (None if d is None else torch.tensor(t).to(d) for t, d in ((sizes, shapes), ([0, 20], starts)))
+    expected = layer(value, table, sizes, start, locations, weights, 64)
+    with mx_driving.patched(module), mx_driving.viz.recording() as looks:
+        torch.testing.assert_close(layer(value, table, sizes, start, locations, weights, 64), expected, rtol=1e-5, atol=1e-6)
+    assert len(looks) == 1
+
+
 def test_queries_off():
     theirs = {"logits": torch.randn(1, 50, 7), "pred_boxes": torch.rand(1, 50, 4)}
     order = torch.arange(50)

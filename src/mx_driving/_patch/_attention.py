@@ -46,6 +46,8 @@ ROLES = {
     "sizes": ("spatial_shapes_list", "input_spatial_shapes_hw"),  # the same as a list, beside the tensor
     "starts": ("level_start_index", "input_level_start_index"),
     "identity": ("identity",),  # added to the output
+    "trajectories": ("reference_trajs",),  # UniAD's, in metres from the boxes
+    "boxes": ("bbox_results",),
 }
 LISTED = {"value_spatial_shapes", "value_shapes"}  # names of shapes that are a list
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
@@ -58,15 +60,11 @@ def by_role(named: Mapping[str, Any]) -> Arguments:
 
 def refusal(parameters: Parameters) -> str:
     """Return why no form can have the parameters of a forward, or nothing."""
-    roles = by_role(dict.fromkeys(parameters.all))
-    read = list(parameters.read)
-    more = [name for name in read if name not in _ROLE]
-    if not {"query", "reference"} <= set(roles):
-        return f"no known form of an attention module has the parameters {parameters}"
+    more = [name for name in parameters.read if name not in _ROLE]
     if more:
         return f"no known form of an attention module has the parameters {', '.join(more)}, which its forward reads"
-    if len(by_role(dict.fromkeys(read))) < len(read):
-        return f"its forward reads two parameters of one meaning: {', '.join(read)}"
+    if len(by_role(dict.fromkeys(parameters.read))) < len(parameters.read):
+        return f"its forward reads two parameters of one meaning: {', '.join(parameters.read)}"
     return ""
 
 
@@ -111,6 +109,7 @@ class Attention:
     masked: bool = True  # whether the trial gives a mask
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
     tried: frozenset[tuple[int, bool]] = frozenset()  # numbers of a reference, and whether there is memory: what agreed
+    needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
     kind: str = ATTENTION
 
     def attend(self, module: Any, arguments: Arguments) -> Any:
@@ -158,19 +157,19 @@ class Attention:
     def can_attend(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the form was tried on such arguments."""
         mask, reference = arguments.get("mask"), arguments["reference"]
-        if not (_is_mask(mask) and (self.masked or mask is None) and _are_whole(arguments) and isinstance(reference, Tensor)):
+        if not (is_mask(mask) and (self.masked or mask is None) and are_whole(arguments) and isinstance(reference, Tensor)):
             return False
         if (reference.shape[-1], arguments.get("memory") is not None) not in self.tried:
             return False
         return self.serves(module, arguments) and not (self.weights and weights_may_be_watched(module))
 
 
-def _is_mask(mask: Any) -> bool:
+def is_mask(mask: Any) -> bool:
     """Return whether keys count or do not. Some libraries multiply values by their mask, which may have other numbers."""
     return mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
 
 
-def _are_whole(arguments: Arguments) -> bool:
+def are_whole(arguments: Arguments) -> bool:
     """Return whether the tables are whole numbers. Of others, a module may use the fractions."""
     tables = (arguments.get("shapes"), arguments.get("starts"))
     return all(table.dtype in INDEX for table in tables if isinstance(table, Tensor))
@@ -216,7 +215,7 @@ def passed_limits(model: torch.nn.Module) -> dict[str, str]:
     return {name: limit for name, limit in limits.items() if limit}
 
 
-def _rows(module: Any, inputs: Inputs) -> Tensor:
+def project_rows(module: Any, inputs: Inputs) -> Tensor:
     """The operator's value: memory, projected where the module does so, by heads, with zeros where it is hidden.
 
     To see that a mask hides nothing takes a hundredth of the time of a copy of rows.
@@ -230,7 +229,7 @@ def _rows(module: Any, inputs: Inputs) -> Tensor:
     return split_heads(inputs.memory if project is None else project(inputs.memory), hidden, heads_in(module))
 
 
-def _tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def read_tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """spatial_shapes and level_start_index. Some libraries give the shapes as a list, some as a tensor, some as both."""
     shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
     if not isinstance(shapes, Tensor):
@@ -245,7 +244,7 @@ def _tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tens
     return levels(table, device)
 
 
-def _attend(
+def sample_with_logits(
     value: Tensor, tables: tuple[Tensor, Tensor], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level"
 ) -> Tensor:
     """The operator. Libraries broadcast a reference to all batches or queries."""
@@ -258,9 +257,9 @@ def _even(module: Any, inputs: Inputs, axis: str = "level") -> Sampled:
     sides = levels_and_points(module)
     offsets = module.sampling_offsets(inputs.query).unflatten(-1, (heads_in(module), *sides, 2))
     logits = module.attention_weights(inputs.query).unflatten(-1, (heads_in(module), -1))
-    value = _rows(module, inputs)
-    tables = _tables(inputs.arguments, value.shape[1], value.device)
-    return Sampled(_attend(value, tables, inputs.reference, offsets, logits, axis), logits, sides)
+    value = project_rows(module, inputs)
+    tables = read_tables(inputs.arguments, value.shape[1], value.device)
+    return Sampled(sample_with_logits(value, tables, inputs.reference, offsets, logits, axis), logits, sides)
 
 
 def _counts_of(module: Any) -> list[int]:
@@ -281,17 +280,17 @@ def _uneven(module: Any, inputs: Inputs) -> Sampled:
     """
     counts = _counts_of(module)
     points, order = math.gcd(*counts), levels_by_points(counts)
-    value = _rows(module, inputs)
+    value = project_rows(module, inputs)
     if not hasattr(module, "value_proj"):
         value = keys_last(value)
-    shapes, starts = _tables(inputs.arguments, value.shape[1], value.device)
+    shapes, starts = read_tables(inputs.arguments, value.shape[1], value.device)
     offsets = module.sampling_offsets(inputs.query).unflatten(-1, (heads_in(module), len(order), points, 2))
     scale = getattr(module, "offset_scale", 0.5)  # OTX writes the number
     scales = [2 * points / counts[level] * scale for level in order]
     if any(scale != 1 for scale in scales):
         offsets = offsets * torch.tensor(scales, dtype=offsets.dtype, device=offsets.device)[:, None, None]
     logits = module.attention_weights(inputs.query).unflatten(-1, (heads_in(module), -1))
-    out = _attend(value, (shapes[order], starts[order]), inputs.reference, offsets, logits)
+    out = sample_with_logits(value, (shapes[order], starts[order]), inputs.reference, offsets, logits)
     return Sampled(out, logits, (sum(counts),))
 
 
@@ -299,12 +298,12 @@ def _temporal(module: Any, inputs: Inputs) -> Sampled:
     """BEVFormer's TemporalSelfAttention: queries look at two maps, an earlier one and their own. The output is the mean."""
     batches, sides = inputs.query.shape[0], (heads_in(module), module.num_bev_queue)
     both = torch.cat([inputs.memory[:batches], inputs.query], -1)
-    value = _rows(module, inputs)
+    value = project_rows(module, inputs)
     offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *levels_and_points(module), 2))
     logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
-    tables = _tables(inputs.arguments, value.shape[1], value.device)
+    tables = read_tables(inputs.arguments, value.shape[1], value.device)
     by_map = [t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits)]
-    out = _attend(value, tables, inputs.reference, *by_map).unflatten(0, (batches, module.num_bev_queue)).mean(1)
+    out = sample_with_logits(value, tables, inputs.reference, *by_map).unflatten(0, (batches, module.num_bev_queue)).mean(1)
     return Sampled(out, by_map[1], levels_and_points(module))
 
 

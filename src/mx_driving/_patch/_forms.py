@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .. import _geometry
 from .._checks.rules import INDEX
-from ..kernels import MultiScaleDeformableAttention
 from ..ops._other_shapes import aggregation_inputs, attention_inputs, can_be_read
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -171,6 +170,8 @@ class Core:
         """Return whether the form was tried on such arguments. The core's own code does the rest."""
         locations = arguments["sampling_locations"]
         tried = all(arguments[name] == defaults.get(name) for name in _UNTRIED & set(arguments))
+        starts = arguments.get("level_start_index")
+        tried = tried and (starts is None or (isinstance(starts, Tensor) and starts.dtype in INDEX))
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
         return tried and whole and locations.dim() in self.axes and arguments.get("method", "default") in self.methods
 
@@ -220,6 +221,24 @@ CORES = (
     ),
 )
 
+
+def _layer_of_transformers(
+    self: Any,
+    value: Tensor,
+    value_spatial_shapes: Any,
+    value_spatial_shapes_list: Any,
+    level_start_index: Any,
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    im2col_step: Any,
+) -> Tensor:
+    """Sample as the layer of transformers 5, which reads the list. The tensors save the time of making a table."""
+    tables: Any = value_spatial_shapes, level_start_index
+    if not all(isinstance(t, Tensor) and t.dtype in INDEX for t in tables):
+        tables = levels(value_spatial_shapes_list, value.device)
+    return multi_scale_deformable_attn(value, *tables, sampling_locations, attention_weights)
+
+
 # What the new code of a function calls, by the function's id. An entry stays when a patch ends: another thread may be about
 # to call it.
 SERVED: dict[int, Callable[..., Tensor]] = {}
@@ -252,7 +271,7 @@ FORMS: tuple[Core | Form, ...] = (
             "attention_weights",
             "im2col_step",
         ),
-        MultiScaleDeformableAttention.forward,  # of transformers 5
+        _layer_of_transformers,
     ),
     Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
     Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, "(?i)geometric", attention_inputs),

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from .. import _checks, compat
-from ._attention import ATTENTION_FORMS, LINEAR_LAYERS, Attention, refusal
+from ._attention import LINEAR_LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form
+from ._motion import forms_of_module
 from ._parameters import Parameters, undecorated
 from ._pools import POOLS, Pool, looks_like_one
 
@@ -72,10 +73,11 @@ class Found:
         elif _looks_like_a_core(thing, parameters):
             self.unknown[name] = f"no known form of a core has the parameters {parameters}"
         elif kind == MODULE and self._wants_modules and _has_layers(thing):
-            if reason := refusal(parameters):
+            forms, reason = forms_of_module(parameters)
+            if reason:
                 self.unknown[name] = reason
             else:
-                self.modules[name] = (ATTENTION_FORMS, thing)
+                self.modules[name] = (forms, thing)
         else:
             return False
         return True
@@ -103,7 +105,8 @@ def _has_layers(thing: type) -> bool:
 def _describe(thing: Any) -> tuple[str, Parameters] | None:
     """Return kind and parameters of what may be a core; None for everything else."""
     if isinstance(thing, types.FunctionType):
-        return FUNCTION, Parameters(thing)
+        made_by_dynamo = thing.__name__.startswith("torch_dynamo_resume_in")
+        return None if made_by_dynamo else (FUNCTION, Parameters(thing))
     if not isinstance(thing, type) or thing.__module__.partition(".")[0] in ("torch", "mx_driving"):
         return None
     kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None

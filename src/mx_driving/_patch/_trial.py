@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_in
 from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels
+from ._motion import Motion
 from ._parameters import Parameters
 from ._pools import Pool, calls_compiled
 
@@ -48,6 +49,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("n_heads", "num_heads"), _HEADS),
     **dict.fromkeys(("n_levels", "num_levels"), 2),
     **dict.fromkeys(("n_points", "num_points"), _POINTS),
+    "num_steps": 3,
 }
 
 
@@ -275,6 +277,9 @@ def _module_inputs(form: Attention, module: Any, names: Sequence[str]) -> Iterat
     """Return arguments by the names that forward reads: for each shape of the reference all of them, and only what is needed.
     There are as many queries as keys, because some modules look at themselves."""
     generator, sizes = _generator(), _sizes_for(module)
+    if isinstance(form, Motion):
+        yield from (((2, True), _named(arguments, names, sizes)) for arguments in form.examples(module, sizes))
+        return
     keys, width = sum(h * w for h, w in sizes), module.sampling_offsets.in_features
     width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
     shapes, starts = levels(sizes, torch.device("cpu"))
@@ -293,8 +298,13 @@ def _module_inputs(form: Attention, module: Any, names: Sequence[str]) -> Iterat
             optional["mask"] = torch.rand(batches, keys, generator=generator) < 0.3
         least = {**dict.fromkeys(optional), **needed}
         for with_memory, arguments in ((True, {**needed, **optional}), (False, least)):
-            named = {name: arguments[role] for role, own in ROLES.items() if role in arguments for name in own if name in names}
-            yield (numbers, with_memory), {**named, **dict.fromkeys(LISTED & set(named), sizes)}
+            yield (numbers, with_memory), _named(arguments, names, sizes)
+
+
+def _named(arguments: Mapping[str, Any], names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> _Inputs:
+    """Return arguments that stand under their roles under the names that a forward reads."""
+    named = {name: arguments[role] for role, own in ROLES.items() if role in arguments for name in own if name in names}
+    return {**named, **dict.fromkeys(LISTED & set(named), sizes)}
 
 
 def _raised(error: Exception) -> str:
@@ -317,7 +327,10 @@ def _compare(theirs: _Run, ours: _Run, inputs: _Inputs, parameters: Sequence[Ten
 
 def _results(run: _Run, inputs: _Inputs, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return outputs and gradients; zeros where nothing that is returned has one."""
-    tensors = {n: i.clone().requires_grad_() for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point()}
+    floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point()}
+    tensors = {
+        n: i.clone().requires_grad_() for n, i in floating.items() if n not in ROLES["trajectories"]
+    }  # they are detached
     leaves = [*tensors.values(), *parameters]
     returned = run({**inputs, **tensors})
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
