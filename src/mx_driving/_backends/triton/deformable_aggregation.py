@@ -1,6 +1,6 @@
 """deformable_aggregation on a GPU: a program owns an anchor (backward: one of its points) and a tile [groups, channels].
 
-A program looks at one location at a time. If a camera does not see the point, all threads of the program skip it together.
+A program reads up to 32 locations at once and then visits those that lie inside their image, one after the other.
 """
 
 from __future__ import annotations
@@ -22,18 +22,32 @@ _VARYING = ["anchors", "num_keys", "batch_stride", "key_stride"]
 
 
 @triton.jit
-def _seen(locations, at):
-    """The location, and whether it is strictly inside the image; a NaN is not."""
-    x = tl.load(locations + 2 * at).to(tl.float32)
-    y = tl.load(locations + 2 * at + 1).to(tl.float32)
-    return x, y, (x > 0) & (x < 1) & (y > 0) & (y < 1)
+def _seen_bits(locations, first, count):
+    """An int32 whose bit k is set if location `first + k` lies strictly inside the image, for k < min(count, 32). A NaN does
+    not lie inside."""
+    k = tl.arange(0, 32)
+    x = tl.load(locations + 2 * (first + k), mask=k < count, other=0.0).to(tl.float32)
+    y = tl.load(locations + 2 * (first + k) + 1, mask=k < count, other=0.0).to(tl.float32)
+    return tl.sum(tl.where((x > 0) & (x < 1) & (y > 0) & (y < 1), 1 << k, 0), 0)
+
+
+@triton.jit
+def _lowest(bits):
+    """The index of the lowest set bit, which is the exponent of that bit as a float, and the other bits."""
+    bit = bits & -bits
+    return ((bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) & 255) - 127, bits ^ bit
+
+
+@triton.jit
+def _location(locations, at):
+    """A location as two tensors [1, 1]."""
+    x = tl.load(locations + 2 * at + tl.zeros((1, 1), tl.int32)).to(tl.float32)
+    return x, tl.load(locations + 2 * at + tl.zeros((1, 1), tl.int32) + 1).to(tl.float32)
 
 
 @triton.jit
 def _sample(x, y, shapes, starts, map, num_keys):
     """The size of one map, and the bilinear sample of the point on it, as tensors [1, 1]."""
-    x += tl.zeros((1, 1), tl.float32)
-    y += tl.zeros((1, 1), tl.float32)
     height, width, start = level(shapes, starts, map)
     valid, pixel, right, below, in00, in01, in10, in11 = bilinear(
         x * width - 0.5, y * height - 0.5, height, width, start, num_keys
@@ -46,7 +60,7 @@ def _forward(
     features, shapes, starts, locations, weights, output,
     anchors, num_keys, batch_stride: tl.int64, key_stride: tl.int64,
     POINTS: tl.constexpr, CAMS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     anchor = tl.program_id(0).to(tl.int64)
     group = tl.arange(0, ROWS)[:, None]
@@ -56,23 +70,27 @@ def _forward(
     base = features + (anchor // anchors * batch_stride) * LANE + c
     key = KEY if KEY > 0 else key_stride * LANE
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for i in range(POINTS * CAMS):
-        at = anchor * (POINTS * CAMS) + i
-        x, y, seen = _seen(locations, at)
-        if seen:
-            for s in tl.static_range(SCALES):
+    for first in range(0, POINTS * CAMS, 32):
+        bits = _seen_bits(locations, anchor * (POINTS * CAMS) + first, POINTS * CAMS - first)
+        part = tl.zeros((ROWS, COLUMNS), tl.float32)  # of 32 locations: one long sum would lose digits
+        while bits != 0:
+            k, bits = _lowest(bits)
+            at = anchor * (POINTS * CAMS) + first + k
+            x, y = _location(locations, at)
+            for s in tl.range(SCALES, loop_unroll_factor=UNROLL):
                 _, width, valid, pixel, right, below, in00, in01, in10, in11 = _sample(
-                    x, y, shapes, starts, i % CAMS * SCALES + s, num_keys
+                    x, y, shapes, starts, (first + k) % CAMS * SCALES + s, num_keys
                 )
                 weight = tl.load(weights + (at * SCALES + s) * GROUPS + group, mask=group < GROUPS, other=0.0).to(tl.float32)
                 v00, v01, v10, v11 = corners(
                     base, pixel, width, key, in00 & inside, in01 & inside, in10 & inside, in11 & inside
                 )
                 s00, s01, s10, s11 = coefficients(right, below, tl.where(valid, weight, 0.0))
-                total += s00 * v00
-                total += s01 * v01
-                total += s10 * v10
-                total += s11 * v11
+                part += s00 * v00
+                part += s01 * v01
+                part += s10 * v10
+                part += s11 * v11
+        total += part
     tl.store(output + anchor * (GROUPS * WIDTH) + c, total.to(output.dtype.element_ty), mask=inside)
 
 
@@ -96,9 +114,12 @@ def _backward(
     key = KEY if KEY > 0 else key_stride * LANE
     grad_base = grad_features + batch * num_keys * (GROUPS * WIDTH) + c
     g = tl.load(grad + anchor * (GROUPS * WIDTH) + c, mask=inside, other=0.0).to(tl.float32)
-    for cam in range(CAMS):
-        x, y, seen = _seen(locations, point * CAMS + cam)
-        if seen:
+    for first in range(0, CAMS, 32):
+        bits = _seen_bits(locations, point * CAMS + first, CAMS - first)
+        while bits != 0:
+            k, bits = _lowest(bits)
+            cam = first + k
+            x, y = _location(locations, point * CAMS + cam)
             along_x = tl.zeros((ROWS, 1), tl.float32)
             along_y = tl.zeros((ROWS, 1), tl.float32)
             for s in tl.range(SCALES, loop_unroll_factor=1):
@@ -139,6 +160,8 @@ def _plan(
     held = min(layout.lane, launch.MOST_HELD) if backward else layout.lane
     tile = launch.grouped_tile(groups, width, held, gpu.lanes)
     sizes = {"POINTS": points, "CAMS": cams, "SCALES": scales, "GROUPS": groups, "WIDTH": width}
+    if not backward:
+        sizes["UNROLL"] = 2 - scales % 2  # four would take more registers than half of the occupancy allows
     return launch.plan(layout, tile, capped=gpu.capped and itemsize == 2 and not backward, **sizes)
 
 
