@@ -1,5 +1,6 @@
 # make demo    a virtual environment, the package, `mx-driving check --quick` and examples/surround_view: demo.png
 # make test    the same environment, linters and the whole test suite
+# make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
 # make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
 #              FUZZ_EXAMPLES of our nodes through onnxruntime, of recordings for `replay` and of files for `fuse`
@@ -66,6 +67,14 @@ demo: $(VENV)/demo
 test: $(STAMP) lint
 	@echo "Running the tests: 6 to 12 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# `make test` executes a part of these. The Triton kernels of two targets cannot share a process.
+PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py large_maps.py with_logits.py) \
+	tests/operators/test_autograd.py::test_only_wanted_gradients_are_computed
+.PHONY: test-ptx
+test-ptx: $(STAMP)
+	MX_DRIVING_TEST_BACKENDS=triton $(BIN)/python -m pytest -n 2 --dist loadgroup $(PTX_TESTS)
+	MX_DRIVING_TEST_BACKENDS=triton MX_DRIVING_TEST_PTX=100 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/gpu/test_triton.py
 
 # The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
 BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))

@@ -1,6 +1,6 @@
 """MX_DRIVING_TEST_BACKENDS names the implementations to test; without it all here run. A named one that is missing fails.
 
-Without a GPU the Triton kernels run in Triton's interpreter, on small inputs alone: `values.everywhere`, gpu/test_triton.py.
+Without a GPU the PTX of the Triton kernels is executed on the CPU by gpu/ptx.py, on small inputs unless "triton" is named.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ import atexit
 import collections
 import ctypes
 import gc
+import importlib.util
 import os
 import pathlib
 import shutil
 import sys
 import tempfile
 
+import cases
+import outcomes
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-if not torch.cuda.is_available():
-    import interpreter
-
-    interpreter.round_to_nearest()
-    interpreter.patch_the_language_once()
-    interpreter.skip_unread_checks()
-
-import cases
-import outcomes
-
 from mx_driving import _backends, _checks
+
+if not cases.ON_GPU and importlib.util.find_spec("triton"):
+    import ptx
+    from triton.runtime.driver import driver
+
+    os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # compiling takes a tenth less
+    driver.set_active(ptx.Driver(int(os.environ.get("MX_DRIVING_TEST_PTX", "90"))))
 
 collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
 
@@ -153,7 +153,7 @@ def pytest_collection_modifyitems(config, items):
     that no process is left with one at the end."""
     for item in items:
         if "implementation" in getattr(item, "fixturenames", ()):
-            inputs = item.callspec.id.replace(item.callspec.params["implementation"], "", 1)
+            inputs = item.callspec.id.replace(str(item.callspec.params["implementation"]), "", 1)
             item.add_marker(pytest.mark.xdist_group(f"{item.originalname} {inputs}"))
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: item.get_closest_marker("long") is None)

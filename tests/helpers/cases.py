@@ -25,7 +25,8 @@ GEOMETRIC_LOGITS = "geometric_kernel_attention_with_logits"
 AGGREGATION_LOGITS = "deformable_aggregation_with_logits"
 WITH_LOGITS = (MULTI_SCALE_LOGITS, AGGREGATION_LOGITS, GEOMETRIC_LOGITS)
 EVERY = OPERATORS + WITH_LOGITS
-INTERPRETED = not torch.cuda.is_available()  # the Triton kernels
+ON_GPU = torch.cuda.is_available()  # else the PTX of the Triton kernels is executed: tests/gpu/ptx.py
+EVERY_KERNEL = ON_GPU or "triton" in os.environ.get("MX_DRIVING_TEST_BACKENDS", "").split(",")
 DIFFERENTIABLE = {MULTI_SCALE: (0, 3, 4), AGGREGATION: (0, 3, 4), GEOMETRIC: (0, 4)}
 DIFFERENTIABLE |= {MULTI_SCALE_LOGITS: (0, 3, 4, 5), AGGREGATION_LOGITS: (0, 3, 4, 5), GEOMETRIC_LOGITS: (0, 5)}
 WEIGHTS = dict.fromkeys(OPERATORS, 4) | dict.fromkeys(WITH_LOGITS, 5)  # the place of weights or logits
@@ -210,13 +211,13 @@ def implementations() -> dict[str, Callable[[], contextlib.AbstractContextManage
 EXPECTED = ["reference", "native-baseline"] + (["native-avx2"] if platform.machine() in ("x86_64", "AMD64") else [])
 
 
-def wanted_implementations(interpreted: bool = False) -> list[str]:
-    """`interpreted`: for small inputs, which Triton's interpreter runs where there is no GPU."""
+def wanted_implementations(small: bool = False) -> list[str]:
+    """Names of the implementations to test. Without a GPU, `triton` is among them if inputs are `small` or if it is named."""
     named = os.environ.get("MX_DRIVING_TEST_BACKENDS")
     if named:
         return named.split(",")
     found = dict.fromkeys([*EXPECTED, *implementations()])
-    if INTERPRETED and not interpreted:
+    if not ON_GPU and not small:
         found.pop("triton", None)
     return list(found)
 
@@ -230,14 +231,14 @@ def on_gpu(t: Any) -> Any:
 
 
 def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
-    """The operator with its tensors on the GPU; without one, its kernel in Triton's interpreter."""
+    """The operator with its tensors on the GPU; without one, the kernel's PTX executed on the CPU."""
     name = operator + "_backward" if backward else operator
 
-    def interpreted(*args: Any) -> Any:
+    def executed(*args: Any) -> Any:
         served = _backends.triton.serves(*filter(is_floating, args[backward:]))
         return (_backends.triton.kernel(operator, backward) if served else getattr(reference, name))(*args)
 
-    if INTERPRETED and operator in WITH_LOGITS:
+    if not ON_GPU and operator in WITH_LOGITS:
         bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
         return (_composition.backward if backward else _composition.forward)(operator, bare)
 
@@ -245,7 +246,7 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))
         return tuple(t.cpu() for t in found) if backward else found.cpu()
 
-    return interpreted if INTERPRETED else dispatched
+    return dispatched if ON_GPU else executed
 
 
 def forward_of(implementation: str, operator: str) -> Callable[..., Tensor]:

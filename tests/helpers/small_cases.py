@@ -31,8 +31,8 @@ GROWING = {
     GEOMETRIC_LOGITS: lambda bs, queries: logits_cases.geometric(bs, queries, 4, 2, [(3, 4), (2, 2)], (1, 4)),
 }
 
-# what Triton's interpreter runs in a moment
-INTERPRETED = GOOD | {
+# the executed PTX takes a moment for these
+TINY = GOOD | {
     MULTI_SCALE: lambda: cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2, margin=0.5),
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
     GEOMETRIC: lambda: cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], 2),

@@ -19,7 +19,9 @@ from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
 
 NATIVE = [name for name in cases.wanted_implementations() if name.startswith("native")]
-everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
+TRITON = ["triton"] if cases.EVERY_KERNEL and _backends.triton.why_not() is None else []
+everywhere = pytest.mark.parametrize("implementation", ["reference", *NATIVE, *TRITON], indirect=True)
+on_the_cpu = pytest.mark.parametrize("implementation", ["reference", *NATIVE], indirect=True)
 natively = pytest.mark.parametrize("implementation", NATIVE, indirect=True)
 # relative to the largest sum; sums of some hundred float32 products
 NEAR = {torch.float64: 1e-14, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -352,7 +354,7 @@ WRONG = {
 }
 
 
-@everywhere
+@on_the_cpu
 @pytest.mark.parametrize("sentence", WRONG)
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_a_rank_without_a_row_is_refused(implementation, sentence, index):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
 from programs import python
-from small_cases import INTERPRETED
+from small_cases import TINY
 
 import mx_driving
 from mx_driving import _backends, _checks
@@ -340,8 +340,8 @@ def test_what_the_native_kernels_do_not_serve_is_the_references(operator, monkey
 @pytest.mark.parametrize("key", ["CPU", "CUDA", "XPU"])
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_every_device(operator, key):
-    """CPU tensors go to the kernels of devices that are not here: Triton's in its interpreter, and the reference."""
-    small = cases.cast(INTERPRETED[operator](), torch.float32)
+    """CPU tensors go to the kernels of devices that are not here: Triton's PTX executed, and the reference."""
+    small = cases.cast(TINY[operator](), torch.float32)
     args = (*small[:4], one_nan(small[4]))
     device = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     run = functools.partial(getattr(torch.ops.mx_driving, operator).default.redispatch, device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
 from derivatives import SMALL
-from values import compare, run
+from values import compare, run, skip_unless_every_kernel
 
 import mx_driving
 from mx_driving import _backends
@@ -141,7 +141,7 @@ def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementati
     assert not of_projection[0, 0, 2:].any()
 
 
-@pytest.mark.skipif(not cases.INTERPRETED, reason="Triton's interpreter; test_cases runs on a GPU")
+@pytest.mark.skipif(cases.ON_GPU, reason="test_cases runs on a GPU")
 @pytest.mark.parametrize(
     ("operator", "dtype"),
     [*((operator, torch.float32) for operator in WITH_LOGITS), (GEOMETRIC_LOGITS, torch.bfloat16)],
@@ -149,6 +149,8 @@ def test_a_point_nearer_than_can_be_has_no_gradient_along_its_depth(implementati
 )
 def test_composition_over_the_triton_kernel(operator, dtype):
     pytest.importorskip("triton")
+    if dtype != torch.float32:
+        skip_unless_every_kernel("triton")
     args = cases.cast(SMALL[operator](), dtype)
     compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
 
