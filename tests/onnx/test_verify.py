@@ -492,6 +492,50 @@ def test_weights_and_inputs_are_changed_by_ulps_of_their_own(dtype):
         assert np.isfinite(moved["sentinel"])
 
 
+@pytest.fixture
+def plugin(monkeypatch, tmp_path):
+    """A package with a provider of its own, whose library onnxruntime is said to have loaded."""
+    if not hasattr(onnxruntime, "get_ep_devices"):
+        pytest.skip("onnxruntime takes plugins from 1.23 on")
+    (tmp_path / "onnxruntime_ep_ours").mkdir()
+    lines = ["get_ep_names = lambda: ['OurExecutionProvider']", "get_library_path = lambda: '/nowhere/libours.so'"]
+    (tmp_path / "onnxruntime_ep_ours" / "__init__.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_runtimes, "_REGISTERED", set())
+    yield
+    sys.modules.pop("onnxruntime_ep_ours", None)
+
+
+def test_a_plugin_provider_is_registered_by_its_path(plugin, monkeypatch, stacked):
+    """Its device is the CPU's here, which runs the file."""
+    (cpu, *_) = onnxruntime.get_ep_devices()
+    ours, registered, used = mock.Mock(ep_name="OurExecutionProvider"), [], []
+
+    class Options(onnxruntime.SessionOptions):
+        def add_provider_for_devices(self, devices, options):
+            used.append(devices)
+            super().add_provider_for_devices([cpu], options)
+
+    monkeypatch.setattr(onnxruntime, "register_execution_provider_library", lambda *args: registered.append(args))
+    monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [cpu, ours])
+    monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
+    for _ in range(2):
+        assert check(stacked, _runtimes.named("onnxruntime:OurExecutionProvider"), given()).right
+    assert registered == [("OurExecutionProvider", "/nowhere/libours.so")]
+    assert [ours] in used
+
+
+def test_a_plugin_provider_that_does_not_load_is_one_sentence(plugin, command, monkeypatch, stacked):
+    rule = "--runtime onnxruntime:OurExecutionProvider must have a library and a device here; got "
+    status, _, problem = command(stacked, "--runtime", "onnxruntime:OurExecutionProvider")
+    assert (status, problem.count("\n"), rule in problem, "libours.so" in problem) == (1, 1, True, True)
+    monkeypatch.setattr(onnxruntime, "register_execution_provider_library", lambda *args: None)
+    status, _, problem = command(stacked, "--runtime", "onnxruntime:OurExecutionProvider")
+    assert (status, problem) == (1, f"mx-driving: {rule}no device for /nowhere/libours.so\n")
+    _, _, problem = command(stacked, "--runtime", "onnxruntime:NoExecutionProvider")
+    assert "OurExecutionProvider (others are packages such as onnxruntime-ep-webgpu); got 'NoExecutionProvider'" in problem
+
+
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(Problem, match=r"must have tensorrt installed \(pip install tensorrt\)"):

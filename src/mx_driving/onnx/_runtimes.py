@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import pkgutil
 import shlex
 import shutil
 import subprocess
@@ -19,6 +21,9 @@ from .._cli_support.problems import Problem, need
 from ._matches import Arrays
 
 Run = Callable[[Path, Arrays], Arrays]
+# By itself OpenVINO may compute in 16 bits.
+_OPTIONS = {"OpenVINOExecutionProvider": {"load_config": '{"CPU": {"INFERENCE_PRECISION_HINT": "f32"}}'}}
+_REGISTERED: set[str] = set()  # providers of plugin libraries, which onnxruntime takes once
 
 
 class Failed(Exception):
@@ -59,22 +64,57 @@ def _sentenced(run: Run) -> Run:
 
 
 def _onnxruntime(provider: str) -> Run:
-    """Return a run on the CPU, or by another of onnxruntime's providers."""
+    """Return a run on the CPU, or by another of onnxruntime's providers, which may lie in a package of its own."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    known = onnxruntime.get_available_providers()
-    if provider and provider not in known:
-        raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {', '.join(known)}; got {provider!r}")
+    known, plugins = onnxruntime.get_available_providers(), _plugins()
+    if provider and provider not in (*known, *plugins):
+        names = ", ".join(dict.fromkeys([*known, *plugins]))
+        advice = "others are packages such as onnxruntime-ep-webgpu"
+        raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
+    devices = [] if provider in known or not provider else _register(provider, plugins[provider])
 
     def run(path: Path, arrays: Arrays) -> Arrays:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.register_custom_ops_library(ours.library())
-        session = onnxruntime.InferenceSession(path, options, providers=[provider or "CPUExecutionProvider"])
-        taken = {one.name for one in session.get_inputs()}
-        outputs = session.run(None, {name: array for name, array in arrays.items() if name in taken})
+        if devices:
+            options.add_provider_for_devices(devices, _OPTIONS.get(provider, {}))
+            session = onnxruntime.InferenceSession(path, options)
+        else:
+            session = onnxruntime.InferenceSession(path, options, providers=[provider or "CPUExecutionProvider"])
+        inputs = {one.name for one in session.get_inputs()}
+        outputs = session.run(None, {name: array for name, array in arrays.items() if name in inputs})
         return {one.name: array for one, array in zip(session.get_outputs(), outputs, strict=True)}
 
     return run
+
+
+def _plugins() -> dict[str, Any]:
+    """Return provider -> package, for the packages onnxruntime_ep_* that are installed."""
+    names = [module.name for module in pkgutil.iter_modules() if module.name.startswith("onnxruntime_ep_")]
+    plugins = {}
+    for name in names:
+        with contextlib.suppress(ImportError, AttributeError):  # a package may only bring others
+            package = importlib.import_module(name)
+            plugins |= dict.fromkeys(package.get_ep_names(), package)
+    return plugins
+
+
+def _register(provider: str, package: Any) -> list[Any]:
+    """Load a plugin's library once for the process, and return its devices."""
+    onnxruntime: Any = importlib.import_module("onnxruntime")
+    rule = f"--runtime onnxruntime:{provider} must have a library and a device here"
+    try:
+        path = package.get_library_path()
+        if provider not in _REGISTERED:
+            onnxruntime.register_execution_provider_library(provider, path)
+            _REGISTERED.add(provider)
+    except Exception as error:  # onnxruntime and packages have kinds of their own
+        raise Problem(f"{rule}; got {(str(error).strip() or type(error).__name__).splitlines()[0]}") from None
+    devices = [device for device in onnxruntime.get_ep_devices() if device.ep_name == provider]
+    if not devices:
+        raise Problem(f"{rule}; got no device for {path}")
+    return devices[:1]
 
 
 def _openvino(path: Path, arrays: Arrays) -> Arrays:
