@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LISTING = ROOT / "docs" / "support" / "interface.txt"
 CHANGES = ROOT / "CHANGELOG.md"
 # Commands: docs/command_line.md is their interface, and `mx_driving` imports none.
-PROGRAMS = ("cli", "replay")
+PROGRAMS = ("cli",)
 DUNDERS = ("__init__", "__call__")
 
 

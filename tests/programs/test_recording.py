@@ -25,7 +25,7 @@ from programs import python
 from recorded_calls import call, replay
 
 import mx_driving
-from mx_driving.replay import forms
+from mx_driving._vendor.replay import forms
 from mx_driving_portable import record
 
 FILES = {

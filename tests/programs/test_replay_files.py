@@ -11,7 +11,7 @@ import torch
 from recorded_calls import NAMES, A, G, M, call, computed, replay, save
 
 import mx_driving
-from mx_driving.replay import judge
+from mx_driving._vendor.replay import judge
 
 ONE_OF = f"one of {M}, {A}, {G}, bev_pool_v3"
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("__init__",),
     ("_cli_support",),
     ("_measure",),
-    ("replay",),
+    ("_vendor.replay",),
     ("onnx._runtimes",),
     ("onnx._check",),
     ("cli",),
@@ -68,7 +68,9 @@ def module_of(name):
 
 
 def room_of(module):
-    return module if module in FLOOR else module.split(".")[0]
+    while module not in FLOOR and "." in module:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def upward(room):

@@ -1,1 +1,1 @@
-"""What only users of the vendor's library need: the stand-in for torch_npu, the patcher, CANN's functions, its `_C`."""
+"""What only users of the vendor's library need: the stand-in for torch_npu, the patcher, its `_C`, recorded calls."""

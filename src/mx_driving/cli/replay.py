@@ -41,9 +41,9 @@ def replay(
 
     Example: `mx-driving replay calls --csv calls.csv --plot calls.png`
     """
-    from ..replay import calls as reading
-    from ..replay import show as shown
-    from ..replay.judge import WRONG
+    from .._vendor.replay import calls as reading
+    from .._vendor.replay import show as shown
+    from .._vendor.replay.judge import WRONG
 
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
@@ -94,7 +94,7 @@ def _judge_all(calls: Any, total: int, console: Any) -> tuple[list[Any], list[st
     """Return the verdicts on the calls, and sentences about what could not be read or judged."""
     from rich.progress import track
 
-    from ..replay.judge import judge
+    from .._vendor.replay.judge import judge
 
     verdicts, problems = [], []
     for call in track(calls, description="judging", total=total, console=console, transient=True, disable=console is None):

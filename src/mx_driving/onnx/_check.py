@@ -15,8 +15,8 @@ import torch
 
 from .._cli_support.problems import Problem
 from .._measure import onnx_files
-from ..replay.calls import RecordedCall
-from ..replay.judge import WRONG, Verdict, judge
+from .._vendor.replay.calls import RecordedCall
+from .._vendor.replay.judge import WRONG, Verdict, judge
 from . import _file, _outputs
 from ._fuse import silent
 from ._graph import constant

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._cli_support.problems import Problem
-from .._operators import OPERATORS, Operator, SamplingInputs
-from ..ops import _other_shapes, _pooling
-from ..ops.bev_pool_v2 import _points_of_intervals
+from ... import _geometry
+from ..._cli_support.problems import Problem
+from ..._operators import OPERATORS, Operator, SamplingInputs
+from ...ops import _other_shapes, _pooling
+from ...ops.bev_pool_v2 import _points_of_intervals
 
 Facts = dict[str, Any]  # tensors and sizes by name
 _CHANNELS_LAST = ("BEVPoolV3.apply", "_forward", "_backward", "_backward_opt", "_wrapper")  # ends of functions' names

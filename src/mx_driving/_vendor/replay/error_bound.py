@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._measure.tolerance import allowed
+from ... import _geometry
+from ..._measure.tolerance import allowed
 from .calls import RecordedCall
 from .compute import compute, largest_sums
 

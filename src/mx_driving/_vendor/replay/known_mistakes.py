@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._measure import plain
+from ... import _geometry
+from ..._measure import plain
 from .compute import Core, core_of
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"

@@ -10,8 +10,8 @@ from typing import Any
 from rich.markup import escape
 from torch import Tensor
 
-from .._cli_support.files import writing
-from .._cli_support.show import grid
+from ..._cli_support.files import writing
+from ..._cli_support.show import grid
 from .calls import RecordedCall
 from .judge import COARSE, RIGHT, WRONG, Judged, Verdict
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _geometry, reference
-from .._operators import OPERATORS
+from ... import _geometry, reference
+from ..._operators import OPERATORS
 from .calls import RecordedCall, arguments
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
