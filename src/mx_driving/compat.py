@@ -102,20 +102,21 @@ def _mmcv_backward(*arguments: Tensor, im2col_step: int = 64) -> None:
 
 @torch.no_grad()
 def _bev_pool_v2_forward(depth: Tensor, feat: Tensor, out: Tensor, *ranks_and_intervals: Any) -> None:
-    """Writes to out [b, d, h, w, c]."""
+    """Write to out [b, d, h, w, c]."""
     out.copy_(_extension.bev_pool_v2_forward(depth, feat, *ranks_and_intervals, *out.shape[:4]))
 
 
 @torch.no_grad()
 def _bev_pool_v2_backward(grad_out: Tensor, grad_depth: Tensor, grad_feat: Tensor, *inputs: Tensor) -> None:
-    """Adds to grad_depth and grad_feat."""
-    for out, found in zip((grad_depth, grad_feat), _extension.bev_pool_v3_backward(grad_out, *inputs), strict=True):
-        out.add_(found)
+    """Add to grad_depth and grad_feat."""
+    gradients = _extension.bev_pool_v3_backward(grad_out, *inputs)
+    for out, gradient in zip((grad_depth, grad_feat), gradients, strict=True):
+        out.add_(gradient)
 
 
 @torch.no_grad()
 def _voxel_pooling_train(*arguments: Any) -> int:
-    """Adds to the output [B, Y, X, C], and writes (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
+    """Add to the output [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
     batches, points, _, x, y, z, geom_xyz, features, output, memo = arguments
     sizes, places = (int(x), int(y), int(z)), geom_xyz.view(batches, points, 3)
     output.add_(npu_voxel_pooling_train(places, features, sizes).permute(0, 2, 3, 1))
@@ -127,7 +128,7 @@ def _voxel_pooling_train(*arguments: Any) -> int:
 
 @torch.no_grad()
 def _voxel_pooling_inference(*arguments: Any) -> int:
-    """Adds to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
+    """Add to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
     batches, cameras, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
     places = geom_xyz.view(batches, cameras, bins, height, width, 3)
     ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(places, (int(x), int(y), int(z)))
@@ -163,7 +164,7 @@ _PARTS["mmcv._ext"]["ms_deform_attn_backward"] = _mmcv_backward
 
 
 def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
-    """The `__getattr__` of a module. What it gives raises when it is called: mmcv checks at import that its functions exist."""
+    """Return the `__getattr__` of a module. Its functions raise when they are called: mmcv checks at import that they exist."""
     has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
     def absent(name: str) -> Function:

@@ -74,7 +74,7 @@ def _always(module: Any, arguments: Arguments) -> bool:
 
 @dataclass
 class Inputs:
-    """What forward is given, batches first. `hidden` is the key_padding_mask: True means ignore this key."""
+    """The arguments of forward, batches first. `hidden` is the key_padding_mask: True means ignore this key."""
 
     query: Tensor
     memory: Any
@@ -85,7 +85,7 @@ class Inputs:
 
 @dataclass
 class Sampled:
-    """The operator's output [bs, num_queries, channels], and what weights are made of: logits, and their last sides."""
+    """The operator's output [bs, num_queries, channels]; the logits of the weights, and the weights' last sides."""
 
     out: Tensor
     logits: Tensor
@@ -180,7 +180,7 @@ def _batch_first(module: Any) -> bool:
 
 
 def _attribute(module: Any, *names: str) -> int:
-    """A number that libraries keep under several names."""
+    """Return a number that libraries keep under several names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
@@ -197,7 +197,7 @@ def levels_and_points(module: Any) -> tuple[int, int]:
 
 
 def _sizes(module: Any) -> tuple[int, int, int]:
-    """Heads, channels of a head, and points on all levels."""
+    """Return the heads, the channels of a head, and the points on all levels."""
     heads, (levels, points) = heads_in(module), levels_and_points(module)
     project = getattr(module, "value_proj", None)
     channels = project.out_features if project else _attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
@@ -216,7 +216,7 @@ def passed_limits(model: torch.nn.Module) -> dict[str, str]:
 
 
 def project_rows(module: Any, inputs: Inputs) -> Tensor:
-    """The operator's value: memory, projected where the module does so, by heads, with zeros where it is hidden.
+    """Return the operator's value: memory, projected where the module does so, by heads, with zeros where it is hidden.
 
     To see that a mask hides nothing takes a hundredth of the time of a copy of rows.
     """
@@ -230,7 +230,7 @@ def project_rows(module: Any, inputs: Inputs) -> Tensor:
 
 
 def read_tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """spatial_shapes and level_start_index. Some libraries give the shapes as a list, some as a tensor, some as both."""
+    """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
     shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
     if not isinstance(shapes, Tensor):
         shapes, sizes = None, shapes or sizes
@@ -247,7 +247,7 @@ def read_tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[
 def sample_with_logits(
     value: Tensor, tables: tuple[Tensor, Tensor], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level"
 ) -> Tensor:
-    """The operator. Libraries broadcast a reference to all batches or queries."""
+    """Call the operator. Libraries broadcast a reference to all batches or queries."""
     reference = reference.expand(*offsets.shape[:2], -1, -1)
     return multi_scale_deformable_attn_with_logits(value, *tables, reference, offsets, logits, axis)
 
@@ -268,12 +268,12 @@ def _counts_of(module: Any) -> list[int]:
 
 
 def _pillars(module: Any, inputs: Inputs) -> Sampled:
-    """BEVFormer's MSDeformableAttention3D: a reference for each height of a pillar."""
+    """Sample as BEVFormer's MSDeformableAttention3D: a reference for each height of a pillar."""
     return _even(module, inputs, "point")
 
 
 def _uneven(module: Any, inputs: Inputs) -> Sampled:
-    """RT-DETR v2, D-FINE, DEIM: a level has its own number of points, in boxes.
+    """Sample as RT-DETR v2, D-FINE and DEIM: a level has its own number of points, in boxes.
 
     A level with more points than another is listed several times. The operator divides a box by twice the points of one such
     entry; these modules divide it by the level's own number of points, and multiply by offset_scale.
@@ -295,7 +295,7 @@ def _uneven(module: Any, inputs: Inputs) -> Sampled:
 
 
 def _temporal(module: Any, inputs: Inputs) -> Sampled:
-    """BEVFormer's TemporalSelfAttention: queries look at two maps, an earlier one and their own. The output is the mean."""
+    """Sample as BEVFormer's TemporalSelfAttention: the mean of an earlier map and the queries' own."""
     batches, sides = inputs.query.shape[0], (heads_in(module), module.num_bev_queue)
     both = torch.cat([inputs.memory[:batches], inputs.query], -1)
     value = project_rows(module, inputs)
@@ -308,13 +308,13 @@ def _temporal(module: Any, inputs: Inputs) -> Sampled:
 
 
 def _one_box(module: Any, arguments: Arguments) -> bool:
-    """Method "discrete" reads whole pixels. With points (x, y) these modules work for few shapes, and by broadcasting."""
+    """Return whether there is one box, and bilinear samples. With points these modules work for few shapes, by broadcasting."""
     method = getattr(module, "method", getattr(module, "decoder_method", "default"))
     return method == "default" and tuple(arguments["reference"].shape[2:]) == (1, 4)
 
 
 def _apart(module: Any, arguments: Arguments) -> bool:
-    """Values of each level by heads. LibreYOLO's GTR merges its linear layers, and its levels, for deployment."""
+    """Return whether values come level by level. LibreYOLO's GTR merges linear layers and levels for deployment."""
     by_level = isinstance(arguments["memory"], (list, tuple)) and all(level.dim() == 4 for level in arguments["memory"])
     return by_level and not getattr(module, "_fused_offset_weight", False) and _one_box(module, arguments)
 

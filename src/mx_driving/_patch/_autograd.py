@@ -1,4 +1,4 @@
-"""Replaces an autograd function by the operator, computed in the dtypes of the function's own code.
+"""Replace an autograd function by the operator, computed in the dtypes of the function's own code.
 
 Its extension cannot be tried, so its code gives the dtypes: the `cast_inputs` of torch.amp.custom_fwd around its forward, and
 the casts that forward itself calls. A class gets an `apply` that calls the operator. It also gets a forward and a backward,
@@ -33,15 +33,15 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
-    """The casts of a function's five tensors, read from the decorators and the code of a class's forward, in that order.
+    """Return the casts of a function's five tensors, read from the decorators and the code of a class's forward, in that order.
 
     They are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
     """
     device_type, under_autocast = "cpu", None
     while hasattr(forward, "__wrapped__"):
-        held = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
-        if {"device_type", "cast_inputs"} <= set(held):
-            device_type, under_autocast = held["device_type"].cell_contents, held["cast_inputs"].cell_contents
+        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        if {"device_type", "cast_inputs"} <= set(cells):
+            device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
         forward = forward.__wrapped__
     names = forward.__code__.co_names
     always = next((_DTYPES[n] for n in names if n in _DTYPES), None)

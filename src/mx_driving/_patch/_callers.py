@@ -23,7 +23,7 @@ _HIDDEN = {"CACHE", "EXTENDED_ARG", "NOP"}
 
 
 def weights_may_be_watched(module: Any) -> bool:
-    """Whether someone may ask for the gradient of the second of the two tensors that this call of the module returns."""
+    """Return whether someone may ask for the gradient of the second of the two tensors that this call of the module returns."""
     if not (torch.is_grad_enabled() or torch._C._get_tracing_state()):  # torch.jit.trace compares its graph with one without
         return False
     if torch.compiler.is_dynamo_compiling():  # which cannot look at its callers
@@ -35,7 +35,7 @@ def weights_may_be_watched(module: Any) -> bool:
 
 
 def _caller() -> types.FrameType | None:
-    """The frame that called the module: the first one outside this package and torch's Module."""
+    """Return the frame that called the module: the first one outside this package and torch's Module."""
     frame = sys._getframe(1)
     while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -47,10 +47,10 @@ def _is_between(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _drops_second(code: types.CodeType, called: int) -> bool:
-    """Whether the call at this place is `a, b = ...` of local names, and the code never reads b."""
+def _drops_second(code: types.CodeType, offset: int) -> bool:
+    """Return whether the call at this offset is `a, b = ...` of local names, and the code never reads b."""
     steps = [step for step in dis.get_instructions(code) if step.opname not in _HIDDEN]
-    behind = [step for step in steps if step.offset > called][:3]
+    behind = [step for step in steps if step.offset > offset][:3]
     if not behind or behind[0].opname != "UNPACK_SEQUENCE" or behind[0].arg != 2:
         return False
     stored = [name for step in behind[1:] if step.opname.startswith("STORE_FAST") for name in names_in(step)]

@@ -56,12 +56,12 @@ def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tup
 
 
 def levels_by_points(counts: Sequence[int]) -> list[int]:
-    """The levels, each as often as it takes to have its count of points, gcd(counts) at a time."""
+    """Return the levels, each as often as its count of points has gcd(counts)."""
     return [level for level, count in enumerate(counts) for _ in range(count // math.gcd(*counts))]
 
 
 def keys_last(value: Tensor) -> Tensor:
-    """value [bs, num_keys, num_heads, channels], with a gradient in the layout that `_KeysLast` is about."""
+    """Return value [bs, num_keys, num_heads, channels], with a gradient in the layout of `_KeysLast`."""
     return _KeysLast.apply(value) if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu" else value
 
 
@@ -99,8 +99,11 @@ def _as_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, .
 
 
 def _joined(levels: Sequence[Tensor]) -> Tensor:
-    """Levels [bs, heads, channels, keys] in one tensor. Those that were split from one are not copied where no gradient is
-    recorded: a copy for each layer takes longer than the samples of 300 queries."""
+    """Return levels [bs, heads, channels, keys] in one tensor.
+
+    Without a gradient, levels that were split from one tensor are not copied: a copy takes longer than the samples of 300
+    queries.
+    """
     first, total = levels[0], sum(level.shape[-1] for level in levels)
     if _lie_together(levels):
         return first.as_strided((*first.shape[:-1], total), first.stride(), first.storage_offset())
@@ -108,7 +111,7 @@ def _joined(levels: Sequence[Tensor]) -> Tensor:
 
 
 def _lie_together(levels: Sequence[Tensor]) -> bool:
-    """Whether each level begins in memory where the one before it ends."""
+    """Return whether each level begins in memory where the level before it ends."""
     first = levels[0]
     if torch.is_grad_enabled() or not all(map(can_be_read, levels)):
         return False

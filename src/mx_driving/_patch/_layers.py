@@ -37,10 +37,10 @@ def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     seen: set[int] = set()
     waiting = [undecorated(inspect.getattr_static(type(module), "forward"))]
     for _ in range(_DEPTH):
-        found = [thing for function in waiting for thing in _named_in(function, module)]
-        if any(id(thing) in ids for thing in found):
+        things = [thing for function in waiting for thing in _named_in(function, module)]
+        if any(id(thing) in ids for thing in things):
             return True
-        waiting = [thing for thing in found if isinstance(thing, types.FunctionType) and id(thing) not in seen]
+        waiting = [thing for thing in things if isinstance(thing, types.FunctionType) and id(thing) not in seen]
         seen |= {id(thing) for thing in waiting}
     return False
 

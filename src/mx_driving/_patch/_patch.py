@@ -1,5 +1,5 @@
-"""Replaces cores and attention modules, and gives them back. Each is changed in place, so code that imported it earlier calls
-the operator, too.
+"""Replace cores and attention modules in place, and give the originals back. Code that imported one earlier calls the operator,
+too.
 
 A module class gets another forward, an autograd function other methods, a plain function another `__code__`. It would not be
 enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other files import

@@ -141,7 +141,7 @@ def looks_like_one(name: str) -> bool:
 
 
 def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Whether it, or a function of its module that it calls, calls a compiled file."""
+    """Return whether a function, or one of its module that it calls, calls a compiled file."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return False
     used = [function.__globals__.get(name) for name in function.__code__.co_names]
@@ -156,7 +156,7 @@ def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
 
 
 def methods(form: Pool, core: Any) -> dict[str, staticmethod]:
-    """The new attributes of an autograd function, by name. Its name for `apply` may have been given to others before."""
+    """Return the new methods of an autograd function, by name."""
     run = as_compiled(form.replacement)
 
     def apply(*args: Any) -> Tensor:
@@ -172,11 +172,11 @@ def methods(form: Pool, core: Any) -> dict[str, staticmethod]:
 
     @functools.wraps(core.backward)
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved, wanted = iter(ctx.saved_tensors), ctx.needs_input_grad
+        saved, needs_grad = iter(ctx.saved_tensors), ctx.needs_input_grad
         args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
-        leaves = [a.requires_grad_() for a, needed in zip(args, wanted, strict=True) if needed]
+        leaves = [a.requires_grad_() for a, needed in zip(args, needs_grad, strict=True) if needed]
         with torch.enable_grad():
-            found = iter(torch.autograd.grad(run(*args), leaves, grad_output))
-        return tuple(next(found) if needed else None for needed in wanted)
+            gradients = iter(torch.autograd.grad(run(*args), leaves, grad_output))
+        return tuple(next(gradients) if needed else None for needed in needs_grad)
 
     return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}

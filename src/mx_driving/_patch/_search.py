@@ -1,5 +1,5 @@
-"""Finds the cores of a target and the attention modules around them: in its Python modules, and for a known library in the
-files whose texts mention one."""
+"""Find the cores of a target and the attention modules around them: in its Python modules, and for a known library in the files
+whose texts mention one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,33 +32,36 @@ _FILES = {
     "dfine_seg": "model/arch/*.py",
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
-_ALIASES = {"mmcv-full": "mmcv", "mmcv-lite": "mmcv"}
+_ALIASES = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
 # words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
-class Found:
-    """What a target has, each thing by its name with the forms it may have: cores, and attention modules where they are
-    wanted. `unknown` names the things that look like one of them but have no known form, with the reason."""
+class Candidates:
+    """The cores of a target, and its attention modules where `modules` asks for them, by name, with the forms they may have.
+
+    `around` has the functions that call a core. `unknown` has the reason for each thing that looks like a core or an attention
+    module and has no known form.
+    """
 
     def __init__(self, modules: bool) -> None:
         self.cores: dict[str, tuple[Sequence[Core | Form], Any]] = {}
-        self.around: dict[str, tuple[list[Pool], Any]] = {}  # functions that call a core
+        self.around: dict[str, tuple[list[Pool], Any]] = {}
         self.modules: dict[str, tuple[Sequence[Attention], Any]] = {}
         self.unknown: dict[str, str] = {}
-        self.looked: list[types.ModuleType] = []
-        self._wants_modules = modules
+        self.searched: list[types.ModuleType] = []
+        self._with_modules = modules
 
     def __len__(self) -> int:
         return len(self.cores) + len(self.around) + len(self.modules) + len(self.unknown)
 
-    def look(self, module: types.ModuleType) -> bool:
-        """Add what the Python module defines or imports; whether there was something to add."""
-        self.looked.append(module)
+    def search(self, module: types.ModuleType) -> bool:
+        """Add what the Python module defines or imports, and return whether there was something to add."""
+        self.searched.append(module)
         return sum(self.consider(thing) for thing in list(vars(module).values())) > 0
 
     def consider(self, thing: Any) -> bool:
-        """Add the thing if it is a core or an attention module, under the name of the place that defines it."""
+        """Add the thing if it is a core or an attention module, under the name of the module that defines it."""
         thing = undecorated(thing) if isinstance(thing, types.FunctionType) else thing
         described = _describe(thing)
         if described is None:
@@ -72,7 +75,7 @@ class Found:
             self.cores[name] = (cores, thing)
         elif _looks_like_a_core(thing, parameters):
             self.unknown[name] = f"no known form of a core has the parameters {parameters}"
-        elif kind == MODULE and self._wants_modules and _has_layers(thing):
+        elif kind == MODULE and self._with_modules and _has_layers(thing):
             forms, reason = forms_of_module(parameters)
             if reason:
                 self.unknown[name] = reason
@@ -116,87 +119,75 @@ def _describe(thing: Any) -> tuple[str, Parameters] | None:
     return kind, Parameters(forward, bound=1)
 
 
-def find(target: Any, modules: bool) -> Found:
-    """What a library or module has, by name, a Python module, or a model; with its attention modules, or its cores alone."""
-    found = Found(modules)
+def find(target: Any, modules: bool) -> Candidates:
+    """Return what a target has: a library or module by its name, a Python module, or a model."""
+    candidates = Candidates(modules)
     if isinstance(target, torch.nn.Module):
-        _of_model(target, found)
+        for name in sorted({base.__module__ for part in target.modules() for base in type(part).__mro__}):
+            if name in sys.modules and name.partition(".")[0] not in _NOT_MODELS:
+                candidates.search(sys.modules[name])
     elif isinstance(target, types.ModuleType):
-        found.look(target)
-        _of_package(target.__name__, found)
+        candidates.search(target)
+        _search_loaded(target.__name__, candidates)
     elif isinstance(target, str) and all(target.split(".")):
-        _of_name(_ALIASES.get(target, target), found)
+        name = _ALIASES.get(target, target)
+        (_search_files if name in _FILES else _search_imported)(name, candidates)
     else:
         _checks.rules.patch_target(target)
-    return found
+    return candidates
 
 
-def elsewhere(found: Found) -> list[str]:
-    """The modules with a core, or what looks like one, of those from which the modules that were searched take a thing."""
-    things = [thing for module in found.looked for thing in vars(module).values()]
+def elsewhere(candidates: Candidates) -> list[str]:
+    """Return the modules with a core, or what looks like one, from which the searched modules import something."""
+    things = [thing for module in candidates.searched for thing in vars(module).values()]
     names = {thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None) for thing in things}
     others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
-    outside = [m for m in others if m not in found.looked and m.__name__.partition(".")[0] not in _NOT_MODELS]
-    return [module.__name__ for module in outside if Found(False).look(module)]
+    outside = [m for m in others if m not in candidates.searched and m.__name__.partition(".")[0] not in _NOT_MODELS]
+    return [module.__name__ for module in outside if Candidates(False).search(module)]
 
 
-def _of_model(model: torch.nn.Module, found: Found) -> None:
-    names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
-    for name in sorted(names):
-        if name in sys.modules and name.partition(".")[0] not in _NOT_MODELS:
-            found.look(sys.modules[name])
-
-
-def _of_package(name: str, found: Found) -> None:
-    """Search the module and its loaded submodules."""
+def _search_loaded(name: str, candidates: Candidates) -> None:
+    """Search the module of a name and its submodules, as far as they are loaded."""
     for loaded in sorted(sys.modules):
-        if loaded == name or loaded.startswith(name + "."):
-            module = sys.modules[loaded]
-            if isinstance(module, types.ModuleType):
-                found.look(module)
+        module = sys.modules[loaded]
+        if (loaded == name or loaded.startswith(name + ".")) and isinstance(module, types.ModuleType):
+            candidates.search(module)
 
 
-def _of_name(name: str, found: Found) -> None:
-    if name not in _FILES:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-                _checks.rules.no_library(name, error.name, sorted(_FILES))
-            _checks.rules.broken_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
-        _of_package(name, found)
-        if not len(found):
-            _name_unloaded(name, found)
-        return
+def _search_imported(name: str, candidates: Candidates) -> None:
+    """Import a module and search it. Where a library imports its models late, name the modules to import."""
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            _checks.rules.no_library(name, error.name, sorted(_FILES))
+        _checks.rules.broken_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
+    _search_loaded(name, candidates)
+    late = [] if len(candidates) else [module for module in _marked(name, "**/*.py") if module not in sys.modules]
+    if late:
+        candidates.unknown[name] = f"import that of your model first, of {', '.join(late)}"
+
+
+def _search_files(name: str, candidates: Candidates) -> None:
+    """Import and search the modules of a known library whose texts have a mark."""
     for module_name in _marked(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
             reason = _checks.rules.import_failed(error, compat.NAMES)
-            found.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
-            continue
-        if not found.look(module):
-            found.unknown[module_name] = "its text mentions a core, but it has none of a known form"
-
-
-def _name_unloaded(name: str, found: Found) -> None:
-    """A library that imports its modules late: say which of them to import."""
-    late = [module for module in _marked(name, "**/*.py") if module not in sys.modules]
-    if late:
-        found.unknown[name] = f"import that of your model first, of {', '.join(late)}"
+            candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
+        else:
+            if not candidates.search(module):
+                candidates.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
 def _marked(library: str, files: str) -> Iterator[str]:
-    """Names of the library's modules whose texts have the marks of a core or of an attention module."""
-    for root in _folders(library):
+    """Return the names of a library's modules whose texts have the marks of a core or of an attention module."""
+    spec = importlib.util.find_spec(library)
+    if spec is None:
+        _checks.rules.no_library(library, library, sorted(_FILES))
+    for root in map(pathlib.Path, spec.submodule_search_locations or []):
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")
             if any(all(mark in text for mark in marks) for marks in _MARKS):
                 yield ".".join([library, *file.relative_to(root).with_suffix("").parts])
-
-
-def _folders(library: str) -> Iterable[pathlib.Path]:
-    spec = importlib.util.find_spec(library)
-    if spec is None:
-        _checks.rules.no_library(library, library, sorted(_FILES))
-    return [pathlib.Path(folder) for folder in spec.submodule_search_locations or []]
