@@ -142,6 +142,11 @@ OPERATORS = {operator.name: operator for operator in _read(TEXT)}
 SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.samples}  # those that read maps at locations
 
 
+def autocast_dtype(value: Tensor) -> torch.dtype:
+    """Return the dtype of an output under autocast: float32 where value has 16 bits."""
+    return torch.float32 if value.dtype in (torch.float16, torch.bfloat16) else value.dtype
+
+
 def empty_gradients(tensors: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor]:
     """Return memory for the gradient of each tensor, and a tensor without elements where `mask` is False."""
     return [

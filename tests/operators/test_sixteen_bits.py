@@ -1,4 +1,4 @@
-"""16-bit inputs whose output is float32: the bits of converting the inputs to float32 first."""
+"""Under autocast 16-bit inputs are read as they are, with the bits of converting them to float32 first."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
+from small_cases import GROWING, INTERPRETED
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
+import mx_driving
 from mx_driving import _backends
+from mx_driving._dispatch.registered import REGISTERED
 from mx_driving._operators import OPERATORS
 
 POOL = "bev_pool_v3"
@@ -43,10 +47,6 @@ CASES = {
 }
 
 
-def widened(args):
-    return tuple(a.float() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
-
-
 @pytest.fixture(params=_backends.native.available_isas() if _backends.native.why_not() is None else [])
 def instruction_set(request):
     with _backends.native.use_isa(request.param):
@@ -61,24 +61,145 @@ def threads(request):
     torch.set_num_threads(before)
 
 
-def in_float32(operator, args):
-    """The output of the C function, in float32 memory."""
-    function = _backends.native.kernel(operator, False)
-    inputs, options = function.split(args)
-    output = torch.empty(function.output_shape(*args), dtype=torch.float32)
-    function.call(inputs, options, [*inputs, output])
-    return output
+def gradients_of(function, args, operator):
+    leaves = [a.clone().requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
+    output = function(*leaves)
+    output.backward(torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output.dtype))
+    return output.detach(), *(leaves[i].grad for i in OPERATORS[operator].differentiable)
+
+
+def convert_first(op, dtypes=(torch.float16, torch.bfloat16)):
+    """The operator of inputs that are converted to float32, by torch, so that their gradients are converted back."""
+    return lambda *args: op(*(a.float() if isinstance(a, Tensor) and a.dtype in dtypes else a for a in args))
+
+
+def under_autocast(op):
+    def call(*args):
+        with torch.autocast("cpu", torch.bfloat16):
+            return op(*args)
+
+    return call
+
+
+def op_of(operator):
+    return getattr(torch.ops.mx_driving, operator).default
 
 
 @pytest.mark.usefixtures("instruction_set", "threads")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_the_c_functions_have_the_bits_of_float32(name, dtype):
+def test_autocast_has_the_bits_of_converting_first(name, dtype):
+    """Forward and backward. Each gradient has its input's dtype."""
     operator, make = CASES[name]
-    args = cases.cast(make(), dtype)
-    output = in_float32(operator, args)
-    backward, mask = _backends.native.kernel(operator, True), [True] * len(OPERATORS[operator].differentiable)
-    assert torch.equal(output, _backends.native.kernel(operator, False)(*widened(args)))
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
-    for found, wide in zip(backward(grad, *args, mask), backward(grad, *widened(args), mask), strict=True):
-        assert torch.equal(found, wide.to(dtype))
+    args, op = cases.cast(make(), dtype), op_of(operator)
+    found = gradients_of(under_autocast(op), args, operator)
+    assert found[0].dtype == torch.float32
+    for a, b in zip(found, gradients_of(convert_first(op), args, operator), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", ["cuda", "other"])
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_other_devices_have_the_bits_of_converting_first(operator, device):
+    """Triton's kernels, in their interpreter, and the reference."""
+    args = cases.cast(INTERPRETED[operator](), torch.bfloat16)
+    wide = cases.cast(args, torch.float32)
+    found = REGISTERED[f"{operator}_autocast"].run(device, *args)
+    assert torch.equal(found, REGISTERED[operator].run(device, *wide))
+
+
+def mixed(args, value, others):
+    """Value in one dtype and all other floating inputs in another."""
+    return cases.cast(args[:1], value) + cases.cast(args[1:], others)
+
+
+@pytest.mark.parametrize(
+    "dtypes", [("bfloat16", "float32"), ("float16", "float64"), ("float32", "bfloat16"), ("float64", "float16")]
+)
+@pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
+def test_mixed_dtypes_under_autocast(operator, dtypes):
+    make = next(make for name, make in CASES.values() if name == operator)
+    args, op = mixed(make(), *(getattr(torch, name) for name in dtypes)), op_of(operator)
+    expected = gradients_of(convert_first(op), args, operator)
+    for a, b in zip(gradients_of(under_autocast(op), args, operator), expected, strict=True):
+        assert (a.dtype, torch.equal(a, b)) == (b.dtype, True)
+
+
+@pytest.mark.parametrize("operator", [*cases.EVERY, POOL])
+def test_autograd_saves_what_it_was_given(operator):
+    """Nothing in float32: half of the memory."""
+    make = next(make for name, make in CASES.values() if name == operator)
+    args = cases.cast(make(), torch.bfloat16)
+    leaves = [a.requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        under_autocast(op_of(operator))(*leaves)
+    assert saved == [a.data_ptr() for a in args if isinstance(a, Tensor)]
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_second_derivatives_vmap_and_forward_mode_under_autocast(operator):
+    args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
+    places = OPERATORS[operator].differentiable
+
+    def second(op):
+        leaves = [a.clone().requires_grad_() if i in places else a for i, a in enumerate(args)]
+        chosen = [leaves[i] for i in places]
+        first = torch.autograd.grad(op(*leaves).square().sum(), chosen, create_graph=True)
+        return torch.autograd.grad(sum(g.float().square().sum() for g in first), chosen)
+
+    def mapped(op):
+        return torch.vmap(lambda value: op(value, *args[1:]))(torch.stack([args[0], args[0] + 1]))
+
+    def tangent(op):
+        return torch.func.jvp(lambda value: op(value, *args[1:]), (args[0],), (args[0],))
+
+    op = op_of(operator)
+    for a, b in zip(second(under_autocast(op)), second(convert_first(op)), strict=True):
+        # Some summands of a second derivative are rounded to bfloat16 one by one.
+        assert (a.float() - b.float()).abs().max() <= 2**-7 * b.abs().max()
+    assert torch.equal(mapped(under_autocast(op)), mapped(convert_first(op)))
+    for a, b in zip(tangent(under_autocast(op)), tangent(convert_first(op)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_graphs_under_autocast(operator):
+    """Compiled, exported, and in standard operations; and all of torch's checks of an operator."""
+    args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
+    run, expected = under_autocast(op_of(operator)), under_autocast(op_of(operator))(*args)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(run, fullgraph=True, backend="aot_eager")(*args), expected)
+
+    class Module(torch.nn.Module):
+        def forward(self, *args):
+            return run(*args)
+
+    program = torch.export.export(Module(), args)
+    assert torch.equal(program.module()(*args), expected)
+    decomposed = program.run_decompositions({**torch._decomp.decomposition_table})
+    assert not any("mx_driving" in str(node.target) for node in decomposed.graph.nodes)
+    torch.testing.assert_close(decomposed.module()(*args), expected, rtol=1e-4, atol=1e-5)
+    autocast = getattr(torch.ops.mx_driving, operator + "_autocast").default
+    leaves = [a.requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
+    assert set(torch.library.opcheck(autocast, tuple(leaves)).values()) == {"SUCCESS"}
+
+
+@pytest.mark.parametrize("operator", cases.EVERY)
+def test_tools_know_the_operator_under_autocast(operator):
+    """The FLOP counter counts it, and data checks and looks see it."""
+    args = cases.cast(GROWING[operator](2, 3), torch.bfloat16)
+    run = under_autocast(op_of(operator))
+    counts = []
+    for function in (run, op_of(operator)):
+        with FlopCounterMode(display=False) as counter:
+            function(*args)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    with mx_driving.viz.recording() as looks:
+        run(*args)
+    assert [look.operator for look in looks] == [operator.removesuffix("_with_logits")]
+    nan = (args[0] * float("nan"), *args[1:])
+    with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning, match="should have no NaN"):
+        run(*nan)

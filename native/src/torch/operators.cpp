@@ -110,12 +110,12 @@ class Tensor {
     }
 };
 
-// A contiguous tensor like another, but for its shape.
-Tensor made(const std::string &name, const Tensor &like, const int64_t *shape, int axes) {
+// A contiguous tensor on the device of another.
+Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const int64_t *shape, int axes) {
     int64_t strides[MOST_AXES];
     for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
     TensorHandle handle;
-    if (api->aoti_torch_empty_strided(axes, shape, strides, like.dtype(), like.device(), like.device_index(), &handle))
+    if (api->aoti_torch_empty_strided(axes, shape, strides, dtype, like.device(), like.device_index(), &handle))
         throw Refused{sentence(name, "fit in memory", "shape " + text_of(shape, size_t(axes)))};
     return Tensor(handle);
 }
@@ -131,10 +131,14 @@ Tensor as_int64(Tensor &&narrow) {
 
 enum class Device { CPU, META };
 
+// The output's dtype: value's; or that of `<operator>_autocast`, float32 where value has 16 bits.
+enum class OutputDtype { OF_VALUE, AUTOCAST };
+constexpr const char *AUTOCAST_SUFFIX = "_autocast";
+
 class BoxedCall {
   public:
     // Takes all arguments, whatever they are.
-    BoxedCall(const Function &of, Value *arguments) : function(of) {
+    BoxedCall(const Function &of, OutputDtype output, Value *arguments) : function(of), kind(output) {
         for (int i = 0; i < function.first_written; ++i) take_tensor(i, *arguments++);
         for (int i = 0; i < function.numbers.count; ++i) numbers.push_back(int64_t(*arguments++));
         if (!function.option.empty()) take_option(handle_of<StringHandle>(*arguments++));
@@ -158,6 +162,7 @@ class BoxedCall {
 
   private:
     const Function &function;
+    const OutputDtype kind;
     Tensor tensors[MOST_ARGUMENTS];
     TensorInfo infos[MOST_ARGUMENTS] = {};
     AxisSizes sizes;
@@ -240,8 +245,14 @@ class BoxedCall {
         for (const NamedAxis &axis : argument(place).axes) *next++ = size(axis);
         const std::string fault = fault_of_output(shape, size_t(next - shape));
         if (!fault.empty()) throw Refused{fault};
-        tensors[place] = made("output", tensors[function.first_input], shape, int(next - shape));
+        tensors[place] = made("output", tensors[function.first_input], output_dtype(), shape, int(next - shape));
         infos[place] = tensors[place].info();
+    }
+
+    int32_t output_dtype() const {
+        const int64_t dtype = infos[function.first_input].dtype;
+        const bool widens = kind == OutputDtype::AUTOCAST && (dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16);
+        return widens ? api->aoti_torch_dtype_float32() : tensors[function.first_input].dtype();
     }
 
     // The gradient of each input that has one; empty where it is not wanted.
@@ -256,8 +267,9 @@ class BoxedCall {
             const int place = function.first_written + int(i);
             while (std::string_view(argument(place).name).substr(5) != argument(input).name) ++input; // behind "grad_"
             const std::string name = argument(place).name;
-            tensors[place] = mask[i] ? made(name, tensors[input], infos[input].shape, infos[input].axes)
-                                     : made(name, tensors[input], &nothing, 1);
+            const int32_t dtype = tensors[input].dtype();
+            tensors[place] = mask[i] ? made(name, tensors[input], dtype, infos[input].shape, infos[input].axes)
+                                     : made(name, tensors[input], dtype, &nothing, 1);
             if (mask[i]) infos[place] = tensors[place].info();
         }
     }
@@ -309,33 +321,34 @@ template <class Fn> const char *why_not(Fn &&fn) {
     return why.c_str();
 }
 
-const char *why_refused(const Function &function, Device device, Value *stack, uint64_t arguments) {
+const char *why_refused(const Function &function, OutputDtype output, Device device, Value *stack, uint64_t arguments) {
     return why_not([&] {
         if (arguments != arguments_of(function))
             throw Refused{sentence(
                 function.name, "have the schema of this library, with " + std::to_string(arguments_of(function)) + " arguments",
                 std::to_string(arguments))};
-        BoxedCall(function, stack).run(device, stack);
+        BoxedCall(function, output, stack).run(device, stack);
     });
 }
 
 // aoti_torch_check throws: nothing here needs a destructor.
-template <Device device, size_t i> void kernel(Value *stack, uint64_t arguments, uint64_t) {
-    const char *const why = why_refused(functions()[i], device, stack, arguments);
+template <Device device, OutputDtype output, size_t i> void kernel(Value *stack, uint64_t arguments, uint64_t) {
+    const char *const why = why_refused(functions()[i], output, device, stack, arguments);
     if (why) api->aoti_torch_check(false, "kernel", "mx_driving", __LINE__, why);
 }
 
 constexpr size_t MOST_FUNCTIONS = 24;
-template <Device device, size_t... i> constexpr std::array<Kernel *, sizeof...(i)> kernels(std::index_sequence<i...>) {
-    return {kernel<device, i>...};
+typedef std::array<Kernel *, MOST_FUNCTIONS> Kernels;
+template <Device device, OutputDtype output, size_t... i> constexpr Kernels kernels(std::index_sequence<i...>) {
+    return {kernel<device, output, i>...};
 }
-template <Device device>
-constexpr std::array<Kernel *, MOST_FUNCTIONS> KERNELS = kernels<device>(std::make_index_sequence<MOST_FUNCTIONS>());
+template <Device device, OutputDtype output>
+constexpr Kernels KERNELS = kernels<device, output>(std::make_index_sequence<MOST_FUNCTIONS>());
 
 // ---- registration
 
-std::string schema(const Function &f) {
-    const std::string name = f.name;
+std::string schema(const Function &f, const char *suffix = "") {
+    const std::string name = std::string(f.name) + suffix;
     std::string inputs, results;
     for (int i = 0; i < f.first_written; ++i)
         inputs += (i ? ", Tensor" : "Tensor") + std::string(f.arguments[i].required ? " " : "? ") + f.arguments[i].name;
@@ -352,20 +365,30 @@ struct Registered {
     LibraryHandle kernels = nullptr, schemas = nullptr, shapes = nullptr;
 };
 
-void add_kernels(LibraryHandle &to, const char *key, const std::array<Kernel *, MOST_FUNCTIONS> &kernels) {
+template <Device device> void add_kernels(LibraryHandle &to, const char *key) {
+    const Kernels &kernels = KERNELS<device, OutputDtype::OF_VALUE>, &autocast = KERNELS<device, OutputDtype::AUTOCAST>;
     need(api->aoti_torch_library_init_impl("mx_driving", key, "mx_driving", 0, &to), "open the library mx_driving");
-    for (size_t i = 0; i < functions().size(); ++i)
-        need(api->torch_library_impl(to, functions()[i].name, kernels[i], VERSION), "register a kernel");
+    const auto add = [&](const std::string &name, Kernel *kernel) {
+        need(api->torch_library_impl(to, name.c_str(), kernel, VERSION), "register a kernel");
+    };
+    for (size_t i = 0; i < functions().size(); ++i) {
+        add(functions()[i].name, kernels[i]);
+        if (!functions()[i].backward) add(std::string(functions()[i].name) + AUTOCAST_SUFFIX, autocast[i]);
+    }
 }
 
-void define(LibraryHandle &to) {
+void define(LibraryHandle to, const std::string &text) {
+    const int32_t tag = api->torch_library_def_with_tags ? api->torch_tag_pt2_compliant_tag() : 0;
+    need(api->torch_library_def_with_tags ? api->torch_library_def_with_tags(to, text.c_str(), &tag, 1)
+                                          : api->aoti_torch_library_def(to, text.c_str()),
+         "define an operator that it may have already");
+}
+
+void define_all(LibraryHandle &to) {
     need(api->aoti_torch_library_init_fragment("mx_driving", "mx_driving", 0, &to), "open the library mx_driving");
     for (const Function &each : functions()) {
-        const std::string text = schema(each);
-        const int32_t tag = api->torch_library_def_with_tags ? api->torch_tag_pt2_compliant_tag() : 0;
-        need(api->torch_library_def_with_tags ? api->torch_library_def_with_tags(to, text.c_str(), &tag, 1)
-                                              : api->aoti_torch_library_def(to, text.c_str()),
-             "define an operator that it may have already");
+        define(to, schema(each));
+        if (!each.backward) define(to, schema(each, AUTOCAST_SUFFIX));
     }
 }
 
@@ -381,10 +404,10 @@ void set(Registered &registered, int what) {
         withdraw(registered.schemas);
         withdraw(registered.shapes);
     }
-    if (what != MXD_TORCH_NOTHING && !registered.kernels) add_kernels(registered.kernels, "CPU", KERNELS<Device::CPU>);
+    if (what != MXD_TORCH_NOTHING && !registered.kernels) add_kernels<Device::CPU>(registered.kernels, "CPU");
     if (by_others || registered.schemas) return;
-    define(registered.schemas);
-    add_kernels(registered.shapes, "Meta", KERNELS<Device::META>);
+    define_all(registered.schemas);
+    add_kernels<Device::META>(registered.shapes, "Meta");
 }
 
 } // namespace

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _checks
-from .._operators import OPERATORS, Operator, empty_gradients
+from .._operators import OPERATORS, Operator, autocast_dtype, empty_gradients
 from ._loading import loaded, why_by_ctypes, why_not
 
 __all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]
@@ -147,9 +147,17 @@ class _Function:
 class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
         inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
-        output = torch.empty(self.output_shape(*args), dtype=inputs[0].dtype)
+        output = torch.empty(self.output_shape(*args), dtype=self.output_dtype(inputs[0]))
         self.call(inputs, options, [*inputs, output])
         return output
+
+    def output_dtype(self, value: Tensor) -> torch.dtype:
+        return value.dtype
+
+
+class _Autocast(_Forward):
+    def output_dtype(self, value: Tensor) -> torch.dtype:
+        return autocast_dtype(value)
 
 
 class _Backward(_Function):
@@ -173,6 +181,11 @@ def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
     """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
     return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
+
+
+def autocast_kernel(operator: str) -> Callable[..., Tensor]:
+    """Return the kernel of `<operator>_autocast`, whose output is not rounded to 16 bits."""
+    return _Autocast(OPERATORS[operator], False, _run)
 
 
 def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:

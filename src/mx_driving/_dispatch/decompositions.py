@@ -127,14 +127,16 @@ def bev_pool_v3(
     return sums.unflatten(0, (bs, d, h, w)).movedim(-1, 1).contiguous().to(feat.dtype)
 
 
-def register(op: Any, name: str, fake: Callable[..., Any]) -> None:
-    """Register how the operator is made of others. torch.onnx.export reads that; compilers do not.
-
-    An operator with logits is made of the bare operator, for which an exporter may have a node.
-    """
+def find(name: str) -> Callable[..., Tensor]:
+    """Return how an operator is made of others. One with logits is made of its bare operator, which may have an ONNX node."""
     bare = OPERATORS[name].bare
     composed = _composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
-    _decomp.decomposition_table[op] = composed or globals()[name]
+    return composed or globals()[name]
+
+
+def register(op: Any, decomposition: Callable[..., Tensor], fake: Callable[..., Any]) -> None:
+    """Register a decomposition. torch.onnx.export reads it; compilers do not."""
+    _decomp.decomposition_table[op] = decomposition
     # A fake tensor of dynamic shape would go through the decomposition if the operator had no meta entry of its own.
     _decomp.meta_table[op] = fake
     when_imported("torch._inductor.lowering", lambda: _keep_whole(op))

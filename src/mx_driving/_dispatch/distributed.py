@@ -60,6 +60,8 @@ def _register() -> None:
         forward = getattr(torch.ops.mx_driving, name).default
         backward = getattr(torch.ops.mx_driving, name + "_backward").default
         register_sharding(forward)(functools.partial(_forward_rules, name))
+        autocast = getattr(torch.ops.mx_driving, name + "_autocast").default
+        register_sharding(autocast)(functools.partial(_forward_rules, name))
         register_sharding(backward)(functools.partial(_backward_rules, name))
         # cached for each mask, since a gradient that is not wanted has another shape
         propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(1 + len(operator.inputs), needs_pytree=True)

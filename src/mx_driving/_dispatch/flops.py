@@ -40,6 +40,7 @@ def _register(operator: Operator) -> None:
         return _row_flops(operator, inputs[0], inputs[weights]) * (bool(mask[0]) + any(mask[1:]))
 
     register_flop_formula(packet)(forward)
+    register_flop_formula(getattr(torch.ops.mx_driving, operator.name + "_autocast"))(forward)
     register_flop_formula(packet_backward)(backward)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from .. import _backends, _checks, _composition, reference
-from .._operators import OPERATORS, Operator, empty_gradients
+from .._operators import OPERATORS, Operator, autocast_dtype, empty_gradients
 from . import decompositions, distributed, flops, vmap
 from .choose import choose
 
@@ -30,28 +31,40 @@ _library = torch.library.Library("mx_driving", "DEF")
 class Registered:
     """An operator in torch's dispatcher. Read downwards: this is the order in which a call passes."""
 
+    suffix = ""  # of the name
     value = 0  # the index of value among the arguments
+    autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA")
 
-    def __init__(self, operator: Operator, name: str) -> None:
-        self.operator, self.name, self.reference = operator, name, getattr(reference, name)
+    def __init__(self, operator: Operator) -> None:
+        self.operator, self.name = operator, operator.name + self.suffix
         self.count = self.value + len(operator.inputs)  # arguments that are tensors or None
         self.differentiable = operator.differentiable  # their indices among the arguments
         self.shared = tuple(self.value + i for i in operator.shared)
         _library.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))
-        self.op = getattr(torch.ops.mx_driving, name).default
+        self.op = getattr(torch.ops.mx_driving, self.name).default
         self.kernels = {
-            "native": _backends.native.kernel(operator.name, bool(self.value)),
+            "native": self.native_kernel(),
             "triton": self.run_triton,
             "composition": self.run_composition,
             "reference": self.run_reference,
         }
         self.function = self.make_function()
+        self.register()
+
+    def register(self) -> None:
+        name = self.name
+        for key in self.autocast_keys:
+            _library.impl(name, self.autocast, key)
         torch.library.register_vmap(f"mx_driving::{name}", self.vmap, lib=_library)
         _library.impl(name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
         for key, device in (("CPU", "cpu"), ("CUDA", "cuda"), ("CompositeExplicitAutograd", "other")):
             if key != "CPU" or _CPU_IN_PYTHON:
                 _library.impl(name, self.kernel_of(device), key)
+        self.register_decomposition()
+
+    def register_decomposition(self) -> None:
+        decompositions.register(self.op, decompositions.find(self.name), self.fake)
 
     def schema(self) -> str:
         return f"{self.name}({self.arguments()}) -> Tensor"
@@ -62,10 +75,9 @@ class Registered:
         tensors = (f"Tensor{'?' * (i in operator.optional)} {name}" for i, name in enumerate(operator.inputs))
         return ", ".join((*tensors, *operator.options))
 
-    def autocast(self, keys: Any, *args: Any) -> Any:
-        """Convert floating inputs to float32, whatever dtype autocast runs in. float64 stays."""
-        with torch._C._ExcludeDispatchKeyGuard(keys):
-            return self.op(*(_to_float32(a) for a in args))
+    def autocast(self, *args: Any) -> Tensor:
+        """Leave inputs in their dtypes, and go on with the operator whose output is not rounded to 16 bits."""
+        return REGISTERED[f"{self.name}_autocast"].op(*args)
 
     def vmap(self, info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
         dims = [dim if isinstance(a, Tensor) else None for a, dim in zip(args, in_dims, strict=True)]
@@ -134,11 +146,14 @@ class Registered:
 
     def fake(self, *args: Any) -> Any:
         self.check(*args)
-        return args[0].new_empty(_checks.inputs.OUTPUT_SHAPE[self.name](*args))
+        return args[0].new_empty(_checks.inputs.OUTPUT_SHAPE[self.operator.name](*args), dtype=self.output_dtype(args[0]))
+
+    def output_dtype(self, value: Tensor) -> torch.dtype:
+        return value.dtype
 
     def check(self, *args: Any) -> None:
         """Check the arguments again: torch.ops can be called without a public function."""
-        _checks.inputs.INPUTS[self.name](*args)
+        _checks.inputs.INPUTS[self.operator.name](*args)
 
     def kernel_of(self, device: str) -> Any:
         """The kernel of a device, and a look at the data where data checks are on."""
@@ -149,14 +164,17 @@ class Registered:
         backend, _ = choose(self.operator, device, args[self.value : self.count])
         return self.kernels[backend](*args)
 
+    def native_kernel(self) -> Callable[..., Any]:
+        return _backends.native.kernel(self.operator.name, False)
+
     def run_triton(self, *args: Any) -> Any:
         """Import the Triton kernel at the first call."""
-        return _backends.triton.kernel(self.operator.name, bool(self.value))(*args)
+        return _backends.triton.kernel(self.operator.name, False)(*args)
 
     def run_composition(self, *args: Any) -> Any:
         """An operator with logits over the kernel of its bare operator."""
-        bare = functools.partial(REGISTERED[self.operator.bare].run, "cuda")
-        return _composition.forward(self.name, bare)(*args)
+        bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, "cuda")
+        return _composition.forward(self.operator.name, bare)(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
@@ -166,14 +184,46 @@ class Registered:
             _checks.inputs.contents(self.operator, args[self.value : len(args) - self.value])
         return self.reference(*args)
 
+    def reference(self, *args: Any) -> Any:
+        return getattr(reference, self.name)(*args)
+
+
+class RegisteredAutocast(Registered):
+    """`<name>_autocast`: reads inputs of 16 bits as they are; the output is float32, as if inputs had been converted first.
+
+    Its backward is the operator's, with grad_output in float32.
+    """
+
+    suffix = "_autocast"
+    autocast_keys = ()
+
+    def register_decomposition(self) -> None:
+        decompositions.register(
+            self.op, lambda *args: getattr(torch.ops.mx_driving, self.operator.name)(*_widen(args)), self.fake
+        )
+
+    def output_dtype(self, value: Tensor) -> torch.dtype:
+        return autocast_dtype(value)
+
+    def native_kernel(self) -> Callable[..., Any]:
+        return _backends.native.autocast_kernel(self.operator.name)
+
+    def run_triton(self, *args: Any) -> Any:
+        return _backends.triton.kernel(self.operator.name, False)(*args, dtype=autocast_dtype(args[0]))
+
+    def reference(self, *args: Any) -> Any:
+        return getattr(reference, self.operator.name)(*_widen(args))
+
 
 class RegisteredBackward(Registered):
     """An operator's backward: of grad_output, the inputs, and which gradients are needed."""
 
+    suffix = "_backward"
     value = 1
+    autocast_keys = ()
 
-    def __init__(self, operator: Operator, name: str) -> None:
-        super().__init__(operator, name)
+    def __init__(self, operator: Operator) -> None:
+        super().__init__(operator)
         self.differentiable = (0, *(i + 1 for i in operator.differentiable))
 
     def schema(self) -> str:
@@ -213,6 +263,15 @@ class RegisteredBackward(Registered):
     def kernel_of(self, device: str) -> Any:
         return functools.partial(self.run, device)
 
+    def register_decomposition(self) -> None:
+        pass
+
+    def native_kernel(self) -> Callable[..., Any]:
+        return _backends.native.kernel(self.operator.name, True)
+
+    def run_triton(self, *args: Any) -> Any:
+        return _backends.triton.kernel(self.operator.name, True)(*args)
+
     def run_composition(self, *args: Any) -> Any:
         bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, "cuda")
         return _composition.backward(self.operator.name, bare)(*args)
@@ -222,31 +281,24 @@ def _any_tangent(args: tuple[Any, ...]) -> bool:
     return any(isinstance(a, Tensor) and forward_ad.unpack_dual(a, level=0).tangent is not None for a in args)
 
 
-def _to_float32(a: Any) -> Any:
-    cast = isinstance(a, Tensor) and a.is_floating_point() and a.dtype != torch.float64
-    return a.to(torch.float32) if cast else a
-
-
-def _register_autocast(forward: Registered) -> None:
-    for key in ("AutocastCPU", "AutocastCUDA"):
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        _library.impl(forward.name, functools.partial(forward.autocast, keys), key)
+def _widen(args: tuple[Any, ...]) -> Iterator[Any]:
+    """Return the arguments with 16-bit tensors in float32."""
+    return (a.to(autocast_dtype(a)) if isinstance(a, Tensor) else a for a in args)
 
 
 def _follow_data() -> None:
     """Kernels for the CPU in Python, which look at the data. They stay: a call may run while the checks end."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
-        for name in OPERATORS:
-            _library.impl(name, REGISTERED[name].kernel_of("cpu"), "CPU")
+        for name, registered in REGISTERED.items():
+            if not isinstance(registered, RegisteredBackward):
+                _library.impl(name, registered.kernel_of("cpu"), "CPU")
 
 
 REGISTERED: dict[str, Registered] = {}
-for _name, _operator in OPERATORS.items():
-    REGISTERED[_name] = Registered(_operator, _name)
-    REGISTERED[_name + "_backward"] = RegisteredBackward(_operator, _name + "_backward")
-    _register_autocast(REGISTERED[_name])
-    decompositions.register(REGISTERED[_name].op, _name, REGISTERED[_name].fake)
+for _operator in OPERATORS.values():
+    for _kind in (Registered, RegisteredAutocast, RegisteredBackward):
+        REGISTERED[_operator.name + _kind.suffix] = _kind(_operator)
 if not _CPU_IN_PYTHON:
     _checks.data.when_enabled(_follow_data)
 flops.register()

@@ -51,6 +51,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         namespace, _, name = func._schema.name.partition("::")
+        name = name.removesuffix("_autocast")
         if namespace == "mx_driving" and name in SAMPLING:
             self.looks.append(_look(name, [a.detach() if isinstance(a, Tensor) else a for a in args]))
         return func(*args, **(kwargs or {}))

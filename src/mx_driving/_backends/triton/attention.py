@@ -56,11 +56,19 @@ class Kernels(NamedTuple):
     forward: Any
     backward: Any
 
-    def forward_of(self, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    def forward_of(
+        self,
+        value: Tensor,
+        shapes: Tensor,
+        starts: Tensor,
+        locations: Tensor,
+        weights: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         bs, num_keys, heads, channels = value.shape
         queries = locations.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
-        output = torch.empty((bs, queries, heads * channels), dtype=value.dtype, device=value.device)
+        output = torch.empty((bs, queries, heads * channels), dtype=dtype or value.dtype, device=value.device)
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
         value = launch.packed(value)

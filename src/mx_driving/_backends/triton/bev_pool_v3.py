@@ -81,9 +81,18 @@ def _sum(rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, target
 
 
 def forward(
-    feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
+    feat: Tensor,
+    depth: Tensor,
+    ranks_feat: Tensor,
+    ranks_depth: Tensor,
+    ranks_bev: Tensor,
+    bs: int,
+    d: int,
+    h: int,
+    w: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    cells = torch.empty((bs * d * h * w, feat.shape[1]), dtype=feat.dtype, device=feat.device)
+    cells = torch.empty((bs * d * h * w, feat.shape[1]), dtype=dtype or feat.dtype, device=feat.device)
     ranks = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
     _sum(feat.contiguous(), depth.contiguous(), *ranks, cells)
     return cells.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous()

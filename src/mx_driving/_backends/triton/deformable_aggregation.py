@@ -165,11 +165,18 @@ def _plan(
     return launch.plan(layout, tile, capped=gpu.capped and itemsize == 2 and not backward, **sizes)
 
 
-def forward(feature_maps: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weight: Tensor) -> Tensor:
+def forward(
+    feature_maps: Tensor,
+    shapes: Tensor,
+    starts: Tensor,
+    locations: Tensor,
+    weight: Tensor,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     bs, num_keys, channels = feature_maps.shape
     anchors = locations.shape[1]
     launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    output = torch.empty((bs, anchors, channels), dtype=feature_maps.dtype, device=feature_maps.device)
+    output = torch.empty((bs, anchors, channels), dtype=dtype or feature_maps.dtype, device=feature_maps.device)
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
     value = launch.packed(feature_maps)
