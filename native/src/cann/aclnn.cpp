@@ -54,7 +54,7 @@ void run(aclOpExecutor task, void *workspace) {
             "mxd_status " + std::to_string(status));
 }
 
-mxd::Call call_of(const Arguments &a) {
+mxd::Call prepare_call(const Arguments &a) {
     mxd_tensor tensors[mxd::MOST_ARGUMENTS];
     const mxd_tensor *pointers[mxd::MOST_ARGUMENTS];
     for (size_t i = 0; i < a.tensors.size(); ++i) {
@@ -76,17 +76,17 @@ aclnnStatus phase_one(bool backward, const std::vector<const aclTensor *> &handl
         task->backward = backward;
         task->nothing_to_do = std::any_of(tensors.begin(), tensors.end(), is_empty);
         if (!task->nothing_to_do) {
-            task->call = call_of(arguments);
+            task->call = prepare_call(arguments);
             task->workspace_bytes = uint64_t(bytes_of_levels(task->call));
             if (mxd::channels_lie_apart(task->call.value))
                 task->workspace_bytes += uint64_t(mxd::contiguous_bytes(task->call.value));
         }
         *workspace_size = task->workspace_bytes;
-        *executor = live<aclOpExecutor>().add(std::move(task));
+        *executor = registry<aclOpExecutor>().add(std::move(task));
     });
 }
 
-void need_executor(const aclOpExecutor *executor, bool is_alive) {
+void check_executor(const aclOpExecutor *executor, bool is_alive) {
     require(executor, ACLNN_ERR_PARAM_NULLPTR, "executor", "come from phase one", "NULL");
     require(is_alive, ACLNN_ERR_PARAM_INVALID, "executor", "come from phase one and be run once",
             "a pointer that is no executor");
@@ -95,11 +95,11 @@ void need_executor(const aclOpExecutor *executor, bool is_alive) {
 aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecutor *executor, aclrtStream handle) {
     const aclnnStatus status = guarded([&] {
         aclOpExecutor task;
-        need_executor(executor, live<aclOpExecutor>().copy(executor, task) &&
-                                    (task.repeatable || live<aclOpExecutor>().remove(executor)));
+        check_executor(executor, registry<aclOpExecutor>().copy(executor, task) &&
+                                     (task.repeatable || registry<aclOpExecutor>().remove(executor)));
         require(task.backward == backward, ACLNN_ERR_PARAM_INVALID, "executor", "come from this operator's phase one",
                 "another operator's");
-        const std::shared_ptr<Stream> stream = stream_of(handle);
+        const std::shared_ptr<Stream> stream = find_stream(handle);
         if (task.nothing_to_do) return;
         require(workspace, ACLNN_ERR_PARAM_NULLPTR, "workspace", "be memory", "NULL");
         require(size >= task.workspace_bytes, ACLNN_ERR_PARAM_INVALID, "workspaceSize",
@@ -108,7 +108,7 @@ aclnnStatus phase_two(bool backward, void *workspace, uint64_t size, aclOpExecut
                 "be aligned to 8 bytes", "an address that is not");
         stream->run([&] { run(task, workspace); });
     });
-    // stream_of has the runtime's status for a bad argument; operators have one of their own.
+    // find_stream has the runtime's status for a bad argument; operators have one of their own.
     return status == ACL_ERROR_INVALID_PARAM ? ACLNN_ERR_PARAM_INVALID : status;
 }
 
@@ -146,13 +146,13 @@ aclnnStatus aclnnMultiScaleDeformableAttnFunction(void *workspace, uint64_t work
 }
 
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor) {
-    return acl::guarded([&] { acl::need_executor(executor, bool(acl::live<aclOpExecutor>().remove(executor))); });
+    return acl::guarded([&] { acl::check_executor(executor, bool(acl::registry<aclOpExecutor>().remove(executor))); });
 }
 
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor) {
     return acl::guarded([&] {
-        acl::need_executor(executor,
-                           acl::live<aclOpExecutor>().change(executor, [](aclOpExecutor &task) { task.repeatable = true; }));
+        acl::check_executor(
+            executor, acl::registry<aclOpExecutor>().change(executor, [](aclOpExecutor &task) { task.repeatable = true; }));
     });
 }
 }

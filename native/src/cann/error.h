@@ -69,6 +69,6 @@ class Stream {
 };
 
 // The stream behind a handle; NULL is the default stream.
-std::shared_ptr<Stream> stream_of(aclrtStream handle);
+std::shared_ptr<Stream> find_stream(aclrtStream handle);
 
 } // namespace acl

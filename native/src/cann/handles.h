@@ -41,7 +41,7 @@ template <class T> class Handles {
     static uintptr_t key(const void *handle) { return ~reinterpret_cast<uintptr_t>(handle); }
 };
 
-template <class T> Handles<T> &live() {
+template <class T> Handles<T> &registry() {
     static Handles<T> handles;
     return handles;
 }

@@ -43,16 +43,16 @@ Shared default_stream() {
     return stream;
 }
 
-void need_stream(bool is_alive) {
+void check_stream(bool is_alive) {
     check(is_alive, "stream", "come from aclrtCreateStream and not be destroyed", "a pointer that is no stream");
 }
 
 } // namespace
 
-Shared stream_of(aclrtStream handle) {
+Shared find_stream(aclrtStream handle) {
     if (!handle) return default_stream();
     Shared stream;
-    need_stream(live<Shared>().copy(handle, stream));
+    check_stream(registry<Shared>().copy(handle, stream));
     return stream;
 }
 
@@ -111,18 +111,18 @@ aclError aclrtSetSysParamOpt(aclSysParamOpt opt, int64_t value) { return aclrtCt
 aclError aclrtCreateStream(aclrtStream *stream) {
     return acl::guarded([&] {
         acl::check(stream, "stream", "point to a stream", "NULL");
-        *stream = acl::live<acl::Shared>().add(std::make_unique<acl::Shared>(std::make_shared<acl::Stream>()));
+        *stream = acl::registry<acl::Shared>().add(std::make_unique<acl::Shared>(std::make_shared<acl::Stream>()));
     });
 }
 
 aclError aclrtSynchronizeStream(aclrtStream stream) {
-    return acl::guarded([&] { acl::stream_of(stream)->synchronize(); });
+    return acl::guarded([&] { acl::find_stream(stream)->synchronize(); });
 }
 
 aclError aclrtDestroyStream(aclrtStream stream) {
     return acl::guarded([&] {
-        const std::unique_ptr<acl::Shared> last = acl::live<acl::Shared>().remove(stream);
-        acl::need_stream(bool(last));
+        const std::unique_ptr<acl::Shared> last = acl::registry<acl::Shared>().remove(stream);
+        acl::check_stream(bool(last));
         (*last)->synchronize();
     });
 }

@@ -44,7 +44,7 @@ const Dtype *find_dtype(aclDataType dtype) {
 
 } // namespace
 
-bool copy_tensor(const aclTensor *handle, aclTensor &to) { return live<aclTensor>().copy(handle, to); }
+bool copy_tensor(const aclTensor *handle, aclTensor &to) { return registry<aclTensor>().copy(handle, to); }
 
 int64_t element_size(aclDataType dtype) {
     const Dtype *entry = find_dtype(dtype);
@@ -95,7 +95,7 @@ aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDat
         tensor->dtype = dataType;
         tensor->format = format;
         tensor->data = tensorData;
-        made = acl::live<aclTensor>().add(std::move(tensor));
+        made = acl::registry<aclTensor>().add(std::move(tensor));
     });
     return made;
 }
@@ -103,7 +103,7 @@ aclTensor *aclCreateTensor(const int64_t *viewDims, uint64_t viewDimsNum, aclDat
 aclnnStatus aclDestroyTensor(const aclTensor *tensor) {
     return acl::guarded([&] {
         acl::require(tensor, ACLNN_ERR_PARAM_NULLPTR, "tensor", "be a tensor", "NULL");
-        acl::require(bool(acl::live<aclTensor>().remove(tensor)), ACLNN_ERR_PARAM_INVALID, "tensor",
+        acl::require(bool(acl::registry<aclTensor>().remove(tensor)), ACLNN_ERR_PARAM_INVALID, "tensor",
                      "come from aclCreateTensor and be destroyed once", "a pointer that is no tensor");
     });
 }
