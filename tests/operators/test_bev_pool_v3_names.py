@@ -292,6 +292,16 @@ def test_bev_pool_takes_a_row_for_each_place(name, shape):
         PLACED[name](torch.rand(shape), torch.zeros(3, 4).int())
 
 
+@pytest.mark.parametrize("name", PLACED)
+def test_a_place_outside_is_named_as_it_was_given(name):
+    """Not by the rank that is made of it."""
+    places = torch.tensor([[0, 0, 0, 0], [3, 4, 1, 2], [0, -1, 0, 0]])
+    argument = "geom_feat" if name in ("bev_pool", "_C.npu_bev_pool") else "ranks_bev"
+    with pytest.raises(ValueError) as refused:
+        PLACED[name](torch.rand(3, C), places)
+    assert str(refused.value) == f"{argument}[1] must lie in (H=4, W=5, D=2, B=2); got (3, 4, 1, 2)"
+
+
 def test_without_channels_the_output_is_empty():
     places = torch.zeros(3, 4).long()
     for out in (PLACED["bev_pool"](torch.rand(3, 0), places), mx_driving.bev_pool(torch.rand(3, 0), places, B, D, H, W)):
@@ -331,7 +341,7 @@ FEW = "must have fewer than 2\\*\\*48 elements, an axis of 0 counted as 1"
     ],
 )  # fmt: skip
 def test_sizes_and_devices_are_refused_in_words(call, sentence):
-    with pytest.raises(ValueError, match=f"^{sentence}"):
+    with pytest.raises((RuntimeError, ValueError), match=f"^{sentence}"):  # torch.ops raises RuntimeError
         call()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -99,13 +100,27 @@ def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
 
 class refuse_ranks:
     """Turn the RuntimeError that C++ raises about a rank into a ValueError: the one error that public functions do not raise
-    themselves, because there are millions of ranks to read."""
+    themselves, because there are millions of ranks to read.
+
+    Args:
+        places, sizes: without depth, the places (h, w, d, b) whose cells are the ranks, and B, D, H, W. The sentence names the
+            place then.
+        name: what the public function calls the places.
+    """
+
+    def __init__(self, places: Tensor | None = None, sizes: Sequence[int] = (), name: str = "ranks_bev") -> None:
+        self.places, self.sizes, self.name = places, sizes, name
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        if kind is RuntimeError and str(error).startswith("ranks_"):
+        rank = re.match(r"(ranks_\w+)\[(\d+)\] must be one of", str(error)) if kind in (RuntimeError, ValueError) else None
+        if rank and rank[1] == "ranks_bev" and self.places is not None:
+            B, D, H, W = self.sizes
+            place = tuple(self.places[int(rank[2])].tolist())
+            raise ValueError(f"{self.name}[{rank[2]}] must lie in (H={H}, W={W}, D={D}, B={B}); got {place}") from None
+        if rank:
             raise ValueError(str(error)) from None
 
 
@@ -122,7 +137,7 @@ def gradients(
     need_axes("grad_out", grad_out, "B, D, H, W, C")
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, tuple(grad_out.shape))
     backward = torch.ops.mx_driving.bev_pool_v3_backward
-    with refuse_ranks():
+    with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
         grad_feat, grad_depth = backward(grad_out.permute(0, 4, 1, 2, 3), *inputs, [True, depth is not None])
     if depth is not None:
         return grad_depth.view(depth.shape), grad_feat.view(feat.shape)

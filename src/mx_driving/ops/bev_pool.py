@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from .._checks.inputs import check
 from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
 from ._arguments import explain_arguments
-from .bev_pool_v3 import bev_pool_v3
+from ._pooling import inputs_of, refuse_ranks
 
 __all__ = ["bev_pool"]
 
@@ -37,4 +39,7 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     need_some_sizes("geom_feat", geom_feat, "n, 4", None, 4)
     need_some_sizes("feat", feat, "n, C", geom_feat.shape[0], None)
     need_one_device(("feat", feat), ("geom_feat", geom_feat))
-    return bev_pool_v3(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
+    inputs = inputs_of(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
+    check("bev_pool_v3", *inputs)
+    with refuse_ranks(geom_feat, inputs[5:], "geom_feat"):
+        return torch.ops.mx_driving.bev_pool_v3(*inputs)
