@@ -374,6 +374,7 @@ def test_a_rank_without_a_row_is_refused(implementation, sentence, index):
 
 def refusals() -> dict[str, tuple[Any, ...]]:
     p = points(30, 8)
+    t = torch.tensor
     depth, feat, rd, rf, rb, shape = public(p)
     return {
         "feat must have shape (..., C=9); got (9, 8)": (depth, feat, rd, rf, rb, (2, 1, 5, 7, 9)),
@@ -389,7 +390,7 @@ def refusals() -> dict[str, tuple[Any, ...]]:
         "ranks_bev must be 2D when running without depth": (None, feat, None, None, rb, shape),
         "ranks_bev must have shape (n, 4); got (30, 3)": (None, feat, None, None, rb[:, None].expand(30, 3), shape),
         "feat must hold 30 or more rows of C=8; got shape (9, 8)": (None, feat, None, None, rb[:, None].expand(30, 4), shape),
-        "ranks_bev[0] must lie in (H=5, W=7, D=1, B=2); got (5, 0, 0, 0)": (None, feat, None, None, torch.tensor([[5, 0, 0, 0]]), shape),
+        "ranks_bev[0] must lie in (H=5, W=7, D=1, B=2); got (5, 0, 0, 0)": (None, feat, None, None, t([[5, 0, 0, 0]]), shape),
     }  # fmt: skip
 
 
