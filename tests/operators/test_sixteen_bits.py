@@ -7,7 +7,7 @@ import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
-from small_cases import GROWING, INTERPRETED
+from small_cases import GROWING, TINY
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -102,8 +102,8 @@ def test_autocast_has_the_bits_of_converting_first(name, dtype):
 @pytest.mark.parametrize("device", ["cuda", "other"])
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_other_devices_have_the_bits_of_converting_first(operator, device):
-    """Triton's kernels, in their interpreter, and the reference."""
-    args = cases.cast(INTERPRETED[operator](), torch.bfloat16)
+    """PTX of the Triton kernels, executed, and the reference."""
+    args = cases.cast(TINY[operator](), torch.bfloat16)
     wide = cases.cast(args, torch.float32)
     found = REGISTERED[f"{operator}_autocast"].run(device, *args)
     assert torch.equal(found, REGISTERED[operator].run(device, *wide))
@@ -183,9 +183,11 @@ def test_graphs_under_autocast(operator):
     torch.testing.assert_close(decomposed.module()(*args), expected, rtol=1e-4, atol=1e-5)
     autocast = getattr(torch.ops.mx_driving, operator + "_autocast").default
     leaves = [a.requires_grad_() if i in OPERATORS[operator].differentiable else a for i, a in enumerate(args)]
-    assert set(torch.library.opcheck(autocast, tuple(leaves)).values()) == {"SUCCESS"}
+    utils = ("test_schema", "test_autograd_registration", "test_faketensor")  # the graph above is traced, too
+    assert set(torch.library.opcheck(autocast, tuple(leaves), test_utils=utils).values()) == {"SUCCESS"}
 
 
+@pytest.mark.filterwarnings("ignore::mx_driving.DataWarning")
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_tools_know_the_operator_under_autocast(operator):
     """The FLOP counter counts it, and data checks and looks see it."""
