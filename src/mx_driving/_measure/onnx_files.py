@@ -55,7 +55,7 @@ def session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
-def inputs(running: Any, given: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
+def inputs(running: Any, arrays: Arrays, defaults: Arrays | None = None) -> dict[str, np.ndarray[Any, Any]]:
     """Return `given`, which must have all inputs but those with a default.
 
     If it is empty, make random floats from 0 to 1, ones, and a free batch of 1.
@@ -63,18 +63,18 @@ def inputs(running: Any, given: Arrays, defaults: Arrays | None = None) -> dict[
     defaults, random = defaults or {}, np.random.default_rng(0)
     required = {one.name: one for one in running.get_inputs()}
     allowed = {**required, **{one.name: one for one in running.get_overridable_initializers()}}
-    if not given:
+    if not arrays:
         return {name: defaults[name] if name in defaults else _made(one, random) for name, one in required.items()}
-    _check_names(list(allowed), [name for name in required if name not in defaults], list(given))
-    for name, array in given.items():
+    _check_names(list(allowed), [name for name in required if name not in defaults], list(arrays))
+    for name, array in arrays.items():
         _check_input(allowed[name], array)
-    return {**{name: array for name, array in defaults.items() if name in required}, **given}
+    return {**{name: array for name, array in defaults.items() if name in required}, **arrays}
 
 
-def _check_names(allowed: list[str], required: list[str], given: list[str]) -> None:
-    if unknown := [name for name in given if name not in allowed]:
+def _check_names(allowed: list[str], required: list[str], names: list[str]) -> None:
+    if unknown := [name for name in names if name not in allowed]:
         raise Problem(f"--inputs must have arrays for the file's inputs, {', '.join(allowed)}; got {', '.join(unknown)}")
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if name not in names]:
         raise Problem(f"--inputs must have all inputs of the file, {', '.join(required)}; got no {', '.join(missing)}")
 
 
@@ -87,13 +87,13 @@ def _check_input(expected: Any, array: np.ndarray[Any, Any]) -> None:
         raise Problem(f"--inputs must have {expected.name!r} as {rule}; got {array.dtype.name} of shape {array.shape}")
 
 
-def _made(wanted: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
-    sizes = [1 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(wanted.shape)]
+def _made(described: Any, random: np.random.Generator) -> np.ndarray[Any, Any]:
+    sizes = [1 if axis == 0 and not isinstance(size, int) else size for axis, size in enumerate(described.shape)]
     if free := [str(size) for size in sizes if not isinstance(size, int)]:
-        raise Problem(f"--inputs must have {wanted.name!r}, whose sizes {', '.join(free)} the file leaves free; got none")
-    dtype = _DTYPES.get(wanted.type)
+        raise Problem(f"--inputs must have {described.name!r}, whose sizes {', '.join(free)} the file leaves free; got none")
+    dtype = _DTYPES.get(described.type)
     if dtype is None:
-        raise Problem(f"--inputs must have {wanted.name!r}, of type {wanted.type}; got none")
+        raise Problem(f"--inputs must have {described.name!r}, of type {described.type}; got none")
     return random.random(sizes).astype(dtype) if np.dtype(dtype).kind == "f" else np.ones(sizes, dtype)
 
 
@@ -106,10 +106,10 @@ def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
 def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
     """Outputs that are floats. Boxes, scores and classes beside one another have magnitudes of their own: a column each."""
     found = {}
-    for place, out in enumerate(outputs):
+    for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:
             columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
-            found |= {f"{place}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
+            found |= {f"{index}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
     return found
 
 
@@ -125,9 +125,9 @@ def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
     return (largest(*kept) if not off.all() else float("inf")), int(off.sum())
 
 
-def compare(before: Path, after: Path, seconds: float, given: Arrays | None = None) -> Compared:
+def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = None) -> Compared:
     running = {"before": session(before), "after": session(after)}
-    fed = inputs(running["before"], given or {})
+    fed = inputs(running["before"], arrays or {})
     difference, off = _difference(*(one.run(None, fed) for one in running.values()))
     found = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
     earlier, later = (1e3 * statistics.median(times) for times in found.values())

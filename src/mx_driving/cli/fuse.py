@@ -36,7 +36,7 @@ def fuse(
     if time and form in ("npu", "tensorrt"):
         raise Problem(f"--time must come with a form that onnxruntime runs; got {form}")
     use_threads(threads)
-    given = arrays(inputs)
+    fed = arrays(inputs)
     try:
         report = onnx.fuse(path_in, path_out, form, plugin_version)
     except ValueError as error:
@@ -45,18 +45,18 @@ def fuse(
         raise Problem(f"path_out must be a file that can be written; got {path_out}: {error.strerror or error}") from None
     if not as_json:
         print(report)
-    compared = _compare(Path(path_in), Path(path_out), seconds, given) if time else None
+    compared = _compare(Path(path_in), Path(path_out), seconds, fed) if time else None
     if as_json:
         print_json({**report.facts(), **({"time": vars(compared)} if compared else {})})
     elif compared:
         print(compared)
 
 
-def _compare(path_in: Path, path_out: Path, seconds: float, given: dict[str, Any]) -> Any:
+def _compare(path_in: Path, path_out: Path, seconds: float, fed: dict[str, Any]) -> Any:
     from .._measure import onnx_files
 
     try:
-        return onnx_files.compare(path_in, path_out, seconds, given)
+        return onnx_files.compare(path_in, path_out, seconds, fed)
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own

@@ -49,10 +49,10 @@ def verify(
     from ..onnx._check import check
 
     use_threads(threads)
-    given, run = arrays(inputs), _runtimes.named(runtime)
+    fed, run = arrays(inputs), _runtimes.named(runtime)
     console = None if as_json else open_console(f"mx-driving verify: {path_in} on {runtime}")
     try:
-        report = check(path_in, run, given, getattr(torch, precision.value) if precision else None, original)
+        report = check(path_in, run, fed, getattr(torch, precision.value) if precision else None, original)
     except ValueError as error:
         raise Problem(str(error)) from None
     if console is None:
@@ -106,14 +106,14 @@ def _sentences(report: Any) -> list[str]:
     words: dict[str, dict[str, None]] = {}
     for match in report.matches:
         words.setdefault(match.words, {})[match.name] = None
-    said = [f"{len(names)} {'match' if len(names) == 1 else 'matches'}: {escape(what)}" for what, names in words.items()]
+    sentences = [f"{len(names)} {'match' if len(names) == 1 else 'matches'}: {escape(what)}" for what, names in words.items()]
     reasons: dict[tuple[str, str], list[Any]] = {}
     for one in report.comparisons:
         if one.why:
             reasons.setdefault(("yellow" if one.right else "red", one.why), []).append(one)
-    said += [f"[bold {colour}]{escape(_which(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
-    said += [f"[bold red]{escape(one.name)}:[/] {escape(one.problem)}" for one in report.outputs if one.problem]
-    return said + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
+    sentences += [f"[bold {colour}]{escape(_which(of))}:[/] {escape(why)}" for (colour, why), of in reasons.items()]
+    sentences += [f"[bold red]{escape(one.name)}:[/] {escape(one.problem)}" for one in report.outputs if one.problem]
+    return sentences + [f"left out {escape(name)}: {escape(why)}" for name, why in report.left.items()]
 
 
 def _which(comparisons: list[Any]) -> str:

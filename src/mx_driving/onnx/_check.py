@@ -76,7 +76,7 @@ class Checked:
 
 
 def check(
-    path: str | Path, run: Run, given: Arrays, precision: torch.dtype | None = None, original: str | Path | None = None
+    path: str | Path, run: Run, inputs: Arrays, precision: torch.dtype | None = None, original: str | Path | None = None
 ) -> Checked:
     """Run a file and its matches on a runtime.
 
@@ -97,7 +97,7 @@ def check(
     if original:
         matches = _find_again(matches, path)
     with tempfile.TemporaryDirectory() as folder:
-        return _Checker(path, model, matches, run, Path(folder), precision).check(given, left)
+        return _Checker(path, model, matches, run, Path(folder), precision).check(inputs, left)
 
 
 def _find_again(matches: list[Match], path: Path) -> list[Match]:
@@ -118,12 +118,12 @@ class _Checker:
     folder: Path
     precision: torch.dtype | None
 
-    def check(self, given: Arrays, left: dict[str, str]) -> Checked:
+    def check(self, inputs: Arrays, left: dict[str, str]) -> Checked:
         report = Checked(self.matches, left)
         names = [str(v.name) for v in self.model.graph.outputs]
         defaults = {str(v.name): v.meta["default"].numpy() for v in self.model.graph.inputs if "default" in v.meta}
         values = as_reference(self.model, self.matches)
-        fed, true = self.run_reference(given, defaults)
+        fed, true = self.run_reference(inputs, defaults)
         arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
         for number, match in enumerate(self.matches):
             report.comparisons += self.compare_alone(match, arrays, self.folder / f"match{number}.onnx")
@@ -132,13 +132,13 @@ class _Checker:
             report.comparisons += self.compare_within(fed, arrays)
         return report
 
-    def run_reference(self, given: Arrays, defaults: Arrays | None = None) -> tuple[Arrays, Arrays]:
+    def run_reference(self, inputs: Arrays, defaults: Arrays | None = None) -> tuple[Arrays, Arrays]:
         """Return the file's inputs, and its outputs by onnxruntime on the CPU."""
         file = self.folder / "reference.onnx"
         ir.save(self.model, file, external_data="reference.data")
         try:
             session = onnx_files.session(file)
-            fed = onnx_files.inputs(session, given, defaults)
+            fed = onnx_files.inputs(session, inputs, defaults)
             return fed, dict(zip((one.name for one in session.get_outputs()), session.run(None, fed), strict=True))
         except Problem:
             raise

@@ -72,7 +72,7 @@ def _array(use: Use) -> Array | None:
     assert graph is not None
     try:
         part = ir.Model(ir.convenience.extract(graph, [], [value]), ir_version=10)
-        return ReferenceEvaluator(ir.serde.serialize_model(ir.external_data.load_to_model(part))).run(None, {})[0]
+        return ReferenceEvaluator(ir.serde.serialize_model(ir.external_data.load_to_model(part))).run(None, {})[0]  # pyright: ignore
     except Exception:  # a step after the constant reads an input of the graph, or is no right node: it has dozens of kinds
         return None
 
@@ -99,7 +99,7 @@ def _spell_out(model: ir.Model, uses: list[Use], batch: int, what: str) -> None:
         if what == "locations":
             two, one = (write.table("number", factor, array.dtype) for factor in (2, 1))
             new = write.op("Sub", write.op("Mul", new, two), one)
-        new.shape, new.dtype = ir.Shape(array.shape), whole.dtype
+        new.shape, new.type = ir.Shape(array.shape), whole.type
         node.replace_input_with(index, new)
     write.put_first()
 

@@ -36,12 +36,12 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 
 def load(path: Path) -> ir.Model:
-    """The model, with all sizes that can be found. `save` leaves out those that the file does not say."""
+    """Return the model, with all sizes that can be inferred. `save` leaves out those that the file does not say."""
     model = _read(path)
     _check(model, path)
-    said = {value.name: value.shape for value in outputs(model)}
+    shapes = {value.name: value.shape for value in outputs(model)}
     model = _infer_shapes(model)
-    model.meta["said"] = said
+    model.meta["said"] = shapes
     if not _all_sizes_are_known(model):
         _follow_sizes(model, path)
     return model
@@ -62,10 +62,8 @@ def _give_shape(node: ir.Node) -> bool:
     value, (batch, queries, *_) = dims(inputs[0]), (*dims(inputs[_SHAPED_PLUGINS[node.op_type]]), None, None)
     if len(value) != 4 or queries is None:
         return False
-    output.shape, output.dtype = (
-        ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *value[2:]]),
-        inputs[0].dtype,
-    )
+    output.shape = ir.Shape([value[0] if isinstance(value[0], int) else batch, queries, *value[2:]])
+    output.type = inputs[0].type
     return True
 
 
@@ -115,8 +113,10 @@ def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _set_defaults_aside(model: ir.Model) -> None:
-    """An initializer that is an input, too, is a default that a caller may override: nothing may be concluded from it. Before
-    version 4 of ONNX every initializer had to be an input, and none could be overridden."""
+    """Treat initializers that are also graph inputs as inputs: they are not constants (IR >= 4).
+
+    Before IR version 4 every initializer had to be an input, and none could be overridden.
+    """
     both = [value for value in model.graph.inputs if value.is_initializer()]
     for value in both:
         if model.ir_version < 4:
@@ -164,9 +164,9 @@ def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Return a copy whose initializers are inputs: the checker looks for files of tensors in the working folder."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
-    known = {value.name for value in copy.graph.input}
+    names = {value.name for value in copy.graph.input}
     for tensor in copy.graph.initializer:
-        if tensor.name not in known:
+        if tensor.name not in names:
             copy.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims)))
     del copy.graph.initializer[:]
     return copy
@@ -193,13 +193,13 @@ def _first(error: Exception) -> str:
 
 
 def outside(model: ir.Model) -> Iterator[ir.ExternalTensor]:
-    """The tensors that lie in other files."""
+    """Yield the tensors that lie in other files."""
     for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
         yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
 
 
 def _take_in_attributes(model: ir.Model, path: Path) -> None:
-    """Only initializers are written outside, so what nodes hold outside must come in."""
+    """Read tensors that nodes have in other files: only initializers are written outside."""
     for graph in (model.graph, *model.functions.values()):
         for node in ir.traversal.RecursiveGraphIterator(graph):
             for name, attribute in list(node.attributes.items()):
@@ -209,14 +209,14 @@ def _take_in_attributes(model: ir.Model, path: Path) -> None:
 
 
 def _find(tensor: ir.ExternalTensor, path: Path) -> None:
-    """Let a tensor outside know its folder. All of it must be there."""
+    """Tell an external tensor its folder, and check that all of its bytes are there."""
     tensor.base_dir = path.parent
     if fact := _astray(tensor):
         raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
 
 
 def _astray(tensor: ir.ExternalTensor) -> str | None:
-    """What is wrong with the place of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
+    """Return what is wrong with the file of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(tensor.path).resolve().is_relative_to(Path(tensor.base_dir).resolve()):
         return f"{tensor.location}, which lies in another folder"
@@ -244,7 +244,7 @@ def _follow_sizes(model: ir.Model, path: Path) -> None:
 
 
 def _folded(model: ir.Model) -> ir.Model:
-    """What numbers alone decide, worked out. That gives sizes, which decide more numbers."""
+    """Fold constants. That gives sizes, which decide more constants."""
     from onnxscript.optimizer import fold_constants
 
     for _ in range(2):
@@ -254,26 +254,28 @@ def _folded(model: ir.Model) -> ir.Model:
 
 
 def _is_small_table(node: ir.Node) -> bool | None:
-    """True for a table that onnxscript would not compute; paddings are made of them. None leaves it to onnxscript."""
+    """Return True for a table that onnxscript would not compute, such as paddings. None leaves the choice to onnxscript."""
     shape = constant(node.inputs[0]) if is_node(node, "ConstantOfShape") else None
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
 def _from_names(model: ir.Model) -> _Sizes:
-    """By onnxruntime, which computes with the names of sizes. Where that needs two sizes to be equal it takes them for equal:
-    names for one another, but no free size of an input for a number."""
+    """Return sizes by onnxruntime, which computes with names of sizes.
+
+    It may merge two names, but may not take a free size of an input for a number.
+    """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
     del proto.graph.value_info[:]  # among them names that onnx's own inference made up
     free = _free(proto)
     for merge in (True, False):
-        found = _inferred(proto, merge)
-        if found is not None and free <= _free(found):
-            return {info.name: _sizes(info) for info in found.graph.value_info}
+        inferred = _inferred(proto, merge)
+        if inferred is not None and free <= _free(inferred):
+            return {info.name: _sizes(info) for info in inferred.graph.value_info}
     return {}
 
 
 def _inferred(proto: onnx.ModelProto, merge: bool) -> onnx.ModelProto | None:
-    """As its `infer_shapes`, which would also write a file into the working folder where it does not find all sizes."""
+    """Infer shapes without the file that `infer_shapes` writes into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
@@ -294,12 +296,12 @@ def _sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
 
 
 def _free(proto: onnx.ModelProto) -> set[tuple[str, int]]:
-    """The axes of inputs that are no numbers."""
+    """Return the axes of inputs whose sizes are free."""
     return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_sizes(i)) if not isinstance(size, int)}
 
 
-def _add(model: ir.Model, known: _Sizes) -> None:
+def _add(model: ir.Model, inferred: _Sizes) -> None:
     for value in outputs(model):
-        before, sizes = dims(value), known.get(str(value.name))
+        before, sizes = dims(value), inferred.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):
             value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])

@@ -50,10 +50,10 @@ def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: li
     return _prove_one(model, candidates(node, samples, weights))
 
 
-def _prove_one(model: ir.Model, found: list[Sampling]) -> Sampling:
+def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
     """Return the first candidate that passes its trial. If none of the likeliest does, raise what is wrong with the first."""
     reasons = []
-    for sampling in found[:_LIKELIEST]:
+    for sampling in guesses[:_LIKELIEST]:
         try:
             prove(model, sampling)
             return sampling

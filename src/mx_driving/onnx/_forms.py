@@ -1,7 +1,7 @@
 """multi_scale_deformable_attn in an ONNX graph that is there already, in one of several forms.
 
-`translations` has the forms for graphs that torch exports. Here a place's sizes are known when it is written, so that
-gathers need no arithmetic of shapes.
+`translations` has the forms for graphs that torch exports. Here sizes are known when a node is written, so that gathers
+need no arithmetic of shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOU
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a file fixes. A batch that it leaves free is None."""
+    """Sizes that a file fixes. A free batch is None."""
 
     batch: int | None
     keys: int
@@ -56,7 +56,7 @@ class Call:
         return self.value, self.locations, self.weights
 
     def dtype(self) -> ir.DataType:
-        """Of the output."""
+        """Return the dtype of the output."""
         if any(v.dtype is None for v in self.floating):
             raise Unfit("the file does not say the dtypes of its tensors")
         assert self.value.dtype is not None
@@ -74,7 +74,7 @@ def _int32(write: Writer, call: Call) -> tuple[ir.Value, ir.Value]:
 
 
 def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
-    """NVIDIA's node or the vendor's: in float16 where all tensors have that and the node takes it, else in float32."""
+    """Write NVIDIA's node or the vendor's: in float16 if all tensors are float16 and the node takes it, else in float32."""
     dtypes = {call.dtype(), *(v.dtype for v in call.floating)}
     if _DOUBLE in dtypes:
         raise Unfit(f"its tensors are float64; {domain}::{NODES[domain]} has float32, which would lose digits")
@@ -90,7 +90,7 @@ def _npu(write: Writer, call: Call, **options: Any) -> ir.Value:
 
 
 def _tensorrt(write: Writer, call: Call, plugin_version: str | None = None) -> ir.Value:
-    """The plugin has an axis for heads and one for channels in its output."""
+    """Write NVIDIA's plugin, whose output has an axis for heads and one for channels."""
     version = {"plugin_version": plugin_version} if plugin_version else {}
     blocks = _of_others(write, call, TENSORRT, halves=True, **version)
     return write.cast(write.like(blocks, "Reshape", write.table("shape", [0, 0, -1])), call.dtype())
@@ -109,7 +109,7 @@ class _Gathers:
     def __init__(self, write: Writer, call: Call) -> None:
         if isinstance(call.sizes, str):
             raise Unfit(f"{call.sizes}, which gathers need")
-        self.write, self.call, self.sizes, self.given = write, call, call.sizes, call.dtype()
+        self.write, self.call, self.sizes, self.output_dtype = write, call, call.sizes, call.dtype()
         self.dtype = _DOUBLE if any(v.dtype == _DOUBLE for v in call.floating) else _FLOAT
         self.heads, self.samples = self.sizes.heads, len(self.sizes.maps) * self.sizes.points
 
@@ -117,7 +117,7 @@ class _Gathers:
         return self.write.table("number", x, self.dtype.numpy())
 
     def of_samples(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        """A table with a number for each level, or two."""
+        """Return a table with one or two numbers for each level, repeated for its points."""
         return self.write.table("levels", np.repeat(np.array(numbers, dtype), self.sizes.points, 0), dtype)
 
     def floats(self, value: ir.Value, *sizes: int) -> ir.Value:
@@ -126,12 +126,12 @@ class _Gathers:
         return shaped if value.dtype == dtype else op("Cast", shaped, to=dtype.value)
 
     def rows(self) -> ir.Value:
-        """Value as rows of a head's channels, behind a row of zeros."""
+        """Return value as rows of a head's channels, behind a row of zeros."""
         zeros = self.number(np.zeros((1, self.sizes.channels)))
         return self.write.op("Concat", zeros, self.floats(self.call.value, -1, self.sizes.channels), axis=0)
 
     def bases(self) -> ir.Value:
-        """The row of a head's first pixel on a level, counted over the batch: [bs, 1, heads, samples], 1 for the zeros."""
+        """Return the row of a head's first pixel on a level, [bs, 1, heads, samples]; row 0 is the zeros."""
         op, table = self.write.op, self.write.table
         starts = np.array(self.sizes.starts).repeat(self.sizes.points)
         bases = table("bases", starts * self.heads + np.arange(self.heads)[:, None] + 1)
@@ -148,28 +148,28 @@ class _Gathers:
         op, axes = self.write.op, (0, 0, self.heads, self.samples)
         locations, weights = self.floats(self.call.locations, *axes, 2), self.floats(self.call.weights, *axes)
         sides = self.of_samples([(width, height) for height, width in self.sizes.maps], self.dtype.numpy())
-        places = op("Sub", op("Mul", locations, sides), self.number(0.5))
-        pixels, rows, bases, total = op("Floor", places), self.rows(), self.bases(), None
+        positions = op("Sub", op("Mul", locations, sides), self.number(0.5))
+        pixels, rows, bases, total = op("Floor", positions), self.rows(), self.bases(), None
         for right in (0, 1):
             for down in (0, 1):
-                part = self.corner(places, op("Add", pixels, self.number([right, down])), weights, rows, bases)
+                part = self.corner(positions, op("Add", pixels, self.number([right, down])), weights, rows, bases)
                 total = part if total is None else op("Add", total, part)
         assert total is not None
         output = op("Reshape", total, self.write.table("shape", [0, 0, -1]))
-        return output if self.dtype == self.given else op("Cast", output, to=self.given.value)
+        return output if self.dtype == self.output_dtype else op("Cast", output, to=self.output_dtype.value)
 
-    def corner(self, places: ir.Value, pixels: ir.Value, weights: ir.Value, rows: ir.Value, bases: ir.Value) -> ir.Value:
+    def corner(self, positions: ir.Value, pixels: ir.Value, weights: ir.Value, rows: ir.Value, bases: ir.Value) -> ir.Value:
         op = self.write.op
         inside = self.inside(pixels)
-        distances = op("Sub", self.number(1.0), op("Abs", op("Sub", places, pixels)))
+        distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
         coefficient = op("Mul", op("Mul", self.pick(distances, 0), self.pick(distances, 1)), weights)
         coefficient = op("Where", inside, coefficient, self.number(0.0))
         row = op("Where", inside, op("Add", self.row(inside, pixels), bases), self.write.table("zeros", 0))
         shape = self.write.table("shape", [0, 0, self.heads, self.samples, 1])
         return self.sum(op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, shape)))
 
-    def pick(self, pairs: ir.Value, place: int) -> ir.Value:
-        return self.write.op("Gather", pairs, self.write.table("axis", place), axis=-1)
+    def pick(self, pairs: ir.Value, index: int) -> ir.Value:
+        return self.write.op("Gather", pairs, self.write.table("axis", index), axis=-1)
 
     def inside(self, pixels: ir.Value) -> ir.Value:
         op = self.write.op
@@ -178,15 +178,15 @@ class _Gathers:
         return op("And", self.pick(both, 0), self.pick(both, 1))
 
     def row(self, inside: ir.Value, pixels: ir.Value) -> ir.Value:
-        """(y * width + x) * heads. Pixels that are not on the map may be too large for an integer."""
+        """Return (y * width + x) * heads. Pixels outside the map may be too large for an integer, and become 0."""
         op, heads = self.write.op, self.heads
-        x, y = (op("Where", inside, self.pick(pixels, place), self.number(0.0)) for place in (0, 1))
+        x, y = (op("Where", inside, self.pick(pixels, index), self.number(0.0)) for index in (0, 1))
         x, y = (op("Cast", v, to=ir.DataType.INT64.value) for v in (x, y))
         widths = self.of_samples([width * heads for _, width in self.sizes.maps])
         return op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", heads)))
 
     def sum(self, parts: ir.Value) -> ir.Value:
-        """Over samples. Older opsets have the axis as an attribute."""
+        """Sum over samples. Older opsets have the axis as an attribute."""
         op = self.write.op
         if self.write.model.graph.opset_imports.get("", 0) < 13:
             return op("ReduceSum", parts, axes=[3], keepdims=0)

@@ -1,4 +1,4 @@
-"""Deformable attention in somebody else's ONNX file becomes our node for onnxruntime."""
+"""Replaces deformable attention in an ONNX file by nodes of another form."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from ._save import save
 from ._search import Sampling
 from ._table import find_tables
 from ._trial import padding, part_nodes, tables
-from ._writer import Writer, written
+from ._writer import Writer, open_writer
 
 
 @dataclass(frozen=True)
 class Fused:
-    """What `fuse` found in a file, by the name of the tensor that the samples are summed up in.
+    """The report of `fuse`, by the name of the tensor that samples are summed up in.
 
     Attributes:
         path: the file that was written.
@@ -59,11 +59,11 @@ class Fused:
 
 
 def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> ir.Value:
-    """Locations or weights with an axis of levels and one of points, the same number for each level."""
+    """Return locations or weights with an axis of levels and one of points, padded to the same number for each level."""
     points = sampling.points
     if len(set(points)) > 1:
-        places, mask = padding(points)
-        value = write.like(value, "Gather", write.table("places", places), axis=3)
+        indices, mask = padding(points)
+        value = write.like(value, "Gather", write.table("places", indices), axis=3)
         if not last:
             assert value.dtype is not None
             value = write.like(value, "Mul", write.table("mask", mask, value.dtype.numpy()))
@@ -75,14 +75,14 @@ def _call(write: Writer, sampling: Sampling) -> Call:
     value = write.shaped(sampling.value, heads, channels)
     locations, weights = _samples(write, sampling.locations, sampling, 2), _samples(write, sampling.weights, sampling)
     shapes, starts = tables(sampling)
-    given = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
+    inputs = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
     batch = dims(sampling.value)[0]
     fixed = batch if isinstance(batch, int) else None
-    return Call(*given, Sizes(fixed, sampling.num_keys, heads, channels, sampling.maps, tuple(starts), max(sampling.points)))
+    return Call(*inputs, Sizes(fixed, sampling.num_keys, heads, channels, sampling.maps, tuple(starts), max(sampling.points)))
 
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
-    with written(model, sampling.output) as write:
+    with open_writer(model, sampling.output) as write:
         write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
 
 
@@ -111,7 +111,7 @@ def _what_is_there(model: ir.Model) -> str:
 
 
 def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, **options: str | None) -> None:
-    """Nodes of other forms."""
+    """Replace nodes of other forms."""
     for node in others:
         name = str(node.outputs[0].name)
         try:
@@ -123,7 +123,7 @@ def _rewrite(model: ir.Model, others: list[ir.Node], report: Fused, form: str, *
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Other libraries log what they cannot infer, with tracebacks, or warn of it."""
+    """Silence the warnings and tracebacks that other libraries log about shapes that they cannot infer."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "onnxruntime.tools.symbolic_shape_infer")]
     levels = [logger.level for logger in loggers]
     try:

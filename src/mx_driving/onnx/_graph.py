@@ -1,4 +1,4 @@
-"""Values and nodes of an ONNX graph, and the ways back from a value."""
+"""Values and nodes of an ONNX graph, and walks from a value to its sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Unfit(Exception):
 
 
 def dims(value: ir.Value) -> tuple[int | str | None, ...]:
-    """Sizes: numbers, names, or None where the file says nothing."""
+    """Return sizes: numbers, names, or None where the file says nothing."""
     if value.shape is None:
         return ()
     return tuple(d if isinstance(d, int) else d.value for d in value.shape)
@@ -29,7 +29,7 @@ def is_node(node: ir.Node | None, *kinds: str) -> bool:
 
 
 def constant(value: ir.Value | None) -> Any:
-    """The array of a constant, or None."""
+    """Return the array of a constant, or None."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else np.asarray(tensor.numpy())
 
@@ -40,7 +40,7 @@ def number(value: ir.Value | None) -> float | None:
 
 
 def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
-    """The value, and what it is a part or another view of, up to the first node that computes; `more` kinds are passed, too."""
+    """Yield the value and the values that it is a view or a part of, through moves and `more` kinds of nodes."""
     yield value
     while is_node(node := value.producer(), *MOVES, *more):
         assert node is not None
@@ -51,7 +51,7 @@ def sources(value: ir.Value, *more: str) -> Iterator[ir.Value]:
 
 
 def sources_of_chosen(value: ir.Value) -> Iterator[ir.Value]:
-    """The sources, and those of what a Where chooses, or a constant instead."""
+    """Yield the sources, also through a Where that chooses between a value and a constant."""
     for last in sources(value):
         yield last
     node = last.producer()
@@ -65,13 +65,13 @@ def source(value: ir.Value) -> ir.Value:
 
 
 def common(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
-    """What is in all of them, in the order of the first."""
+    """Return the values that are in all chains, in the order of the first."""
     first, *others = map(dict.fromkeys, chains)
     return [v for v in first if all(v in chain for chain in others)]
 
 
 def before(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
-    """The value and what it is computed from, the nearest first; other nodes than those are not passed."""
+    """Yield the value and the values that it is computed from through such nodes, the nearest first."""
     seen, todo = {value}, [value]
     while todo:
         yield (value := todo.pop(0))

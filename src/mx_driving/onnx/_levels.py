@@ -1,4 +1,4 @@
-"""What the samples of one level are made of: a GridSample, or gathers and the arithmetic of bilinear interpolation.
+"""How samples of one level are computed: by GridSample, or by gathers and the arithmetic of bilinear interpolation.
 
 Gathers stand in files for runtimes that lack GridSample or have a wrong one: four corners are gathered at floors of the
 locations and weighted.
@@ -24,19 +24,19 @@ _INDEXING = {"Floor", "Clip", "Min", "Max", "Div", "Neg"}
 @dataclass(frozen=True)
 class Level:
     images: list[ir.Value]  # what is sampled, and what that is a view or a part of, the nearest first
-    places: list[ir.Value]  # what may be locations, the nearest first
+    locations: list[ir.Value]  # what may be locations, the nearest first
     sizes: list[tuple[int, int]]  # what may be height and width of the map
     points: int
 
 
 def parts(value: ir.Value) -> list[ir.Value]:
-    """The samples of levels that lie side by side in value, in their order; nothing if any of it is something else."""
-    found = list(_side_by_side(value))
-    return found if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in found) else []
+    """Return the samples of levels that lie side by side in value, in order; none if any part is something else."""
+    samples = list(_side_by_side(value))
+    return samples if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in samples) else []
 
 
 def are_nearest(value: ir.Value) -> bool:
-    """Whether the samples of all levels are rows at rounded places."""
+    """Return whether the samples of all levels are rows at rounded locations."""
     return all(_gathers(part, _is_rounded) for part in _side_by_side(value))
 
 
@@ -78,7 +78,7 @@ def _hold_to_rules(node: ir.Node) -> None:
 
 
 def _points(grid: ir.Value) -> Any:
-    """The third size of a grid, which a Split may know where the file's shapes do not."""
+    """Return the third size of a grid, which a Split may know where the file's shapes do not."""
     node = grid.producer()
     if isinstance(dims(grid)[2], int) or node is None or not is_node(node, "Split") or len(node.inputs) < 2:
         return dims(grid)[2]
@@ -87,13 +87,13 @@ def _points(grid: ir.Value) -> Any:
     return int(lengths[node.outputs.index(grid)]) if along_points and lengths is not None else None
 
 
-def _beside(node: ir.Node, what: float, places: tuple[int, ...]) -> ir.Value | None:
-    """The other input of a node one of whose two inputs is this number."""
-    return next((node.inputs[1 - p] for p in places if number(node.inputs[p]) == what), None)
+def _beside(node: ir.Node, what: float, locations: tuple[int, ...]) -> ir.Value | None:
+    """Return the other input of a node of which one input is this number."""
+    return next((node.inputs[1 - p] for p in locations if number(node.inputs[p]) == what), None)
 
 
 def _before_scaling(grid: ir.Value) -> ir.Value:
-    """x, where grid is 2 * x - 1."""
+    """Return x, where grid is 2 * x - 1."""
     node = source(grid).producer()
     doubled = None
     if node is not None and is_node(node, "Sub"):
@@ -108,14 +108,14 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
 
 
 def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool] | None = None) -> list[ir.Node]:
-    """The gathers at floored places, or at chosen ones, whose rows are weighted and summed up in value."""
+    """Return gathers at floored or at chosen indices, whose rows are weighted and summed up in value."""
     sampled = before(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     return [node for node in nodes if node is not None and (index := _index(node)) and (chosen or _is_floored)(index)]
 
 
 def _index(node: ir.Node) -> ir.Value | None:
-    """What a gather reads from the graph, rather than from the file."""
+    """Return the index of a gather, unless the index is a constant."""
     chosen = is_node(node, *_GATHERS) and constant(node.inputs[1]) is None
     return node.inputs[1] if chosen else None
 
@@ -129,14 +129,14 @@ def _is_floored(index: ir.Value) -> bool:
 
 
 def _is_rounded(index: ir.Value) -> bool:
-    """Cast to integers without a Floor."""
+    """Return whether the index is cast to integers without a Floor."""
     casts = [v.producer() for v in indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
-    given = [node.inputs[0] for node in casts if node is not None]
-    return any(v is not None and v.dtype not in INTEGER for v in given) and not _is_floored(index)
+    inputs = [node.inputs[0] for node in casts if node is not None]
+    return any(v is not None and v.dtype not in INTEGER for v in inputs) and not _is_floored(index)
 
 
 def _maps(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
-    """What height and width may be: two axes, or one axis of rows, whose width a row's number is multiplied by."""
+    """Return possible heights and widths: two axes, or one axis of rows, whose width a row's number is multiplied by."""
     axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
     areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
     widths = {int(n) for index in indices for v in indices_of_rows(index) for n in _factors(v) if n > 0}
@@ -145,7 +145,7 @@ def _maps(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, in
 
 
 def _factors(value: ir.Value) -> list[float]:
-    """The numbers that an integer is multiplied by."""
+    """Return the numbers that an integer is multiplied by."""
     node = value.producer()
     if node is None or not is_node(node, "Mul") or value.dtype not in INTEGER:
         return []
@@ -154,10 +154,10 @@ def _factors(value: ir.Value) -> list[float]:
 
 def _of_gathers(part: ir.Value, nodes: list[ir.Node]) -> Level:
     images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
-    places = common(indices_of_rows(index) for node in nodes if (index := _index(node)) is not None)
+    locations = common(indices_of_rows(index) for node in nodes if (index := _index(node)) is not None)
     sizes = _maps(images, [index for node in nodes if (index := _index(node)) is not None])
-    grids = [dims(v)[-2] for v in places if len(dims(v)) >= 4 and dims(v)[-1] == 2]
+    grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
     points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
     if not sizes or not isinstance(points, int):
         raise Unfit("the file does not fix the size of a level or its points")
-    return Level(images, places, sizes, points)
+    return Level(images, locations, sizes, points)

@@ -98,10 +98,10 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
     if node.op_type in WITH_LOGITS:
         LogitInputs(node)  # raises Unfit
     roles = _LOGITS if node.op_type in WITH_LOGITS else row.inputs
-    given = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
-    tables = {str(v.name): v for role, v in given.items() if role in row.tables}
-    inputs = {role: v for role, v in given.items() if str(v.name) not in tables}
-    part = _cut(model, list(dict.fromkeys(given.values())), node.outputs[0])
+    tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
+    tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}
+    inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
+    part = _cut(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
     return Match(str(node.outputs[0].name), f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node)
 
 

@@ -66,12 +66,12 @@ def _sentenced(run: Run) -> Run:
 def _onnxruntime(provider: str) -> Run:
     """Return a run on the CPU, or by another of onnxruntime's providers, which may lie in a package of its own."""
     onnxruntime: Any = importlib.import_module("onnxruntime")
-    known, plugins = onnxruntime.get_available_providers(), _plugins()
-    if provider and provider not in (*known, *plugins):
-        names = ", ".join(dict.fromkeys([*known, *plugins]))
+    providers, plugins = onnxruntime.get_available_providers(), _plugins()
+    if provider and provider not in (*providers, *plugins):
+        names = ", ".join(dict.fromkeys([*providers, *plugins]))
         advice = "others are packages such as onnxruntime-ep-webgpu"
         raise Problem(f"--runtime onnxruntime:NAME must name one of its providers, {names} ({advice}); got {provider!r}")
-    devices = [] if provider in known or not provider else _register(provider, plugins[provider])
+    devices = [] if provider in providers or not provider else _register(provider, plugins[provider])
 
     def run(path: Path, arrays: Arrays) -> Arrays:
         options = onnxruntime.SessionOptions()
@@ -175,8 +175,8 @@ def _program(words: list[str], path: Path, arrays: Arrays) -> Arrays:
         except OSError as error:
             raise Failed(f"the program does not start: {error.strerror or error}") from None
         if done.returncode:
-            said = (done.stderr or done.stdout).strip().splitlines()
-            raise Failed(f"the program ends with status {done.returncode}" + (f": {said[-1]}" if said else ""))
+            lines = (done.stderr or done.stdout).strip().splitlines()
+            raise Failed(f"the program ends with status {done.returncode}" + (f": {lines[-1]}" if lines else ""))
         try:
             return read_arrays("what the program writes", outputs)
         except Problem as problem:

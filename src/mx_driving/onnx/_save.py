@@ -1,4 +1,4 @@
-"""A model is written beside its place, and put there when it is whole and onnxruntime loads it."""
+"""Write a model to a temporary file, check it, and rename it when onnxruntime loads it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ._nodes import as_ours
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
-    """Weights stay where they are: in the file, or in a file beside it. Sizes are those that the file said, and of our nodes
-    the fixed ones."""
+    """Write the model. Weights stay in the file, or in a file beside it.
+
+    Sizes are those that the file said; our nodes get their fixed sizes.
+    """
     _restore_defaults(model)
     read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
     _restore_sizes(model)
@@ -39,8 +41,11 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
 
 
 def _why_not(model: ir.Model, path: Path) -> str | None:
-    """What onnx or onnxruntime says against the file. Nodes of others need others' libraries, so they are not loaded; for those
-    of a form our node is loaded. What onnxruntime has no kernel for, their runtime may have."""
+    """Return the error of onnx's checker or of onnxruntime, if any.
+
+    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node. A kernel that onnxruntime lacks
+    is no error for another runtime.
+    """
     try:
         onnx.checker.check_model(path)
     except Exception as error:  # its own, or of a letter in it
@@ -57,7 +62,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
 
 
 def with_ours(path: Path) -> Path:
-    """A file beside it that has our node in place of each of another form."""
+    """Write a file beside it that has our node in place of each node of another form."""
     model = ir.load(path)
     for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
         if node.domain in NODES and node.domain != OURS:
@@ -68,7 +73,7 @@ def with_ours(path: Path) -> Path:
 
 
 def _refused(path: Path, has_ours: bool) -> str | None:
-    """What onnxruntime says against the file."""
+    """Return the error of onnxruntime, if any."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -84,7 +89,7 @@ def _refused(path: Path, has_ours: bool) -> str | None:
 
 
 def _import_domains(model: ir.Model) -> None:
-    """Of our nodes and others' that stand for them: those that are there."""
+    """Import the domains of the forms whose nodes the model has, and no others."""
     for domain in NODES:
         if any(node.domain == domain for node in ir.traversal.RecursiveGraphIterator(model.graph)):
             model.graph.opset_imports.setdefault(domain, 1)
@@ -100,18 +105,18 @@ def _restore_defaults(model: ir.Model) -> None:
 
 
 def _restore_sizes(model: ir.Model) -> None:
-    said = model.meta.pop("said")
+    shapes = model.meta.pop("said")
     for value in outputs(model):
-        before, node = said.get(value.name), value.producer()
+        before, node = shapes.get(value.name), value.producer()
         if before is None and value.shape is not None and node is not None and node.domain in NODES:
             before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])
         value.shape = before
 
 
-def _spare(read: set[Path], path_in: Path, written: list[Path]) -> None:
+def _spare(read: set[Path], path_in: Path, targets: list[Path]) -> None:
     """Refuse to write over what path_in reads, under any name of it."""
-    for old in written:
+    for old in targets:
         if old.exists() and any(old.samefile(path) for path in read):
-            raise ValueError(f"path_out must leave the files of path_in alone; got {written[0]}, and {path_in} reads {old}")
+            raise ValueError(f"path_out must leave the files of path_in alone; got {targets[0]}, and {path_in} reads {old}")
         if old.exists() and not old.is_file():
             raise ValueError(f"path_out must be a file; got {old}")

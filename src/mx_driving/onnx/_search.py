@@ -34,7 +34,7 @@ class Sampling:
     channels: int
 
     def sizes(self, tensor: ir.Value) -> tuple[int, ...]:
-        """The sizes of locations or weights behind batch and queries, as this file has them."""
+        """Return the sizes of locations or weights behind batch and queries, as this file has them."""
         last = (2,) if tensor is self.locations else ()
         split = len(dims(tensor)) - len(last) == 5
         return (self.num_heads, *((len(self.points), self.points[0]) if split else (sum(self.points),)), *last)
@@ -51,7 +51,7 @@ class Sampling:
 
 
 def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
-    """The two factors of a product that the node sums up, in both orders."""
+    """Return the two factors of a product that the node sums up, in both orders."""
     product = node.inputs[0].producer() if is_node(node, "ReduceSum") and node.inputs[0] is not None else None
     if product is None or not is_node(product, "Mul"):
         return []
@@ -60,26 +60,26 @@ def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
 
 
 def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], list[ir.Value]]]:
-    """Each ReduceSum over weighted samples, or Add of such sums, with the samples and their weights in the order of levels."""
-    found = {}
+    """Return each ReduceSum over weighted samples, or Add of such sums, with samples and weights in the order of levels."""
+    totals = {}
     for node in graph:
         levels = ((parts(samples), [weights]) for samples, weights in _factors(node))
         if first := next((both for both in levels if both[0]), None):
-            found[node] = first
+            totals[node] = first
         added = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
-        samples = [part for one in added for part in found.get(one, ([], []))[0]]
-        if samples and all(one in found for one in added):
-            found[node] = samples, [weights for one in added for weights in found.pop(one)[1]]
-    return found
+        samples = [part for one in added for part in totals.get(one, ([], []))[0]]
+        if samples and all(one in totals for one in added):
+            totals[node] = samples, [weights for one in added for weights in totals.pop(one)[1]]
+    return totals
 
 
 def nearest(graph: ir.Graph) -> list[ir.Node]:
-    """Each ReduceSum over weighted samples that are nearest rows."""
+    """Return each ReduceSum over weighted samples that are nearest rows."""
     return [node for node in graph if any(are_nearest(samples) for samples, _ in _factors(node))]
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
-    """Whether the value has two axes and then one of these. A size that the file does not fix may be any."""
+    """Return whether the value has two axes and then one of these. A size that the file does not fix matches any."""
     return any(len(dims(value)) == 2 + len(sizes) and all(map(_may_be, dims(value)[2:], sizes)) for sizes in last)
 
 
@@ -93,7 +93,7 @@ def _heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
 
 
 def _width(value: ir.Value, keys: int, heads: int) -> int:
-    """Channels of all heads of a tensor that has value's shape; 0 for another one."""
+    """Return the channels of all heads of a tensor that has value's shape; 0 for another tensor."""
     sizes = dims(value)
     fits = (len(sizes) == 4 and sizes[2] == heads) or len(sizes) == 3
     if not fits or not _may_be(sizes[1], keys) or not all(isinstance(s, int) for s in sizes[2:]):
@@ -103,7 +103,7 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
 
 
 def outputs_of_sum(node: ir.Node, width: int, *more: str) -> Iterator[ir.Value]:
-    """The sum and its other views with three axes, as long as nothing else reads what lies between."""
+    """Yield the sum and its views with three axes, up to the first value that has another reader."""
     value = node.outputs[0]
     while True:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):
@@ -115,25 +115,25 @@ def outputs_of_sum(node: ir.Node, width: int, *more: str) -> Iterator[ir.Value]:
 
 
 def candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> list[Sampling]:
-    """What the sum may be, going by shapes, the likeliest first. None is certain before a trial."""
+    """Return possible samplings by shapes, the likeliest first. A trial decides."""
     return sorted(_candidates(node, samples, weights), key=_doubt)
 
 
 def _doubt(sampling: Sampling) -> int:
-    """How many sizes of batch and queries are not those of locations. They still may be: a file may give one size two names."""
+    """Count sizes of batch and queries that are not those of locations. A file may give one size two names."""
     bs, queries = dims(sampling.locations)[:2]
-    found = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
-    return sum(size != expected for size, expected in zip(found, (bs, queries, bs, queries, bs), strict=True))
+    sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
+    return sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
 
 
 def _candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """More than one, where two sizes are equal."""
+    """Yield samplings; more than one where two sizes are equal."""
     levels = [read(part) for part in samples]
     points = tuple(level.points for level in levels)
-    images, places = common(level.images for level in levels), common(level.places for level in levels)
-    tensors = images, places, common(map(sources_of_chosen, weights))
+    images, locations = common(level.images for level in levels), common(level.locations for level in levels)
+    tensors = images, locations, common(map(sources_of_chosen, weights))
     for maps in itertools.islice(itertools.product(*(level.sizes for level in levels)), _MAPS):
-        for heads in _heads(places, points):
+        for heads in _heads(locations, points):
             yield from _with_heads(node, tensors, heads, maps, points)
 
 
@@ -145,6 +145,6 @@ def _with_heads(
     values = {v: width // heads for v in tensors[0] if (width := _width(v, keys, heads))}
     locations = [v for v in tensors[1] if _ends(v, *((*s, 2) for s in samples))]
     weights = [v for v in tensors[2] if _ends(v, *samples)]
-    for (value, channels), place, weight in itertools.product(values.items(), locations, weights):
+    for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
         for output in outputs_of_sum(node, heads * channels):
-            yield Sampling(value, place, weight, output, maps, points, heads, channels)
+            yield Sampling(value, location, weight, output, maps, points, heads, channels)

@@ -1,7 +1,7 @@
-"""How large batch and queries are in a trial, where a file leaves them free.
+"""Sizes of batch and queries in a trial, if a file leaves them free.
 
-A Slice [0:100] of queries does nothing to 7 of them. So a free axis is tried with several sizes, of which one is beyond every
-number that a node of the part cuts, picks, pads or compares a free size with. Where that is too many for a trial, it stays.
+A graph specialised to at most 100 queries would pass a trial with 7. So also try a size above every number with which a node of
+the part cuts, picks, pads or compares a free size. If that is too many for a trial, the attention stays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape
 
 
 def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """The size that the file fixes, of batch (0) or queries (1), and what it says of each tensor."""
+    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor."""
     tensors = [sampling.locations, sampling.weights] + [sampling.value] * (axis == 0)
     seen = [dims(tensor)[axis] for tensor in tensors]
     numbers = sorted({size for size in seen if isinstance(size, int)})
@@ -35,31 +35,31 @@ def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
 
 
 def names(sampling: Sampling, sizes: tuple[int, int]) -> dict[str, int]:
-    """What the names of sizes stand for."""
-    found: dict[str, int] = {}
+    """Return the numbers that names of sizes stand for."""
+    numbers: dict[str, int] = {}
     for axis, size in enumerate(sizes):
         for name in fixed(sampling, axis)[1]:
-            if isinstance(name, str) and found.setdefault(name, size) != size:
+            if isinstance(name, str) and numbers.setdefault(name, size) != size:
                 raise Unfit(f"its batch and queries have one name, {name}")
-    return found
+    return numbers
 
 
 def trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
-    """(batch, queries), the first for most of the trial."""
+    """Return pairs (batch, queries), the first for most of the trial."""
     most = max(_numbers(list(nodes)), default=0)
     choices = []
     for axis, few in enumerate(_FEW):
         size, seen = fixed(sampling, axis)
         if size is None:
             choices.append((few, max(most, few) + 1 + 3 * axis))
-        elif size <= most and not all(isinstance(said, int) for said in seen):
-            raise Unfit(f"the file fixes its {('batch', 'queries')[axis]} in one place and not in another")
+        elif size <= most and not all(isinstance(one, int) for one in seen):
+            raise Unfit(f"the file fixes its {('batch', 'queries')[axis]} in one tensor and not in another")
         else:
             choices.append((size,))
     batches, queries = choices
     sizes = list(dict.fromkeys([(batches[0], queries[0]), (batches[-1], queries[0]), (batches[0], queries[-1])]))
-    for place, (bs, count) in enumerate(sizes):
-        _afford(sampling, bs, count, _ELEMENTS // 4 if place else _ELEMENTS)
+    for index, (bs, count) in enumerate(sizes):
+        _afford(sampling, bs, count, _ELEMENTS // 4 if index else _ELEMENTS)
     return sizes
 
 
@@ -71,17 +71,17 @@ def _afford(sampling: Sampling, bs: int, queries: int, most: int) -> None:
 
 
 def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
-    """What a free size meets in the nodes, but for ends that mean "to the end"."""
+    """Yield the numbers that a free size meets in the nodes, except ends that mean "to the end"."""
     free = _free(nodes)
     for node in nodes:
-        found = _picked(node)
+        numbers = _picked(node)
         if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
-            found = itertools.chain(found, (n for v in node.inputs for n in _table(v)))
-        yield from (abs(int(n)) for n in found if abs(n) < _ENDLESS)
+            numbers = itertools.chain(numbers, (n for v in node.inputs for n in _table(v)))
+        yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
 
 
 def _table(value: ir.Value | None) -> list[Any]:
-    """The numbers of a constant, or of one that is moved."""
+    """Return the numbers of a constant, or of a view of a constant."""
     array = next((a for v in sources(value) if (a := constant(v)) is not None), None) if value is not None else None
     return [] if array is None else array.reshape(-1).tolist()
 
@@ -91,7 +91,7 @@ def _attribute(node: ir.Node, name: str, default: Any = None) -> Any:
 
 
 def _picked(node: ir.Node) -> Iterator[int]:
-    """The numbers with which the node takes a part of axes that the file leaves free, or makes them longer."""
+    """Yield the numbers with which the node cuts or extends axes that the file leaves free."""
     data = node.inputs[0] if node.inputs else None
     kinds = {"Slice": _of_slice, "Split": _of_split, "Gather": _of_gather, "Pad": _of_pad, "Expand": _of_expand}
     if data is not None and is_node(node, *kinds):
@@ -107,14 +107,18 @@ def _is_fixed(data: ir.Value, axis: int | None) -> bool:
     return isinstance(sizes[axis], int)
 
 
-def _given(node: ir.Node, place: int, name: str) -> list[Any]:
-    """An input, which was an attribute in older opsets."""
-    return list(_attribute(node, name, ())) or (_table(node.inputs[place]) if place < len(node.inputs) else [])
+def _input_or_attribute(node: ir.Node, index: int, name: str) -> list[Any]:
+    """Return an input, which was an attribute in older opsets."""
+    return list(_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
 
 
 def _of_slice(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    parts = [_given(node, 1, "starts"), _given(node, 2, "ends"), _given(node, 4, "steps")]
-    axes = _given(node, 3, "axes")
+    parts = [
+        _input_or_attribute(node, 1, "starts"),
+        _input_or_attribute(node, 2, "ends"),
+        _input_or_attribute(node, 4, "steps"),
+    ]
+    axes = _input_or_attribute(node, 3, "axes")
     if not axes and len(node.inputs) < 4:
         axes = list(range(max(map(len, parts))))
     for numbers in parts:
@@ -122,7 +126,7 @@ def _of_slice(node: ir.Node) -> Iterator[tuple[int | None, int]]:
 
 
 def _of_split(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    yield from ((_attribute(node, "axis", 0), n) for n in (*_given(node, 1, "split"), len(node.outputs)))
+    yield from ((_attribute(node, "axis", 0), n) for n in (*_input_or_attribute(node, 1, "split"), len(node.outputs)))
 
 
 def _of_gather(node: ir.Node) -> Iterator[tuple[int | None, int]]:
@@ -131,37 +135,37 @@ def _of_gather(node: ir.Node) -> Iterator[tuple[int | None, int]]:
 
 
 def _of_pad(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    pads, axes = _given(node, 1, "pads"), _given(node, 3, "axes")
+    pads, axes = _input_or_attribute(node, 1, "pads"), _input_or_attribute(node, 3, "axes")
     axes = axes or list(range(len(pads) // 2)) or [None]
-    yield from ((axes[place % len(axes)], n) for place, n in enumerate(pads))
+    yield from ((axes[index % len(axes)], n) for index, n in enumerate(pads))
 
 
 def _of_expand(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    yield from ((-place, n) for place, n in enumerate(reversed(_table(node.inputs[1])), 1))
+    yield from ((-index, n) for index, n in enumerate(reversed(_table(node.inputs[1])), 1))
 
 
 def _free(nodes: list[ir.Node]) -> set[ir.Value]:
-    """What is computed from sizes that the file leaves free, in an order of nodes that has inputs first."""
-    found: set[ir.Value] = set()
+    """Return the values that are computed from sizes that the file leaves free. The nodes must be in topological order."""
+    free: set[ir.Value] = set()
     for node in nodes:
-        if _is_free(node, found):
-            found.update(node.outputs)
-    return found
+        if _is_free(node, free):
+            free.update(node.outputs)
+    return free
 
 
-def _is_free(node: ir.Node, found: set[ir.Value]) -> bool:
+def _is_free(node: ir.Node, free: set[ir.Value]) -> bool:
     data = node.inputs[0] if node.inputs else None
     if is_node(node, "Shape", "Size"):
         return data is not None and not all(isinstance(size, int) for size in _measured(node, data))
-    if data in found and is_node(node, "Gather") and data is not None and is_node(shape := data.producer(), "Shape"):
+    if data in free and is_node(node, "Gather") and data is not None and is_node(shape := data.producer(), "Shape"):
         assert shape is not None
         assert shape.inputs[0] is not None
-        sizes, places = _measured(shape, shape.inputs[0]), _table(node.inputs[1])
-        return not places or not all(-len(sizes) <= p < len(sizes) and isinstance(sizes[p], int) for p in places)
+        sizes, indices = _measured(shape, shape.inputs[0]), _table(node.inputs[1])
+        return not indices or not all(-len(sizes) <= p < len(sizes) and isinstance(sizes[p], int) for p in indices)
     inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
-    return any(v in found for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+    return any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
 
 
 def _measured(node: ir.Node, data: ir.Value) -> tuple[Size, ...]:
-    """The sizes that a Shape node gives; one that is not known where it is not known how many there are."""
+    """Return the sizes that a Shape node gives; one unknown size if the rank is unknown."""
     return dims(data)[_attribute(node, "start") : _attribute(node, "end")] if data.shape is not None else (None,)

@@ -20,6 +20,7 @@ from ._search import Sampling, outputs_of_sum
 _OF_WEIGHTS = VIEWS | {"Mul", "Where", "Cast"}
 _OF_TABLE = VIEWS | {"Concat", "Cast"}
 Array = np.ndarray[Any, Any]
+Maps = tuple[tuple[int, int], ...]
 
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
@@ -43,10 +44,10 @@ def _are_of_attention(corners: list[ir.Node]) -> bool:
 
 def table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
     """Return the samplings that the sum may be, going by shapes. None is certain before a trial."""
-    found = list(_candidates(node, corners))
-    if not found:
+    samplings = list(_candidates(node, corners))
+    if not samplings:
         raise Unfit("the file does not fix the sizes of its maps, or they do not lie one behind the other")
-    return found
+    return samplings
 
 
 def _candidates(node: ir.Node, corners: list[ir.Node]) -> Iterator[Sampling]:
@@ -55,8 +56,8 @@ def _candidates(node: ir.Node, corners: list[ir.Node]) -> Iterator[Sampling]:
     assert gather.inputs[0] is not None
     assert gather.inputs[1] is not None
     values = [v for v in before(gather.inputs[0], lambda n: is_node(n, *_OF_TABLE)) if len(dims(v)) == 4]
-    places, sizes = _locations(gather.inputs[1])
-    for value, locations, maps in itertools.product(values, places, sizes):
+    tensors, sizes = _locations(gather.inputs[1])
+    for value, locations, maps in itertools.product(values, tensors, sizes):
         keys, heads, channels = dims(value)[1:]
         blocks = dims(locations)[2:5]
         numbers = (keys, heads, channels, *blocks)
@@ -76,22 +77,15 @@ def _row(corner: ir.Node) -> ir.Node | None:
     product = corner.inputs[0].producer() if corner.inputs[0] is not None else None
     if product is None or not is_node(product, "Mul"):
         return None
-    for value in product.inputs:
-        node = _behind_views(value)
-        if (
-            is_node(node, "Gather")
-            and node is not None
-            and constant(node.inputs[1]) is None
-            and node.inputs[1].dtype in INTEGER
-        ):
-            return node
-    return None
+    gathers = [node for v in product.inputs if (node := _behind_views(v)) is not None and is_node(node, "Gather")]
+    return next((node for node in gathers if constant(node.inputs[1]) is None), None)
 
 
 def _behind_views(value: ir.Value | None) -> ir.Node | None:
-    while value is not None and is_node(value.producer(), *VIEWS):
-        value = value.producer().inputs[0]
-    return None if value is None else value.producer()
+    node = None if value is None else value.producer()
+    while node is not None and is_node(node, *VIEWS):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node
 
 
 def _weights(corner: ir.Node) -> list[ir.Value]:
@@ -103,29 +97,32 @@ def _weights(corner: ir.Node) -> list[ir.Value]:
     return [v for v in reversed(values) if v.dtype not in INTEGER]
 
 
-def _locations(index: ir.Value) -> tuple[list[ir.Value], list[tuple[tuple[int, int], ...]]]:
+def _locations(index: ir.Value) -> tuple[list[ir.Value], list[Maps]]:
     """Return tensors of six axes that the index is computed from, and the sizes of maps that it is computed with."""
-    places: dict[ir.Value, None] = {}
+    tensors: dict[ir.Value, None] = {}
     sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
-    both: dict[tuple[tuple[int, int], ...], None] = {}
-    for value in indices_of_rows(index):
-        node = value.producer()
-        if node is None or not is_node(node, "Mul") or value.dtype in INTEGER:
-            continue
-        for factor, other in (node.inputs, node.inputs[::-1]):
-            array = constant(other)
-            if factor is None or array is None or array.size < 1:
-                continue
-            picked = factor.producer()
-            axis = number(picked.inputs[1]) if picked is not None and is_node(picked, "Gather") else None
-            located = picked.inputs[0] if axis in (0, 1) else factor
-            chain = [v for v in sources(located, "Cast") if len(dims(v)) == 6 and dims(v)[-1] == 2]
-            places |= dict.fromkeys(chain)
-            if axis in (0, 1):
-                sides[int(axis)][tuple(int(n) for n in array.reshape(-1))] = None
-            elif array.shape[-1] == 2 and chain:
-                levels = array.reshape(-1, 2)[:: dims(chain[-1])[4] or 1] if isinstance(dims(chain[-1])[4], int) else array[:0]
-                both[tuple((int(height), int(width)) for width, height in levels)] = None
+    both: dict[Maps, None] = {}
+    for factor, array in _scaled(index):
+        picked = factor.producer()
+        axis = number(picked.inputs[1]) if picked is not None and is_node(picked, "Gather") else None
+        located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
+        chain = [v for v in sources(located, "Cast") if len(dims(v)) == 6 and dims(v)[-1] == 2] if located is not None else []
+        tensors |= dict.fromkeys(chain)
+        if axis in (0, 1):
+            sides[int(axis)][tuple(map(int, array.reshape(-1)))] = None
+        elif array.shape[-1] == 2 and chain and isinstance(points := dims(chain[-1])[4], int) and points:
+            both[tuple((int(height), int(width)) for width, height in array.reshape(-1, 2)[::points])] = None
     pairs = itertools.product(sides[0], sides[1])
     both |= {tuple(zip(heights, widths, strict=True)): None for widths, heights in pairs if len(widths) == len(heights)}
-    return list(places), list(both)
+    return list(tensors), list(both)
+
+
+def _scaled(index: ir.Value) -> Iterator[tuple[ir.Value, Array]]:
+    """Yield floats that the index is computed from and that are multiplied by constants, and the constants."""
+    for value in indices_of_rows(index):
+        node = value.producer()
+        if node is not None and is_node(node, "Mul") and value.dtype not in INTEGER:
+            for factor, other in (node.inputs, node.inputs[::-1]):
+                array = constant(other)
+                if factor is not None and array is not None and array.ndim and np.isfinite(array).all():
+                    yield factor, array

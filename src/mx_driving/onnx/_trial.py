@@ -1,8 +1,7 @@
-"""Whether a part of an ONNX graph computes multi_scale_deformable_attn: it is run beside the operator on random inputs.
+"""Whether a part of an ONNX graph computes multi_scale_deformable_attn: run it beside the operator on random inputs.
 
-Value and weights may only be moved, multiplied, added and gathered. Steps that branch, such as floors and clips, may take part
-where locations alone decide them, and locations lie on the maps, across every border, and far away. So there is no case that
-the inputs would miss.
+The subgraph is multilinear in value and weights, so agreement on random inputs means equality with probability 1. Only locations
+may branch, by floors and clips; they are drawn on the maps, across every border, and far away, and so hit every branch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _SAMPLES = 500  # of a level, at least, in each kind of place
 
 
 def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
-    """Whether the node may take part; `linear` is what value or weights reach."""
+    """Return whether the node may take part; `linear` holds the values that depend on value or weights."""
     if is_node(node, *MOVES):
         return not any(v in linear for v in node.inputs[1:])
     if is_node(node, *_COMPUTE):
@@ -43,12 +42,12 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     if is_node(node, "Cast", "CastLike"):
         return node.outputs[0].dtype not in INTEGER or node.inputs[0] not in linear
     if is_node(node, *_BRANCHES):
-        return not any(v in linear for place, v in enumerate(node.inputs) if place not in _BRANCHES[node.op_type])
+        return not any(v in linear for index, v in enumerate(node.inputs) if index not in _BRANCHES[node.op_type])
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
 def _part(sampling: Sampling, names: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
-    """The nodes between the operator's inputs and output, held to the rules, in their order; and sizes that the file says."""
+    """Return the nodes between the operator's inputs and output, checked by the rules, in order; and sizes that the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -82,28 +81,28 @@ def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
 
 
 def _reached(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
-    """What the nodes compute from the ends, other than from their shapes."""
-    found, todo = set(ends), list(ends)
+    """Return the values that the nodes compute from the ends, other than from their shapes."""
+    reached, todo = set(ends), list(ends)
     while todo:
         inside = (use.node for use in todo.pop().uses() if use.node in nodes and not is_node(use.node, "Shape", "Size"))
-        new = [v for node in inside for v in node.outputs if v not in found]
-        found.update(new)
+        new = [v for node in inside for v in node.outputs if v not in reached]
+        reached.update(new)
         todo.extend(new)
-    return found
+    return reached
 
 
 def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
-    """The output of a Shape node, where the file says it."""
+    """Return the output of a Shape node if the file says it."""
     node = shape_of.producer()
     assert node is not None
     assert node.inputs[0] is not None
     start, end = (node.attributes[key].value if key in node.attributes else None for key in ("start", "end"))
-    known = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[start:end]]
-    return np.array(known, np.int64) if known and None not in known else None
+    sizes = [names.get(d) if isinstance(d, str) else d for d in dims(node.inputs[0])[start:end]]
+    return np.array(sizes, np.int64) if sizes and None not in sizes else None
 
 
 def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) -> Tensor:
-    """Locations around the outermost pixels of the maps in one axis or both."""
+    """Return locations around the outermost pixels of the maps in one axis or both."""
     points = torch.tensor(sampling.points)
     sides = torch.tensor([(width, height) for height, width in sampling.maps]).repeat_interleave(points, 0)
     first_or_last = torch.randint(2, (*sizes, 2), generator=random) * (sides - 1)
@@ -113,7 +112,7 @@ def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) ->
 
 
 def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
-    """Of three kinds in turn: on and around the maps, across their borders, and far away."""
+    """Return locations of three kinds in turn: on and around the maps, across their borders, and far away."""
     random = torch.Generator().manual_seed(seed)
     sizes = bs, queries, sampling.num_heads, sum(sampling.points)
     if seed % 3 == 1:
@@ -123,7 +122,7 @@ def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
 
 
 def inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Random value, locations and weights, as the file's axes have them."""
+    """Return random value, locations and weights, with the axes that the file has."""
     random = torch.Generator().manual_seed(seed)
     blocks = (
         (sampling.num_heads, sampling.channels) if len(dims(sampling.value)) == 4 else (sampling.num_heads * sampling.channels,)
@@ -135,41 +134,41 @@ def inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor
 
 
 def tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
-    """spatial_shapes and level_start_index"""
+    """Return spatial_shapes and level_start_index."""
     areas = [height * width for height, width in sampling.maps]
     return [list(m) for m in sampling.maps], [0, *itertools.accumulate(areas)][:-1]
 
 
 def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
-    """Which sample of a query stands at each place when every level has as many points as the largest, and 1 or 0 for it."""
+    """Return indices of samples that give every level as many points as the largest level has, and a mask: 0 for padding."""
     most, starts = max(points), [0, *itertools.accumulate(points)]
-    places = [
+    indices = [
         (start + min(p, count - 1), float(p < count)) for start, count in zip(starts, points, strict=False) for p in range(most)
     ]
-    return [place for place, _ in places], [mask for _, mask in places]
+    return [index for index, _ in indices], [mask for _, mask in indices]
 
 
 def bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The five inputs of the operator: value, locations and weights of the graph, with its axes of levels and points."""
+    """Return the five inputs of the operator, of value, locations and weights in the graph's axes."""
     value, locations, weights = inputs
     bs, queries = locations.shape[:2]
-    places, mask = padding(sampling.points)
+    indices, mask = padding(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
-    locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, places].unflatten(3, (levels, most))
-    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., places] * torch.tensor(mask, dtype=weights.dtype)
+    locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, indices].unflatten(3, (levels, most))
+    weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., indices] * torch.tensor(mask, dtype=weights.dtype)
     shapes, starts = (torch.tensor(table) for table in tables(sampling))
     return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
 
 
 def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
-    """The operator in float64, and the largest sum of absolute terms, to which rounding is proportional."""
+    """Return the operator's output in float64, and the largest sum of absolute terms, to which rounding is proportional."""
     called = bare_inputs(sampling, tuple(t.double() for t in inputs))
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
 def sizes_read(sampling: Sampling) -> list[ir.Value]:
-    """Sizes that the part of the graph reads from tensors outside it."""
+    """Return sizes that the part of the graph reads from tensors outside it."""
     return _part(sampling, _sizes.names(sampling, _sizes.ANY))[1]
 
 
@@ -179,7 +178,7 @@ def part_nodes(sampling: Sampling) -> list[ir.Node]:
 
 
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
-    """The part of the graph between the operator's inputs and its output, whole by itself; sizes are inputs, too."""
+    """Return the part of the graph between the operator's inputs and its output as a model. Sizes are inputs, too."""
     ends = [sampling.value, sampling.locations, sampling.weights, *sizes]
     graph = ir.convenience.extract(model.graph, ends, [sampling.output])
     for value in graph.inputs:
@@ -199,7 +198,7 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
 
 
 def _dtypes(sampling: Sampling) -> list[Any]:
-    """Of value, locations and weights."""
+    """Return the dtypes of value, locations and weights."""
     dtypes = [end.dtype for end in (sampling.value, sampling.locations, sampling.weights)]
     for dtype in dtypes:
         if dtype is None or dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
@@ -208,29 +207,29 @@ def _dtypes(sampling: Sampling) -> list[Any]:
 
 
 def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """The output of the part of the graph, and the inputs that gave it."""
+    """Yield outputs of the part of the graph, and the inputs that gave them."""
     names = _sizes.names(sampling, _sizes.ANY)
     nodes, sizes = _part(sampling, names)
     _dtypes(sampling)
     tried = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _session(model, sampling, sizes)
-    for place, (bs, queries) in enumerate(tried):
+    for index, (bs, queries) in enumerate(tried):
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         names = _sizes.names(sampling, (bs, queries))
         fixed = {str(s.name): _size(s, names) for s in sizes}
-        for seed in range(3 * -(-_SAMPLES // samples) if place == 0 else 1):
+        for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
             yield _run(session, sampling, fixed, inputs(sampling, seed, bs, queries))
 
 
 def _run(
-    session: Any, sampling: Sampling, fixed: dict[str, Any], given: tuple[Tensor, ...]
+    session: Any, sampling: Sampling, fixed: dict[str, Any], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     ends = sampling.value, sampling.locations, sampling.weights
-    arrays = [t.numpy().astype(dtype) for t, dtype in zip(given, _dtypes(sampling), strict=True)]
+    arrays = [t.numpy().astype(dtype) for t, dtype in zip(tensors, _dtypes(sampling), strict=True)]
     feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
-    taken = {i.name for i in session.get_inputs()}
+    names = {i.name for i in session.get_inputs()}
     with _onnxruntime():
-        (output,) = session.run(None, {name: array for name, array in feeds.items() if name in taken})
+        (output,) = session.run(None, {name: array for name, array in feeds.items() if name in names})
     return torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
 
 

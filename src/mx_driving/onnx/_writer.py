@@ -22,7 +22,7 @@ def names(model: ir.Model) -> set[str]:
 
 
 @contextlib.contextmanager
-def written(model: ir.Model, old: ir.Value) -> Iterator[Writer]:
+def open_writer(model: ir.Model, old: ir.Value) -> Iterator[Writer]:
     """A writer in place of the old tensor. Where a form does not fit, it leaves the graph as it is."""
     write = Writer(model, old)
     try:
@@ -36,12 +36,12 @@ class Writer:
     """Nodes in place of an old tensor, whose names begin with its name."""
 
     def __init__(self, model: ir.Model, old: ir.Value) -> None:
-        self.model, self.old, self.taken, self.tape = model, old, names(model), ir.tape.Tape()
+        self.model, self.old, self.used, self.tape = model, old, names(model), ir.tape.Tape()
 
     def fresh(self, what: str) -> str:
         free = (f"{self.old.name}/{what}{number or ''}" for number in itertools.count())
-        name = next(name for name in free if name not in self.taken)
-        self.taken.add(name)
+        name = next(name for name in free if name not in self.used)
+        self.used.add(name)
         return name
 
     def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
@@ -75,8 +75,8 @@ class Writer:
     def forget(self) -> None:
         """Nothing reads for nodes that are not put in place."""
         for node in self.tape.nodes:
-            for place in range(len(node.inputs)):
-                node.replace_input_with(place, None)
+            for index in range(len(node.inputs)):
+                node.replace_input_with(index, None)
 
     def put_first(self) -> None:
         """Insert the new nodes, which read tables alone, before all others."""
