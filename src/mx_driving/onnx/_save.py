@@ -43,8 +43,8 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
 def _why_not(model: ir.Model, path: Path) -> str | None:
     """Return the error of onnx's checker or of onnxruntime, if any.
 
-    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node. A kernel that onnxruntime lacks
-    is no error for another runtime.
+    A file whose nodes need other libraries is not loaded. Nodes of a form are loaded as our node. A kernel that onnxruntime
+    lacks is no error for another runtime.
     """
     try:
         onnx.checker.check_model(path)

@@ -1,7 +1,7 @@
 """Whether a part of an ONNX graph computes multi_scale_deformable_attn: run it beside the operator on random inputs.
 
-The subgraph is multilinear in value and weights, so agreement on random inputs means equality with probability 1. Only locations
-may branch, by floors and clips; they are drawn on the maps, across every border, and far away, and so hit every branch.
+The subgraph is multilinear in value and weights, so agreement on random inputs means equality with probability 1. Only
+locations may branch, by floors and clips; they are drawn on the maps, across every border, and far away: they hit every branch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
 
 
 def _part(sampling: Sampling, names: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes between the operator's inputs and output, checked by the rules, in order; and sizes that the file says."""
+    """Return the nodes between the operator's inputs and output, checked and in order, and sizes that the file says."""
     ends = {sampling.value, sampling.locations, sampling.weights}
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
