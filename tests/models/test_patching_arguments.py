@@ -225,6 +225,33 @@ def test_a_derived_class_that_changes_what_forward_calls_keeps_its_code(kind, ca
         torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
 
 
+class WithOptions(libraries.Paper):
+    """A factor and a switch that the trial leaves at their defaults."""
+
+    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4, temperature=1.0, doubled=False):
+        super().__init__(d_model, n_levels, n_heads, n_points)
+        self.temperature, self.doubled = temperature, doubled
+
+    def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
+        layers = self.sampling_offsets(query), self.attention_weights(query) / self.temperature
+        value, given = self.rows(input_flatten), self.samples(reference_points, input_spatial_shapes, *layers)
+        return self.output_proj(plain_core(value, input_spatial_shapes, *given)) * (2 if self.doubled else 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "called"), [({}, WITH_LOGITS), ({"temperature": 2.0}, BARE), ({"doubled": True}, BARE)], ids=str
+)
+def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, called):
+    module = build(WithOptions)
+    for name, value in options.items():
+        setattr(module, name, value)
+    given = given_to(module, masked=False)
+    expected = module(**given)
+    with patched(WithOptions):
+        assert operators(module, **given) == [called]
+        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+
+
 class BoxesRefused(libraries.Paper):
     """A copy that knows points alone."""
 

@@ -50,6 +50,10 @@ ROLES = {
     "boxes": ("bbox_results",),
 }
 LISTED = {"value_spatial_shapes", "value_shapes"}  # names of shapes that are a list
+# attributes that forms read themselves, or that change nothing but the way
+_READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "training"}
+_READ_BY_FORMS |= {"_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
+_UNREADABLE = object()
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
 
 
@@ -109,6 +113,7 @@ class Attention:
     masked: bool = True  # whether the trial gives a mask
     layout: ValueLayout = ROWS  # of memory, which has its heads already where this is another one
     tried: frozenset[tuple[int, bool]] = frozenset()  # numbers of a reference, and whether there is memory: what agreed
+    options: tuple[tuple[str, Any], ...] = ()  # switches and factors of the module that was tried, by name
     needs: frozenset[str] = frozenset(("query", "reference"))  # roles of forward's parameters
     kind: str = ATTENTION
 
@@ -154,14 +159,24 @@ class Attention:
         """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
         return bool(_counts_of(module)) == (self.sample is _uneven)
 
+    def has_options(self, module: Any) -> bool:
+        """Return whether the module's switches and factors are those of the module that was tried."""
+        return all(getattr(module, name, None) == value for name, value in self.options)
+
     def can_attend(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the form was tried on such arguments."""
         mask, reference = arguments.get("mask"), arguments["reference"]
         if not (is_mask(mask) and (self.masked or mask is None) and are_whole(arguments) and isinstance(reference, Tensor)):
             return False
-        if (reference.shape[-1], arguments.get("memory") is not None) not in self.tried:
+        if (reference.shape[-1], arguments.get("memory") is not None) not in self.tried or not self.has_options(module):
             return False
         return self.serves(module, arguments) and not (self.weights and weights_may_be_watched(module))
+
+
+def options_of(module: Any, attributes: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows."""
+    values = {name: getattr(module, name, _UNREADABLE) for name in sorted(attributes - _READ_BY_FORMS)}
+    return tuple((name, value) for name, value in values.items() if isinstance(value, (bool, float, str, type(None))))
 
 
 def is_mask(mask: Any) -> bool:

@@ -61,7 +61,8 @@ class Motion(Attention):
 
     def can_attend(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the form was tried on such arguments."""
-        return isinstance(arguments["memory"], Tensor) and is_mask(arguments.get("mask")) and are_whole(arguments)
+        usual = isinstance(arguments["memory"], Tensor) and is_mask(arguments.get("mask")) and are_whole(arguments)
+        return usual and self.has_options(module)
 
     def examples(self, module: Any, sizes: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
         """Return arguments for the trial, by role: all of them, and what is needed."""

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_in
+from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_in, options_of
 from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels
 from ._motion import Motion
-from ._parameters import Parameters
+from ._parameters import Parameters, attributes_used
 from ._pools import Pool, calls_compiled
 
 _Inputs = Mapping[Any, Any]
@@ -229,7 +229,8 @@ def _agreeing_attention(form: Attention, kind: type, built: dict[str, Any]) -> A
                 refusals.append(error)
     if not any(has_memory for _, has_memory in tried):
         raise refusals[0]
-    return dataclasses.replace(form, tried=frozenset(tried))
+    options = options_of(module, attributes_used(kind, original))
+    return dataclasses.replace(form, tried=frozenset(tried), options=options)
 
 
 def _attended(form: Attention, module: Any, **inputs: Any) -> Any:
