@@ -351,4 +351,4 @@ def test_empty_calls_are_right(tmp_path, axis):
     feat = feat[..., : shape[-1]].clone().requires_grad_()
     with record.recording(tmp_path / "calls", every=1):
         mx_driving.bev_pool_v3(depth, feat, *ranks, shape).sum().backward()
-    assert "1 calls are right" in judged(tmp_path / "calls")
+    assert "1 call is right" in judged(tmp_path / "calls")

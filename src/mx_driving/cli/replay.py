@@ -112,6 +112,6 @@ def _judge_all(calls: Any, total: int, console: Any) -> tuple[list[Any], list[st
 def _outcome(wrong: int, judged: int, problems: int) -> str:
     """Return the last line."""
     if not wrong and not problems:
-        return f"all is well[/]: {judged} calls are right"
+        return f"all is well[/]: {judged} {'call is' if judged == 1 else 'calls are'} right"
     calls = f"{wrong} of {judged} calls wrong" if judged else "no call was judged"
     return calls + (f", {problems} {'thing' if problems == 1 else 'things'} not read" if problems else "") + "[/]"
