@@ -192,9 +192,10 @@ def _is_autocast_on(device: str) -> bool:
 
     try:
         return torch.is_autocast_enabled(device)  # pyright: ignore
-    except (RuntimeError, TypeError):  # an older torch, or a device without autocast
-        module: Any = getattr(torch, device, None)
-        return bool(getattr(module, "is_autocast_enabled", torch.is_autocast_enabled)())
+    except (RuntimeError, TypeError):  # torch before 2.4, or a device without autocast
+        older = {"cpu": "is_autocast_cpu_enabled", "cuda": "is_autocast_enabled"}.get(device, "")
+        owner: Any = torch if older else getattr(torch, device, None)
+        return bool(getattr(owner, older or "is_autocast_enabled", bool)())
 
 
 def _has_nan(t: Tensor) -> bool:

@@ -538,6 +538,14 @@ def test_calls_under_autocast_are_right(operator, dtype, tmp_path):
     assert judged.output.count(" right ") == 1 + len(leaves)
 
 
+def test_older_torch_has_a_query_of_autocast_for_each_device(monkeypatch):
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda: "of cuda")  # before torch 2.4
+    monkeypatch.setattr(torch, "is_autocast_cpu_enabled", lambda: False)
+    monkeypatch.setattr(torch, "npu", types.SimpleNamespace(is_autocast_enabled=lambda: True), raising=False)
+    devices = ("cpu", "cuda", "npu", "mps", "nowhere")
+    assert [record._is_autocast_on(device) for device in devices] == [False, True, True, False, False]
+
+
 def test_of_one_tensor_in_two_places_only_its_own_gradient_is_left_out(attention, tmp_path):
     """Autograd brings it the sum of two gradients, which is no result of the operator."""
     rows, one = torch.rand(12, 1, requires_grad=True), torch.zeros(12, dtype=torch.long)
