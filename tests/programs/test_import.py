@@ -19,6 +19,7 @@ import torch
 from programs import python
 
 import mx_driving
+import mx_driving_portable
 from mx_driving import _backends, config
 
 WATCH = """
@@ -44,7 +45,7 @@ def test_import_only_registers():
     assert not [name for name in found["new"] if name.startswith(PROGRAMS)]
     events = [(event, name) for event, name in found["events"] if event != "open"]
     assert events == [("ctypes.dlopen", str(LIBRARY))] * (_backends.native.why_by_ctypes() is None)
-    folders = (*found["folders"], sysconfig.get_path("stdlib"))
+    folders = (*found["folders"], str(pathlib.Path(mx_driving_portable.__file__).parent), sysconfig.get_path("stdlib"))
     opened = [name for event, name in found["events"] if event == "open"]
     assert opened  # the watch works
     assert all(name.startswith(folders) for name in opened), opened
