@@ -281,10 +281,10 @@ release-check: $(STAMP)
 version:
 	grep -qx 'version = "$(TAG:v%=%)"' pyproject.toml
 
-# Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; DRY=1 goes through the steps without a GPU.
+# Tests and measures the GPU kernels with $(PYTHON)'s own torch, offline; OUT=folder gets the results; DRY=1 needs no GPU.
 .PHONY: check-gpu
 check-gpu:
-	PYTHON=$(PYTHON) DRY=$(DRY) benchmarks/check_gpu
+	PYTHON=$(PYTHON) DRY=$(DRY) $(if $(OUT),OUT=$(OUT)) benchmarks/check_gpu
 
 clean:
 	rm -rf $(VENV) $(TOOLS) $(TESTED) build dist

@@ -225,6 +225,12 @@ def measure(workload: Workload, dtype: torch.dtype, peaks: ceilings.Ceilings, na
             yield _row(workload, dtype, direction, name, seconds, mine, least)
 
 
+def run_once(workload: Workload, dtype: torch.dtype) -> None:
+    args = make_inputs(workload, dtype)
+    output = ours(workload, False, args[0])(*args)
+    ours(workload, True, torch.ones_like(output))(*args)
+
+
 def _times(workload: Workload, args: Args, grad: Tensor, backward: bool, names: list[str]) -> Iterator[tuple[str, float]]:
     """Implementations and their seconds, our kernel first."""
     rotated = copies(args)
@@ -270,6 +276,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes, PTX executed on the CPU; measures nothing")
     parser.add_argument("--all", action="store_true", help="also the workloads of `mx-driving bench`")
+    parser.add_argument("--once", action="store_true", help="each of our kernels once, for a profiler; measures nothing")
     parser.add_argument("--ours", action="store_true", help="without rivals")
     parser.add_argument("--rivals", default=",".join(RIVALS), help=f"of {', '.join(RIVALS)}; default all")
     parser.add_argument("--dtype", help="float32, bfloat16 or float16; default all")
@@ -301,11 +308,13 @@ def main() -> None:
     elif not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; --dry-run checks this script without one")
     print(machine(), "mx_driving", mx_driving.__version__)
+    dtypes = [dtype for dtype in DTYPES if options.dtype in (None, str(dtype).removeprefix("torch."))]
+    workloads = (*CALLS, *(w for w in WORKLOADS if w.row.samples)) if options.all else CALLS[2:] if DRY else CALLS
+    if options.once:
+        return _all([functools.partial(run_once, workload, dtype) for workload in workloads for dtype in dtypes])
     peaks = ceilings.measure(lambda call: events(call, 1), DEVICE, DRY)
     if not DRY:
         print("ceilings, GB/s:", ", ".join(f"{name} {value / 1e9:.0f}" for name, value in peaks._asdict().items()))
-    dtypes = [dtype for dtype in DTYPES if options.dtype in (None, str(dtype).removeprefix("torch."))]
-    workloads = (*CALLS, *(w for w in WORKLOADS if w.row.samples)) if options.all else CALLS[2:] if DRY else CALLS
     name = "dry-run" if DRY else re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     path = options.out or (pathlib.Path("/dev/null") if DRY else RESULTS / f"{name}.csv")
     constant = {column: round(value / 1e9) for column, value in zip(PEAKS, peaks, strict=True)} | {"machine": machine()}
