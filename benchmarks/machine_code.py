@@ -33,7 +33,7 @@ from triton.runtime.jit import JITFunction
 from mx_driving import _backends
 
 TARGETS = (80, 90, 100)
-AMD = tuple(_backends.triton.AMD)
+AMD = ("gfx942", "gfx950", "gfx1100")
 Target = int | str
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 

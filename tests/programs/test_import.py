@@ -21,6 +21,8 @@ from programs import python
 import mx_driving
 import mx_driving_portable
 from mx_driving import _backends, config
+from mx_driving._dispatch.choose import choose
+from mx_driving._operators import OPERATORS
 
 WATCH = """
 import json, sys, torch
@@ -87,13 +89,14 @@ def test_without_the_library_the_reference_serves_and_says_why():
 
 @pytest.fixture
 def gpu_of(monkeypatch):
-    """Makes torch report a GPU; gives what backends() then says of it."""
+    """Make torch report GPUs; return the sentence of backends() about them."""
 
-    def say(capability=(9, 0), hip=None, arch="", **have):
+    def say(*capabilities, hip=None, arch="", **have):
+        capabilities = capabilities or ((9, 0),)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capability)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i: capabilities[i])
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: types.SimpleNamespace(gcnArchName=arch))
         monkeypatch.setattr("importlib.util.find_spec", lambda name: have.get("triton", True) or None)
         monkeypatch.setattr("shutil.which", lambda name: have.get("compiler", True) or None)
@@ -115,17 +118,34 @@ def test_backends_say_which_gpu_is_served(gpu_of):
 
 @pytest.mark.needs("Sampling by Triton")
 def test_backends_say_what_to_do_about_a_gpu_that_is_not_served(gpu_of):
-    assert gpu_of(capability=(7, 5)) == (
-        "reference: compute capability 7.5, and the GPU kernels need 8.0; "
-        "where a newer GPU is there, CUDA_VISIBLE_DEVICES can hide the old one"
-    )
+    assert gpu_of((7, 5)) == "reference: compute capability 7.5, and the GPU kernels need 8.0"
     assert gpu_of(hip="6.4", arch="gfx1030") == (
-        "reference: the GPU is a gfx1030, and the GPU kernels are compiled for gfx942, gfx950, gfx1100; "
-        "where one of these is there, HIP_VISIBLE_DEVICES can hide the other"
+        f"reference: the GPU is a gfx1030, and the GPU kernels are compiled for {', '.join(_backends.triton.AMD)}"
     )
     assert gpu_of(triton=False) == "reference: Triton is not installed; pip install triton brings it"
     compiler = "reference: Triton finds no C compiler; install gcc or clang, or name one in CC"
     assert gpu_of(compiler=False) == gpu_of(compiler=False, hip="6.4", arch="gfx1100") == compiler
+
+
+@pytest.mark.needs("Sampling by Triton")
+def test_an_old_gpu_does_not_switch_a_new_one_off(gpu_of):
+    assert gpu_of((7, 5), (9, 0)).startswith("Triton; ")
+    operator = OPERATORS[cases.MULTI_SCALE]
+    for index, backend in ((0, "reference"), (1, "triton")):
+        inputs = [types.SimpleNamespace(device=torch.device("cuda", index), dtype=torch.float32, shape=(1, 1))] * 5
+        assert choose(operator, "cuda", inputs)[0] == backend
+
+
+def test_intel_gpus_need_a_triton_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 1)
+    _backends.triton.why_not.cache_clear()
+    assert mx_driving.backends()["xpu"][cases.MULTI_SCALE].startswith("reference: ")
+    monkeypatch.undo()
+    _backends.triton.why_not.cache_clear()
+    assert "xpu" not in mx_driving.backends()
+    for name in (cases.MULTI_SCALE, cases.MULTI_SCALE_LOGITS, "bev_pool_v3_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"mx_driving::{name}", "XPU")
 
 
 def test_environment_switches_the_gpu_kernels_off():
@@ -142,6 +162,8 @@ LIBRARY = config.library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
 from mx_driving import _backends, config
+from mx_driving._dispatch.choose import choose
+from mx_driving._operators import OPERATORS
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):

@@ -19,8 +19,8 @@ def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple
         if inputs and not _backends.native.serves(inputs[0]):
             return "reference", "value has more rows than the native kernels number"
         return "native", ""
-    if device == "cuda":
-        if reason := _backends.triton.why_not():
+    if device in _backends.triton.DEVICES:
+        if reason := _backends.triton.why_not(device, inputs[0].device.index if inputs else None):
             return "reference", reason
         if inputs and not _backends.triton.serves(*_floating(operator, inputs)):
             return "reference", "an input is float64, or value has more rows than the Triton kernels number"
@@ -46,12 +46,12 @@ def backends() -> dict[str, dict[str, str]]:
     beside = mx_driving_portable.beside()
     end = f"; {beside}" if beside else ""
     return {
-        device: {name: _describe(*choose(operator, device)) + end for name, operator in OPERATORS.items()}
-        for device in ("cpu", "cuda", "other")
+        device: {name: _describe(device, *choose(operator, device)) + end for name, operator in OPERATORS.items()}
+        for device in ("cpu", "cuda", *(["xpu"] if torch.xpu.is_available() else []), "other")
     }
 
 
-def _describe(backend: str, reason: str) -> str:
+def _describe(device: str, backend: str, reason: str) -> str:
     if backend == "reference":
         return f"reference: {reason}"
     if backend == "native":
@@ -60,5 +60,5 @@ def _describe(backend: str, reason: str) -> str:
         isa, threads = _backends.native.isa(), _backends.native.threads()
         return f"native C++, {isa}, {threads}{way}; float32, float64, float16, bfloat16"
     how = "composition over the Triton kernel: " if backend == "composition" else ""
-    label = ", compiled but never run on AMD" if torch.version.hip else ""
+    label = ", compiled but never run on AMD" if torch.version.hip else ", never run on Intel's GPUs" if device == "xpu" else ""
     return f"{how}Triton{label}; float32, float16, bfloat16; float64: reference"

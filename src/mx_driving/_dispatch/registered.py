@@ -33,7 +33,7 @@ class Registered:
 
     suffix = ""  # of the name
     value = 0  # the index of value among the arguments
-    autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA")
+    autocast_keys: tuple[str, ...] = ("AutocastCPU", "AutocastCUDA", "AutocastXPU")
 
     def __init__(self, operator: Operator) -> None:
         self.operator, self.name = operator, operator.name + self.suffix
@@ -45,7 +45,6 @@ class Registered:
         self.kernels = {
             "native": self.native_kernel(),
             "triton": self.run_triton,
-            "composition": self.run_composition,
             "reference": self.run_reference,
         }
         self.function = self.make_function()
@@ -58,7 +57,7 @@ class Registered:
         torch.library.register_vmap(f"mx_driving::{name}", self.vmap, lib=_library)
         _library.impl(name, self.autograd, "Autograd", with_keyset=True)
         torch.library.register_fake(f"mx_driving::{name}", self.fake, lib=_library)
-        for key, device in (("CPU", "cpu"), ("CUDA", "cuda"), ("CompositeExplicitAutograd", "other")):
+        for key, device in (("CPU", "cpu"), ("CUDA", "cuda"), ("XPU", "xpu"), ("CompositeExplicitAutograd", "other")):
             if key != "CPU" or _CPU_IN_PYTHON:
                 _library.impl(name, self.kernel_of(device), key)
         self.register_decomposition()
@@ -162,6 +161,8 @@ class Registered:
     def run(self, device: str, *args: Any) -> Any:
         self.check(*args)
         backend, _ = choose(self.operator, device, args[self.value : self.count])
+        if backend == "composition":
+            return self.run_composition(device, *args)
         return self.kernels[backend](*args)
 
     def native_kernel(self) -> Callable[..., Any]:
@@ -171,9 +172,9 @@ class Registered:
         """Import the Triton kernel at the first call."""
         return _backends.triton.kernel(self.operator.name, False)(*args)
 
-    def run_composition(self, *args: Any) -> Any:
+    def run_composition(self, device: str, *args: Any) -> Any:
         """An operator with logits over the kernel of its bare operator."""
-        bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, "cuda")
+        bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, device)
         return _composition.forward(self.operator.name, bare)(*args)
 
     def run_reference(self, *args: Any) -> Any:
@@ -272,8 +273,8 @@ class RegisteredBackward(Registered):
     def run_triton(self, *args: Any) -> Any:
         return _backends.triton.kernel(self.operator.name, True)(*args)
 
-    def run_composition(self, *args: Any) -> Any:
-        bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, "cuda")
+    def run_composition(self, device: str, *args: Any) -> Any:
+        bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
         return _composition.backward(self.operator.name, bare)(*args)
 
 

@@ -17,56 +17,64 @@ from torch import Tensor
 from ... import _checks
 
 _ON = _checks.flags.flag("MX_DRIVING_TRITON", default=True)
-# AMD's GPUs that the kernels are compiled for in tests/helpers/machine_code.py.
-AMD = {"gfx942": "CDNA 3", "gfx950": "CDNA 4", "gfx1100": "RDNA 3"}
+# AMD's GPUs that the kernels compile for. benchmarks/machine_code.py reads the code of the first, the second and the fourth.
+AMD = {
+    "gfx942": "CDNA 3", "gfx950": "CDNA 4", "gfx90a": "CDNA 2", "gfx1100": "RDNA 3", "gfx1101": "RDNA 3", "gfx1102": "RDNA 3",
+    "gfx1200": "RDNA 4", "gfx1201": "RDNA 4",
+}  # fmt: skip
+DEVICES = ("cuda", "xpu")  # PyTorch's device types that Triton compiles for; "cuda" is AMD's GPUs, too
 _MOST_ROWS = 1 << 30  # rows are numbered in 32 bits, with room for a neighbour on each side
 _OLDEST = (8, 0)
 
 
 @functools.cache
-def why_not() -> str | None:
-    """Why these kernels cannot be used on this machine's GPUs, and what to do; None when they can."""
+def why_not(device: str = "cuda", index: int | None = None) -> str | None:
+    """Return why these kernels cannot serve a GPU, and what to do; None if they can.
+
+    Without an index, return None if they can serve one of this machine's GPUs: an old card beside a new one is a matter of
+    the calls that run on it.
+    """
     if not _ON:
         return "MX_DRIVING_TRITON=0 is set; unset it to use the GPU kernels"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; pip install {'triton-windows' if sys.platform == 'win32' else 'triton'} brings it"
     if too_old := _checks.needs.lacks("Sampling by Triton"):
         return too_old
-    if not torch.cuda.is_available():
-        return None  # an interpreter, or a machine without a GPU
-    return _of_amd() if torch.version.hip else _of_nvidia()
+    gpus = getattr(torch, device)
+    if not gpus.is_available():
+        return None  # tests execute the kernels' PTX on the CPU
+    check = _why_not_xpu if device == "xpu" else _why_not_amd if torch.version.hip else _why_not_nvidia
+    reasons = [check(i) for i in (range(gpus.device_count()) if index is None else [index])]
+    return reasons[0] if all(reasons) else _why_no_compiler()
 
 
-def _of_nvidia() -> str | None:
-    oldest = min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
-    if oldest < _OLDEST:
-        return (
-            f"compute capability {oldest[0]}.{oldest[1]}, and the GPU kernels need {_OLDEST[0]}.{_OLDEST[1]}; "
-            "where a newer GPU is there, CUDA_VISIBLE_DEVICES can hide the old one"
-        )
-    return _no_compiler()
+def _why_not_nvidia(index: int) -> str | None:
+    major, minor = torch.cuda.get_device_capability(index)
+    if (major, minor) >= _OLDEST:
+        return None
+    return f"compute capability {major}.{minor}, and the GPU kernels need {_OLDEST[0]}.{_OLDEST[1]}"
 
 
-def _of_amd() -> str | None:
-    names = [torch.cuda.get_device_properties(i).gcnArchName.split(":")[0] for i in range(torch.cuda.device_count())]
-    others = sorted(set(names) - set(AMD))
-    if others:
-        return (
-            f"the GPU is a {others[0]}, and the GPU kernels are compiled for {', '.join(AMD)}; "
-            "where one of these is there, HIP_VISIBLE_DEVICES can hide the other"
-        )
-    return _no_compiler()
+def _why_not_amd(index: int) -> str | None:
+    name = torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    return None if name in AMD else f"the GPU is a {name}, and the GPU kernels are compiled for {', '.join(AMD)}"
 
 
-def _no_compiler() -> str | None:
-    """Triton builds its launcher with a C compiler at a kernel's first call, and fails there without one."""
+def _why_not_xpu(index: int) -> str | None:
+    from triton.backends import backends
+
+    return None if "intel" in backends else "this Triton compiles nothing for Intel's GPUs; pytorch-triton-xpu does"
+
+
+def _why_no_compiler() -> str | None:
+    """Return why Triton cannot build a launcher at a kernel's first call, for which it needs a C compiler."""
     if sys.platform == "win32" or os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"):
         return None  # Windows' Triton brings a compiler along
     return "Triton finds no C compiler; install gcc or clang, or name one in CC"
 
 
 def serves(value: Tensor, *others: Tensor) -> bool:
-    """Whether these kernels take such a call. float64, and a value of more rows than they can number, go to the reference."""
+    """Return whether these kernels take such a call. float64, and a value of more than 2**30 rows, go to the reference."""
     return torch.float64 not in (value.dtype, *(t.dtype for t in others)) and value.shape[1] <= _MOST_ROWS
 
 

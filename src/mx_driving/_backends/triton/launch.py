@@ -28,12 +28,13 @@ _NVIDIA = Gpu(32, True)
 
 
 def gpu() -> Gpu:
-    """The GPU that the next launch runs on, or is compiled for."""
-    if not torch.version.hip:
+    """Return the GPU that the next launch runs on, or is compiled for."""
+    if not torch.version.hip and not getattr(torch.version, "xpu", None):
         return _NVIDIA
     from triton.runtime.driver import driver
 
-    return Gpu(driver.active.get_current_target().warp_size, False)
+    target = driver.active.get_current_target()
+    return Gpu(target.warp_size, target.backend == "cuda")
 
 
 class Layout(NamedTuple):
@@ -114,10 +115,11 @@ def unroll(points: int) -> int:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Makes `device` the current one: Triton launches on the current device and its current stream."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    """Make `device` the current one: Triton launches on the current device and its current stream."""
+    if device.type not in ("cuda", "xpu"):
         return contextlib.nullcontext()
-    return torch.cuda.device(device)
+    gpus = getattr(torch, device.type)
+    return contextlib.nullcontext() if device.index == gpus.current_device() else gpus.device(device)
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
