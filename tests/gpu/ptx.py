@@ -280,16 +280,22 @@ class Machine:
         values = self.by_warp(self.read_all(instruction.operands[1], "s32", lanes)[:, 0], lanes)
         self.write(instruction.operands[0], np.repeat(values.sum(1, dtype=np.int32), WARP), "s32", lanes)
 
-    def run_ldmatrix(self, instruction: Instruction, lanes: Any) -> None:
-        """Matrices of 8 x 8 x 16 bits: lane 8 * m + r has the address of row r of matrix m, and lane l gets two elements of
-        row l // 4 of each."""
-        if not re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", instruction.opcode):
+    def matrix_words(self, instruction: Instruction, address: str, lanes: Any) -> Array:
+        """Indices [matrix, thread] of words: lane 8 * m + r has the address of row r of matrix m, lane l a word of row l // 4."""
+        if not re.fullmatch(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", instruction.opcode):
             raise Fault(f"{instruction.opcode} is not known")
-        names = _names(instruction.operands[0])
-        words = self.by_warp(self.shared_index(instruction.operands[1], 4, 4, lanes), lanes)
-        for matrix, name in enumerate(names):
-            pairs = words[:, 8 * matrix : 8 * matrix + 8].reshape(-1)
-            self.write(name, self.shared.view(np.uint32)[pairs], "b32", lanes)
+        words = self.by_warp(self.shared_index(address, 4, 4, lanes), lanes)
+        return words.reshape(-1, 4, WARP).swapaxes(0, 1).reshape(4, -1)
+
+    def run_ldmatrix(self, instruction: Instruction, lanes: Any) -> None:
+        words = self.matrix_words(instruction, instruction.operands[1], lanes)
+        for name, index in zip(_names(instruction.operands[0]), words, strict=False):
+            self.write(name, self.shared.view(np.uint32)[index], "b32", lanes)
+
+    def run_stmatrix(self, instruction: Instruction, lanes: Any) -> None:
+        words = self.matrix_words(instruction, instruction.operands[0], lanes)
+        for values, index in zip(self.read_all(instruction.operands[1], "b32", lanes).T, words, strict=False):
+            self.shared.view(np.uint32)[index] = values
 
 
 class Driver:

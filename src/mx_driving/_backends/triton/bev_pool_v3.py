@@ -58,16 +58,24 @@ def _dots(
     tl.store(dots + point, tl.sum(g * v, 1)[:, None], mask=point < count)
 
 
+_FEWEST_ROWS = 4  # points of a cell whose three reads, one after the other, are in flight together
+
+
 @functools.lru_cache(maxsize=256)
 def _options(channels: int, itemsize: int, lanes: int) -> dict[str, int]:
     tile = launch.tile(channels, min(16 // itemsize, launch.MOST_HELD), 1, lanes)
-    return {"CHANNELS": channels, "ROWS": tile.rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
+    rows = max(tile.rows, _FEWEST_ROWS)
+    return {"CHANNELS": channels, "ROWS": rows, "COLUMNS": tile.columns, "num_warps": tile.warps}
 
 
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The points in the order of a rank, and where those of each rank begin. A rank that has no row is left out."""
-    ordered, order = ranks.long().sort(stable=True)
-    return order, torch.searchsorted(ordered, torch.arange(rows + 1, device=ranks.device))
+    """Return the points in the order of a rank, and where those of each rank begin. A rank that has no row is left out.
+
+    int32 ranks stay int32: a radix sort of int64 takes twice the passes.
+    """
+    ordered, order = ranks.sort(stable=True)
+    firsts = torch.arange(rows + 1, device=ranks.device)  # int64: `rows` may be 2**31
+    return order, torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
 
 
 def _sum(rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, targets: Tensor, output: Tensor) -> None:

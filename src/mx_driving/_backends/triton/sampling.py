@@ -3,10 +3,6 @@
 Coordinates, rows and coefficients are tensors [rows, 1] (a sample for each row of a tile) or [1, 1] (a sample for the program).
 They broadcast against tensors that have channels. Index tables are never trusted: every access is masked by `exists`.
 
-The kernels keep to what Triton's interpreter (3.6) does right. A mask is never one element broadcast over a tile, because the
-interpreter reads beyond such a mask. A loop has a constant size or is a `while`. A scalar becomes [1, 1] before it meets a
-tile.
-
 The four corners are 00, 01 (one to the right), 10 (one below) and 11. They are passed one by one, because torch 2.6 brings
 Triton 3.2, whose functions take no tuple. Triton 3.6 makes the same machine code of a NamedTuple.
 """
