@@ -281,7 +281,7 @@ class Machine:
         self.write(instruction.operands[0], np.repeat(values.sum(1, dtype=np.int32), WARP), "s32", lanes)
 
     def matrix_words(self, instruction: Instruction, address: str, lanes: Any) -> Array:
-        """Indices [matrix, thread] of words: lane 8 * m + r has the address of row r of matrix m, lane l a word of row l // 4."""
+        """Indices [matrix, thread] of words: lane 8 * m + r has the address of row r of matrix m, lane l a word of row l//4."""
         if not re.fullmatch(r"(ld|st)matrix\.sync\.aligned\.m8n8\.x[124]\.shared\.b16", instruction.opcode):
             raise Fault(f"{instruction.opcode} is not known")
         words = self.by_warp(self.shared_index(address, 4, 4, lanes), lanes)
@@ -343,8 +343,7 @@ class Driver:
         values = {
             name: _literal(str(n), dtype_of(kind).itemsize) for n, (kind, name) in zip(numbers, kernel.parameters, strict=True)
         }
-        step = max(1, _MOST_THREADS // kernel.threads)
-        for first in range(0, programs, step):
+        for first in range(0, programs, step := max(1, _MOST_THREADS // kernel.threads)):
             machine = Machine(kernel, first, min(first + step, programs), values, memory, shared)
             with np.errstate(all="ignore"):
                 machine.run()
