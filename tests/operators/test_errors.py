@@ -357,5 +357,8 @@ def test_an_output_that_memory_does_not_hold():
     value, shapes, starts, locations, weights = GOOD[MULTI_SCALE]()
     args = value[:1, ..., :1].expand(-1, -1, -1, 2**20), shapes, starts, *(t[:1, :1] for t in (locations, weights))
     wide = (*args[:3], *(t.expand(-1, 2**24, *t.shape[2:]) for t in args[3:]))
-    with pytest.raises(RuntimeError, match=rf"output must fit in memory; got shape \(1, {2**24}, {2**21}\)"):
+    # Where kernels are called by ctypes, and after data_checks(), torch's own sentence has the bytes.
+    with pytest.raises(
+        RuntimeError, match=rf"output must fit in memory; got shape \(1, {2**24}, {2**21}\)|allocate {2**47} bytes"
+    ):
         mx_driving.multi_scale_deformable_attn(*wide)
