@@ -136,6 +136,17 @@ def test_deterministic_mode(operator, dtype):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_autocast_reads_16_bits_as_they_are(operator):
+    """The output is float32, as of inputs that were converted first."""
+    move = cases.on_gpu if cases.ON_GPU else lambda a: a
+    narrow = tuple(map(move, cases.cast(TINY[operator](), torch.bfloat16)))
+    kernel = _backends.triton.kernel(operator, False)
+    output, expected = kernel(*narrow, dtype=torch.float32), kernel(*cases.cast(narrow, torch.float32))
+    assert output.any()
+    torch.testing.assert_close(output, expected, rtol=2e-6, atol=2e-6)
+
+
 def test_float64_and_very_tall_tables_go_to_the_reference():
     small = torch.zeros(1)
     assert _backends.triton.serves(torch.zeros(1, 5), small, small)
