@@ -220,8 +220,9 @@ def _without_extras(args: Any) -> list[Any]:
 
 def _as_ints(size: Any) -> Any:
     """Return a size, or a sequence of sizes, as ints: JSON takes no NumPy numbers and no tensors."""
-    is_sequence = isinstance(size, (list, tuple)) or getattr(size, "ndim", 0)
-    return [int(number) for number in size] if is_sequence else int(size)
+    if isinstance(size, (list, tuple)) or getattr(size, "ndim", 0):
+        return [int(number) for number in size]
+    return int(size)
 
 
 def _bind(row: Function, args: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from ..._checks.rules import fail
 from ..._replacing import Changes, MadeModules
 from . import _device_module, _devices, _modules, _testing
 
-_CONTENTS: dict[str, dict[str, Any]] = {
+_CONTENTS: dict[str, Mapping[str, Any]] = {
     "torch_npu": {"__version__": f"{torch.__version__.partition('+')[0]}+mx_driving"},
     "torch_npu.contrib": {},
     "torch_npu.contrib.transfer_to_npu": {},

@@ -86,8 +86,9 @@ def _in_dtype_of_output(call: RecordedCall) -> RecordedCall:
 
 def _judge_result(bound: ErrorBound, name: str, device: Tensor, float32: Results, ours: Results) -> Judged:
     results = (t.to(device.dtype) for t in (device, float32[name], ours[name]))
-    errors = [_largest(bound.error(name, t, bound.truth[name])) for t in results]
-    judged = Judged(name, *errors, *_count_not_finite([device]), int(bound.unsure(name).sum()))
+    of_device, of_float32, of_ours = (_largest(bound.error(name, t, bound.truth[name])) for t in results)
+    nans, infinities = _count_not_finite([device])
+    judged = Judged(name, of_device, of_float32, of_ours, nans, infinities, int(bound.unsure(name).sum()))
     judged.verdict = RIGHT if judged.device <= 1 else WRONG
     return judged
 
