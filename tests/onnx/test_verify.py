@@ -115,7 +115,7 @@ def test_right_runtimes(name, runtime, tmp_path):
     assert all(one.verdict.results[0].device < 0.2 for one in report.comparisons)
 
 
-def test_what_is_no_place_is_named(tmp_path):
+def test_what_is_no_match_is_named(tmp_path):
     writings.export(writings.Both(), tmp_path / "before.onnx", "older")
     report = check(tmp_path / "before.onnx", _runtimes.named("onnxruntime"), given())
     assert report.right
@@ -125,7 +125,7 @@ def test_what_is_no_place_is_named(tmp_path):
 
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_our_nodes_are_places(operator, tmp_path):
+def test_our_nodes_are_matches(operator, tmp_path):
     """Random locations across borders are made where locations are shares of a map and come one for each sample."""
     model = nodes.one_node(operator)
     tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
@@ -145,7 +145,7 @@ def test_our_nodes_are_places(operator, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["stacked", "unequal points"])
-def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
+def test_a_file_in_another_form_has_the_matches_of_the_original(name, tmp_path):
     """Its names of tensors are those of the original."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(writings.WRITINGS[name], before, "older")
@@ -169,7 +169,7 @@ def test_a_file_in_another_form_has_the_places_of_the_original(name, tmp_path):
 
 @pytest.mark.needs("An ONNX file of opset 20")
 @pytest.mark.parametrize("form", ["npu", "tensorrt"])
-def test_nodes_of_plugins_are_places(form, tmp_path):
+def test_nodes_of_plugins_are_matches(form, tmp_path):
     """A stand-in runs them, for no runtime here does. One that swaps x and y is found."""
     model = forms.exported(cases.MULTI_SCALE, form)
     onnx.save(model, tmp_path / "node.onnx")

@@ -60,4 +60,4 @@ def _compare(path_in: Path, path_out: Path, seconds: float, fed: dict[str, Any])
     except Problem:
         raise
     except Exception as error:  # onnxruntime has a dozen kinds of its own
-        raise Problem(f"path_in must run in onnxruntime; got {path_in}: {str(error).splitlines()[0]}") from None
+        raise Problem(f"both files must run in onnxruntime; got {path_in}, {path_out}: {str(error).splitlines()[0]}") from None
