@@ -38,7 +38,7 @@ def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
 def _are_of_attention(corners: list[ir.Node]) -> bool:
     """Whether the corners read one table, at locations [batch, queries, heads, levels, points, 2]."""
     rows = [node for corner in corners if (node := _row(corner)) is not None]
-    index = rows[0].inputs[1]
+    index = _index(corners[0])
     return len({node.inputs[0] for node in rows}) == 1 and index is not None and bool(_locations(index)[0])
 
 
@@ -46,7 +46,10 @@ def table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
     """Return the samplings that the sum may be, going by shapes. None is certain before a trial."""
     samplings = list(_candidates(node, corners))
     if not samplings:
-        raise Unfit("the file does not fix the sizes of its maps, or they do not lie one behind the other")
+        index = _index(corners[0])
+        unknown = index is None or not _locations(index)[1]
+        shapes = "no tensors have the shapes of the operator's value, locations and weights"
+        raise Unfit("the file does not fix the sizes of its maps" if unknown else shapes)
     return samplings
 
 
@@ -79,6 +82,11 @@ def _row(corner: ir.Node) -> ir.Node | None:
         return None
     gathers = [node for v in product.inputs if (node := _behind_views(v)) is not None and is_node(node, "Gather")]
     return next((node for node in gathers if constant(node.inputs[1]) is None), None)
+
+
+def _index(corner: ir.Node) -> ir.Value | None:
+    node = _row(corner)
+    return None if node is None else node.inputs[1]
 
 
 def _behind_views(value: ir.Value | None) -> ir.Node | None:
