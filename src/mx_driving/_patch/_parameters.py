@@ -74,7 +74,7 @@ class Parameters:
     def binder(self) -> Callable[[tuple[Any, ...], Mapping[str, Any]], dict[str, Any] | None]:
         """Return a function of a call's arguments: those that the code reads, by name, or None for a call that only the code
         itself can answer, because it refuses them or reads more than its parameters."""
-        everything, by_place, read, defaults = self.all, self.names, self.read, self.defaults
+        everything, by_place, read, defaults = frozenset(self.all), self.names, self.read, self.defaults
         unknown = self._mentioned if self.ignores_more else None  # keywords that are not parameters and count all the same
 
         def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
