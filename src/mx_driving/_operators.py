@@ -36,6 +36,7 @@ class Input(NamedTuple):
     axes: tuple[str, ...]
     optional: bool
     gradient: bool
+    factors: tuple[str, ...]  # axes, with `a * b` as two
 
 
 class Operator(NamedTuple):
@@ -106,7 +107,7 @@ def _operator(name: str, lines: list[list[str]]) -> Operator:
     keys = ("output", "sizes", "rows", "option", "divides", "sharded", "built on")
     facts = {line[0]: line[1:] for line in lines if line[0] in keys}
     tensors = tuple(
-        Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest)
+        Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest, tuple(re.split(r", | \* ", axes)))
         for tensor, elements, axes, *rest in (line for line in lines if line[0] not in keys)
     )
     output, sharded = split(facts["output"][1]), split(facts["sharded"][0])

@@ -106,7 +106,7 @@ def test_names_and_counts():
 def python_sentence(operator, tensors) -> str:
     """The sentence of the Python checks, without the hint that may follow the fact."""
     with pytest.raises((TypeError, ValueError)) as caught:
-        _checks.inputs.INPUTS[operator](*tensors)
+        _checks.inputs.check_inputs(OPERATORS[operator], *tensors)
     sentence = re.sub(r", wh(ose axes \d and \d look swapped|ich looks like \w+)$", "", str(caught.value))
     return sentence.replace("a floating or an integer dtype", "a floating dtype, int32 or int64")
 

@@ -73,7 +73,7 @@ def test_a_legal_call_asks_no_rule(without_rules, name):
             args = cases.cast(make(), dtype)
             args = (args[0], args[1].to(index), args[2].to(index), *args[3:])
             grad, mask = grad_for(operator, args)
-            _checks.inputs.INPUTS[operator](*args)
+            _checks.inputs.check_inputs(OPERATORS[operator], *args)
             _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
 
 
@@ -89,10 +89,10 @@ def test_each_input_has_its_dtypes(name):
         for dtype in (*FLOATING, *INDEX, torch.bool, torch.int8, torch.uint8, torch.int16, torch.complex64):
             other = replaced(args, place, args[place].to(dtype))
             if dtype in allowed:
-                _checks.inputs.INPUTS[operator](*other)
+                _checks.inputs.check_inputs(OPERATORS[operator], *other)
             else:
                 with pytest.raises(TypeError, match=f"^{OPERATORS[operator].inputs[place]} must have "):
-                    _checks.inputs.INPUTS[operator](*other)
+                    _checks.inputs.check_inputs(OPERATORS[operator], *other)
 
 
 def is_free(operator, place, axis, size, args):
@@ -116,10 +116,10 @@ def test_each_size_is_held_to_the_others(name, by):
             other = t.narrow(axis, 0, t.shape[axis] - 1) if by < 0 else torch.cat([t, t.narrow(axis, 0, 1)], axis)
             given = replaced(args, place, other)
             if is_free(operator, place, axis, t.shape[axis] + by, args):
-                _checks.inputs.INPUTS[operator](*given)
+                _checks.inputs.check_inputs(OPERATORS[operator], *given)
             else:
                 with pytest.raises(ValueError, match=" must have "):
-                    _checks.inputs.INPUTS[operator](*given)
+                    _checks.inputs.check_inputs(OPERATORS[operator], *given)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -130,11 +130,11 @@ def test_each_input_has_its_axes_and_its_device(name):
         t, given = args[place], OPERATORS[operator].inputs[place]
         for other in (t[None], t[0]):
             with pytest.raises(ValueError, match=f"^{given} must have shape "):
-                _checks.inputs.INPUTS[operator](*replaced(args, place, other))
+                _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, other))
         with pytest.raises(TypeError, match=f"^{given} must be a torch.Tensor; got ndarray$"):
-            _checks.inputs.INPUTS[operator](*replaced(args, place, t.numpy()))
+            _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, t.numpy()))
         with pytest.raises(ValueError, match=f"^{given if place else OPERATORS[operator].inputs[1]} must be on "):
-            _checks.inputs.INPUTS[operator](*replaced(args, place, t.to("meta")))
+            _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, t.to("meta")))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -145,7 +145,7 @@ def test_all_inputs_are_on_one_device(name):
     for place in places(args)[1:]:
         given = [a.to("meta") if at >= place and isinstance(a, Tensor) else a for at, a in enumerate(args)]
         with pytest.raises(ValueError, match=f"^{OPERATORS[operator].inputs[place]} must be on "):
-            _checks.inputs.INPUTS[operator](*given)
+            _checks.inputs.check_inputs(OPERATORS[operator], *given)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -331,7 +331,7 @@ def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_what_the_native_kernels_do_not_serve_is_the_references(operator, monkeypatch):
     expected = cases.forward_of("reference", operator)(*GOOD[operator])
-    monkeypatch.setattr(_backends.native, "_MOST_ROWS", 15)
+    monkeypatch.setattr(_backends.native, "MOST_ROWS", 15)
     monkeypatch.setattr(_backends.native, "loaded", lambda: pytest.fail("the native library was called"))
     with mx_driving.data_checks():
         assert torch.equal(call(operator, GOOD[operator]), expected)

@@ -258,7 +258,7 @@ def test_more_keys_than_the_native_kernels_number_are_served(operator):
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_gradients_of_more_keys_are_the_references(operator, monkeypatch):
     """They are chosen before the call: a kernel of C++ would refuse it."""
-    monkeypatch.setattr(_backends.native, "_MOST_ROWS", 15)  # one less than there are
+    monkeypatch.setattr(_backends.native, "MOST_ROWS", 15)  # one less than there are
     monkeypatch.setattr(torch._ops.OpOverload, "redispatch", lambda *args: pytest.fail("a kernel was called"))
     op, good = backward_of(operator)
     for found, expected in zip(op(*good), getattr(reference, operator + "_backward")(*good), strict=True):

@@ -36,12 +36,12 @@ _PACK = {n: struct.Struct(f"qq{n}q{8 * (6 - n)}x{n}q{8 * (6 - n)}x").pack for n 
 _NOT_GIVEN = struct.pack("qq96x", 0, -1)
 
 # Rows are numbered in 32 bits, and a bound is one number more.
-_MOST_ROWS = 2**31 - 2
+MOST_ROWS = 2**31 - 2
 
 
 def serves(value: Tensor) -> bool:
     """Return whether the rows of value can be numbered. Value with too few axes is refused by the kernel."""
-    return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= _MOST_ROWS
+    return value.dim() < 2 or value.shape[min(1, value.dim() - 2)] <= MOST_ROWS
 
 
 def isa() -> str:
@@ -105,17 +105,12 @@ class _Function:
     def __init__(self, operator: Operator, backward: bool, run: Run):
         self.operator, self.run = operator, run
         self.name = (operator.name + "_backward" * backward).encode()
-        self.output_shape = _checks.inputs.OUTPUT_SHAPE[operator.name]
         inputs = [t.axes for t in operator.tensors]
         axes = [*inputs, operator.output]
         if backward:
             axes = [operator.output, *inputs, *(inputs[i] for i in operator.differentiable)]
-        # place of a tensor whose last axis is a product -> the number of its axes, and the sizes of the factors
-        self.products = {
-            place: (len(a), _checks.inputs.sizes_of(operator, a[-1].split(" * ")))
-            for place, a in enumerate(axes)
-            if " * " in a[-1]
-        }
+        # index of a tensor whose last axis is a product -> the number of its axes, and the factors
+        self.products = {i: (len(a), a[-1].split(" * ")) for i, a in enumerate(axes) if " * " in a[-1]}
         self.count, self.choices = len(inputs), tuple(operator.choices.values())
         self.first_choice = self.count + len(operator.sizes)
         self.has_options = bool(operator.options)
@@ -126,7 +121,8 @@ class _Function:
         for place, (axes, factors) in self.products.items():
             t = tensors[place]
             if t is not None and t.dim() == axes:
-                apart[place], tensors[place] = _pack_apart(t, factors(*inputs)), None
+                sizes = _checks.inputs.sizes_of(self.operator, inputs)
+                apart[place], tensors[place] = _pack_apart(t, tuple(sizes[factor] for factor in factors)), None
         packed = [*map(_pack, tensors)]
         for place, t in apart.items():
             packed[place] = t
@@ -147,7 +143,7 @@ class _Function:
 class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
         inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
-        output = torch.empty(self.output_shape(*args), dtype=self.output_dtype(inputs[0]))
+        output = torch.empty(_checks.inputs.output_shape(self.operator, args), dtype=self.output_dtype(inputs[0]))
         self.call(inputs, options, [*inputs, output])
         return output
 
@@ -204,6 +200,6 @@ def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None 
     if mask is None:
         kernel(operator, False, describe)(*inputs)
     else:
-        grad = torch.empty(_checks.inputs.OUTPUT_SHAPE[operator](*inputs), dtype=inputs[0].dtype)
+        grad = torch.empty(_checks.inputs.output_shape(OPERATORS[operator], inputs), dtype=inputs[0].dtype)
         kernel(operator, True, describe)(grad, *inputs, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())

@@ -1,18 +1,15 @@
-"""Checks of the operators' inputs, made from their descriptions; nn/_check.py has the modules'. rules.py has what they are
-made of.
+"""Checks of the operators' inputs: a loop over their descriptions. nn/_check.py has the modules', rules.py the form of errors.
 
-A check is compiled once for each operator, to comparisons in a row: it runs at every call. Only when one of them fails are the
-inputs gone through again for the sentence. An axis then has the size that most of the inputs give it, and the first input that
-has another is named.
+Every call runs the loop. Only where it finds a fault are the inputs gone through again for the sentence. An axis then has the
+size that most of the inputs give it, and the first input that has another size is named.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +26,22 @@ _ELEMENTS = {
     "number": (_NUMBER, "have a floating or an integer dtype"),
 }
 _MOST_ELEMENTS = 2**48  # more than any memory has
-Sizes = dict[str, int]
+_NUMBERS = {"2": 2, "3": 3, "4": 4}  # axes whose name is their size
+# Operator -> the axes that are `a * b` or `2 or 4`
+_COMPOSITE = {
+    operator.name: [axis for t in operator.tensors for axis in t.axes if " " in axis] for operator in OPERATORS.values()
+}
+# Operator -> whether sizes have rules beside those of single axes
+_HAS_RULES = {
+    operator.name: bool(_COMPOSITE[operator.name] or operator.divides or operator.sizes or operator.choices)
+    for operator in OPERATORS.values()
+}
+# Operator -> what each call reads of its tensors' descriptions
+_TENSORS = {
+    operator.name: [(t.optional, _ELEMENTS[t.elements][0], t.axes, t.factors) for t in operator.tensors]
+    for operator in OPERATORS.values()
+}
+Sizes = dict[str, Any]
 Given = Sequence[tuple[Input, Any]]
 
 
@@ -46,103 +58,75 @@ def _reference_counts(sizes: Sizes, reference_axis: str) -> str:
     return f"a divisor of {_with_size('num_points', sizes, {})}"
 
 
-def _compiled(operator: Operator) -> Callable[..., None]:
-    """The check of an operator's inputs and options: returns None, or raises."""
-    given = {
-        "Tensor": Tensor,
-        "has_elements": _has_elements,
-        "reference_count_fits": reference_count_fits,
-        "memory_holds": _memory_holds,
-        "refuse": functools.partial(_refuse, operator),
-        **{name: dtypes for name, (dtypes, _) in _ELEMENTS.items()},
-    }
-    return _defined(_source(operator), given)["check"]
-
-
 def _has_elements(a: Any) -> bool:
     """Whether an argument of another type than torch.Tensor is a tensor that can be read: a MaskedTensor serves no operator."""
     return isinstance(a, Tensor) and type(a).__name__ != "MaskedTensor"
 
 
-def _defined(source: Iterable[str], given: dict[str, Any]) -> dict[str, Any]:
-    """What Python lines define, which may use what is given."""
-    exec("\n".join(source), given)
-    return given
+def check_inputs(operator: Operator, *args: Any) -> None:
+    """Check an operator's inputs, sizes and options. Kernels call it, too: torch.ops has no public function before it."""
+    sizes = _agreed_sizes(operator, args)
+    if sizes is None or (_HAS_RULES[operator.name] and not _sizes_fit(operator, sizes, args)):
+        _refuse(operator, *args)
 
 
-def _source(operator: Operator) -> Iterable[str]:
-    """The check as lines of Python. Some inputs define all sizes; then each shape is compared with what it has to be."""
-    required = [t for t in operator.tensors if not t.optional]
-    known = set(operator.sizes)
-    defining = _defining(required, known)
-    unpacked, agree = [], [f"{size} >= 0" for size in operator.sizes]
-    for t in defining:
-        names = [axis if axis.isidentifier() and axis not in known else f"{t.name}_{i}" for i, axis in enumerate(t.axes)]
-        unpacked.append(f"        {', '.join(names)}, = {t.name}.shape")
-        agree += [_size_agrees(name, axis) for name, axis in zip(names, t.axes, strict=True) if name != axis]
-        known |= {axis for axis in t.axes if axis.isidentifier()}
-    agree += [f"memory_holds({', '.join(operator.output)})"] if operator.sizes else []
-    agree += [_shape_agrees(t) for t in required if t not in defining]
-    agree += [f"{t.name}.dtype in {t.elements}" for t in required]
-    agree += [" == ".join(f"{t.name}.device" for t in required)]
-    agree += [_optional_agrees(t, required[0]) for t in operator.tensors if t.optional]
-    agree += ["{0} != 0 and {1} % {0} == 0".format(*operator.divides)] if operator.divides else []
-    agree += ["reference_count_fits(R, num_levels, num_points, reference_axis)"] if "R" in known else []
-    agree += [f"{option} in {choices}" for option, choices in operator.choices.items()]
-    parameters = [t.name + "=None" * t.optional for t in operator.tensors] + [*operator.sizes]
-    parameters += [f"{option}={choices[0]!r}" for option, choices in operator.choices.items()]
-    first = [f"(type({t.name}) is Tensor or has_elements({t.name})) and not {t.name}.is_nested" for t in required]
-    first += [f"{t.name}.dim() == {len(t.axes)}" for t in defining]
-    return (
-        f"def check({', '.join(parameters)}):",
-        f"    if {' and '.join(first)}:",
-        *unpacked,
-        f"        if {' and '.join(agree)}:",
-        "            return",
-        f"    refuse({', '.join((*operator.inputs, *operator.sizes, *operator.choices))})",
-    )
+def _agreed_sizes(operator: Operator, args: Sequence[Any]) -> Sizes | None:
+    """Return the size of each axis of the inputs; None if inputs disagree, or one of them has another dtype or device."""
+    device = getattr(args[0], "device", None)
+    sizes = dict(_NUMBERS)
+    agreed = sizes.setdefault
+    for (optional, dtypes, axes, factors), a in zip(_TENSORS[operator.name], args, strict=False):
+        if a is None and optional:
+            continue
+        if (type(a) is not Tensor and not _has_elements(a)) or a.is_nested:
+            return None
+        shape = a.shape
+        names = axes if len(shape) == len(axes) else factors
+        if len(shape) != len(names) or a.dtype not in dtypes or a.device != device:
+            return None
+        for axis, size in zip(names, shape, strict=False):
+            if agreed(axis, size) != size:
+                return None
+    return sizes
 
 
-def _defining(inputs: list[Input], known: set[str]) -> list[Input]:
-    """Inputs that have all axes between them that are not known, as few as possible."""
-    found: list[Input] = []
-    missing = {axis for t in inputs for axis in t.axes if axis.isidentifier()} - known
-    whole = [t for t in inputs if not any(" * " in axis for axis in t.axes)]
-    while missing:
-        found.append(max(whole, key=lambda t: len(missing & set(t.axes))))
-        missing -= set(found[-1].axes)
-    return found
+def _sizes_fit(operator: Operator, sizes: Sizes, args: Sequence[Any]) -> bool:
+    """Return whether the sizes keep the rules that hold between axes."""
+    for axis in _COMPOSITE[operator.name]:
+        if axis in sizes and not _composite_fits(axis, sizes):
+            return False
+    if operator.divides:
+        groups, whole = (sizes[axis] for axis in operator.divides)
+        return groups != 0 and whole % groups == 0
+    rest = args[len(operator.tensors) :]
+    if operator.sizes:
+        sizes.update(zip(operator.sizes, rest, strict=True))
+        return all(size >= 0 for size in rest) and _memory_holds(*(sizes[axis] for axis in operator.output))
+    options = _options(operator, args)
+    if any(options[option] not in choices for option, choices in operator.choices.items()):
+        return False
+    return not options or reference_count_fits(sizes["R"], sizes["num_levels"], sizes["num_points"], **options)
 
 
-def _size_agrees(size: str, axis: str) -> str:
-    """The comparison of a size with an axis: a name, a number, or `2 or 4`."""
-    return f"{size} in {_tuple(axis.split(' or '))}" if " or " in axis else f"{size} == {axis}"
+def _options(operator: Operator, args: Sequence[Any]) -> dict[str, str]:
+    """Return each option's word; the first choice where a caller leaves it out."""
+    defaults = {option: choices[0] for option, choices in operator.choices.items()}
+    rest = args[len(operator.tensors) + len(operator.sizes) :]
+    return defaults | dict(zip(operator.choices, rest, strict=False))
 
 
-def _tuple(axes: Iterable[str]) -> str:
-    return f"({', '.join(axes)},)"
-
-
-def _shape_agrees(t: Input) -> str:
-    forms = dict.fromkeys((t.axes, tuple(_apart(t.axes))))
-    return "(" + " or ".join(f"{t.name}.shape == {_tuple(form)}" for form in forms) + ")"
-
-
-def _optional_agrees(t: Input, first: Input) -> str:
-    rules = f"{_shape_agrees(t)} and {t.name}.dtype in {t.elements} and {t.name}.device == {first.name}.device"
-    return f"({t.name} is None or has_elements({t.name}) and not {t.name}.is_nested and {rules})"
-
-
-def _apart(axes: Sequence[str]) -> list[str]:
-    """`a * b` as two axes."""
-    return [name for axis in axes for name in axis.split(" * ")]
+def _composite_fits(axis: str, sizes: Sizes) -> bool:
+    """`2 or 4` is either number, and `a * b` the product of two sizes."""
+    if " or " in axis:
+        return str(int(sizes[axis])) in axis.split(" or ")
+    return sizes[axis] == math.prod(sizes[factor] for factor in axis.split(" * "))
 
 
 def _refuse(operator: Operator, *args: Any) -> NoReturn:
     """The sentence about the first input that is wrong."""
     count = len(operator.tensors)
     numbers = dict(zip(operator.sizes, args[count:], strict=False))
-    options = dict(zip(operator.choices, args[count + len(numbers) :], strict=True))
+    options = _options(operator, args)
     for option, choices in operator.choices.items():
         if options[option] not in choices:
             fail(ValueError, option, f"be {' or '.join(map(repr, choices))}", repr(options[option]))
@@ -162,8 +146,7 @@ def _refuse(operator: Operator, *args: Any) -> NoReturn:
 
 def _form(t: Input, a: Tensor) -> Sequence[str]:
     """The axes that an input has, which may be those of `a * b` apart."""
-    apart = _apart(t.axes)
-    return apart if a.dim() == len(apart) else t.axes
+    return t.factors if a.dim() == len(t.factors) else t.axes
 
 
 def _sizes(given: Given) -> Sizes:
@@ -182,7 +165,7 @@ def _need_shape(name: str, a: Tensor, axes: Sequence[str], given: Given, sizes: 
     shape = tuple(a.shape)
     if _fits(axes, shape, sizes, options):
         return
-    numbers = {axis: size for axis, size in sizes.items() if not any(axis in _apart(t.axes) for t, _ in given)}
+    numbers = {axis: size for axis, size in sizes.items() if not any(axis in t.factors for t, _ in given)}
     others = numbers | _sizes([(t, each) for t, each in given if t.name != name])
     swaps = ((*shape[:i], shape[i + 1], shape[i], *shape[i + 2 :]) for i in range(len(shape) - 1))
     at = next((i for i, swapped in enumerate(swaps) if _fits(axes, swapped, others, options)), None)
@@ -251,36 +234,28 @@ def _memory_holds(*sizes: int | torch.SymInt) -> bool:
     return in_graph or math.prod(max(size, 1) for size in sizes) < _MOST_ELEMENTS
 
 
-# Operator -> the check of its inputs. Kernels run it too, because torch.ops can be called without a public function.
-INPUTS = {operator.name: _compiled(operator) for operator in OPERATORS.values()}
+def sizes_of(operator: Operator, args: Sequence[Any]) -> Sizes:
+    """Return the size of each axis of legal inputs."""
+    sizes = dict(zip(operator.sizes, args[len(operator.tensors) :], strict=False))
+    for t, a in zip(operator.tensors, args, strict=False):
+        if a is not None:
+            sizes |= zip(_form(t, a), a.shape, strict=True)
+    return sizes
 
 
-def sizes_of(operator: Operator, axes: Iterable[str]) -> Callable[..., tuple[int, ...]]:
-    """A function of the inputs that gives the sizes of axes."""
-    places = {axis: (t.name, i) for t in reversed(operator.tensors) for i, axis in enumerate(t.axes)}
-    wanted = [axis.split(" * ") for axis in axes]
-    read = dict.fromkeys(places[name][0] for names in wanted for name in names if name in places)
-    sizes = (" * ".join("{}_shape[{}]".format(*places[name]) if name in places else name for name in names) for names in wanted)
-    source = (
-        f"def sizes({', '.join((*operator.inputs, *operator.sizes, '*options'))}):",
-        *(f"    {name}_shape = {name}.shape" for name in read),
-        f"    return {_tuple(sizes)}",
-    )
-    return _defined(source, {})["sizes"]
-
-
-# Operator -> the shape of its output, of its inputs
-OUTPUT_SHAPE = {operator.name: sizes_of(operator, operator.output) for operator in OPERATORS.values()}
+def output_shape(operator: Operator, args: Sequence[Any]) -> tuple[int, ...]:
+    sizes = sizes_of(operator, args)
+    return tuple(math.prod(sizes[factor] for factor in axis.split(" * ")) for axis in operator.output)
 
 
 def backward(operator: str, grad: Tensor, *rest: Any) -> None:
     """Check the arguments of an operator's backward: grad_output, the inputs, output_mask."""
     *inputs, mask = rest
-    INPUTS[operator](*inputs)
     row, value = OPERATORS[operator], inputs[0]
+    check_inputs(row, *inputs)
     if len(mask) != len(row.differentiable):
         fail(ValueError, "output_mask", f"have {len(row.differentiable)} entries, one for each gradient", len(mask))
-    if grad.shape == OUTPUT_SHAPE[operator](*inputs) and grad.dtype in FLOATING and grad.device == value.device:
+    if grad.shape == output_shape(row, inputs) and grad.dtype in FLOATING and grad.device == value.device:
         return
     given = [(t, a) for t, a in zip(row.tensors, inputs, strict=False) if a is not None]
     sizes = _sizes(given) | dict(zip(row.sizes, inputs[len(row.tensors) :], strict=False))
@@ -295,17 +270,16 @@ def check(operator: str, *inputs: Any) -> None:
     Level tables of plain CPU tensors are read here, so that a fault is a ValueError. Ranks are millions: the kernel reads them.
     """
     if not torch.compiler.is_compiling():
-        INPUTS[operator](*inputs)
-        row = OPERATORS[operator]
-        if row.samples and _is_readable(inputs[2]):
+        row, table = OPERATORS[operator], inputs[2]
+        check_inputs(row, *inputs)
+        if table.is_cpu and row.samples and _is_readable(table):
             contents(row, inputs)
     if limits.enforced():
         limits.hold(operator, *inputs)
 
 
 def _is_readable(table: Tensor) -> bool:
-    traced = torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
-    return type(table) is Tensor and table.is_cpu and not traced
+    return type(table) is Tensor and not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:
@@ -338,7 +312,7 @@ def levels(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, n
     sizes, begins = shapes.tolist(), starts.tolist()
     if starts.dim() > 1:
         sizes, begins = (list(itertools.chain(*of_cameras)) for of_cameras in (sizes, begins))
-    for flat, ((height, width), start) in enumerate(zip(sizes, begins, strict=True)):
+    for flat, ((height, width), start) in enumerate(zip(sizes, begins, strict=False)):
         end = start + height * width
         if height > 0 and width > 0 and start >= 0 and end <= num_keys:
             continue

@@ -25,6 +25,7 @@ from .choose import choose
 
 # If another program defined our schemas in C++, this removes its definitions first.
 _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has registered the kernels of the CPU
+_PLAIN = (Tensor, torch.nn.Parameter)
 _library = torch.library.Library("mx_driving", "DEF")
 
 
@@ -93,20 +94,26 @@ class Registered:
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             return self.reference(*args)
-        if not (torch.is_grad_enabled() and any(args[i].requires_grad for i in self.differentiable)):
+        if not (torch.is_grad_enabled() and self.needs_gradient(args)):
             return self.below_autograd(*args, keyset)
         with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
             return self.function.apply(*args, keyset)
 
+    def needs_gradient(self, args: tuple[Any, ...]) -> bool:
+        for i in self.differentiable:  # noqa: SIM110, because a generator for any() takes three times as long
+            if args[i].requires_grad:
+                return True
+        return False
+
     def below_autograd(self, *args: Any) -> Any:
         """Go on to the kernel of the device. What a kernel in C++ cannot serve has to be told here."""
-        *inputs, keyset = args
-        value = inputs[self.value]
-        is_plain = value.is_cpu and type(value) in (Tensor, torch.nn.Parameter)
-        if is_plain and choose(self.operator, "cpu", inputs[self.value :])[0] == "reference":
-            return self.run("cpu", *inputs)
+        value = args[self.value]
+        if type(value) in _PLAIN and value.is_cpu and value.numel() > _backends.native.MOST_ROWS:  # else its rows are fewer
+            inputs = args[self.value : self.count]
+            if choose(self.operator, "cpu", inputs)[0] == "reference":
+                return self.run("cpu", *args[:-1])
         with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(keyset & torch._C._after_autograd_keyset, *inputs)
+            return self.op.redispatch(args[-1] & torch._C._after_autograd_keyset, *args[:-1])
 
     def make_function(self) -> Any:
         """Return the autograd function, named as the operator in the graph. Its last argument is the dispatcher's keyset."""
@@ -145,14 +152,14 @@ class Registered:
 
     def fake(self, *args: Any) -> Any:
         self.check(*args)
-        return args[0].new_empty(_checks.inputs.OUTPUT_SHAPE[self.operator.name](*args), dtype=self.output_dtype(args[0]))
+        return args[0].new_empty(_checks.inputs.output_shape(self.operator, args), dtype=self.output_dtype(args[0]))
 
     def output_dtype(self, value: Tensor) -> torch.dtype:
         return value.dtype
 
     def check(self, *args: Any) -> None:
         """Check the arguments again: torch.ops can be called without a public function."""
-        _checks.inputs.INPUTS[self.operator.name](*args)
+        _checks.inputs.check_inputs(self.operator, *args)
 
     def kernel_of(self, device: str) -> Any:
         """The kernel of a device, and a look at the data where data checks are on."""

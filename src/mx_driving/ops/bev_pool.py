@@ -42,4 +42,4 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     inputs = inputs_of(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
     check("bev_pool_v3", *inputs)
     with refuse_ranks(geom_feat, inputs[5:], "geom_feat"):
-        return torch.ops.mx_driving.bev_pool_v3(*inputs)
+        return torch.ops.mx_driving.bev_pool_v3.default(*inputs)

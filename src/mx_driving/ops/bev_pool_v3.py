@@ -66,7 +66,7 @@ def bev_pool_v3(
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     check("bev_pool_v3", *inputs)
     with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
-        return torch.ops.mx_driving.bev_pool_v3(*inputs)
+        return torch.ops.mx_driving.bev_pool_v3.default(*inputs)
 
 
 class BEVPoolV3(torch.autograd.Function):

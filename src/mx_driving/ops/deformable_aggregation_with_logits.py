@@ -69,4 +69,4 @@ def deformable_aggregation_with_logits(
     """
     inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
     check("deformable_aggregation_with_logits", *inputs)
-    return torch.ops.mx_driving.deformable_aggregation_with_logits(*inputs)
+    return torch.ops.mx_driving.deformable_aggregation_with_logits.default(*inputs)

@@ -63,7 +63,7 @@ def geometric_kernel_attention(
     """
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
     check("geometric_kernel_attention", *inputs)
-    return torch.ops.mx_driving.geometric_kernel_attention(*inputs)
+    return torch.ops.mx_driving.geometric_kernel_attention.default(*inputs)
 
 
 class GeometricKernelAttentionFunc(_dispatch.functions.OperatorFunction):

@@ -60,4 +60,4 @@ def geometric_kernel_attention_with_logits(
     """
     inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
     check("geometric_kernel_attention_with_logits", *inputs)
-    return torch.ops.mx_driving.geometric_kernel_attention_with_logits(*inputs)
+    return torch.ops.mx_driving.geometric_kernel_attention_with_logits.default(*inputs)

@@ -67,7 +67,7 @@ def multi_scale_deformable_attn(
     """
     inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
     check("multi_scale_deformable_attn", *inputs)
-    return torch.ops.mx_driving.multi_scale_deformable_attn(*inputs)
+    return torch.ops.mx_driving.multi_scale_deformable_attn.default(*inputs)
 
 
 _with_foreign_signatures = with_foreign_signatures(

@@ -78,4 +78,4 @@ def multi_scale_deformable_attn_with_logits(
         reference_axis,
     )
     check("multi_scale_deformable_attn_with_logits", *inputs)
-    return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits(*inputs)
+    return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default(*inputs)

@@ -65,7 +65,7 @@ def deformable_aggregation(
     """
     inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     check("deformable_aggregation", *inputs)
-    return torch.ops.mx_driving.deformable_aggregation(*inputs)
+    return torch.ops.mx_driving.deformable_aggregation.default(*inputs)
 
 
 @explain_arguments

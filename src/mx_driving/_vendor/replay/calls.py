@@ -136,7 +136,7 @@ def _read(name: str, stem: Path) -> RecordedCall:
     with ruled(f"{name} must be a legal call of {about['operator']}"):
         row = OPERATORS[about["operator"]]
         inputs = forms.inputs_of(name, about, tensors)
-        checks.INPUTS[row.name](*arguments(row, inputs))
+        checks.check_inputs(row, *arguments(row, inputs))
         checks.contents(row, arguments(row, inputs))
     call = RecordedCall(name, about, inputs, {})
     if gradients_file.is_file():
