@@ -26,9 +26,10 @@ def _seen_bits(locations, first, count):
     """An int32 whose bit k is set if location `first + k` lies strictly inside the image, for k < min(count, 32). A NaN does
     not lie inside."""
     k = tl.arange(0, 32)
-    x = tl.load(locations + 2 * (first + k), mask=k < count, other=0.0).to(tl.float32)
-    y = tl.load(locations + 2 * (first + k) + 1, mask=k < count, other=0.0).to(tl.float32)
-    return tl.sum(tl.where((x > 0) & (x < 1) & (y > 0) & (y < 1), 1 << k, 0), 0)
+    at = 2 * (first + tl.minimum(k, count - 1))  # reads need no mask
+    x = tl.load(locations + at).to(tl.float32)
+    y = tl.load(locations + at + 1).to(tl.float32)
+    return tl.sum(tl.where((k < count) & (x > 0) & (x < 1) & (y > 0) & (y < 1), 1 << k, 0), 0)
 
 
 @triton.jit
