@@ -43,7 +43,7 @@ def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
     """The gather floors of a workload, where their library is built."""
     if floor.why_not() is not None:
         return {}
-    if not workload.row.samples:
+    if workload.row.kind == "pooling":
         return {FLOOR: {"forward": floor.pooling_floor(args)}}
     bare, bare_args = workload.bare(args)
     calls = {FLOOR: calls_of_floor(bare, bare_args, dtype, head_major=False)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,11 @@ from ._descriptions import TEXT
 
 # Axis -> its dimension in each input and in the output. None: the input is needed whole, or the output is a sum over the axis.
 Axes = dict[str, tuple[int | None, ...]]
+
+
+# attention: heads sample the levels of a pyramid. aggregation: groups of channels sample the maps of cameras. pooling: points
+# are added up in cells.
+Kind = Literal["attention", "aggregation", "pooling"]
 
 
 class SamplingInputs(NamedTuple):
@@ -41,6 +46,7 @@ class Input(NamedTuple):
 
 class Operator(NamedTuple):
     name: str
+    kind: Kind
     tensors: tuple[Input, ...]
     output: tuple[str, ...]  # axes
     rows: int  # rows of value that a sample reads
@@ -59,11 +65,6 @@ class Operator(NamedTuple):
     weights: int  # the place of weights or logits: one for each sample, and group
 
     @property
-    def grouped(self) -> bool:
-        """Whether groups of channels have weights of their own, so that a sample has several."""
-        return bool(self.divides)
-
-    @property
     def integer_locations(self) -> bool:
         return any(t.elements == "number" for t in self.tensors)
 
@@ -71,11 +72,6 @@ class Operator(NamedTuple):
     def options(self) -> tuple[str, ...]:
         """What follows the tensors, as a schema declares it."""
         return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))
-
-    @property
-    def samples(self) -> bool:
-        """Whether it reads maps, which index tables describe, at locations."""
-        return not self.sizes
 
     @property
     def tables(self) -> tuple[str, str]:
@@ -86,7 +82,7 @@ class Operator(NamedTuple):
     @property
     def shared(self) -> tuple[int, ...]:
         """The places of the inputs that all processes have whole: index tables, and what else has no batch."""
-        if not self.samples:
+        if self.kind == "pooling":
             return tuple(i for i, t in enumerate(self.tensors) if t.elements == "index")
         return tuple(i for i, at in enumerate(self.axes["bs"][:-1]) if at is None)
 
@@ -104,7 +100,7 @@ def _place(axis: str, axes: tuple[str, ...], divides: tuple[str, ...]) -> int | 
 
 
 def _operator(name: str, lines: list[list[str]]) -> Operator:
-    keys = ("output", "sizes", "rows", "option", "divides", "sharded", "built on")
+    keys = ("kind", "output", "sizes", "rows", "option", "divides", "sharded", "built on")
     facts = {line[0]: line[1:] for line in lines if line[0] in keys}
     tensors = tuple(
         Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest, tuple(re.split(r", | \* ", axes)))
@@ -115,6 +111,7 @@ def _operator(name: str, lines: list[list[str]]) -> Operator:
     differentiable = tuple(i for i, t in enumerate(tensors) if t.gradient)
     return Operator(
         name,
+        cast("Kind", facts["kind"][0]),
         tensors,
         output,
         rows=int(facts["rows"][0]),
@@ -140,7 +137,9 @@ def _read(text: str) -> Iterator[Operator]:
 
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
-SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.samples}  # those that read maps at locations
+SAMPLING = {
+    name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"
+}  # those that read maps at locations
 
 
 def autocast_dtype(value: Tensor) -> torch.dtype:

@@ -102,7 +102,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
         output = kernel(*args)
         if _open:
             inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
-            _look(_Call(operator, *inputs) if operator.samples else _Points(operator, *inputs[:2], inputs[5:]))
+            _look(_Call(operator, *inputs) if operator.kind != "pooling" else _Points(operator, *inputs[:2], inputs[5:]))
         return output
 
     return run
@@ -362,9 +362,9 @@ def _softmaxed(call: _Call) -> None:
         fact = f"{_percent(fraction)} below 0, as if they were logits"
         _warn(call, "no softmax", name, "come from a softmax, 0..1", fact)
         return
-    if call.operator.grouped and weights.shape[2] == 1:
+    if call.operator.kind == "aggregation" and weights.shape[2] == 1:
         return  # of a point alone: where points are summed later, they share the 1
-    sums = weights.sum((2, 3, 4) if call.operator.grouped else (3, 4))
+    sums = weights.sum((2, 3, 4) if call.operator.kind == "aggregation" else (3, 4))
     median = sums[sums != 0].nanmedian().item() if sums.any() else 1.0
     if median < _SUMS[0] or median > _SUMS[1]:
         _warn(call, "no softmax", name, "sum to about 1 for each query, as after a softmax", f"sums around {median:.3g}")

@@ -272,7 +272,7 @@ def check(operator: str, *inputs: Any) -> None:
     if not torch.compiler.is_compiling():
         row, table = OPERATORS[operator], inputs[2]
         check_inputs(row, *inputs)
-        if table.is_cpu and row.samples and _is_readable(table):
+        if table.is_cpu and row.kind != "pooling" and _is_readable(table):
             contents(row, inputs)
     if limits.enforced():
         limits.hold(operator, *inputs)
@@ -284,7 +284,7 @@ def _is_readable(table: Tensor) -> bool:
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:
     """Check what index tensors hold: maps inside value, or ranks of rows. This reads them, which is free only on a CPU."""
-    if operator.samples:
+    if operator.kind != "pooling":
         value, shapes, starts, *_ = inputs
         levels(*operator.tables, shapes, starts, value.shape[1], value.shape[2] if value.dim() == 3 else 0)
     else:

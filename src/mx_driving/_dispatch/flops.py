@@ -20,7 +20,7 @@ from .._replacing import when_imported
 
 def _row_flops(operator: Operator, value: torch.Size, weights: torch.Size) -> int:
     """Multiply and add once per row and channel. `weights` may be logits."""
-    samples = math.prod(weights[:-1] if operator.grouped else weights)
+    samples = math.prod(weights[:-1] if operator.kind == "aggregation" else weights)
     return 2 * operator.rows * samples * value[-1]
 
 
@@ -29,7 +29,7 @@ def _register(operator: Operator) -> None:
 
     packet = getattr(torch.ops.mx_driving, operator.name)
     packet_backward = getattr(torch.ops.mx_driving, operator.name + "_backward")
-    weights = operator.weights if operator.samples else operator.inputs.index("ranks_bev")  # one for each row
+    weights = operator.weights if operator.kind != "pooling" else operator.inputs.index("ranks_bev")  # one for each row
 
     def forward(*inputs: Any, out_shape: Any = None, **_: Any) -> int:
         return _row_flops(operator, inputs[0], inputs[weights])

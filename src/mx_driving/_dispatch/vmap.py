@@ -23,7 +23,7 @@ def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int 
         dims: the vmapped dimension of each argument, or None.
     """
     shared = [value + i for i in operator.shared]
-    if not operator.samples or any(dims[i] is not None for i in shared):
+    if operator.kind == "pooling" or any(dims[i] is not None for i in shared):
         return _call_for_each(op, size, dims, args)
     mask = args[-1] if value else None
     needed = [value + i for i, need in zip(operator.differentiable, mask or (), strict=False) if need]

@@ -45,7 +45,7 @@ class Checked(NamedTuple):
 
 def _pieces(workload: Workload) -> tuple[int, int]:
     """How many queries (channels) the reference takes at a time, and how many --quick does."""
-    return (CHUNK, QUICK) if workload.row.samples else (CHANNELS, CHANNELS)
+    return (CHUNK, QUICK) if workload.row.kind != "pooling" else (CHANNELS, CHANNELS)
 
 
 def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:

@@ -246,7 +246,7 @@ def _look(call: Call, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
     return {
         "name": call.name,
         "operator": call.operator,
-        "grouped": OPERATORS[call.operator].grouped,
+        "grouped": OPERATORS[call.operator].kind == "aggregation",
         "heads": heads,
         "levels": levels,
         "points": points,

@@ -47,7 +47,7 @@ class Call(NamedTuple):
     def sizes(self) -> tuple[int, int, int]:
         """How many heads, levels and points: [head, level, point]."""
         weights = self.looks[0].weights
-        if OPERATORS[self.operator].grouped:
+        if OPERATORS[self.operator].kind == "aggregation":
             _, _, points, _, levels, heads = weights.shape
             return heads, levels, points
         _, _, heads, levels, points = weights.shape
@@ -78,14 +78,14 @@ class Call(NamedTuple):
 
     def _entry(self, camera: int, look: Look) -> int:
         """The place of a camera in the batch."""
-        if len(self.looks) > 1 or OPERATORS[look.operator].grouped:
+        if len(self.looks) > 1 or OPERATORS[look.operator].kind == "aggregation":
             return self.scene
         return self.scene * self.cameras + camera
 
 
 def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     """Locations and weights of all queries in one camera."""
-    if OPERATORS[look.operator].grouped:
+    if OPERATORS[look.operator].kind == "aggregation":
         places = look.locations[entry, :, :, camera].cpu().float()
         within = _geometry.inside(places)[..., None]
         weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
@@ -122,7 +122,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
 def _check_cameras(call: Call) -> None:
     """There is a picture for each camera, and the scene is in the batch."""
     first = call.looks[0]
-    grouped, batch, cameras = OPERATORS[call.operator].grouped, first.weights.shape[0], call.cameras
+    grouped, batch, cameras = OPERATORS[call.operator].kind == "aggregation", first.weights.shape[0], call.cameras
     scenes = batch
     if len(call.looks) > 1:
         _check_one_for_each(call)
@@ -142,7 +142,7 @@ def _check_cameras(call: Call) -> None:
 def _check_one_for_each(call: Call) -> None:
     """Several looks make a call if they are of one attention operator, a camera each, with the same sizes."""
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
-    if OPERATORS[call.operator].grouped or len(kinds) > 1 or len(call.looks) != call.cameras:
+    if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
         _checks.rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
 
@@ -155,7 +155,7 @@ def _check_seen(call: Call, seen: Tensor) -> None:
     for camera, look in enumerate(call.looks):
         rows = look.weights.shape[1]
         wanted = counts[camera] if len(call.looks) > 1 else max(counts)
-        packed = rows == wanted and not OPERATORS[look.operator].grouped
+        packed = rows == wanted and OPERATORS[look.operator].kind != "aggregation"
         if rows != len(seen) and not packed:
             rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {_whom(call, camera)} for"
             _checks.rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")

@@ -49,7 +49,7 @@ class RecordedCall:
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        return SamplingInputs._fields if self.row.samples else self.row.inputs
+        return SamplingInputs._fields if self.row.kind != "pooling" else self.row.inputs
 
     @property
     def arguments(self) -> tuple[Any, ...]:

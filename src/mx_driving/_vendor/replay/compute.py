@@ -76,11 +76,11 @@ def compute(
 
 
 def _queries_at_a_time(call: RecordedCall) -> int:
-    if not call.row.samples:
+    if call.row.kind == "pooling":
         *_, ranks_bev, sizes = call.inputs
         return max(1, NUMBERS // max(1, ranks_bev.numel(), int(sizes.prod())))
     bs, _, *channels = call.inputs[0].shape
-    points = call.sampling.locations.shape[2 if call.row.grouped else 4]
+    points = call.sampling.locations.shape[2 if call.row.kind == "aggregation" else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
@@ -148,7 +148,7 @@ def _largest_slope(call: RecordedCall, axis: int) -> float:
     value, shapes, starts, locations, weights = (t.double() if t.is_floating_point() else t for t in call.inputs)
     locations = torch.where(counted_samples(call)[..., None], locations, torch.nan)
     sides = shapes.double().flip(-1)[..., axis]
-    for scale in range(sides.shape[1]) if call.row.grouped else (None,):
+    for scale in range(sides.shape[1]) if call.row.kind == "aggregation" else (None,):
         size = sides[:, None] if scale is None else sides[:, scale]
         maps = (shapes, starts, weights)
         if scale is not None:
@@ -159,15 +159,15 @@ def _largest_slope(call: RecordedCall, axis: int) -> float:
             moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
             one = replace(call, inputs=(value, *maps[:2], moved, maps[2]))
             slopes = compute(one, torch.float64, differentiable=(call.row.weights,))["grad_weights"]
-            terms = (size[:, None, None] if call.row.grouped else size) * maps[2] * slopes
-            total = total + (terms.sum((-1, -2)) if call.row.grouped else terms)
+            terms = (size[:, None, None] if call.row.kind == "aggregation" else size) * maps[2] * slopes
+            total = total + (terms.sum((-1, -2)) if call.row.kind == "aggregation" else terms)
     return _largest(total)
 
 
 def counted_samples(call: RecordedCall) -> Tensor:
     """Return True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
     locations = call.sampling.locations
-    if call.row.grouped:
+    if call.row.kind == "aggregation":
         return _geometry.inside(locations)
     size = call.sampling.shapes.double().flip(-1)[:, None]
     at = locations.double() if call.row.integer_locations else _geometry.pixels(locations.double(), size)

@@ -18,7 +18,7 @@ _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and flo
 
 def _num_terms(call: RecordedCall) -> dict[str, int]:
     """Return how many terms the longest sum of each result has."""
-    if call.row.samples:
+    if call.row.kind != "pooling":
         of_query = math.prod(call.sampling.weights.shape[2:]) * 4
         return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
     of_feat, of_depth, of_cell = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:5])
@@ -33,7 +33,7 @@ class ErrorBound:
         self.truth = compute(call, torch.float64)
         self._largest_sums, self._num_terms = largest_sums(call), _num_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
-        has_positions = call.row.samples and not call.row.integer_locations and call.sampling.shapes.numel()
+        has_positions = call.row.kind != "pooling" and not call.row.integer_locations and call.sampling.shapes.numel()
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
 
     def limit(self, result: str, dtype: torch.dtype, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
@@ -75,8 +75,8 @@ class ErrorBound:
     @functools.cached_property
     def _on_centres(self) -> Tensor:
         locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
-        sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.grouped else sizes[None, :, None]
+        sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.kind == "aggregation" else sizes[None, :, None]
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
-        at = _geometry.pixels(locations[None] if self.call.row.grouped else locations, sizes)
+        at = _geometry.pixels(locations[None] if self.call.row.kind == "aggregation" else locations, sizes)
         on = (at - at.round()).abs() <= near
-        return on.any(0) if self.call.row.grouped else on
+        return on.any(0) if self.call.row.kind == "aggregation" else on

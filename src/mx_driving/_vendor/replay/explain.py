@@ -106,7 +106,7 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
         size = call.sampling.shapes.flip(-1).double()
-        size = size[:, 0] if call.row.grouped else size[:, None]
+        size = size[:, 0] if call.row.kind == "aggregation" else size[:, None]
         if bool((bound.error(name, device, truth / size) <= 1).all()):
             return "it is the gradient in pixels; it must be in fractions of the map"
     wrong = errors > 1
@@ -134,14 +134,14 @@ def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
 
 def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
     """Yield the parts of each axis that hold all wrong entries, such as "level 1", unless all parts do."""
-    axes = {} if not call.row.samples else _AGGREGATION_AXES if call.row.grouped else _ATTENTION_AXES
+    axes = {} if call.row.kind == "pooling" else _AGGREGATION_AXES if call.row.kind == "aggregation" else _ATTENTION_AXES
     for axis, dim in axes.items():
         count = call.sampling.weights.shape[dim]
         if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
             has_wrong = wrong.movedim(dim, 0).flatten(1).any(1)
         elif axis in ("head", "group") and name in ("output", "grad_value"):
             has_wrong = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0).flatten(1).any(1)
-        elif axis == "level" and name == "grad_value" and not call.row.grouped:
+        elif axis == "level" and name == "grad_value" and call.row.kind != "aggregation":
             rows = wrong.movedim(1, 0).flatten(1).any(1)
             ends = call.sampling.starts + call.sampling.shapes.prod(-1)
             levels = zip(call.sampling.starts.tolist(), ends.tolist(), strict=True)

@@ -22,7 +22,7 @@ _CHANNELS_LAST = ("BEVPoolV3.apply", "_forward", "_backward", "_backward_opt", "
 def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Return the operator's inputs, with its sizes as a tensor."""
     facts, form = {**about.get("sizes", {}), **tensors}, about.get("form", "bev_pool_v3")
-    is_sampling = OPERATORS[about["operator"]].samples
+    is_sampling = OPERATORS[about["operator"]].kind != "pooling"
     if not is_sampling and form not in _FORMS:
         raise Problem(f"the form of {name} must be one of {', '.join(_FORMS)}; got {form}")
     try:
@@ -35,7 +35,7 @@ def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[Tens
 
 
 def output_shape(row: Operator, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    if row.samples:
+    if row.kind != "pooling":
         return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
     b, *cells = inputs[-1].tolist()
     return (b, inputs[0].shape[1], *cells)

@@ -115,8 +115,8 @@ def _count_not_finite(tensors: Sequence[Tensor]) -> tuple[int, int]:
 
 def off_map(call: RecordedCall) -> float:
     """Return the share of samples off their maps; of an aggregation, of points that no camera sees; 0 without maps."""
-    if not call.row.samples:
+    if call.row.kind == "pooling":
         return 0.0
     on = counted_samples(call)
-    on = on.any(-1) if call.row.grouped else on
+    on = on.any(-1) if call.row.kind == "aggregation" else on
     return float((~on).double().mean()) if on.numel() else 0.0

@@ -43,19 +43,21 @@ def _describe(verdict: Verdict) -> str:
 
 
 def _shown_inputs(call: RecordedCall) -> dict[str, Tensor]:
-    indices = (0, 3, 4) if call.row.samples else call.row.differentiable
+    indices = (0, 3, 4) if call.row.kind != "pooling" else call.row.differentiable
     return {call.input_names[i]: call.inputs[i] for i in indices}
 
 
 def _describe_indices(verdict: Verdict) -> str:
     call = verdict.call
-    if not call.row.samples:
+    if call.row.kind == "pooling":
         cell, sizes = call.inputs[4:]
         order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
         return f"{len(cell)} points, {order} by cell\ncells {'x'.join(map(str, sizes.tolist()))}"
     levels = call.sampling.shapes.flatten(0, -2).tolist()
     maps = ", ".join(f"{h}x{w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
-    return f"maps {maps}\n{100 * verdict.off_map:.3g} % {'of points unseen' if call.row.grouped else 'off the map'}"
+    return (
+        f"maps {maps}\n{100 * verdict.off_map:.3g} % {'of points unseen' if call.row.kind == 'aggregation' else 'off the map'}"
+    )
 
 
 def _shape(t: Tensor) -> str:
