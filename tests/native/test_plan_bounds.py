@@ -106,7 +106,10 @@ BOUNDS = [
         for c, n in ((3 * 2**18, 3), (3 * 2**19, 5), (3 * 2**20, 5), (2**19, 2))
     ),
     # a band of an aggregation has 16 MB
-    *((AGGREGATION, lambda r=r: tall(r), 1, OF_VALUE, WAY, f"BY_BANDS, {n}") for r, n in ((8, 1), (9, 2), (17, 3))),
+    *(
+        (AGGREGATION, lambda r=r: tall(r), 1, OF_VALUE, WAY, f"BY_BANDS, {n}")
+        for r, n in ((7, 1), (8, 1), (9, 2), (17, 3))
+    ),
     # heads go together where value is near (1 MB), and has more samples than rows to widen
     (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 32), 1, FORWARD, "heads_together", "4"),
     (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 33), 1, FORWARD, "heads_together", "0"),
