@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from ._arguments import explain_arguments
 from ._pooling import gradients, inputs_of, refuse_ranks
 
@@ -65,6 +66,7 @@ def bev_pool_v3(
     """
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
     check("bev_pool_v3", *inputs)
+    inputs = prepare_in_inference_mode("bev_pool_v3", *inputs)
     with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
         return torch.ops.mx_driving.bev_pool_v3.default(*inputs)
 

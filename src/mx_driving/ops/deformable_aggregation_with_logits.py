@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from ._arguments import explain_arguments
 
 __all__ = ["deformable_aggregation_with_logits"]
@@ -69,4 +70,5 @@ def deformable_aggregation_with_logits(
     """
     inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
     check("deformable_aggregation_with_logits", *inputs)
+    inputs = prepare_in_inference_mode("deformable_aggregation_with_logits", *inputs)
     return torch.ops.mx_driving.deformable_aggregation_with_logits.default(*inputs)

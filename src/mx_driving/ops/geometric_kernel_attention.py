@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from .._operators import OPERATORS
 from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
@@ -63,6 +64,7 @@ def geometric_kernel_attention(
     """
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, attention_weights)
     check("geometric_kernel_attention", *inputs)
+    inputs = prepare_in_inference_mode("geometric_kernel_attention", *inputs)
     return torch.ops.mx_driving.geometric_kernel_attention.default(*inputs)
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
@@ -60,4 +61,5 @@ def geometric_kernel_attention_with_logits(
     """
     inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
     check("geometric_kernel_attention_with_logits", *inputs)
+    inputs = prepare_in_inference_mode("geometric_kernel_attention_with_logits", *inputs)
     return torch.ops.mx_driving.geometric_kernel_attention_with_logits.default(*inputs)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from .._operators import OPERATORS
 from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
@@ -67,6 +68,7 @@ def multi_scale_deformable_attn(
     """
     inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
     check("multi_scale_deformable_attn", *inputs)
+    inputs = prepare_in_inference_mode("multi_scale_deformable_attn", *inputs)
     return torch.ops.mx_driving.multi_scale_deformable_attn.default(*inputs)
 
 

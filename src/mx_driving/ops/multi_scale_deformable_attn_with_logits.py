@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from ._arguments import explain_arguments
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
@@ -78,4 +79,5 @@ def multi_scale_deformable_attn_with_logits(
         reference_axis,
     )
     check("multi_scale_deformable_attn_with_logits", *inputs)
+    inputs = prepare_in_inference_mode("multi_scale_deformable_attn_with_logits", *inputs)
     return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default(*inputs)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import _dispatch
 from .._checks.inputs import check
+from .._dispatch.distributed import prepare_in_inference_mode
 from ._arguments import explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
@@ -65,6 +66,7 @@ def deformable_aggregation(
     """
     inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     check("deformable_aggregation", *inputs)
+    inputs = prepare_in_inference_mode("deformable_aggregation", *inputs)
     return torch.ops.mx_driving.deformable_aggregation.default(*inputs)
 
 
