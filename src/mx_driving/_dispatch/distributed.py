@@ -34,7 +34,7 @@ def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def prepare_in_inference_mode(operator: str, *inputs: Any) -> tuple[Any, ...]:
-    """Prepare the inputs of a public function in inference mode, where the Autograd key, which does it elsewhere, is skipped."""
+    """Prepare the inputs of a public function in inference mode, which skips the Autograd key that prepares them elsewhere."""
     if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
         return inputs
     return prepare(inputs, OPERATORS[operator].shared)
