@@ -1,4 +1,4 @@
-"""hypothesis over shapes, layouts, dtypes and index tables: right, or ValueError; never a crash."""
+"""hypothesis over shapes, layouts, dtypes and index tables: right, or refused in a sentence; never a crash."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_right_for_any_shape_layout_and_dtype(call, dtypes, order, narrow):
         shapes, starts = shapes.int(), starts.int()
     args = (value.to(dtypes[0]), shapes, starts, locations, weights.to(dtypes[2]))
     args = tuple(permuted(a, order) for a in args)
-    compare("native", operator, args, permuted(cases.grad_for(operator, args).to(dtypes[0]), order))
+    compare("native", operator, args, permuted(cases.grad_for(operator, args).to(dtypes[0]), order), some_seen=False)
 
 
 TABLE = st.one_of(st.integers(-3, 60), st.integers(-(2**63), 2**63 - 1))
@@ -67,7 +67,7 @@ def test_any_index_table_works_or_is_refused(call, numbers, keep_shapes):
     )
     grad = cases.grad_for(operator, args).float()
     if fits:
-        compare("native", operator, args, grad)
+        compare("native", operator, args, grad, some_seen=False)
     else:
         refused = 0
         for run in (
@@ -76,8 +76,8 @@ def test_any_index_table_works_or_is_refused(call, numbers, keep_shapes):
         ):
             try:
                 run()
-            except ValueError:
-                refused += 1
+            except (ValueError, RuntimeError) as error:  # torch.ops and the backward raise RuntimeErrors with the same sentence
+                refused += " must " in str(error) or " not be " in str(error)
         assert refused == 2
 
 
