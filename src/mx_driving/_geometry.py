@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import Tensor
 
 
@@ -21,8 +22,10 @@ def inside(locations: Tensor) -> Tensor:
     return ((locations > 0) & (locations < 1)).all(-1)
 
 
-def clamp_index(index: Tensor, size: int | torch.SymInt | Tensor) -> tuple[Tensor, Tensor]:
+def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
     """Return index clamped to 0..size, and a flag that is 1 where it was not one of 0..size - 1, and 0 elsewhere.
+
+    size is a number or a tensor.
 
     It has no comparison: there are compilers that compute comparisons of int64 wrongly.
     """

@@ -101,8 +101,10 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            inputs = _composition.bare_inputs(operator.name, *args) if operator.bare else args
-            _look(_Call(operator, *inputs) if operator.kind != "pooling" else _Points(operator, *inputs[:2], inputs[5:]))
+            inputs: Any = _composition.bare_inputs(operator.name, *args) if operator.bare else args
+            _look(
+                _Call(operator, *inputs) if operator.kind != "pooling" else _Points(operator, inputs[0], inputs[1], inputs[5:])
+            )
         return output
 
     return run

@@ -43,7 +43,7 @@ _TENSORS = {
     operator.name: [(t.optional, _ELEMENTS[t.elements][0], t.axes, t.factors) for t in operator.tensors]
     for operator in OPERATORS.values()
 }
-_HASHED = (int, str)  # what else a description may hold: sizes and options
+_HASHED = (int, str, type(None))  # what else a description may hold: sizes, options and no tensor
 Sizes = dict[str, Any]
 Given = Sequence[tuple[Input, Any]]
 
@@ -72,11 +72,11 @@ def check_inputs(operator: Operator, *args: Any) -> None:
     A call is described by shapes, dtypes and devices. Answers about plain tensors are cached, because models repeat shapes: a
     check takes 3 us, not 7 (Intel Xeon, family 6, model 207, 2026-11-26).
     """
-    description, fit = [], _fit.__wrapped__ if torch.jit.is_tracing() else _fit
+    description, fit = [], _fit.__wrapped__ if torch.jit.is_tracing() else _fit  # pyright: ignore[reportPrivateImportUsage]
     for a in args:
         kind = type(a)
         is_tensor = kind is Tensor or kind is Parameter
-        if not is_tensor and a is not None and kind not in _HASHED:
+        if not is_tensor and kind not in _HASHED:
             is_tensor, fit = _has_elements(a), _fit.__wrapped__
         description.append(a if not is_tensor else not a.is_nested and (a.shape, a.dtype, a.device))
     if not fit(operator.name, *description):
@@ -299,7 +299,7 @@ def check(operator: str, *inputs: Any) -> None:
 
 
 def _is_readable(table: Tensor) -> bool:
-    return type(table) is Tensor and not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()
+    return type(table) is Tensor and not torch._C._are_functorch_transforms_active() and not torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:

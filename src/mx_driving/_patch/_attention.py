@@ -130,7 +130,8 @@ class Attention:
         return (out, sampled.logits.softmax(-1).unflatten(-1, sampled.sides)) if self.weights else out
 
     def _inputs(self, module: Any, arguments: Arguments) -> Inputs:
-        query, memory, position, mask = (arguments.get(role) for role in ("query", "memory", "position", "mask"))
+        query: Any = arguments.get("query")
+        memory, position, mask = (arguments.get(role) for role in ("memory", "position", "mask"))
         memory = query.repeat_interleave(self.queue, 0) if memory is None else memory
         query = query if position is None else query + position
         if not _batch_first(module):

@@ -239,7 +239,8 @@ def _layer_of_transformers(
     tables: Any = value_spatial_shapes, level_start_index
     if not all(isinstance(t, Tensor) and t.dtype in INDEX for t in tables):
         tables = levels(value_spatial_shapes_list, value.device)
-    return multi_scale_deformable_attn(value, *tables, sampling_locations, attention_weights)
+    shapes, starts = tables
+    return multi_scale_deformable_attn(value, shapes, starts, sampling_locations, attention_weights)
 
 
 # What the new code of a function calls, by the function's id. An entry stays when a patch ends: another thread may be about

@@ -39,7 +39,8 @@ class Motion(Attention):
 
     def attend(self, module: Any, arguments: Arguments) -> Tensor:
         """Return what the module's forward returns."""
-        query, position, identity = (arguments.get(role) for role in ("query", "position", "identity"))
+        query: Any = arguments.get("query")
+        position, identity = (arguments.get(role) for role in ("position", "identity"))
         queries = (query if position is None else query + position).flatten(1, 2)
         memory, steps = arguments["memory"].transpose(0, 1), module.num_steps
         inputs = Inputs(queries, memory, arguments.get("mask"), self._reference(module, arguments), arguments)

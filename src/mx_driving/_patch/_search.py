@@ -32,7 +32,7 @@ _FILES = {
     "dfine_seg": "model/arch/*.py",
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
-_ALIASES = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
+_ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
 # words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
@@ -85,7 +85,7 @@ class Candidates:
             return False
         return True
 
-    def _add_pool(self, name: str, thing: Any, kind: str, forms: list[Pool]) -> None:
+    def _add_pool(self, name: str, thing: Any, kind: str, forms: list[Any]) -> None:
         (self.around if kind == FUNCTION else self.cores)[name] = (forms, thing)
         for used in thing.__code__.co_names if kind == FUNCTION else ():
             if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined

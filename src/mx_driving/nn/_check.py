@@ -49,7 +49,7 @@ def kernel_size(sizes: object) -> None:
 
 
 def fraction(name: str, part: object) -> None:
-    if not isinstance(part, numbers.Real) or not 0 <= part < 1:
+    if not isinstance(part, numbers.Real) or not 0 <= float(part) < 1:
         fail(ValueError, name, "be a fraction below 1", part)
 
 

@@ -73,7 +73,8 @@ def points_inside(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
     need_dtype("geom_xyz", geom_xyz, INDEX, INDEX_RULE)
     places = geom_xyz.flatten(1, -2)
     if places.is_meta:
-        return (places.new_empty(0, dtype=torch.int64),) * 2
+        none = places.new_empty(0, dtype=torch.int64)
+        return none, none
     (x, y, _), outside = _clamp_places(places, *voxel_num)
     batch, point = (1 - outside).nonzero(as_tuple=True)
     x, y = x[batch, point], y[batch, point]
