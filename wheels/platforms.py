@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent
 DIST, BUILD = ROOT / "dist", ROOT / "build" / "wheels"
-SUITE = BUILD / "suite.json"  # what suite.py writes
 
 
 def sha256(file: pathlib.Path) -> str:
