@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import onnxruntime
 import torch
 import typer
-from onnx_runtime import Calls, exported, loaded
 from rich.console import Console
 
 import mx_driving
@@ -60,6 +60,49 @@ class Runtime(NamedTuple):
     @property
     def version(self) -> str:
         return f"{self.package} {importlib.metadata.version(self.package)}"
+
+
+class Calls(torch.nn.Module):
+    """The operator; what is no tensor is fixed."""
+
+    def __init__(self, operator: str, args: tuple):
+        super().__init__()
+        self.operator, self.args = operator, [None if isinstance(a, torch.Tensor) else a for a in args]
+        self.given = [isinstance(a, torch.Tensor) for a in args]
+
+    def forward(self, *tensors):
+        rest = iter(tensors)
+        args = (next(rest) if given else a for given, a in zip(self.given, self.args, strict=True))
+        return getattr(mx_driving, self.operator)(*args)
+
+
+def exported(module: torch.nn.Module, tensors: tuple[torch.Tensor, ...], form: str, opset: int = 20) -> bytes:
+    table = mx_driving.onnx.translations(form)
+    program = torch.onnx.export(
+        module.eval(), tensors, dynamo=True, opset_version=opset, custom_translation_table=table, verbose=False
+    )
+    assert program is not None
+    return program.model_proto.SerializeToString()
+
+
+def loaded(model: bytes, tensors: tuple[torch.Tensor, ...]) -> Callable[[], Any]:
+    """A function of no arguments that runs the exported operator, which is given new memory for its output each time."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    options.register_custom_ops_library(mx_driving.onnx.library())
+    session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    binding = session.io_binding()
+    for name, tensor in zip((i.name for i in session.get_inputs()), tensors, strict=True):
+        binding.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy()))
+
+    def run() -> Any:
+        binding.clear_binding_outputs()  # or the memory of the last call would be used again
+        binding.bind_output(session.get_outputs()[0].name)
+        session.run_with_iobinding(binding)
+        return binding.get_outputs()[0]
+
+    return run
 
 
 def program_of(module: torch.nn.Module, tensors: Tensors) -> torch.export.ExportedProgram:

@@ -156,15 +156,6 @@ def attention_modules() -> str:
     return renamed(read(MODELS), columns)
 
 
-def onnxruntime() -> str:
-    rows = read("epyc-zen5-2-cores-onnxruntime.csv")
-    times = {(row["workload"], row["implementation"]): milliseconds(row) for row in rows}
-    forms = list(dict.fromkeys(row["implementation"] for row in rows))
-    body = [[name, *(times.get((name, form), "") for form in forms)] for name in dict.fromkeys(row["workload"] for row in rows)]
-    table = markdown(["workload", *(f"{form}, ms" for form in forms)], body)
-    return f"{table}\n{made(rows)}, {made(rows, 'runtime')}\n"
-
-
 def plain(file: str, last: str = "machine") -> str:
     """A file's rows. The column `last` is the same in every row, and stands once below the table."""
     rows = read(file)
@@ -356,7 +347,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole_models": whole_models,
     "attention_modules": attention_modules,
     "libraries": libraries,
-    "onnxruntime": onnxruntime,
     "onnx_files": onnx_files,
     "onnx_forms": onnx_forms,
     "detectors": lambda: plain("epyc-zen3-2-cores-detectors.csv"),
