@@ -28,7 +28,7 @@ from mx_driving._measure import report, speed
 from mx_driving._measure.report import OURS, Row
 from mx_driving._measure.timing import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 

@@ -26,7 +26,7 @@ import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 
 def load(library: Path, folder: Path, number: int) -> ctypes.CDLL:

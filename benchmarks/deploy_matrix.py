@@ -32,7 +32,7 @@ from mx_driving._cli_support.show import grid, say, show
 from mx_driving._measure.report import OURS, Row, write
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 Tensors = tuple[torch.Tensor, ...]
 SIZES = ("Deformable-DETR decoder, 300 queries", "Sparse4D v3", "MapTR nano")

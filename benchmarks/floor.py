@@ -14,8 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mx_driving import _backends, _geometry, config
+from mx_driving import _backends, config
 from mx_driving._measure.workloads import AGGREGATION, GEOMETRIC, Args
+from mx_driving._operator import geometry
 
 
 def _library_path() -> pathlib.Path:
@@ -60,8 +61,8 @@ def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:
 
 def _aggregation_rows(features: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor) -> Tensor:
     size = shapes.flip(-1)  # [cam, scale, (w, h)]
-    seen = _geometry.inside(locations)[..., None, None]
-    rows = _corners(_geometry.pixels(locations[..., None, :], size), size, starts, features.shape[1])
+    seen = geometry.inside(locations)[..., None, None]
+    rows = _corners(geometry.pixels(locations[..., None, :], size), size, starts, features.shape[1])
     rows = torch.where(seen, rows, -1).flatten(2)  # [bs, anchor, pts * cam * scale * 4]
     last = (rows < 0).sort(dim=-1, stable=True).indices  # what counts first, in its order
     rows = rows.gather(-1, last)
@@ -80,7 +81,7 @@ def corner_rows(operator: str, args: tuple[Tensor, ...]) -> Tensor:
             pixel = torch.minimum(locations.long().clamp(min=0), size - 1)
             rows = pixel[..., 1] * size[..., 0] + pixel[..., 0] + starts[:, None]
         else:
-            rows = _corners(_geometry.pixels(locations, size), size, starts[:, None], keys)
+            rows = _corners(geometry.pixels(locations, size), size, starts[:, None], keys)
         rows = rows.flatten(3).transpose(1, 2)
     rows = torch.nn.functional.pad(rows, (0, -rows.shape[-1] % 4), value=keys)
     if int(rows.min()) < -1 or int(rows.max()) > keys:

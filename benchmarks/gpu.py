@@ -32,7 +32,7 @@ import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._measure import plain
 from mx_driving._measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, POOL, WORKLOADS, Workload
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 DRY = "--dry-run" in sys.argv
 DEVICE = "cpu" if DRY else "cuda"

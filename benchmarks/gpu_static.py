@@ -26,7 +26,7 @@ from cases import GEOMETRIC, MULTI_SCALE
 
 from mx_driving._backends.triton import launch
 from mx_driving._measure.workloads import GPU_WORKLOADS
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 CHANNELS = 32  # of a head
 CORNERS = {MULTI_SCALE: 4, GEOMETRIC: 1}  # rows that a sample reads

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mx_driving
-from mx_driving import _geometry
 from mx_driving._measure import plain
 from mx_driving._measure.workloads import DETR, SPARSE4D, pixel_centres, ring_of_cameras
+from mx_driving._operator import geometry
 
 Forward = Callable[..., Tensor]
 
@@ -180,7 +180,7 @@ def _spatial(generator: torch.Generator, bev: tuple[int, int], sizes: list[tuple
     projection, image_size = ring_of_cameras()
     projected = torch.einsum("cij,qzj->cqzi", projection[:, :3], F.pad(places, (0, 1), value=1.0))
     reference = projected[..., :2] / projected[..., 2:].clamp(min=1e-5) / image_size[:, None, None]
-    mask = (projected[..., 2] > 1e-5) & _geometry.inside(reference)
+    mask = (projected[..., 2] > 1e-5) & geometry.inside(reference)
     query, position = torch.randn(2, 1, len(cells), 256, generator=generator)
     inner, visible = module.deformable_attention, int(mask.any(-1).sum())
     positioned = torch.randn(1, visible, 256, generator=generator)

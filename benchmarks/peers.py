@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mx_driving._measure.rivals import Rival, plain_form
 from mx_driving._measure.workloads import MULTI_SCALE, Args, Workload
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 
 def compile_form(form: Callable[..., Tensor], operator: str, args: Args) -> Callable[..., Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mx_driving import _backends
 from mx_driving._measure.workloads import Workload
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 Plans = dict[str, dict[str, str]]  # of each direction: decision -> what was decided
 

@@ -227,14 +227,14 @@ def tested_by_file() -> str:
 
 def needs() -> str:
     """The features that not every torch has."""
-    from mx_driving._checks.needs import NEEDS
+    from mx_driving._needs import NEEDS
 
     return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
 
 
 def limits() -> str:
     """The vendor's documented limits, with the releases that have them."""
-    from mx_driving._checks.limits import LIMITS, NEWEST
+    from mx_driving._operator.limits import LIMITS, NEWEST
 
     def releases(first: str, last: str) -> str:
         return f"since {first}" if last == NEWEST else first if first == last else f"{first} to {last}"

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mx_driving import _backends, _checks
+from mx_driving import _backends, _needs
 
 if not cases.ON_GPU and importlib.util.find_spec("triton"):
     import ptx
@@ -162,7 +162,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     """`needs(feature)` skips a test on a torch that lacks it, by the package's own table."""
     for marker in item.iter_markers("needs"):
-        if sentence := _checks.needs.lacks(*marker.args):
+        if sentence := _needs.lacks(*marker.args):
             pytest.skip(sentence)
 
 

@@ -8,10 +8,10 @@ __distribution__ = "mx-driving-portable"  # _import_guard.py looks for it
 # `python -m mx_driving.config` imports this file first. It prints paths, and must not wait seconds for torch.
 if not (_sys.argv[:1] == ["-m"] and "mx_driving.config" in [word.removeprefix("-m") for word in _sys.orig_argv]):
     from . import compat, geometry, kernels, nn, onnx, ops, viz
-    from ._checks.data import DataWarning, data_checks
-    from ._checks.limits import atlas_limits
-    from ._checks.rules import explain_missing as _explain_missing
+    from ._data_checks import DataWarning, data_checks
     from ._dispatch.choose import backends
+    from ._operator.limits import atlas_limits
+    from ._operator.rules import explain_missing as _explain_missing
     from ._patch import Patch, patch, patched
     from ._vendor import compiled as _C
     from .ops.bev_pool import bev_pool

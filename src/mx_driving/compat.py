@@ -30,9 +30,9 @@ from torch import Tensor
 
 from mx_driving_portable.record import FUNCTIONS
 
-from ._checks.rules import fail
 from ._dispatch.functions import as_compiled, backward_as_compiled
-from ._operators import OPERATORS
+from ._operator.description import OPERATORS
+from ._operator.rules import fail
 from ._replacing import MadeModules
 from .ops import _extension, _pooling
 from .ops._other_shapes import aggregation_inputs, attention_inputs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _composition, _geometry
+from ._operator import composition, geometry
 
 __all__ = [
     "Corners",
@@ -230,7 +230,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     groups = weight.shape[-1]
     out = v.new_zeros(bs, locations.shape[1], channels)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
-        seen = _geometry.inside(location[:, :, :, cam])
+        seen = geometry.inside(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
             corners = _aggregation_corners(location[:, :, :, cam], seen, shapes[cam, scale], starts[cam, scale], num_feat)
             w = torch.where(seen[..., None], weights[:, :, :, cam, scale], 0)
@@ -263,7 +263,7 @@ def deformable_aggregation_backward(
     grad_location, grad_weight = torch.zeros_like(location).unbind(3), []
     grad_location = list(grad_location)
     for cam in range(starts.shape[0] if num_feat and channels else 0):
-        seen = _geometry.inside(location[:, :, :, cam])
+        seen = geometry.inside(location[:, :, :, cam])
         for scale in range(starts.shape[1]):
             shape = shapes[cam, scale]
             corners = _aggregation_corners(location[:, :, :, cam], seen, shape, starts[cam, scale], num_feat)
@@ -292,7 +292,7 @@ def deformable_aggregation_backward(
 
 
 def _over(name: str, bare: Callable[..., Tensor], bare_backward: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
-    return _composition.forward(name, bare), _composition.backward(name, bare_backward)
+    return composition.forward(name, bare), composition.backward(name, bare_backward)
 
 
 multi_scale_deformable_attn_with_logits, multi_scale_deformable_attn_with_logits_backward = _over(

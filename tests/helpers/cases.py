@@ -16,7 +16,8 @@ import truth
 from torch import Tensor
 
 import mx_driving
-from mx_driving import _backends, _composition, reference
+from mx_driving import _backends, reference
+from mx_driving._operator import composition
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 OPERATORS = (MULTI_SCALE, AGGREGATION, GEOMETRIC)
@@ -240,7 +241,7 @@ def _triton_kernel(operator: str, backward: bool) -> Callable[..., Any]:
 
     if not ON_GPU and operator in WITH_LOGITS:
         bare = _triton_kernel(operator.removesuffix("_with_logits"), backward)
-        return (_composition.backward if backward else _composition.forward)(operator, bare)
+        return (composition.backward if backward else composition.forward)(operator, bare)
 
     def dispatched(*args: Any) -> Any:
         found = getattr(torch.ops.mx_driving, name).default(*map(on_gpu, args))

@@ -16,8 +16,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
 import mx_driving
-from mx_driving import _checks
-from mx_driving._operators import OPERATORS
+from mx_driving import _needs
+from mx_driving._operator.description import OPERATORS
 
 FLOATING = {name: [i for i, t in enumerate(row.tensors) if t.elements != "index"] for name, row in OPERATORS.items()}
 # The sharded dimension of the floating inputs and of the output. None: every process has the whole (of the output: a summand)
@@ -197,7 +197,7 @@ MESH = "DTensor on a mesh of several dimensions"
 
 def tried(feature: str, function: Any, *args: Any) -> Any:
     """The result, or what is said by a torch that lacks the feature."""
-    if _checks.needs.lacks(feature) is None:
+    if _needs.lacks(feature) is None:
         return function(*args)
     try:
         function(*args)
@@ -227,7 +227,7 @@ def run(rank: int, world: int, folder: str) -> None:
             found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, layouts, wanted)
         if world == 2:
             found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
-        if world == 4 and _checks.needs.lacks(MESH):
+        if world == 4 and _needs.lacks(MESH):
             grid = init_device_mesh("cpu", (2, 2))
             layouts = [SHARDED[operator]["bs"]] * 2
             found[operator, "refused"] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
@@ -242,9 +242,9 @@ def run(rank: int, world: int, folder: str) -> None:
         for axis in OPERATORS["bev_pool_v3"].sharded:
             found["bev_pool_v3", axis] = lifted(axis, mesh)
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
-            if kind != "fully_shard" or not _checks.needs.lacks("fully_shard on a CPU"):
+            if kind != "fully_shard" or not _needs.lacks("fully_shard on a CPU"):
                 found[kind] = trained(kind, mesh, rank, world)
-        if not _checks.needs.lacks("fully_shard on a CPU"):
+        if not _needs.lacks("fully_shard on a CPU"):
             kinds = mx_driving.nn.TemporalSelfAttention, mx_driving.nn.DeformableFeatureAggregation
             found["initialised"] = [initialised(kind, mesh) for kind in kinds]
     if rank == 0:

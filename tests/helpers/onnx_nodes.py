@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import pathlib
 import random
 import re
-import runpy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from onnx import TensorProto, helper
 
 FLOATS = ("float32", "float16", "bfloat16", "double")
 INTEGERS = ("int64", "int32")
-DESCRIPTIONS = pathlib.Path(__file__).parents[2] / "src" / "mx_driving" / "_descriptions.py"
+DESCRIPTIONS = pathlib.Path(__file__).parents[2] / "src" / "mx_driving" / "_operator" / "description.py"
 OTHER_NAMES = {"R": "num_levels", "2 or 4": "box", "num_feat": "num_keys"}
 
 
@@ -26,7 +26,9 @@ def described() -> dict[str, list[tuple[str, list[str]]]]:
     """What the elements of each input are, and its axes. A number is a size. Operators of which sizes are attributes are left
     out: tests/operators/test_bev_pool_v3.py has their node."""
     found: dict[str, list[tuple[str, list[str]]]] = {}
-    for line in runpy.run_path(str(DESCRIPTIONS))["TEXT"].splitlines():
+    assignments = (node for node in ast.parse(DESCRIPTIONS.read_text()).body if isinstance(node, ast.Assign))
+    text = next(ast.literal_eval(node.value) for node in assignments if ast.unparse(node.targets[0]) == "TEXT")
+    for line in text.splitlines():
         words = re.split(r" {2,}", line.strip())
         if line and line[0] != " ":
             name = line

@@ -15,7 +15,7 @@ from torch.nn.functional import grid_sample
 
 import mx_driving
 import mx_driving.onnx
-from mx_driving import _checks
+from mx_driving import _needs
 
 MAPS = [(6, 5), (3, 4)]
 AREAS = [h * w for h, w in MAPS]
@@ -258,7 +258,7 @@ def _export(module, path, exporter, opset, given):
     if "older" in exporter:
         old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if exporter == "older" else None}
         return torch.onnx.export(module, given, path, input_names=names, **old)
-    if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
+    if sentence := _needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
     shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
     form = {"our nodes": "onnxruntime", "our samples": "grid_sample"}.get(exporter)

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from mx_driving import _checks, nn
+from mx_driving import _needs, nn
 
 MAPS = [torch.rand(2, 16, 4, 6), torch.rand(2, 16, 2, 3)]
 CAMERAS = [torch.rand(2, 3, 16, 4, 6), torch.rand(2, 3, 16, 2, 3)]
@@ -269,7 +269,7 @@ def test_modules_compile_and_export(module):
     good = GOOD[module]
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="eager")
     torch.testing.assert_close(compiled(**good), module(**good))
-    if module in (TEMPORAL, AGGREGATION) and (sentence := _checks.needs.lacks("A program with free sizes, of a module")):
+    if module in (TEMPORAL, AGGREGATION) and (sentence := _needs.lacks("A program with free sizes, of a module")):
         pytest.skip(sentence)
     batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
     tables = {"spatial_shapes", "level_start_index", "spatial_shape", "scale_start_index"}

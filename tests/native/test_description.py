@@ -1,5 +1,5 @@
-"""The library's tables of operators are those of _descriptions.py: what it says of each argument, where PyTorch calls it from
-C++ without Python's checks."""
+"""The library's tables of operators are those of _operator/description.py: what it says of each argument, where PyTorch calls
+it from C++ without Python's checks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from programs import python
 from small_cases import GROWING
 
 from mx_driving import _backends, config
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 BY_CTYPES = _backends.native.why_by_ctypes()
 pytestmark = pytest.mark.skipif(BY_CTYPES is not None, reason=str(BY_CTYPES))

@@ -16,7 +16,7 @@ from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, 
 from torch import Tensor
 
 from mx_driving import _backends
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 OK, BAD_SHAPE, BAD_DTYPE, BAD_LEVEL, OUT_OF_MEMORY = range(5)
 INT32 = 3

@@ -12,8 +12,9 @@ from cases import GEOMETRIC, MULTI_SCALE_LOGITS
 from test_memory_of_calls import is_written
 from test_refusals import BAD_DTYPE, BAD_LEVEL, BAD_SHAPE, CALLS, EVERY, OK, call_of, described
 
-from mx_driving import _backends, _checks
-from mx_driving._operators import OPERATORS
+from mx_driving import _backends
+from mx_driving._operator import checks
+from mx_driving._operator.description import OPERATORS
 
 BAD_NAME, BAD_MEMORY, NOT_GIVEN = 5, 6, -1
 
@@ -106,7 +107,7 @@ def test_names_and_counts():
 def python_sentence(operator, tensors) -> str:
     """The sentence of the Python checks, without the hint that may follow the fact."""
     with pytest.raises((TypeError, ValueError)) as caught:
-        _checks.inputs.check_inputs(OPERATORS[operator], *tensors)
+        checks.check_inputs(OPERATORS[operator], *tensors)
     sentence = re.sub(r", wh(ose axes \d and \d look swapped|ich looks like \w+)$", "", str(caught.value))
     return sentence.replace("a floating or an integer dtype", "a floating dtype, int32 or int64")
 

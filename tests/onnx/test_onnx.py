@@ -15,7 +15,7 @@ from onnx_stand_ins import beside_the_nodes
 from small_cases import GROWING, One
 
 import mx_driving
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 pytestmark = [
     pytest.mark.long,

@@ -26,8 +26,8 @@ from test_onnx import run as run_without_ours
 
 import mx_driving
 import mx_driving.onnx
-from mx_driving import _checks
-from mx_driving._operators import OPERATORS
+from mx_driving import _needs
+from mx_driving._operator.description import OPERATORS
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]
 ONNX_TYPES = {
@@ -67,7 +67,7 @@ def check(operator, args, threads=1):
 
 
 def exported(module, tensors, dynamic_shapes=None, form="onnxruntime"):
-    if sentence := _checks.needs.lacks("An ONNX file of opset 20"):
+    if sentence := _needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
     table = mx_driving.onnx.translations(form)
     options = {"dynamic_shapes": dynamic_shapes, "custom_translation_table": table, "verbose": False}

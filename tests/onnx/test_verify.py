@@ -27,7 +27,7 @@ from small_cases import GROWING  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
 from mx_driving._cli_support.problems import Problem  # noqa: E402
-from mx_driving._operators import OPERATORS  # noqa: E402
+from mx_driving._operator.description import OPERATORS  # noqa: E402
 from mx_driving.onnx import _outputs, _runtimes  # noqa: E402
 from mx_driving.onnx._check import check  # noqa: E402
 

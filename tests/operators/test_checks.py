@@ -12,8 +12,8 @@ import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
 from torch import Tensor
 
-from mx_driving import _checks
-from mx_driving._operators import OPERATORS
+from mx_driving._operator import checks, rules
+from mx_driving._operator.description import OPERATORS
 
 FLOATING = torch.float32, torch.float64, torch.float16, torch.bfloat16
 INDEX = torch.int32, torch.int64
@@ -61,7 +61,7 @@ def grad_for(operator, args):
 def without_rules(monkeypatch):
     """A rule that is asked fails the test."""
     for name in ("_sizes", "_need_shape", "fail", "tensors", "need_dtype", "need_one_device"):
-        monkeypatch.setattr(_checks.inputs, name, lambda *given: pytest.fail("a rule was asked"))
+        monkeypatch.setattr(checks, name, lambda *given: pytest.fail("a rule was asked"))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -73,8 +73,8 @@ def test_a_legal_call_asks_no_rule(without_rules, name):
             args = cases.cast(make(), dtype)
             args = (args[0], args[1].to(index), args[2].to(index), *args[3:])
             grad, mask = grad_for(operator, args)
-            _checks.inputs.check_inputs(OPERATORS[operator], *args)
-            _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
+            checks.check_inputs(OPERATORS[operator], *args)
+            checks.backward(operator, grad.to(dtype), *args, mask)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -89,10 +89,10 @@ def test_each_input_has_its_dtypes(name):
         for dtype in (*FLOATING, *INDEX, torch.bool, torch.int8, torch.uint8, torch.int16, torch.complex64):
             other = replaced(args, place, args[place].to(dtype))
             if dtype in allowed:
-                _checks.inputs.check_inputs(OPERATORS[operator], *other)
+                checks.check_inputs(OPERATORS[operator], *other)
             else:
                 with pytest.raises(TypeError, match=f"^{OPERATORS[operator].inputs[place]} must have "):
-                    _checks.inputs.check_inputs(OPERATORS[operator], *other)
+                    checks.check_inputs(OPERATORS[operator], *other)
 
 
 def is_free(operator, place, axis, size, args):
@@ -116,10 +116,10 @@ def test_each_size_is_held_to_the_others(name, by):
             other = t.narrow(axis, 0, t.shape[axis] - 1) if by < 0 else torch.cat([t, t.narrow(axis, 0, 1)], axis)
             given = replaced(args, place, other)
             if is_free(operator, place, axis, t.shape[axis] + by, args):
-                _checks.inputs.check_inputs(OPERATORS[operator], *given)
+                checks.check_inputs(OPERATORS[operator], *given)
             else:
                 with pytest.raises(ValueError, match=" must have "):
-                    _checks.inputs.check_inputs(OPERATORS[operator], *given)
+                    checks.check_inputs(OPERATORS[operator], *given)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -130,11 +130,11 @@ def test_each_input_has_its_axes_and_its_device(name):
         t, given = args[place], OPERATORS[operator].inputs[place]
         for other in (t[None], t[0]):
             with pytest.raises(ValueError, match=f"^{given} must have shape "):
-                _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, other))
+                checks.check_inputs(OPERATORS[operator], *replaced(args, place, other))
         with pytest.raises(TypeError, match=f"^{given} must be a torch.Tensor; got ndarray$"):
-            _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, t.numpy()))
+            checks.check_inputs(OPERATORS[operator], *replaced(args, place, t.numpy()))
         with pytest.raises(ValueError, match=f"^{given if place else OPERATORS[operator].inputs[1]} must be on "):
-            _checks.inputs.check_inputs(OPERATORS[operator], *replaced(args, place, t.to("meta")))
+            checks.check_inputs(OPERATORS[operator], *replaced(args, place, t.to("meta")))
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -145,7 +145,7 @@ def test_all_inputs_are_on_one_device(name):
     for place in places(args)[1:]:
         given = [a.to("meta") if at >= place and isinstance(a, Tensor) else a for at, a in enumerate(args)]
         with pytest.raises(ValueError, match=f"^{OPERATORS[operator].inputs[place]} must be on "):
-            _checks.inputs.check_inputs(OPERATORS[operator], *given)
+            checks.check_inputs(OPERATORS[operator], *given)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -156,12 +156,12 @@ def test_the_gradient_of_the_output_is_held_to_it(name):
     for axis in range(3):
         for other in (grad.narrow(axis, 0, grad.shape[axis] - 1), torch.cat([grad, grad.narrow(axis, 0, 1)], axis)):
             with pytest.raises(ValueError, match=r"^grad_output must have shape "):
-                _checks.inputs.backward(operator, other, *args, mask)
+                checks.backward(operator, other, *args, mask)
     for dtype in (torch.bool, torch.int64, torch.complex64):
         with pytest.raises(TypeError, match=r"^grad_output must have dtype "):
-            _checks.inputs.backward(operator, grad.to(dtype), *args, mask)
+            checks.backward(operator, grad.to(dtype), *args, mask)
     with pytest.raises(ValueError, match=r"^grad_output must be on "):
-        _checks.inputs.backward(operator, grad.to("meta"), *args, mask)
+        checks.backward(operator, grad.to("meta"), *args, mask)
 
 
 @pytest.mark.parametrize(("size", "is_room"), [(1000, True), (1001, False), (999, True), (0, True)])
@@ -169,26 +169,26 @@ def test_a_workspace_has_its_bytes(size, is_room):
     """Of whole numbers that Python keeps twice."""
     memory = torch.zeros(125, dtype=torch.float64)
     if is_room:
-        _checks.inputs.workspace(memory, size)
+        checks.workspace(memory, size)
         return
     with pytest.raises(ValueError) as refused:
-        _checks.inputs.workspace(memory, size)
+        checks.workspace(memory, size)
     assert str(refused.value) == "workspace must have workspace_size=1001 bytes in a row; got 1000 of strides (1,)"
 
 
 def test_a_workspace_lies_in_a_row():
     with pytest.raises(ValueError) as refused:
-        _checks.inputs.workspace(torch.zeros(9, 9).T, 8)
+        checks.workspace(torch.zeros(9, 9).T, 8)
     assert str(refused.value) == "workspace must have workspace_size=8 bytes in a row; got 324 of strides (1, 9)"
 
 
 @pytest.mark.parametrize("rows", [999, 1000, 1001])
 def test_the_levels_of_a_module_take_all_keys(rows):
     if rows == 1000:
-        _checks.inputs.rows_of_levels(rows, 10**3)
+        checks.rows_of_levels(rows, 10**3)
         return
     with pytest.raises(ValueError) as refused:
-        _checks.inputs.rows_of_levels(rows, 1000)
+        checks.rows_of_levels(rows, 1000)
     assert str(refused.value) == f"spatial_shapes must hold the num_keys=1000 rows of value; got {rows} in all levels"
 
 
@@ -207,7 +207,7 @@ def test_the_levels_of_a_module_take_all_keys(rows):
 def test_some_sizes(sizes, is_right):
     axes = ", ".join(("rows", "columns", "layers")[: len(sizes)])
     if is_right:
-        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
+        rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
         return
     with pytest.raises(ValueError, match=r"^table must have shape \(.*\); got \(2, 3\)$"):
-        _checks.rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)
+        rules.need_some_sizes("table", torch.zeros(2, 3), axes, *sizes)

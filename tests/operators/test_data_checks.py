@@ -14,7 +14,7 @@ from programs import python
 from small_cases import TINY
 
 import mx_driving
-from mx_driving import _backends, _checks
+from mx_driving import _backends, _data_checks
 from mx_driving._dispatch.registered import REGISTERED
 
 NAN, POOL = float("nan"), "bev_pool_v3"
@@ -320,7 +320,7 @@ def test_an_exported_program_is_looked_at_when_it_runs(operator):
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
 def test_nothing_is_looked_at_without_data_or_unasked(operator, monkeypatch):
-    monkeypatch.setattr(_checks.data, "_look", lambda call: pytest.fail("looked"))
+    monkeypatch.setattr(_data_checks, "_look", lambda call: pytest.fail("looked"))
     call(operator, GOOD[operator])
     with mx_driving.data_checks():
         call(operator, [a.to("meta") for a in GOOD[operator]])

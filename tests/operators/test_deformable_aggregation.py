@@ -153,6 +153,7 @@ def test_no_samples(nothing):
 PEAK = """
 import pathlib, sys, torch
 import mx_driving
+from mx_driving._operator import composition
 
 def status(name):
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
@@ -171,9 +172,9 @@ grad, mask = maps.new_ones(1, 3000, 32), [True] * 4
 name, ops = "deformable_aggregation_with_logits", torch.ops.mx_driving
 kernel = getattr(ops, name), getattr(ops, name + "_backward")
 bare = ops.deformable_aggregation, ops.deformable_aggregation_backward
-composition = mx_driving._composition.forward(name, bare[0]), mx_driving._composition.backward(name, bare[1])
+composed = composition.forward(name, bare[0]), composition.backward(name, bare[1])
 few = tuple(t[:, :40] if i in (3, 5) else t for i, t in enumerate(args))
-for forward, backward in (kernel, composition):
+for forward, backward in (kernel, composed):
     forward(*few), backward(grad[:, :40], *few, mask)  # loads what it needs
     print(peak(lambda: forward(*args)), peak(lambda: backward(grad, *args, mask)))
 """

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mx_driving
 from mx_driving import _backends, reference
-from mx_driving._checks.inputs import same_samples
 from mx_driving._dispatch.registered import REGISTERED
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.checks import same_samples
+from mx_driving._operator.description import OPERATORS
 
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
 QUERIES = "bs=2, num_queries=3, num_heads=2"

@@ -13,8 +13,8 @@ import torch
 from programs import python
 
 import mx_driving
-from mx_driving._checks import limits
-from mx_driving._checks.flags import flag
+from mx_driving._operator import limits
+from mx_driving._operator.rules import flag
 
 
 def multi_scale(heads=1, dims=8, levels=1, points=1):

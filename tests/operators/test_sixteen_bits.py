@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mx_driving
 from mx_driving import _backends
 from mx_driving._dispatch.registered import REGISTERED
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 POOL = "bev_pool_v3"
 MAPS = [(12, 17), (6, 9)]

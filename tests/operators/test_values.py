@@ -21,7 +21,7 @@ from cases import (
 from small_cases import GOOD
 from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel, strided
 
-from mx_driving import _operators
+from mx_driving._operator import description
 
 # Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes.
 LARGE = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
@@ -145,7 +145,7 @@ def test_expanded_inputs(implementation, operator):
 def without(operator, axis):
     """Small inputs of which none has an element along this axis. One reference point serves any number of levels."""
     args = list(GOOD[operator]())
-    for place, tensor in enumerate(_operators.OPERATORS[operator].tensors):
+    for place, tensor in enumerate(description.OPERATORS[operator].tensors):
         for at, names in enumerate(tensor.axes):
             if axis in names.split(" * "):
                 args[place] = args[place].narrow(at, 0, 0)
@@ -156,7 +156,7 @@ def without(operator, axis):
 
 def axes_of(operator):
     """Rows of value are held to the levels, and groups divide the channels: of these there are some."""
-    tensors = _operators.OPERATORS[operator].tensors
+    tensors = description.OPERATORS[operator].tensors
     names = {name for tensor in tensors for axes in tensor.axes for name in axes.split(" * ")}
     return sorted(names - {"num_keys", "num_feat", "group", "R", "2", "3", "4", "2 or 4"})
 

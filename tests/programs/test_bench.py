@@ -40,7 +40,7 @@ from mx_driving._measure.workloads import (
     ring_of_cameras,
     some_queries,
 )
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.app import app
 
 SMALL = EXAMPLES[0].name

@@ -16,7 +16,7 @@ import torch.distributed
 from programs import python
 
 import mx_driving
-from mx_driving import _checks
+from mx_driving import _needs
 from mx_driving._patch import _patch
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_snippets_run(page, snippet):
             pytest.importorskip(needed)
     if "onnx.export" in snippet:
         import quick_exports  # noqa: F401
-    if "opset_version=20" in snippet and (sentence := _checks.needs.lacks("An ONNX file of opset 20")):
+    if "opset_version=20" in snippet and (sentence := _needs.lacks("An ONNX file of opset 20")):
         pytest.skip(sentence)
     if "from_pretrained" in snippet:
         PREPARED[page]()

@@ -22,7 +22,7 @@ import mx_driving
 import mx_driving_portable
 from mx_driving import _backends, config
 from mx_driving._dispatch.choose import choose
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 WATCH = """
 import json, sys, torch
@@ -163,7 +163,7 @@ SAYS = """
 import pathlib, sys, torch, mx_driving
 from mx_driving import _backends, config
 from mx_driving._dispatch.choose import choose
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
 args += (torch.zeros(1, 1, 1, 1, 1, 2), torch.ones(1, 1, 1, 1, 1))
 for path in map(pathlib.Path, sys.argv[1:]):

@@ -9,7 +9,7 @@ import outcomes
 import pytest
 import torch
 
-from mx_driving import _checks
+from mx_driving import _needs
 
 
 def test_counts_replace_those_of_the_same_place(tmp_path, monkeypatch):
@@ -47,12 +47,12 @@ def test_a_version_of_torch_that_is_none_is_refused(tmp_path):
     assert outcomes.read(pathlib.Path(__file__).parents[2] / "docs/support/tests.csv")
 
 
-@pytest.mark.parametrize("feature", _checks.needs.NEEDS)
+@pytest.mark.parametrize("feature", _needs.NEEDS)
 def test_an_older_torch_lacks_a_feature(feature, monkeypatch):
-    oldest = _checks.needs.NEEDS[feature].torch
+    oldest = _needs.NEEDS[feature].torch
     for version, lacking in (("2.6.0+cu124", True), (f"{oldest}.0", False), ("2.13.0+cpu", False), ("3.0.0a0", False)):
         monkeypatch.setattr(torch, "__version__", version)
-        assert (_checks.needs.lacks(feature) is not None) == lacking, version
+        assert (_needs.lacks(feature) is not None) == lacking, version
     monkeypatch.setattr(torch, "__version__", "2.6.0")
     with pytest.raises(NotImplementedError, match=f"needs torch {oldest} or later; got 2.6.0: older ones fail, since "):
-        _checks.needs.check(feature)
+        _needs.check(feature)

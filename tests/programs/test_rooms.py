@@ -14,11 +14,10 @@ SOURCES = pathlib.Path(mx_driving.__file__).parent
 # The lowest floor first. A room is a folder, a file that lies in none, or a file of a folder that only programs import.
 # Rooms of one floor do not import each other.
 FLOORS = (
-    ("_descriptions", "_geometry", "geometry", "_installing", "_import_guard", "_library_path", "_replacing"),
-    ("_operators", "config"),
-    ("_composition",),
-    ("_checks", "reference"),
-    ("_backends",),
+    ("geometry", "_installing", "_import_guard", "_library_path", "_needs", "_replacing"),
+    ("_operator", "config"),
+    ("_data_checks", "reference"),
+    ("_operator.decompositions", "_backends"),
     ("_dispatch",),
     ("_vendor", "ops"),
     ("_vendor.compiled", "aclnn", "common", "compat", "fused", "kernels", "nn", "onnx", "point", "viz"),

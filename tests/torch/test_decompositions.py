@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from values import first
 
 import mx_driving
-from mx_driving._operators import OPERATORS
+from mx_driving._operator.description import OPERATORS
 
 LARGE = {"BEVFormer spatial", "Sparse4D", "vendor 15 points"}
 SMALL = [case for case in cases.CASES if case.name not in LARGE] + logits_cases.CASES

@@ -9,8 +9,8 @@ import torch.multiprocessing as mp
 from cases import EVERY
 from distributed_worker import MEASURED, MESH, SHARDED
 
-from mx_driving import _checks
-from mx_driving._operators import OPERATORS
+from mx_driving import _needs
+from mx_driving._operator.description import OPERATORS
 
 # The processes of each world start once, not once per worker.
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
@@ -148,6 +148,6 @@ def test_modules_that_are_sharded_before_they_are_initialised(found):
 def test_an_older_torch_is_refused_in_a_sentence(found, world, operator):
     """At use, where DTensor itself would fail without saying why."""
     feature, key = ("DTensor under torch.compile", "compiled") if world == 2 else (MESH, "refused")
-    if _checks.needs.lacks(feature) is None:
-        pytest.skip(f"an older torch than {_checks.needs.NEEDS[feature].torch}, to be refused")
-    assert _checks.needs.lacks(feature) in found[operator, key]
+    if _needs.lacks(feature) is None:
+        pytest.skip(f"an older torch than {_needs.NEEDS[feature].torch}, to be refused")
+    assert _needs.lacks(feature) in found[operator, key]

@@ -15,7 +15,8 @@ import torch
 from programs import python
 from small_cases import GROWING
 
-from mx_driving import _backends, _operators, config
+from mx_driving import _backends, config
+from mx_driving._operator import description
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "cpp"
 BY_CTYPES = _backends.native.why_by_ctypes()
@@ -44,7 +45,7 @@ def test_schemas_are_those_of_python():
     """As C++ defines them, as Python does, and as they stay when either comes second."""
     library = config.torch_library()
     of_python = printed(SCHEMAS, "python", "ask").splitlines()
-    assert len(of_python) == 3 * len(_operators.OPERATORS)
+    assert len(of_python) == 3 * len(description.OPERATORS)
     of_cpp = printed(SCHEMAS, library, "ask").splitlines()
     if torch.torch_version.TorchVersion(torch.__version__) < "2.12":  # whose C++ interface has no tags
         of_cpp = [line.replace("[]", "['pt2_compliant_tag']") for line in of_cpp]
@@ -102,7 +103,7 @@ def expected_of(calls):
 
 def sentences(calls):
     for name, _, _ in calls:
-        value, table, starts, *_ = _operators.OPERATORS[name].inputs
+        value, table, starts, *_ = description.OPERATORS[name].inputs
         yield f"{table} must have dtype int32 or int64; got "
         yield f"{value} must have shape ("
         yield f"{starts}[0"

@@ -1,4 +1,4 @@
-// What each operator takes and gives, as tables: src/mx_driving/_descriptions.py in C++. tests/native/test_description.py
+// What each operator takes and gives, as tables: src/mx_driving/_operator/description.py in C++. tests/native/test_description.py
 // compares the two.
 #pragma once
 

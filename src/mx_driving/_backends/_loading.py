@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from .._checks.flags import flag
 from .._library_path import library_path
+from .._operator.rules import flag
 
 _IMPORTED_IN = os.getpid()
 _BY_CTYPES = flag("MX_DRIVING_CTYPES")  # for tests and measurements

@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._operators import OPERATORS, Operator, autocast_dtype, empty_gradients
+from .._operator import checks
+from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
 from ._loading import loaded, why_by_ctypes, why_not
 
 __all__ = ["available_isas", "describe_plan", "isa", "kernel", "serves", "threads", "use_isa", "why_by_ctypes", "why_not"]
@@ -121,7 +121,7 @@ class _Function:
         for place, (axes, factors) in self.products.items():
             t = tensors[place]
             if t is not None and t.dim() == axes:
-                sizes = _checks.inputs.sizes_of(self.operator, inputs)
+                sizes = checks.sizes_of(self.operator, inputs)
                 apart[place], tensors[place] = _pack_apart(t, tuple(sizes[factor] for factor in factors)), None
         packed = [*map(_pack, tensors)]
         for place, t in apart.items():
@@ -143,7 +143,7 @@ class _Function:
 class _Forward(_Function):
     def __call__(self, *args: Any) -> Tensor:
         inputs, options = self.split(args) if self.numbers or self.has_options else (args, ())
-        output = torch.empty(_checks.inputs.output_shape(self.operator, args), dtype=self.output_dtype(inputs[0]))
+        output = torch.empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(inputs[0]))
         self.call(inputs, options, [*inputs, output])
         return output
 
@@ -168,7 +168,7 @@ class _Backward(_Function):
 def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
     sentence = loaded().mxd_last_error().decode()
     if status == _BAD_LEVEL:
-        _checks.inputs.contents(operator, inputs)
+        checks.contents(operator, inputs)
     if status == _BAD_RANK:
         raise ValueError(sentence)
     raise RuntimeError(f"the native kernel of {operator.name}: {sentence}")
@@ -200,6 +200,6 @@ def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None 
     if mask is None:
         kernel(operator, False, describe)(*inputs)
     else:
-        grad = torch.empty(_checks.inputs.output_shape(OPERATORS[operator], inputs), dtype=inputs[0].dtype)
+        grad = torch.empty(checks.output_shape(OPERATORS[operator], inputs), dtype=inputs[0].dtype)
         kernel(operator, True, describe)(grad, *inputs, mask)
     return dict(line.split(": ", 1) for line in text.value.decode().splitlines())

@@ -1,5 +1,6 @@
 """How torch reaches a kernel. Importing this room registers the operators."""
 
-from . import choose, decompositions, distributed, flops, functions, registered
+from .._operator import decompositions
+from . import choose, distributed, flops, functions, registered
 
 __all__ = ["choose", "decompositions", "distributed", "flops", "functions", "registered"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import _backends
-from .._operators import OPERATORS, Operator
+from .._operator.description import OPERATORS, Operator
 
 
 def choose(operator: Operator, device: str, inputs: Sequence[Any] = ()) -> tuple[str, str]:

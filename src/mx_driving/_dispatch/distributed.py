@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from .. import _checks
-from .._operators import OPERATORS, Operator
+from .. import _needs
+from .._operator.description import OPERATORS, Operator
 
 
 def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
@@ -42,9 +42,9 @@ def prepare_in_inference_mode(operator: str, *inputs: Any) -> tuple[Any, ...]:
 
 def _check_torch(mesh: Any, local: Tensor) -> None:
     if mesh.ndim > 1:
-        _checks.needs.check("DTensor on a mesh of several dimensions")
+        _needs.check("DTensor on a mesh of several dimensions")
     if isinstance(local, FakeTensor):
-        _checks.needs.check("DTensor under torch.compile")
+        _needs.check("DTensor under torch.compile")
 
 
 def _replicate(table: Tensor, mesh: Any) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._operators import OPERATORS, Operator
+from .._operator.description import OPERATORS, Operator
 from .._replacing import when_imported
 
 

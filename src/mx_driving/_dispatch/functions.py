@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._operators import OPERATORS
+from .._operator.description import OPERATORS
 from .registered import REGISTERED
 
 

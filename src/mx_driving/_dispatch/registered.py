@@ -18,9 +18,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from .. import _backends, _checks, _composition, reference
-from .._operators import OPERATORS, Operator, autocast_dtype, empty_gradients
-from . import decompositions, distributed, flops, vmap
+from .. import _backends, _data_checks, reference
+from .._operator import checks, composition, decompositions, rules
+from .._operator.description import OPERATORS, Operator, autocast_dtype, empty_gradients
+from . import distributed, flops, vmap
 from .choose import choose
 
 # If another program defined our schemas in C++, this removes its definitions first.
@@ -152,18 +153,18 @@ class Registered:
 
     def fake(self, *args: Any) -> Any:
         self.check(*args)
-        return args[0].new_empty(_checks.inputs.output_shape(self.operator, args), dtype=self.output_dtype(args[0]))
+        return args[0].new_empty(checks.output_shape(self.operator, args), dtype=self.output_dtype(args[0]))
 
     def output_dtype(self, value: Tensor) -> torch.dtype:
         return value.dtype
 
     def check(self, *args: Any) -> None:
         """Check the arguments again: torch.ops can be called without a public function."""
-        _checks.inputs.check_inputs(self.operator, *args)
+        checks.check_inputs(self.operator, *args)
 
     def kernel_of(self, device: str) -> Any:
         """The kernel of a device, and a look at the data where data checks are on."""
-        return _checks.data.followed(self.operator, functools.partial(self.run, device))
+        return _data_checks.followed(self.operator, functools.partial(self.run, device))
 
     def run(self, device: str, *args: Any) -> Any:
         self.check(*args)
@@ -182,14 +183,14 @@ class Registered:
     def run_composition(self, device: str, *args: Any) -> Any:
         """An operator with logits over the kernel of its bare operator."""
         bare = functools.partial(REGISTERED[self.operator.bare + self.suffix].run, device)
-        return _composition.forward(self.operator.name, bare)(*args)
+        return composition.forward(self.operator.name, bare)(*args)
 
     def run_reference(self, *args: Any) -> Any:
         """Plain torch. It reads index tables first on a CPU, where that is free, or if data checks are on."""
         tensors = args[self.value : self.count]
-        _checks.rules.tensors(*((n, a) for n, a in zip(self.operator.inputs, tensors, strict=True) if a is not None))
-        if args[self.value].device.type == "cpu" or _checks.data.enabled():
-            _checks.inputs.contents(self.operator, args[self.value : len(args) - self.value])
+        rules.tensors(*((n, a) for n, a in zip(self.operator.inputs, tensors, strict=True) if a is not None))
+        if args[self.value].device.type == "cpu" or _data_checks.enabled():
+            checks.contents(self.operator, args[self.value : len(args) - self.value])
         return self.reference(*args)
 
     def reference(self, *args: Any) -> Any:
@@ -266,7 +267,7 @@ class RegisteredBackward(Registered):
         return tuple(empty_gradients([inputs[i] for i in self.operator.differentiable], mask))
 
     def check(self, *args: Any) -> None:
-        _checks.inputs.backward(self.operator.name, *args)
+        checks.backward(self.operator.name, *args)
 
     def kernel_of(self, device: str) -> Any:
         return functools.partial(self.run, device)
@@ -282,7 +283,7 @@ class RegisteredBackward(Registered):
 
     def run_composition(self, device: str, *args: Any) -> Any:
         bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
-        return _composition.backward(self.operator.name, bare)(*args)
+        return composition.backward(self.operator.name, bare)(*args)
 
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:
@@ -308,5 +309,5 @@ for _operator in OPERATORS.values():
     for _kind in (Registered, RegisteredAutocast, RegisteredBackward):
         REGISTERED[_operator.name + _kind.suffix] = _kind(_operator)
 if not _CPU_IN_PYTHON:
-    _checks.data.when_enabled(_follow_data)
+    _data_checks.when_enabled(_follow_data)
 flops.register()

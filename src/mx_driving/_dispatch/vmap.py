@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._operators import Operator
+from .._operator import rules
+from .._operator.description import Operator
 
 
 def map_call(operator: Operator, op: Any, value: int, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
@@ -56,7 +56,7 @@ def _unfold(results: Any, sizes: tuple[int, int], axis: int, mask: list[bool] | 
 def _call_for_each(op: Any, size: int, dims: list[int | None], args: tuple[Any, ...]) -> Any:
     if size == 0:
         name = op.name().partition("::")[2]
-        _checks.rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
+        rules.fail(ValueError, "in_dims", f"name axes with entries where vmap calls {name} for each", "size 0")
     results = [op(*(a if d is None else a.select(d, i) for a, d in zip(args, dims, strict=True))) for i in range(size)]
     if isinstance(results[0], Tensor):
         return torch.stack(results), 0

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _composition
-from .._operators import OPERATORS
+from .._operator import composition
+from .._operator.description import OPERATORS
 from . import plain
 from .report import BARE, OURS, PLAIN
 from .timing import Call
@@ -27,7 +27,7 @@ class Rival(NamedTuple):
 def plain_form(operator: str) -> Callable[..., Tensor]:
     """The operator in plain torch; with logits, softmax and the arithmetic of locations before the form of the bare one."""
     bare = OPERATORS[operator].bare
-    return _composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
+    return composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
 
 
 def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .._cli_support.problems import Problem
-from .._operators import OPERATORS
+from .._operator.description import OPERATORS
 from .accuracy import check_one
 from .report import BARE, OURS, Row
 from .rivals import Rival, ours, recorded, rivals

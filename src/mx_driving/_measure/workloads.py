@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _composition, _geometry
-from .._operators import OPERATORS, Operator
+from .._operator import composition, geometry
+from .._operator.description import OPERATORS, Operator
 
 MULTI_SCALE, AGGREGATION, GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 POOL = "bev_pool_v3"
@@ -53,7 +53,7 @@ class Workload(NamedTuple):
         """The bare operator that reads the same samples, and its arguments: locations and weights in the dtype of logits."""
         if not self.row.bare:
             return self.operator, args
-        return self.row.bare, cast(_composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
+        return self.row.bare, cast(composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
 
 
 def cast(args: Args, dtype: torch.dtype) -> Args:
@@ -74,14 +74,14 @@ def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
     """Locations moved at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
     float64 may be on different sides."""
-    pixels = _geometry.pixels(locations.double(), size)
+    pixels = geometry.pixels(locations.double(), size)
     whole = pixels.floor()
     return ((whole + (pixels - whole).clamp(0.01, 0.99) + 0.5) / size).float()
 
 
 def _pyramid(sizes: Sizes) -> tuple[Tensor, Tensor]:
     shapes = torch.tensor(sizes)
-    return shapes, _geometry.starts_of(shapes)
+    return shapes, geometry.starts_of(shapes)
 
 
 def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tensor, points: int, spread: float):
@@ -160,8 +160,8 @@ def _attention_with_logits(
     reference = _held(reference.expand(bs, -1, -1, -1))
     offsets = _held(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
     logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
-    of_samples = _composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
-    pixels = _geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
+    of_samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
+    pixels = geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
     return value, shapes, starts, reference, _held(offsets), logits, axis
@@ -234,10 +234,10 @@ def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int,
 def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
     """Which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location jumps."""
     given = (key_points.double(), projection.double(), logits, image_size.double())
-    locations = _composition.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
+    locations = composition.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
     seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
     border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
-    pixels = _geometry.pixels(locations[..., None, :], shapes.flip(-1))
+    pixels = geometry.pixels(locations[..., None, :], shapes.flip(-1))
     lattice = ((pixels - pixels.round()).abs() < 0.002).any(-1).any(-1)
     return (seen & (border | lattice)).any(-1)
 

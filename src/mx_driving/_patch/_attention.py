@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._checks.rules import INDEX
+from .._operator import checks, limits
+from .._operator.rules import INDEX
 from ..nn._pyramid import split_heads
 from ..ops._other_shapes import can_be_read
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
@@ -222,13 +222,13 @@ def _sizes(module: Any) -> tuple[int, int, int]:
 
 def passed_limits(model: torch.nn.Module) -> dict[str, str]:
     """Return the attention modules whose sizes break a documented limit of Atlas A2 -> the limit. Skip unknown sizes."""
-    limits = {}
+    passed = {}
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
-                sizes = _checks.limits.attention_sizes(*_sizes(module))
-                limits[name] = _checks.limits.first_broken("multi_scale_deformable_attn", sizes)
-    return {name: limit for name, limit in limits.items() if limit}
+                sizes = limits.attention_sizes(*_sizes(module))
+                passed[name] = limits.first_broken("multi_scale_deformable_attn", sizes)
+    return {name: limit for name, limit in passed.items() if limit}
 
 
 def project_rows(module: Any, inputs: Inputs) -> Tensor:
@@ -251,9 +251,9 @@ def read_tables(arguments: Arguments, keys: int, device: torch.device) -> tuple[
     if not isinstance(shapes, Tensor):
         shapes, sizes = None, shapes or sizes
     if sizes is not None:
-        _checks.inputs.rows_of_levels(sum(h * w for h, w in sizes), keys)
+        checks.rows_of_levels(sum(h * w for h, w in sizes), keys)
     elif shapes is not None and can_be_read(shapes):
-        _checks.inputs.rows_of_levels(int(shapes.prod(-1).sum()), keys)
+        checks.rows_of_levels(int(shapes.prod(-1).sum()), keys)
     if shapes is not None and starts is not None:
         return shapes, starts
     table: Any = sizes if shapes is None else shapes

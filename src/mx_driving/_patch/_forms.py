@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._checks.rules import INDEX
+from .._operator import geometry
+from .._operator.rules import INDEX
 from ..ops._other_shapes import aggregation_inputs, attention_inputs, can_be_read
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
@@ -52,7 +52,7 @@ def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tup
     """
     shapes = sizes if isinstance(sizes, Tensor) else torch.tensor([list(s) for s in sizes], device=device)
     shapes = shapes if shapes.dtype in INDEX else shapes.long()
-    return shapes, _geometry.starts_of(shapes)
+    return shapes, geometry.starts_of(shapes)
 
 
 def levels_by_points(counts: Sequence[int]) -> list[int]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .. import _checks
+from .._operator import rules
 from . import _autograd, _pools
 from ._attention import Attention, passed_limits
 from ._forms import FUNCTION, MODULE, Core, Form, code_of
@@ -128,7 +128,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             _take(candidates.around, replaced, skipped)
             _take(candidates.modules, replaced, skipped)  # over replaced cores, so that no compiled extension is needed
             if not replaced:
-                _checks.rules.nothing_to_patch(_name_of(target), skipped, elsewhere(candidates))
+                rules.nothing_to_patch(_name_of(target), skipped, elsewhere(candidates))
             done = Patch(replaced, skipped, target if isinstance(target, torch.nn.Module) else None)
         except BaseException:
             Patch(replaced, {}).restore()

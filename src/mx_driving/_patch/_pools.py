@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes
 from .._dispatch.functions import as_compiled, without_graph
+from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes
 from ..ops._pooling import cells, lifted_points
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.bev_pool_v3 import bev_pool_v3

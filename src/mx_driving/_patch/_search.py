@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from .. import _checks, compat
+from .. import compat
+from .._operator import rules
 from ._attention import LINEAR_LAYERS, Attention
 from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form
 from ._motion import forms_of_module
@@ -133,7 +134,7 @@ def find(target: Any, modules: bool) -> Candidates:
         name = _ALIASES.get(target, target)
         (_search_files if name in _FILES else _search_imported)(name, candidates)
     else:
-        _checks.rules.patch_target(target)
+        rules.patch_target(target)
     return candidates
 
 
@@ -160,8 +161,8 @@ def _search_imported(name: str, candidates: Candidates) -> None:
         importlib.import_module(name)
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            _checks.rules.no_library(name, error.name, sorted(_FILES))
-        _checks.rules.broken_library(name, error, _checks.rules.import_failed(error, compat.NAMES))
+            rules.no_library(name, error.name, sorted(_FILES))
+        rules.broken_library(name, error, rules.import_failed(error, compat.NAMES))
     _search_loaded(name, candidates)
     late = [] if len(candidates) else [module for module in _marked(name, "**/*.py") if module not in sys.modules]
     if late:
@@ -174,7 +175,7 @@ def _search_files(name: str, candidates: Candidates) -> None:
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
-            reason = _checks.rules.import_failed(error, compat.NAMES)
+            reason = rules.import_failed(error, compat.NAMES)
             candidates.unknown[module_name] = f"it cannot be imported: {type(error).__name__}: {reason}"
         else:
             if not candidates.search(module):
@@ -185,7 +186,7 @@ def _marked(library: str, files: str) -> Iterator[str]:
     """Return the names of a library's modules whose texts have the marks of a core or of an attention module."""
     spec = importlib.util.find_spec(library)
     if spec is None:
-        _checks.rules.no_library(library, library, sorted(_FILES))
+        rules.no_library(library, library, sorted(_FILES))
     for root in map(pathlib.Path, spec.submodule_search_locations or []):
         for file in sorted(root.glob(files)):
             text = file.read_text(encoding="utf-8", errors="ignore")

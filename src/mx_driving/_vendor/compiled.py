@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks.rules import explain_missing
 from .._dispatch.functions import as_compiled, backward_as_compiled
+from .._operator.rules import explain_missing
 from ..ops import _extension
 from ..ops.geometric_kernel_attention import geometric_kernel_attention as _geometric
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn as _multi_scale

@@ -1,4 +1,4 @@
-"""Checks of the modules' inputs, in the form of `mx_driving._checks.rules`. They read no data, so that graphs stay whole."""
+"""Checks of the modules' inputs, in the form of `mx_driving._operator.rules`. They read no data, so that graphs stay whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._checks.rules import fail, fail_shape, need_axes, need_dtype, need_one_device, need_some_sizes, tensors
+from .._operator.rules import fail, fail_shape, need_axes, need_dtype, need_one_device, need_some_sizes, tensors
 
 
 def whole_number(name: str, count: object) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import _composition
+from .._operator import composition
 from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from . import _check, _initial
 
@@ -180,7 +180,7 @@ class DeformableFeatureAggregation(nn.Module):
         A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
         """
         logits = self._logits(feature, projection_mat)
-        return _composition.Aggregation.of_logits(logits, self._pair_scale(logits))[1]
+        return composition.Aggregation.of_logits(logits, self._pair_scale(logits))[1]
 
     def _logits(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
         """[bs, anchor, cam, scale, pts, group]"""

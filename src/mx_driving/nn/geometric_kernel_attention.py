@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .. import _composition
+from .._operator import composition
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _check, _initial
 from ._pyramid import check_pyramid, split_heads
@@ -118,7 +118,7 @@ class GeometricKernelAttention(nn.Module):
 
         `forward` does not write them down: the operator works them out itself.
         """
-        return _composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
+        return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:
         return (

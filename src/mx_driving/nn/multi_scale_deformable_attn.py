@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from .. import _composition
+from .._operator import composition
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
 from ._pyramid import check_pyramid, split_heads
@@ -102,7 +102,7 @@ class MultiScaleDeformableAttention(nn.Module):
         """
         self._check_queries(query, reference_points, spatial_shapes)
         offsets, logits = self._offsets_and_logits(query)
-        return _composition.sampling(
+        return composition.sampling(
             "multi_scale_deformable_attn_with_logits", spatial_shapes, reference_points, offsets, logits
         )
 

@@ -1,6 +1,6 @@
 """Which nodes `torch.onnx.export(..., dynamo=True)` writes for the operators, and where onnxruntime finds our own.
 
-By default it writes gathers of standard operators (`_dispatch/decompositions.py`). To get another form, pass its table:
+By default it writes gathers of standard operators (`_operator/decompositions.py`). To get another form, pass its table:
 
     torch.onnx.export(module, inputs, dynamo=True, opset_version=20,
                       custom_translation_table=mx_driving.onnx.translations("grid_sample"))

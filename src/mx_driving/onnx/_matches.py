@@ -11,8 +11,8 @@ import onnx_ir as ir
 import torch
 from torch import Tensor
 
-from .. import _composition
-from .._operators import SAMPLING
+from .._operator import composition
+from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS, WITH_LOGITS
 from ._graph import Unfit, constant
@@ -154,14 +154,14 @@ def bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
         return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.inputs.values()))
     row = SAMPLING[match.operator]
     if match.source.op_type in WITH_LOGITS:
-        return _composition.bare_inputs(
+        return composition.bare_inputs(
             row.name, *_read_logits(*(tensors[str(v.name)] for v in match.source.inputs if v)), "point"
         )
     inputs: list[Any] = [None if v is None else tensors[str(v.name)] for v in match.source.inputs]
     inputs += [None] * (len(row.inputs) - len(inputs))
     names = [option.split()[1] for option in row.options]
     options = [match.source.attributes[name].value for name in names if name in match.source.attributes]
-    return _composition.bare_inputs(row.name, *inputs, *options) if row.bare else tuple(inputs)
+    return composition.bare_inputs(row.name, *inputs, *options) if row.bare else tuple(inputs)
 
 
 def _read_logits(

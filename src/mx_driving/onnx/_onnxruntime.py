@@ -11,7 +11,7 @@ import onnx
 from onnxscript import opset18
 from onnxscript.values import Op, Opset
 
-from .._operators import OPERATORS, Operator
+from .._operator.description import OPERATORS, Operator
 
 VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
 op: Any = opset18

@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor
 
-from .._checks.rules import fail
-from .._operators import SAMPLING, Input
+from .._operator.description import SAMPLING, Input
+from .._operator.rules import fail
 
 F = TypeVar("F", bound=Callable[..., Any])
 

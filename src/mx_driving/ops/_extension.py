@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, need_dtype, tensors
 from .._dispatch.functions import as_compiled
+from .._operator.rules import INDEX, INDEX_RULE, need_dtype, tensors
 from ._pooling import gradients
 from .bev_pool import bev_pool
 from .bev_pool_v2 import bev_pool_v2

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks import inputs as checks
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_some_sizes, tensors
+from .._operator import checks
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, need_some_sizes, tensors
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

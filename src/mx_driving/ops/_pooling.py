@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_some_sizes, tensors
+from .._operator import geometry
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_some_sizes, tensors
 
 
 def inputs_of(depth: Any, feat: Any, ranks_depth: Any, ranks_feat: Any, ranks_bev: Any, bev_feat_shape: Any) -> list[Any]:
@@ -94,7 +94,7 @@ def lifted_points(geom_xyz: Tensor, voxel_num: Sequence[int]) -> tuple[Tensor, T
 def _clamp_places(places: Tensor, *sizes: int) -> tuple[list[Tensor], Tensor]:
     """Return the columns of places, clamped to their sizes, and a flag that is 1 where one of them was outside, and else 0."""
     clamped, outside = zip(
-        *(_geometry.clamp_index(column, size) for column, size in zip(places.unbind(-1), sizes, strict=True)), strict=True
+        *(geometry.clamp_index(column, size) for column, size in zip(places.unbind(-1), sizes, strict=True)), strict=True
     )
     return list(clamped), torch.stack(outside).sum(0).clamp(max=1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks.inputs import check
-from .._checks.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
 from .._dispatch.distributed import prepare_in_inference_mode
+from .._operator.checks import check
+from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
 from ._arguments import explain_arguments
 from ._pooling import inputs_of, refuse_ranks
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _geometry
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
+from .._operator import geometry
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_axes, need_dtype, need_one_device, need_shape, tensors
 from ._arguments import explain_arguments
 from .bev_pool_v3 import bev_pool_v3
 
@@ -71,8 +71,8 @@ def _points_of_intervals(ranks_bev: Tensor, starts: Tensor, lengths: Tensor) -> 
 
 
 def _check_intervals(starts: Tensor, lengths: Tensor, count: int) -> None:
-    start, outside = _geometry.clamp_index(starts, count + 1)
-    _, too_long = _geometry.clamp_index(lengths, count + 1 - start)
+    start, outside = geometry.clamp_index(starts, count + 1)
+    _, too_long = geometry.clamp_index(lengths, count + 1 - start)
     wrong = outside + too_long
     if torch.compiler.is_compiling():  # a graph cannot read numbers for a sentence
         ok = 1 - wrong.sum().clamp(max=1)

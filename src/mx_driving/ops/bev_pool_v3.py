@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._checks.inputs import check
 from .._dispatch.distributed import prepare_in_inference_mode
+from .._operator.checks import check
 from ._arguments import explain_arguments
 from ._pooling import gradients, inputs_of, refuse_ranks
 

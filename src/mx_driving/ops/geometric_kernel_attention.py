@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._checks.inputs import check
 from .._dispatch.distributed import prepare_in_inference_mode
-from .._operators import OPERATORS
+from .._operator.checks import check
+from .._operator.description import OPERATORS
 from ._arguments import explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 

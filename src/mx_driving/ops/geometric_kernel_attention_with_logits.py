@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._checks.inputs import check
 from .._dispatch.distributed import prepare_in_inference_mode
+from .._operator.checks import check
 from ._arguments import explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]

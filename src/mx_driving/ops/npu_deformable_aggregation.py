@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._checks.inputs import check
 from .._dispatch.distributed import prepare_in_inference_mode
+from .._operator.checks import check
 from ._arguments import explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]

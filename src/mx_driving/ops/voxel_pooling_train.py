@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .._checks.rules import INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
+from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_one_device, tensors
 from ._arguments import explain_arguments
 from ._pooling import points_inside, sizes_of
 from .bev_pool_v3 import bev_pool_v3

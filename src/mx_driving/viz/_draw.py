@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks, _geometry
 from .._installing import pip_install
+from .._operator import checks, geometry, rules
 from . import _pictures, _plane
 
 COLOURS = ("#ffd166", "#06d6a0", "#4cc9f0", "#f72585", "#b388eb", "#ff9f1c")  # of levels, legible on photographs
@@ -57,8 +57,8 @@ def sampling_points(
     parts = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
     largest = max(float(parts.nan_to_num(0).max()), 1e-12)
     for level in range(levels):
-        shown = _geometry.inside(places[level]) & (parts[level] >= least)
-        x, y = _geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
+        shown = geometry.inside(places[level]) & (parts[level] >= least)
+        x, y = geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
         area = (parts[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)
@@ -73,16 +73,16 @@ def sampling_points(
 
 
 def _check_samples(locations: Tensor, weights: Tensor) -> None:
-    _checks.rules.tensors(("locations", locations), ("weights", weights))
-    _checks.inputs.same_samples(locations, weights)
+    rules.tensors(("locations", locations), ("weights", weights))
+    checks.same_samples(locations, weights)
     if locations.numel() == 0:
-        _checks.rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
+        rules.fail(ValueError, "locations", "hold a point", f"shape {tuple(locations.shape)}")
 
 
 def _check_reference(reference: Tensor) -> None:
-    _checks.rules.tensors(("reference", reference))
+    rules.tensors(("reference", reference))
     if reference.dim() != 2 or reference.shape[1] not in (2, 4):
-        _checks.rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
+        rules.fail(ValueError, "reference", "have shape (n, 2) or (n, 4)", tuple(reference.shape))
 
 
 def _mark(ax: Any, reference: Tensor, width: int, height: int) -> None:
@@ -117,12 +117,12 @@ def bev(
         RuntimeError: matplotlib is not installed.
     """
     view = _pictures.from_numpy("view", view)
-    _checks.rules.tensors(("view", view))
+    rules.tensors(("view", view))
     if view.dim() not in (2, 3) or view.shape[2:] not in ((), (3,)) or 0 in view.shape or view.is_meta:
         got = f"{tuple(view.shape)} on the device meta" if view.is_meta else tuple(view.shape)
-        _checks.rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", got)
+        rules.fail(ValueError, "view", "have shape (nx, ny) or (nx, ny, 3) with cells", got)
     if view.is_complex():
-        _checks.rules.fail(TypeError, "view", "have a dtype of real numbers", str(view.dtype).removeprefix("torch."))
+        rules.fail(TypeError, "view", "have a dtype of real numbers", str(view.dtype).removeprefix("torch."))
     _plane.check_extent("extent", extent)
     cells = view.detach().cpu()
     cells = cells if cells.dim() == 3 and cells.dtype == torch.uint8 else cells.float()

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import _composition
-from .._operators import OPERATORS, SAMPLING
+from .._operator import composition
+from .._operator.description import OPERATORS, SAMPLING
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Look:
 def _look(name: str, args: Sequence[Any]) -> Look:
     """The look of a call. An operator with logits is shown as the bare one, with the locations and weights it works out."""
     bare = OPERATORS[name].bare
-    return Look(bare, *_composition.bare_inputs(name, *args)) if bare else Look(name, *args)
+    return Look(bare, *composition.bare_inputs(name, *args)) if bare else Look(name, *args)
 
 
 def _brief(t: Tensor) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _checks
 from .._installing import pip_install
-from .._operators import OPERATORS
+from .._operator import rules
+from .._operator.description import OPERATORS
 from . import _pictures, _plane, _samples
 from ._looks import Look
 from ._plane import Layout, Plane
@@ -81,7 +81,7 @@ def page(
     _need_pillow()
     plane = Plane() if plane is None else plane
     if not isinstance(plane, Plane):
-        _checks.rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
+        rules.fail(TypeError, "plane", "be a viz.Plane", type(plane).__name__)
     seen, cameras = _plane.check_seen(plane.seen), _pictures.cameras(pictures)
     calls = _calls(looks, len(cameras), scene)
     _samples.check(calls, seen)
@@ -96,21 +96,21 @@ def page(
 def _checked(path: Any, scene: Any, title: Any, max_mb: Any) -> Path:
     """The path, when the simple arguments are as they must be."""
     if not isinstance(path, (str, Path)):
-        _checks.rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
+        rules.fail(TypeError, "path", "be a string or a Path", type(path).__name__)
     path = Path(path)
     with _writing(path):
         if not path.parent.is_dir():
-            _checks.rules.fail(ValueError, "path", "be in a folder that exists", path)
+            rules.fail(ValueError, "path", "be in a folder that exists", path)
         if path.is_dir():
-            _checks.rules.fail(ValueError, "path", "be a file", f"{path}, a folder")
+            rules.fail(ValueError, "path", "be a file", f"{path}, a folder")
         if "\0" in str(path):
             raise OSError("a name with a zero byte")
     if type(scene) is not int:
-        _checks.rules.fail(TypeError, "scene", "be an int", type(scene).__name__)
+        rules.fail(TypeError, "scene", "be an int", type(scene).__name__)
     if not isinstance(title, str):
-        _checks.rules.fail(TypeError, "title", "be a string", type(title).__name__)
+        rules.fail(TypeError, "title", "be a string", type(title).__name__)
     if not (isinstance(max_mb, (int, float)) and 0 < max_mb < math.inf):
-        _checks.rules.fail(ValueError, "max_mb", "be a positive number", repr(max_mb))
+        rules.fail(ValueError, "max_mb", "be a positive number", repr(max_mb))
     return path
 
 
@@ -120,7 +120,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        _checks.rules.fail(ValueError, "path", "be a place to write to", f"{str(path)!r}: {error.strerror or error}")
+        rules.fail(ValueError, "path", "be a place to write to", f"{str(path)!r}: {error.strerror or error}")
 
 
 def _need_pillow() -> None:
@@ -136,13 +136,13 @@ def _calls(looks: Any, cameras: int, scene: int) -> list[Call]:
     if isinstance(looks, Look):
         looks = [looks]
     if not isinstance(looks, (Mapping, Sequence)) or isinstance(looks, str):
-        _checks.rules.fail(TypeError, "looks", "be what recording() gives", type(looks).__name__)
+        rules.fail(TypeError, "looks", "be what recording() gives", type(looks).__name__)
     if isinstance(looks, Mapping):
         named = [(str(name), entry) for name, entry in looks.items()]
     else:
         named = [(f"call {i}", entry) for i, entry in enumerate(looks, 1)]
     if not named:
-        _checks.rules.fail(ValueError, "looks", "hold a call", "none")
+        rules.fail(ValueError, "looks", "hold a call", "none")
     return [Call(name, _looks_of(name, entry), cameras, scene) for name, entry in named]
 
 
@@ -151,7 +151,7 @@ def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
     wrong = [type(look).__name__ for look in found if not isinstance(look, Look)]
     if wrong or not found:
         kind = wrong[0] if wrong else "an empty list" if isinstance(entry, (list, tuple)) else type(entry).__name__
-        _checks.rules.fail(TypeError, "looks", "hold viz.Look, as recording() gives them", f"{kind} in {name}")
+        rules.fail(TypeError, "looks", "hold viz.Look, as recording() gives them", f"{kind} in {name}")
     return found
 
 
@@ -161,7 +161,7 @@ def _check_levels(calls: Sequence[Call], cameras: Sequence[_pictures.Camera]) ->
         for call in calls:
             if camera.apart and len(camera.pictures) != call.sizes[1]:
                 rule = f"hold one picture, or one for each of the {call.sizes[1]} levels of {call.name}"
-                _checks.rules.fail(ValueError, f"pictures, {camera.name},", rule, len(camera.pictures))
+                rules.fail(ValueError, f"pictures, {camera.name},", rule, len(camera.pictures))
 
 
 def _camera(camera: _pictures.Camera) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _fitting(
         if len(done) <= room:
             return done
         most = int(min(most, len(kept)) * 0.97 * (room - bare) / (len(done) - bare))
-    _checks.rules.fail(ValueError, "max_mb", f"leave room for a query beside {bare / 1e6:.2f} MB of page and pictures", max_mb)
+    rules.fail(ValueError, "max_mb", f"leave room for a query beside {bare / 1e6:.2f} MB of page and pictures", max_mb)
 
 
 def _bytes_of_a_query(calls: Sequence[Call], laid: Layout, plane: Plane, seen: Tensor | None) -> float:

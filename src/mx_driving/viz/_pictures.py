@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .._operator import rules
 
 LONGEST = 960  # pixels of a side: more is not seen on a page, and costs bytes
 EXACT = 256  # up to this side every pixel is kept, because pictures of feature maps are small
@@ -37,9 +37,9 @@ def cameras(pictures: Any) -> tuple[Camera, ...]:
     elif isinstance(pictures, (Sequence, Tensor)) and not isinstance(pictures, str):
         named = [(f"camera {i}" if len(pictures) > 1 else "picture", picture) for i, picture in enumerate(pictures)]
     else:
-        _checks.rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
+        rules.fail(TypeError, "pictures", "be pictures, one for each camera", type(pictures).__name__)
     if not named:
-        _checks.rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
+        rules.fail(ValueError, "pictures", "hold a picture for each camera", "none")
     return tuple(_camera(name, picture) for name, picture in named)
 
 
@@ -48,7 +48,7 @@ def _camera(name: str, picture: Any) -> Camera:
     parts = tuple(picture) if apart else (picture,)
     where = f"pictures, {name},"
     if not parts:
-        _checks.rules.fail(ValueError, where, "hold a picture for each level", "none")
+        rules.fail(ValueError, where, "hold a picture for each level", "none")
     return Camera(name, tuple(image(where, part) for part in parts), apart)
 
 
@@ -62,7 +62,7 @@ def from_numpy(name: str, picture: Any) -> Any:
     if numpy is None or not isinstance(picture, numpy.ndarray):
         return picture
     if picture.dtype.kind not in "biufc":
-        _checks.rules.fail(TypeError, name, _BYTES, picture.dtype)
+        rules.fail(TypeError, name, _BYTES, picture.dtype)
     dtype = "f8" if picture.dtype.kind == "f" and picture.dtype.itemsize > 8 else picture.dtype.newbyteorder("=")
     return torch.from_numpy(numpy.ascontiguousarray(picture, dtype=dtype))
 
@@ -78,7 +78,7 @@ def image(name: str, picture: Any) -> Any:
     elif isinstance(picture, Tensor):
         rgb = _from_tensor(name, picture)
     else:
-        _checks.rules.fail(TypeError, name, _RULE, type(picture).__name__)
+        rules.fail(TypeError, name, _RULE, type(picture).__name__)
     rgb.thumbnail((LONGEST, LONGEST))
     return rgb
 
@@ -92,7 +92,7 @@ def _rgb(name: str, picture: Any) -> Any:
     if picture.mode.startswith("I;16"):
         return _from_tensor(name, torch.from_numpy(numpy.array(picture).astype("f4") / 65535))
     if picture.mode == "I":
-        _checks.rules.fail(TypeError, name, "have a mode of 8 or 16 bits, or floats from 0 to 1", "mode I, of 32 bits")
+        rules.fail(TypeError, name, "have a mode of 8 or 16 bits, or floats from 0 to 1", "mode I, of 32 bits")
     return picture.convert("RGB")
 
 
@@ -107,24 +107,24 @@ def _from_tensor(name: str, picture: Tensor) -> Any:
 def check_pixels(name: str, height: int, width: int) -> None:
     """Check that there are pixels before Pillow sees them: an older one stops at an empty image."""
     if not (height and width):
-        _checks.rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
+        rules.fail(ValueError, name, "have pixels", f"{height} x {width}")
 
 
 def pixels(name: str, picture: Tensor) -> Tensor:
     """Return the pixels of a picture, [H, W, 3] bytes on the CPU."""
-    _checks.rules.tensors((name, picture))
+    rules.tensors((name, picture))
     if picture.is_meta:
-        _checks.rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
+        rules.fail(ValueError, name, "have pixels", "a tensor on the device meta")
     picture = picture.detach().cpu()
     if picture.dim() == 3 and picture.shape[-1] not in (1, 3):
         picture = picture.permute(1, 2, 0)
     if picture.dim() == 2:
         picture = picture[..., None]
     if picture.dim() != 3 or picture.shape[-1] not in (1, 3):
-        _checks.rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
+        rules.fail(ValueError, name, "have shape (H, W, 3), (3, H, W) or (H, W)", tuple(picture.shape))
     check_pixels(name, *picture.shape[:2])
     if picture.dtype != torch.uint8:
-        _checks.rules.need_dtype(name, picture, _checks.rules.FLOATING | {torch.bool}, _BYTES)
+        rules.need_dtype(name, picture, rules.FLOATING | {torch.bool}, _BYTES)
         picture = (picture.float().nan_to_num(0).clamp(0, 1) * 255).round().byte()
     return picture.expand(-1, -1, 3).contiguous()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks
+from .._operator import rules
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,9 @@ def layout(plane: Plane, queries: int) -> Layout:
 def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
     pair = isinstance(places, Sequence) and len(places) == 2 and all(type(n) is int for n in places)
     if not pair:
-        _checks.rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
+        rules.fail(TypeError, "plane.places", "be (rows, columns) or a torch.Tensor", repr(places)[:80])
     if places[0] * places[1] != queries or min(places) < 1:
-        _checks.rules.fail(ValueError, "plane.places", f"be rows and columns of {queries} queries", tuple(places))
+        rules.fail(ValueError, "plane.places", f"be rows and columns of {queries} queries", tuple(places))
     return places[0], places[1]
 
 
@@ -73,11 +73,11 @@ def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
     widths = (2, 4) if plane.extent is None else (2,)
     if places.dim() != 2 or len(places) != queries or places.shape[1] not in widths:
         shapes = " or ".join(f"(num_queries={queries}, {n})" for n in widths)
-        _checks.rules.fail(ValueError, "plane.places", f"have shape {shapes}", tuple(places.shape))
+        rules.fail(ValueError, "plane.places", f"have shape {shapes}", tuple(places.shape))
     places = places.detach().cpu().double()
     if not bool(places.isfinite().all()):
         row = int((~places.isfinite()).any(1).nonzero()[0])
-        _checks.rules.fail(ValueError, "plane.places", "be finite", f"{places[row].tolist()} for query {row}")
+        rules.fail(ValueError, "plane.places", "be finite", f"{places[row].tolist()} for query {row}")
     if plane.extent is None:
         return places
     x0, x1, y0, y1 = plane.extent
@@ -99,9 +99,9 @@ def _check_rest(plane: Plane, queries: int) -> None:
     labels = plane.labels
     if labels is not None:
         if isinstance(labels, str) or not all(isinstance(label, str) for label in labels):
-            _checks.rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
+            rules.fail(TypeError, "plane.labels", "be strings, one for each query", repr(labels)[:80])
         if len(labels) != queries:
-            _checks.rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
+            rules.fail(ValueError, "plane.labels", f"have {queries} entries, one for each query", len(labels))
 
 
 def check_extent(name: str, extent: Any) -> None:
@@ -109,17 +109,17 @@ def check_extent(name: str, extent: Any) -> None:
         return
     numbers = isinstance(extent, Sequence) and len(extent) == 4 and all(isinstance(n, (int, float)) for n in extent)
     if not (numbers and -math.inf < extent[0] < extent[1] < math.inf and -math.inf < extent[2] < extent[3] < math.inf):
-        _checks.rules.fail(ValueError, name, "be (x0, x1, y0, y1) in metres, rising", repr(extent))
+        rules.fail(ValueError, name, "be (x0, x1, y0, y1) in metres, rising", repr(extent))
 
 
 def check_seen(seen: Any) -> Tensor | None:
     """The mask on the CPU."""
     if seen is None:
         return None
-    _checks.rules.tensors(("plane.seen", seen))
+    rules.tensors(("plane.seen", seen))
     if seen.dtype != torch.bool:
-        _checks.rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
-    _checks.rules.need_axes("plane.seen", seen, "num_queries, cameras")
+        rules.fail(TypeError, "plane.seen", "have dtype bool", str(seen.dtype).removeprefix("torch."))
+    rules.need_axes("plane.seen", seen, "num_queries, cameras")
     return seen.detach().cpu()
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _checks, _geometry
-from .._operators import OPERATORS
+from .._operator import geometry, rules
+from .._operator.description import OPERATORS
 from ._looks import Look
 
 
@@ -87,14 +87,14 @@ def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     """Locations and weights of all queries in one camera."""
     if OPERATORS[look.operator].kind == "aggregation":
         places = look.locations[entry, :, :, camera].cpu().float()
-        within = _geometry.inside(places)[..., None]
+        within = geometry.inside(places)[..., None]
         weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
         return places.where(within, torch.nan)[:, None, None], weights.cpu().float()
     places, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
     if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
         return ((places.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
-    shown = _geometry.on_map(_geometry.pixels(places, sizes), sizes)
+    shown = geometry.on_map(geometry.pixels(places, sizes), sizes)
     return places.where(shown[..., None], torch.nan), weights
 
 
@@ -103,7 +103,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
     for call in calls:
         for look in call.looks:
             if look.weights.numel() == 0:
-                _checks.rules.fail(
+                rules.fail(
                     ValueError, "looks", "have queries and samples", f"weights {tuple(look.weights.shape)} in {call.name}"
                 )
         _check_cameras(call)
@@ -111,7 +111,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
             _check_seen(call, seen)
     counts = [call.queries(seen) for call in calls]
     if len(set(counts)) > 1:
-        _checks.rules.fail(
+        rules.fail(
             ValueError,
             "looks",
             "have the same queries on one page",
@@ -129,14 +129,14 @@ def _check_cameras(call: Call) -> None:
     elif grouped:
         if first.starts.shape[0] != cameras:
             rule = f"be one for each of the cam={first.starts.shape[0]} cameras of {call.name}"
-            _checks.rules.fail(ValueError, "pictures", rule, cameras)
+            rules.fail(ValueError, "pictures", rule, cameras)
     else:
         scenes = batch // cameras
         if batch % cameras:
             rule = f"be one for each camera of a scene, a number that divides bs={batch} of {call.name}"
-            _checks.rules.fail(ValueError, "pictures", rule, cameras)
+            rules.fail(ValueError, "pictures", rule, cameras)
     if not 0 <= call.scene < scenes:
-        _checks.rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
+        rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
 
 def _check_one_for_each(call: Call) -> None:
@@ -144,13 +144,13 @@ def _check_one_for_each(call: Call) -> None:
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
     if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
         rule = f"be alike and of attention, one for each of the {call.cameras} cameras, where {call.name} has several"
-        _checks.rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
+        rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
 
 
 def _check_seen(call: Call, seen: Tensor) -> None:
     """Rows are all queries, or those that the camera sees: alone, or padded to the longest as BEVFormer pads them."""
     if seen.shape[1] != call.cameras:
-        _checks.rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
+        rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
     counts = seen.sum(0).tolist()
     for camera, look in enumerate(call.looks):
         rows = look.weights.shape[1]
@@ -158,7 +158,7 @@ def _check_seen(call: Call, seen: Tensor) -> None:
         packed = rows == wanted and OPERATORS[look.operator].kind != "aggregation"
         if rows != len(seen) and not packed:
             rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {_whom(call, camera)} for"
-            _checks.rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
+            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
 
 
 def _whom(call: Call, camera: int) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _checks
+from ... import _needs
+from ..._operator import rules
 
-_ON = _checks.flags.flag("MX_DRIVING_TRITON", default=True)
+_ON = rules.flag("MX_DRIVING_TRITON", default=True)
 # AMD's GPUs that the kernels compile for. benchmarks/machine_code.py reads the code of the first, the second and the fourth.
 AMD = {
     "gfx942": "CDNA 3", "gfx950": "CDNA 4", "gfx90a": "CDNA 2", "gfx1100": "RDNA 3", "gfx1101": "RDNA 3", "gfx1102": "RDNA 3",
@@ -38,7 +39,7 @@ def why_not(device: str = "cuda", index: int | None = None) -> str | None:
         return "MX_DRIVING_TRITON=0 is set; unset it to use the GPU kernels"
     if importlib.util.find_spec("triton") is None:
         return f"Triton is not installed; pip install {'triton-windows' if sys.platform == 'win32' else 'triton'} brings it"
-    if too_old := _checks.needs.lacks("Sampling by Triton"):
+    if too_old := _needs.lacks("Sampling by Triton"):
         return too_old
     gpus = getattr(torch, device)
     if not gpus.is_available():

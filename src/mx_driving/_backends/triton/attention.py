@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operators import Operator, SamplingInputs, empty_gradients
+from ..._operator.description import Operator, SamplingInputs, empty_gradients
 from . import deterministic, launch
 
 # Four warps to a program: the forward exchanges nothing between them.

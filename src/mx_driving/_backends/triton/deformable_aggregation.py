@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operators import OPERATORS, empty_gradients
+from ..._operator.description import OPERATORS, empty_gradients
 from . import deterministic, launch
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record
 

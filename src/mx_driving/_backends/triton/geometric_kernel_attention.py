@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..._operators import OPERATORS
+from ..._operator.description import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import _MOST_ROWS, ADDED, RECORDED, add, by_lane, exists, level, read, record_one

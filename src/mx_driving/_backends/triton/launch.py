@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _checks
+from ... import _data_checks
+from ..._operator import checks
 
 # A thread of a backward kernel holds at most this many channels. Eight would be 16 bytes of a 16-bit dtype, but the rows of the
 # four corners, their products and the gradient would take more than 64 registers, which leaves less than half of the occupancy.
@@ -124,5 +125,5 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
     """Inside data_checks(), reads the index tables, which waits for the device, and refuses what a CPU refuses."""
-    if _checks.data.enabled():
-        _checks.inputs.levels(shapes_name, starts_name, shapes, starts, num_keys)
+    if _data_checks.enabled():
+        checks.levels(shapes_name, starts_name, shapes, starts, num_keys)

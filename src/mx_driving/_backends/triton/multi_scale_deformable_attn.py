@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..._operators import OPERATORS
+from ..._operator.description import OPERATORS
 from . import attention
 from .attention import VARYING, tile_of
 from .sampling import ADDED, RECORDED, add_corners, bilinear, coefficients, corners, dots, level, record

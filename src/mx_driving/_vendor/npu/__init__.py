@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..._checks.rules import fail
+from ..._operator.rules import fail
 from ..._replacing import Changes, MadeModules
 from . import _device_module, _devices, _modules, _testing
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mx_driving_portable.record import FORMAT
 
-from ..._checks import inputs as checks
 from ..._cli_support.problems import Problem, ruled
-from ..._operators import OPERATORS, Operator, SamplingInputs
+from ..._operator import checks
+from ..._operator.description import OPERATORS, Operator, SamplingInputs
 from . import forms
 
 GRADIENTS = "-gradients"  # the end of the name of a file that belongs to a call's

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _geometry, reference
-from ..._operators import OPERATORS
+from ... import reference
+from ..._operator import geometry
+from ..._operator.description import OPERATORS
 from .calls import RecordedCall, arguments
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
@@ -168,7 +169,7 @@ def counted_samples(call: RecordedCall) -> Tensor:
     """Return True for each sample on its map; of an aggregation, for each pair of a point and a camera that sees it."""
     locations = call.sampling.locations
     if call.row.kind == "aggregation":
-        return _geometry.inside(locations)
+        return geometry.inside(locations)
     size = call.sampling.shapes.double().flip(-1)[:, None]
-    at = locations.double() if call.row.integer_locations else _geometry.pixels(locations.double(), size)
-    return _geometry.on_map(at, size)
+    at = locations.double() if call.row.integer_locations else geometry.pixels(locations.double(), size)
+    return geometry.on_map(at, size)

@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor
 
-from ... import _geometry
 from ..._measure.tolerance import allowed
+from ..._operator import geometry
 from .calls import RecordedCall
 from .compute import compute, largest_sums
 
@@ -77,6 +77,6 @@ class ErrorBound:
         locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
         sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.kind == "aggregation" else sizes[None, :, None]
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
-        at = _geometry.pixels(locations[None] if self.call.row.kind == "aggregation" else locations, sizes)
+        at = geometry.pixels(locations[None] if self.call.row.kind == "aggregation" else locations, sizes)
         on = (at - at.round()).abs() <= near
         return on.any(0) if self.call.row.kind == "aggregation" else on

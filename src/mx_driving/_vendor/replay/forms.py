@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _geometry
 from ..._cli_support.problems import Problem
-from ..._operators import OPERATORS, Operator, SamplingInputs
+from ..._operator import geometry
+from ..._operator.description import OPERATORS, Operator, SamplingInputs
 from ...ops import _other_shapes, _pooling
 from ...ops.bev_pool_v2 import _points_of_intervals
 
@@ -55,7 +55,7 @@ def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, .
 
 def _sampling(about: Facts, facts: Facts) -> tuple[Tensor, ...]:
     if about.get("packed"):
-        facts["starts"] = _geometry.starts_of(facts["shapes"])
+        facts["starts"] = geometry.starts_of(facts["shapes"])
     inputs = [facts[name] for name in SamplingInputs._fields]
     inputs[1:3] = (t if t.dtype in (torch.int32, torch.int64) else t.long() for t in inputs[1:3])
     is_aggregation = about["operator"] == "deformable_aggregation"

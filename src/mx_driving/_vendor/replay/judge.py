@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ..._checks import limits
+from ..._operator import limits
 from .calls import RecordedCall
 from .compute import Results, compute, compute_by_kernel, counted_samples
 from .error_bound import ErrorBound

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ... import _geometry
 from ..._measure import plain
+from ..._operator import geometry
 from .compute import Core, core_of
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
@@ -49,7 +49,7 @@ def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
         total = torch.zeros((), dtype=value.dtype)
         for s in range(shapes.shape[1]):
             tables = shapes[:, s : s + 1], starts[:, s : s + 1]
-            moved = torch.where(_geometry.inside(locations)[..., None], move(locations, _size(tables[0], locations)), torch.nan)
+            moved = torch.where(geometry.inside(locations)[..., None], move(locations, _size(tables[0], locations)), torch.nan)
             total = total + core(value, *tables, moved, weights[:, :, :, :, s : s + 1])
         return total
 
@@ -71,7 +71,7 @@ _nearest = _move(lambda at, size: (torch.round(at * size - 0.5) + 0.5) / size)
 
 
 def _pack_levels(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    return core(v, s, _geometry.starts_of(s), l, w)
+    return core(v, s, geometry.starts_of(s), l, w)
 
 
 def _exchange_in_weights(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _composition, _geometry
-from .._operators import OPERATORS, Operator, SamplingInputs
-from .flags import flag
+from ._operator import composition, geometry
+from ._operator.description import OPERATORS, Operator, SamplingInputs
+from ._operator.rules import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
@@ -101,7 +101,7 @@ def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[...,
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
         if _open:
-            inputs: Any = _composition.bare_inputs(operator.name, *args) if operator.bare else args
+            inputs: Any = composition.bare_inputs(operator.name, *args) if operator.bare else args
             _look(
                 _Call(operator, *inputs) if operator.kind != "pooling" else _Points(operator, inputs[0], inputs[1], inputs[5:])
             )
@@ -241,7 +241,7 @@ def _normalised(call: _Call) -> None:
 
 def _seen(call: _Call) -> None:
     """deformable_aggregation. It counts points, not samples, because one camera sees a point and the others do not."""
-    within = _geometry.inside(call.locations)
+    within = geometry.inside(call.locations)
     unseen = _fraction(~within.any(-1))
     if unseen <= _MOST:
         return
@@ -307,10 +307,10 @@ def _steps(value: Tensor, start: int, rows: int) -> Tensor:
 
 def _scale_major(call: _Call) -> None:
     """deformable_aggregation. Read scale by scale, a small map shows rows of a larger one, of which half end elsewhere."""
-    camera_major = _geometry.starts_of(call.shapes)
+    camera_major = geometry.starts_of(call.shapes)
     if min(call.starts.shape) < 2 or not torch.equal(call.starts.long(), camera_major):
         return
-    by_scale = _geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
+    by_scale = geometry.starts_of(call.shapes.transpose(0, 1)).transpose(0, 1)
     (height, width), rows = call.shapes[0, 1].tolist(), int(by_scale[-1, -1] + call.shapes[-1, -1].prod())
     numbers = call.value[:, 0].numel()
     if rows > call.value.shape[1] or min(height, width) < _FEW_ROWS or (height * width) ** 0.5 * numbers < _FEW_NUMBERS:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, _decomp
 
-from .. import _composition, _geometry, reference
-from .._operators import OPERATORS
+from .. import reference
 from .._replacing import when_imported
+from . import composition, geometry
+from .description import OPERATORS
 
 # For each corner: the row of a padded value, and the coefficient.
 Corners = list[tuple[Tensor, Tensor]]
@@ -95,7 +96,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     bs, num_feat, channels = feature_maps.shape
     groups = weight.shape[-1]
     location = locations.to(dtype)[..., None, :]  # [bs, anchor, pts, cam, 1, 2]
-    seen = _geometry.inside(location)
+    seen = geometry.inside(location)
     shape = shapes.movedim(-1, 0)
     x, y = (torch.where(seen, pixel, float("nan")) for pixel in reference._pixels(location, shape))
     _, corners = _corners(x, y, shape, starts, num_feat)
@@ -116,9 +117,9 @@ def bev_pool_v3(
 ) -> Tensor:
     """A point with a rank that has no row goes to one more cell, which is cut off: times 0 it might still be NaN."""
     dtype, cells = reference._compute_dtype(feat, depth), bs * d * h * w
-    feat_row, no_feat = _geometry.clamp_index(ranks_feat, feat.shape[0])
-    depth_row, no_depth = _geometry.clamp_index(ranks_depth, depth.shape[0])
-    cell, no_cell = _geometry.clamp_index(ranks_bev, cells)
+    feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
+    depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
+    cell, no_cell = geometry.clamp_index(ranks_bev, cells)
     cell = cell + (no_feat + no_depth + no_cell).clamp(max=1) * (cells - cell)
     coefficient = torch.cat([depth.to(dtype), depth.new_zeros(1, dtype=dtype)]).index_select(0, depth_row)
     features = torch.cat([feat.to(dtype), feat.new_zeros(1, feat.shape[1], dtype=dtype)]).index_select(0, feat_row)
@@ -130,7 +131,7 @@ def bev_pool_v3(
 def find(name: str) -> Callable[..., Tensor]:
     """Return how an operator is made of others. One with logits is made of its bare operator, which may have an ONNX node."""
     bare = OPERATORS[name].bare
-    composed = _composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
+    composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]
 
 

@@ -6,6 +6,7 @@ handful of comparisons; a sentence is made only when one of them fails.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._operators import OPERATORS
+from .description import OPERATORS
 
 FLOATING = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
 INDEX = frozenset((torch.int32, torch.int64))
@@ -22,6 +23,9 @@ FLOATING_RULE = "have dtype float32, float64, float16 or bfloat16"
 INDEX_RULE = "have dtype int32 or int64"
 
 Named = tuple[str, Any]
+
+ON = ("1", "true", "yes", "on")  # words of a switch in the environment
+OFF = ("0", "false", "no", "off", "")
 
 
 def fail(kind: type[Exception], name: str, rule: str, fact: object) -> NoReturn:
@@ -91,9 +95,17 @@ def shape_text(axes: Sequence[str]) -> str:
     return f"({', '.join(axes)}{',' * (len(axes) == 1)})"
 
 
-def flag(name: str, word: str) -> NoReturn:
-    """Refuse a switch in the environment that is neither on nor off."""
-    fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+def flag(name: str, default: bool = False) -> bool:
+    """Return whether the environment turns a switch on; `default` if the variable is empty.
+
+    The package reads its switches at import, so a misspelt word stops a program at its first line.
+    """
+    word = os.environ.get(name, "")
+    if not word:
+        return default
+    if word.lower() not in ON + OFF:
+        fail(ValueError, name, "be 1, true, yes or on, or 0, false, no, off or empty", repr(word))
+    return word.lower() in ON
 
 
 def patch_target(target: object) -> NoReturn:

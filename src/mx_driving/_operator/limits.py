@@ -12,10 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _composition
-from .._operators import OPERATORS
-from . import rules
-from .flags import OFF, ON
+from . import composition, rules
+from .description import OPERATORS
 
 RELEASES = ("7.1", "7.2", "7.3", "26.0", "26.2")  # of Ascend DrivingSDK, oldest first
 NEWEST = RELEASES[-1]
@@ -111,10 +109,10 @@ def _check_release(release: Any, name: str = "release", words: str = "") -> str:
 
 def _releases_of_environment() -> list[str]:
     word = os.environ.get(_VARIABLE, "")
-    if word.lower() in OFF:
+    if word.lower() in rules.OFF:
         return []
     switches = "1, true, yes or on; 0, false, no, off or empty; or a release: "
-    return [NEWEST if word.lower() in ON else _check_release(word, _VARIABLE, switches)]
+    return [NEWEST if word.lower() in rules.ON else _check_release(word, _VARIABLE, switches)]
 
 
 # The releases of all open atlas_limits(), after the environment's. Process-wide, like torch.backends' flags.
@@ -159,7 +157,7 @@ def hold(name: str, *args: Any) -> None:
     """Refuse a call that breaks a limit of an open release."""
     bare = OPERATORS[name].bare
     with torch.no_grad():
-        inputs = _composition.bare_inputs(name, *args) if bare else args
+        inputs = composition.bare_inputs(name, *args) if bare else args
         _refuse(bare or name, sizes := _SIZES[bare or name](*inputs))
         if (bare or name) == _AGGREGATION and inputs[3].numel():
             smallest, largest = (round(number, 4) for number in torch.stack(inputs[3].aminmax()).tolist())

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .._operators import OPERATORS, Input, Operator
 from . import limits
+from .description import OPERATORS, Input, Operator
 from .rules import FLOATING, FLOATING_RULE, INDEX, INDEX_RULE, fail, need_dtype, need_one_device, shape_text, tensors
 
 _NUMBER = FLOATING | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}

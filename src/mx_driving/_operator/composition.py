@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _geometry
-from ._operators import OPERATORS
+from . import geometry
+from .description import OPERATORS
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -125,7 +125,7 @@ class Aggregation:
 
     def _of_projected(self, of_locations: Tensor) -> Tensor:
         """The gradient of (u, v, d), 0 where the camera does not see the point."""
-        seen = _geometry.inside(self.locations)[..., None]
+        seen = geometry.inside(self.locations)[..., None]
         of_plane = of_locations if self.image_size is None else of_locations / self.image_size
         depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
         of_depth = torch.where(self.in_front, -(of_plane * plane).sum(-1, keepdim=True), 0)
