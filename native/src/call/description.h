@@ -1,5 +1,5 @@
-// What each operator takes and gives, as tables: src/mx_driving/_operator/description.py in C++. tests/native/test_description.py
-// compares the two.
+// What each operator takes and gives, as tables: src/mx_driving/_operator/description.py in C++.
+// tests/native/test_description.py compares the two.
 #pragma once
 
 #include <array>
