@@ -1,4 +1,4 @@
-"""The attention modules published around the three operators, with the parameter names of their checkpoints."""
+"""The attention modules published around the operators, with the parameter names of their checkpoints."""
 
 from ._pyramid import flatten_cameras, flatten_levels
 from .deformable_aggregation import DeformableFeatureAggregation

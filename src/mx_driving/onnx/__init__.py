@@ -40,12 +40,12 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
             "grid_sample": GridSample per level, for runtimes that have a fast one (opset_version 16 or later; TensorRT has
                 miscompiled such graphs of opset 20). geometric_kernel_attention does not interpolate and stays a gather.
             "npu": multi_scale_deformable_attn is one node `npu::MultiScaleDeformableAttn` for the vendor's converter, cast to
-                float32 and its two index tables to int32. The vendor has no node for the other two, which stay gathers.
+                float32 and its two index tables to int32. The vendor has no node for the other operators, which stay gathers.
             "onnxruntime": each operator is one node `mx_driving::<operator>`, which onnxruntime runs with our CPU kernels after
                 `options.register_custom_ops_library(mx_driving.onnx.library())`.
             "tensorrt": multi_scale_deformable_attn is one node `trt.plugins::MultiscaleDeformableAttnPlugin_TRT`, NVIDIA's
                 plugin that TensorRT brings, its two index tables cast to int32. The plugin computes in float32, or in float16
-                where all three floating inputs have it. There is no plugin for the other two, which stay gathers.
+                where all three floating inputs have it. There is no plugin for the other operators, which stay gathers.
 
     Returns:
         A dictionary from operator to function, to be merged with a table of your own. "gather" gives an empty one.
