@@ -10,10 +10,10 @@ or, around a part of a program that runs already:
     with record.recording("calls", every=101):
         train()
 
-Every `every`-th call of each function is copied to the host: inputs, output and, if backward() runs, the gradients. A thread
-writes the copies. The calls compute what they would compute without the recorder: it adds nothing to the autograd graph. A call
-that cannot be recorded is counted and named. A full disk ends the recording, not the program. Code under torch.compile is not
-recorded and runs as compiled.
+Every `every`-th call of each function is copied to the host and written: inputs, output and, if backward() runs, the gradients.
+The calls compute what they would compute without the recorder: it adds nothing to the autograd graph. A call that cannot be
+recorded is counted and named. A full disk ends the recording, not the program. Code under torch.compile is not recorded and
+runs as compiled.
 
 Written for Python 3.8 and later. The first wrapped function imports torch: the import has effects, and a program may set
 OMP_NUM_THREADS before its own.
@@ -25,12 +25,12 @@ import atexit
 import contextlib
 import functools
 import importlib.abc
+import io
 import itertools
 import json
 import numbers
 import os
 import pathlib
-import queue
 import sys
 import threading
 import time
@@ -46,7 +46,6 @@ __all__ = ["FORMAT", "FUNCTIONS", "Recorder", "main", "recording", "start"]
 FORMAT = 1  # of a recording; mx_driving.replay reads this one
 EVERY = 101  # a prime: the layers of a model are recorded in turn
 MEGABYTES = 1000.0
-_WAITING = 512e6  # bytes on their way to the disk; while there are more, no call is copied
 _ABSENT: Any = object()
 
 _ATTENTION, _AGGREGATION = "multi_scale_deformable_attn", "deformable_aggregation"
@@ -198,12 +197,6 @@ def _is_autocast_on(device: str) -> bool:
         return bool(getattr(owner, older or "is_autocast_enabled", bool)())
 
 
-def _has_nan(t: Tensor) -> bool:
-    """Sum first, which is quick. The sum is NaN if an entry is NaN, and also where infinities cancel."""
-    total = t.detach().sum()
-    return bool(total != total) and bool(t.isnan().any())
-
-
 def _without_extras(args: Any) -> list[Any]:
     """Return the arguments of a sampling function without those that only some forms of it have."""
     import torch
@@ -266,41 +259,18 @@ class _WrappedFunction:
     """A wrapped function and the counters of its calls."""
 
     def __init__(self, name: str, row: Function) -> None:
-        self.name, self.row, self.operator, self.backward = name, row, row.operator, row.backward
+        self.name, self.row = name, row
         self.number = itertools.count()  # its next() is atomic
-        self.calls = self.recorded = self.skipped = 0
+        self.calls = self.recorded = 0
         self.not_kept, self.unread = 0, ""  # calls or gradients that could not be recorded, and the reason of the last
 
-    def lose(self, error: Exception) -> None:
-        """Count a call that cannot be recorded. The recording goes on."""
-        self.not_kept, self.unread = self.not_kept + 1, _reason(error)
-
-
-class _HostCopy:
-    """A copy in host memory. A device may still be writing it: `event` tells when it is complete."""
-
-    def __init__(self, t: Tensor) -> None:
-        import torch
-
-        self.event: Any = None
-        self.strides = None if t.is_contiguous() else list(t.stride())
-        t = t.detach()
-        if t.device.type == "cpu":
-            self.tensor = t.clone(memory_format=torch.contiguous_format)
-            return
-        device: Any = getattr(torch, t.device.type, None)
+    @contextlib.contextmanager
+    def counting_losses(self) -> Iterator[None]:
+        """Keep our own errors from the program, and count what is lost."""
         try:
-            self.tensor = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-            self.tensor.copy_(t, non_blocking=True)
-            self.event = device.Event()
-            self.event.record(device.current_stream(t.device))
-        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # no pinned memory, or no events there
-            self.tensor, self.event = t.cpu().contiguous(), None
-
-    def wait(self) -> Tensor:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.tensor
+            yield
+        except Exception as error:
+            self.not_kept, self.unread = self.not_kept + 1, _reason(error)
 
 
 class _OpenCall:
@@ -309,20 +279,22 @@ class _OpenCall:
     def __init__(self, function: _WrappedFunction, index: int, args: Any, kwargs: dict[str, Any]) -> None:
         import torch
 
-        self.function, self.stem = function, ""
-        self.inputs, self.outputs, self.sizes = _bind(function.row, args, kwargs)
+        self.function, self.row, self.stem = function, function.row, ""
+        self.inputs, self.outputs, sizes = _bind(self.row, args, kwargs)
         self.versions = [(t, t._version) for t in self.inputs.values() if not t.is_inference()]
-        self.copies: dict[str, _HostCopy] = {}
-        device = next(iter(self.inputs.values())).device
-        self.about: dict[str, Any] = {"function": function.name, "operator": function.operator, "index": index}
-        self.about.update(direction="backward" if function.backward else "forward", device=str(device), caller=_caller())
-        self.about.update(autocast=_is_autocast_on(device.type), form=function.row.name, sizes=self.sizes)
-        self.edges = self._edges() if torch.is_grad_enabled() and not function.backward else {}
+        self.copies: dict[str, Tensor] = {}
+        device, direction = next(iter(self.inputs.values())).device, "backward" if self.row.backward else "forward"
+        self.about: dict[str, Any] = {
+            **{"function": function.name, "operator": self.row.operator, "index": index, "direction": direction},
+            **{"device": str(device), "caller": _caller(), "autocast": _is_autocast_on(device.type)},
+            **{"form": self.row.name, "sizes": sizes},
+        }
+        self.edges = self._edges() if torch.is_grad_enabled() and not self.row.backward else {}
 
     def _edges(self) -> dict[str, tuple[Any, int]]:
         """Return where autograd brings the gradient of each input that has one. An edge that several inputs share brings the
         sum of their gradients, which is no result of the operator: leave these inputs out, and name them."""
-        names = DIFFERENTIABLE[self.function.operator]
+        names = DIFFERENTIABLE[self.row.operator]
         inputs = {name: self.inputs[name] for name in names if name in self.inputs and self.inputs[name].requires_grad}
         # a leaf's node is behind the node of anything that is made from it
         nodes = {name: t.grad_fn or t.expand_as(t).grad_fn.next_functions[0][0] for name, t in inputs.items()}  # pyright: ignore
@@ -335,28 +307,33 @@ class _OpenCall:
     def copy_inputs(self, reason: str) -> None:
         if any(t._version != version for t, version in self.versions):
             raise TypeError("inputs must be as they were when the call began; got changed ones, so that a NaN is not recorded")
-        self.copies.update({name: _HostCopy(t) for name, t in self.inputs.items()})
-        strides = {name: copy.strides for name, copy in self.copies.items() if copy.strides}
+        self.copies = _copy_to_host(self.inputs)
+        strides = {name: list(t.stride()) for name, t in self.inputs.items() if not t.is_contiguous()}
         self.about.update(reason=reason, strides=strides, packed="starts" not in self.copies)
-
-    def copy_flags_of_outputs(self) -> None:
-        """Record whether the outputs are zero: a function may add to them."""
-        self.copies.update({f"before_{name}": _HostCopy(t.any()) for name, t in self.outputs.items()})
-        self.about["in_place"] = bool(self.outputs)
 
     def results(self, returned: Any) -> dict[str, Tensor]:
         """Return what the function computed, by name."""
         if self.outputs:
             results = dict(self.outputs)
-        elif not self.function.backward:
+        elif not self.row.backward:
             results = {"output": returned}
         else:
             tensors = returned if isinstance(returned, (list, tuple)) else [returned]
-            names = ["grad_" + name for name in DIFFERENTIABLE[self.function.operator]]
-            results = dict(zip(names, tensors))  # noqa: B905
+            results = dict(zip(["grad_" + name for name in DIFFERENTIABLE[self.row.operator]], tensors))  # noqa: B905
         if not results or not all(_is_ordinary(t) for t in results.values()):
             raise TypeError(f"the function must give tensors or write to some; got {type(returned).__name__}")
         return results
+
+
+def _copy_to_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    import torch
+
+    contiguous = torch.contiguous_format
+    return {name: t.detach().to("cpu", copy=True, memory_format=contiguous) for name, t in tensors.items()}
+
+
+def _num_bytes(*tensors: dict[str, Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for some in tensors for t in some.values())
 
 
 class _GradientHooks:
@@ -378,11 +355,11 @@ class _GradientHooks:
             node.register_hook(functools.partial(self._arrive, node is last, hits[id(node)]))  # pyright: ignore
 
     def _arrive(self, last: bool, hits: list[tuple[int, str]], grad_inputs: Any, grad_outputs: Any) -> None:
+        if not self.left or self.recorder.stopped:
+            return  # `left` is 0 in a second backward through the same graph
         import torch
 
-        if not self.left or self.recorder.closed:
-            return  # `left` is 0 in a second backward through the same graph
-        with self.recorder.ours(self.call.function), torch.no_grad():
+        with self.call.function.counting_losses(), torch.no_grad():
             gradients = self.gradients
             if last and grad_outputs[self.output_nr] is not None:
                 gradients["grad_output"] = grad_outputs[self.output_nr]
@@ -392,87 +369,7 @@ class _GradientHooks:
             if not self.left:
                 self.gradients = {}
                 if len(gradients) > 1 and "grad_output" in gradients:
-                    self.recorder.gradients(self.call, gradients)
-
-
-class _Writer(threading.Thread):
-    """Writes files one after another, and the manifest after them. A full disk ends the recording."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(name="record", daemon=True)
-        self.recorder, self.waiting, self.num_bytes, self.reported = recorder, 0, 0, 0.0
-        self.queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.calls: dict[str, Any] = {}
-
-    def put(self, stem: str, about: dict[str, Any], copies: dict[str, _HostCopy]) -> None:
-        size = sum(copy.tensor.numel() * copy.tensor.element_size() for copy in copies.values())
-        self.waiting += size
-        self.queue.put((stem, about, copies, size))
-
-    def run(self) -> None:
-        for work in iter(self.queue.get, None):
-            with self._losing(work):
-                if not self.recorder.failed:
-                    self._write(*work)
-            self.waiting -= work[-1]
-        with self._losing(None):
-            self._write_manifest()
-
-    @contextlib.contextmanager
-    def _losing(self, work: Any) -> Iterator[None]:
-        """End the recording if the disk is full. Any other error, such as a lost device, loses the call alone."""
-        import tempfile
-
-        try:
-            yield
-        except Exception as error:
-            try:
-                if work is None or isinstance(error, OSError):
-                    raise
-                with tempfile.TemporaryFile(dir=self.recorder.folder) as file:  # torch has errors of its own
-                    file.write(bytes(work[-1]))
-            except Exception as full:
-                self.recorder.fail(full)
-            else:
-                self.recorder.functions[work[1]["function"]].lose(error)
-
-    def _write(self, stem: str, about: dict[str, Any], copies: dict[str, _HostCopy], size: int) -> None:
-        import torch
-
-        tensors = {name: copy.wait() for name, copy in copies.items()}
-        if about.pop("in_place", False):
-            flags = [bool(tensors.pop(name)) for name in list(tensors) if name.startswith("before_")]
-            about["cleared"] = not any(flags)
-        path = self.recorder.folder / f"{stem}.pt"
-        file = {"metadata": {"format": str(FORMAT), "call": json.dumps(about)}, "tensors": tensors}
-        self._write_whole(path, lambda part: torch.save(file, part))
-        self.num_bytes += size
-        self.recorder.functions[about["function"]].recorded += "of" not in about
-        self.calls[path.name] = {**about, "tensors": {name: list(t.shape) for name, t in tensors.items()}}
-        if time.monotonic() > self.reported + 2:  # the process may be killed
-            self._write_manifest()
-
-    def _write_manifest(self) -> None:
-        path, facts = self.recorder.folder / "manifest.json", self.recorder.facts()
-        text = json.dumps({**facts, "calls": self.calls}, indent=1)
-        try:
-            self._write_whole(path, lambda part: part.write_text(text))
-        except OSError:  # no room or no inode for another file: without its calls the text fits into the existing file
-            with contextlib.suppress(OSError), path.open("r+") as file:
-                file.write(json.dumps({**facts, "calls": {}}, indent=1))
-                file.truncate()
-            raise
-        self.reported = time.monotonic()
-
-    def _write_whole(self, path: pathlib.Path, write: Callable[[pathlib.Path], Any]) -> None:
-        """Write a file that is there whole or not at all."""
-        part = path.with_name(path.name + ".part")
-        try:
-            write(part)
-            os.replace(part, path)
-        finally:
-            with contextlib.suppress(OSError):
-                part.unlink()
+                    self.recorder._take_gradients(self.call, gradients)
 
 
 class _WrappingFinder(importlib.abc.MetaPathFinder):
@@ -518,62 +415,60 @@ def _make_folder(out: Any) -> pathlib.Path:
     return folder
 
 
+def _check_options(every: float, megabytes: float, functions: Any) -> None:
+    if not isinstance(every, numbers.Real) or not every >= 1 or every % 1:
+        raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
+    if not isinstance(megabytes, numbers.Real) or not megabytes > 0:
+        raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
+    if not isinstance(functions or {}, dict):
+        raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
+    for name, operator in (functions or {}).items():
+        if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
+            rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
+            raise ValueError(f"functions must {rule}; got {name}={operator}")
+
+
 class Recorder:
     """Wraps the known functions of modules that are imported, now and later, until `stop`."""
 
     def __init__(
         self, out: Any, every: int = EVERY, nan: bool = False, megabytes: float = MEGABYTES, functions: Any = None
     ) -> None:
-        if not isinstance(every, numbers.Real) or not every >= 1 or every % 1:
-            raise ValueError(f"every must be a whole number of 1 or more; got {every!r}")
-        if not isinstance(megabytes, numbers.Real) or not megabytes > 0:
-            raise ValueError(f"megabytes must be more than 0; got {megabytes!r}")
-        if not isinstance(functions or {}, dict):
-            raise ValueError(f"functions must be a dict of names and operators; got {type(functions).__name__}")
-        for name, operator in (functions or {}).items():
-            if operator not in _OPERATORS or "." not in str(name) or name.startswith("torch.ops."):
-                rule = f"name a Python function of a module, and one of {', '.join(_OPERATORS)}"
-                raise ValueError(f"functions must {rule}; got {name}={operator}")
+        _check_options(every, megabytes, functions)
         self.named = {name: _function_named(name, operator) for name, operator in (functions or {}).items()}
         self.folder = _make_folder(out)
-        self.every, self.nan, self.budget, self.copied = int(every), bool(nan), float(megabytes) * 1e6, 0
-        # no more samples: the budget is spent; no more calls; no more gradients either; after an error; calls are not counted
-        self.spent = self.ended = self.closed = self.failed = self.gone = False
+        self.every, self.nan, self.megabytes = int(every), bool(nan), float(megabytes)
         self.functions: dict[str, _WrappedFunction] = {}
-        self.started, self.finished, self.process, self.why = _now(), "", os.getpid(), ""
+        self.started, self.finished, self.process = _now(), "", os.getpid()
+        self.num_bytes, self.reserved = 0, 0  # written, and written or awaited: gradients arrive later
+        self.why = ""  # why no more calls are sampled
+        self.failed = self.stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # of originals and of wrappers, so that none is wrapped twice
         self._undo: list[tuple[Any, str, Any]] = []
-        self._finder, self.writer = _WrappingFinder(self), _Writer(self)
+        self._finder = _WrappingFinder(self)
 
     def start(self) -> Recorder:
+        self._write_manifest()
         sys.meta_path.insert(0, self._finder)
         for name, module in list(sys.modules.items()):
             if self.watches(name) and isinstance(module, types.ModuleType):
                 self.wrap(module)
         self._replace_imported_names()
-        self.writer.start()
         atexit.register(self.stop)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._end_in_child)
         return self
 
     def stop(self) -> None:
-        """Restore the functions, write what is waiting, and print a summary."""
+        """Restore the functions, and print a summary."""
         atexit.unregister(self.stop)
         if self._finder not in sys.meta_path or os.getpid() != self.process:
             return
-        self.ended = self.closed = self.gone = True
-        self.finished = _now()
+        self.stopped, self.finished = True, _now()
         sys.meta_path.remove(self._finder)
         for owner, name, before in reversed(self._undo):
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
-        self.writer.queue.put(None)
-        self.writer.join()
+        self._write_manifest()
         self._print_summary()
-
-    def _end_in_child(self) -> None:
-        self.ended = self.closed = self.gone = True  # the thread that writes is the parent's
 
     def _print_summary(self) -> None:
         for name in self.named:
@@ -582,24 +477,26 @@ class Recorder:
         for f in self.functions.values():
             if f.not_kept:
                 _say(f"not recorded of {f.name}: {f.not_kept}, calls and gradients; the last: {f.unread}")
-            if f.skipped:
-                _say(f"not recorded of {f.name}: {f.skipped} calls, made while {_WAITING / 1e6:g} MB waited for the disk")
         calls, recorded = (sum(getattr(f, count) for f in self.functions.values()) for count in ("calls", "recorded"))
         none = "" if calls else "; under torch.compile none is seen"
-        _say(f"{recorded} of {calls} calls recorded, {self.writer.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
+        _say(f"{recorded} of {calls} calls recorded, {self.num_bytes / 1e6:.0f} MB in {self.folder}{none}")
 
-    def facts(self) -> dict[str, Any]:
-        """Return what the manifest says beside the calls."""
+    def _write_manifest(self) -> None:
+        """Write what is said beside the calls. The file is written in place: a full disk has room for its second version."""
         import platform
 
-        import torch
-
-        counters = ("operator", "backward", "calls", "recorded", "skipped", "not_kept", "unread")
+        counters = ("calls", "recorded", "not_kept", "unread")
         functions = {name: {key: getattr(f, key) for key in counters} for name, f in self.functions.items() if f.calls}
-        options = {"every": self.every, "nan": self.nan, "megabytes": self.budget / 1e6}
-        here = {"torch": torch.__version__, "python": platform.python_version(), "system": platform.platform()}
-        facts = {"format": FORMAT, "started": self.started, "finished": self.finished, "ended_early": self.why}
-        return {**facts, "options": options, "packages": {**here, **_versions()}, "functions": functions}
+        facts = {
+            **{"format": FORMAT, "started": self.started, "finished": self.finished, "ended_early": self.why},
+            "options": {"every": self.every, "nan": self.nan, "megabytes": self.megabytes},
+            "packages": {"python": platform.python_version(), "system": platform.platform(), **_versions()},
+            "functions": functions,
+        }
+        try:
+            (self.folder / "manifest.json").write_text(json.dumps(facts, indent=1))
+        except OSError as error:
+            self._fail(error)
 
     def watches(self, module: str) -> bool:
         return bool(functions_of(module)) or any(name.startswith(module + ".") for name in self.named)
@@ -644,7 +541,7 @@ class Recorder:
             original = super(owner, cls).apply if own is _ABSENT else own.__get__(None, cls)  # pyright: ignore
             if cls is not owner or compiling():
                 return original(*args, **kwargs)
-            return self.call(function, original, args, kwargs)
+            return self._call(function, original, args, kwargs)
 
         wrapper: Any = classmethod(apply)
         self._wrappers[id(wrapper)] = (wrapper, wrapper)
@@ -670,18 +567,18 @@ class Recorder:
         def recorded(*args: Any, **kwargs: Any) -> Any:
             if compiling():  # torch.compile sees the call alone
                 return original(*args, **kwargs)
-            return self.call(function, original, args, kwargs)
+            return self._call(function, original, args, kwargs)
 
         return recorded
 
-    def call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return or raise what the original does, and record the call if it is its turn."""
-        if self.gone or getattr(self._local, "inside", False):
+        if self.stopped or getattr(self._local, "inside", False) or os.getpid() != self.process:
             return original(*args, **kwargs)
         index = next(function.number)
         function.calls = index + 1
-        chosen = index % self.every == 0 and not self.spent
-        call = self._begin(function, index, chosen, args, kwargs) if (chosen or self.nan) and not self.ended else None
+        sampled = index % self.every == 0 and not self.why
+        call = self._begin(function, index, sampled, args, kwargs) if sampled or self.nan else None
         self._local.inside = True
         try:
             returned = original(*args, **kwargs)
@@ -691,83 +588,88 @@ class Recorder:
             self._finish(call, returned)
         return returned
 
-    @contextlib.contextmanager
-    def ours(self, function: _WrappedFunction) -> Iterator[None]:
-        """Keep our own errors from the program."""
-        try:
-            yield
-        except Exception as error:
-            function.lose(error)
-
-    def fail(self, error: Exception) -> None:
-        """End the recording, once, with a sentence."""
-        with self._lock:
-            if self.failed:
-                return
-            self.failed = self.closed = self.ended = True
-        num_files = len(self.writer.calls)
-        self.why = f"recording into {self.folder} has ended after {num_files} files: {_reason(error)}; the program goes on"
-        _say(self.why)
-
-    def _begin(self, function: _WrappedFunction, index: int, chosen: bool, args: Any, kwargs: Any) -> _OpenCall | None:
-        with self.ours(function):
+    def _begin(self, function: _WrappedFunction, index: int, sampled: bool, args: Any, kwargs: Any) -> _OpenCall | None:
+        with function.counting_losses():
             if _is_tracing_or_capturing((*args, *kwargs.values())):
                 return None
             call = _OpenCall(function, index, args, kwargs)
-            if chosen and self.writer.waiting > _WAITING:
-                function.skipped += 1
-            elif chosen:
+            if sampled:
                 call.copy_inputs(f"every {self.every}")
-                call.copy_flags_of_outputs()
-            return call if call.copies or self.nan else None
+                if call.outputs:  # a function may add to them
+                    call.about["cleared"] = not any(bool(t.any()) for t in call.outputs.values())
+            return call
 
     def _finish(self, call: _OpenCall, returned: Any) -> None:
-        with self.ours(call.function):
+        with call.function.counting_losses():
             results = call.results(returned)
-            if not self._copy_inputs_of_first_nan(call, results) and call.copies:
-                self._hold_to_budget(call, results)
-            if call.copies:
-                call.copies.update({name: _HostCopy(t) for name, t in results.items()})
-                self._put(call)
+            is_first_nan = self._copy_inputs_of_first_nan(call, results)
+            if call.copies and (self._fits_budget(call, results) or is_first_nan):
+                self._write_call(call, results)
             output = results.get("output")
             if call.edges and output is not None and output.grad_fn is not None and (call.stem or self.nan):
                 _GradientHooks(self, call, output)
             if call.stem:
-                call.inputs, call.outputs = {}, {}  # the program may want the memory back
+                call.inputs, call.outputs, call.versions = {}, {}, []  # the program may want the memory back
 
-    def _hold_to_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
-        """Count what the call and its gradients take. Drop the call, and end the sampling, if that is more than is left."""
-        size = sum(t.numel() * t.element_size() for t in (*call.inputs.values(), *results.values()))
-        self.copied += size * (2 if call.edges else 1)
-        if self.copied > self.budget:
-            self.spent, self.ended, call.copies = True, not self.nan, {}
-            self.why = f"the budget of {self.budget / 1e6:g} MB is used up; the program goes on"
+    def _fits_budget(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
+        """Count what the call and its gradients take. End the sampling if that is more than is left."""
+        self.reserved += _num_bytes(call.inputs, results) * (2 if call.edges else 1)
+        if not self.why and self.reserved > self.megabytes * 1e6:
+            self.why = f"the budget of {self.megabytes:g} MB is used up; the program goes on"
             _say(self.why)
+        return not self.why
 
     def _copy_inputs_of_first_nan(self, call: _OpenCall, results: dict[str, Tensor]) -> bool:
-        if not self.nan or not any(_has_nan(t) for t in results.values()):
+        if not self.nan or not any(bool(t.detach().isnan().any()) for t in results.values()):
             return False
-        self.nan, self.ended = False, self.spent
+        self.nan = False
         if not call.copies:
             call.copy_inputs("")
         call.about["reason"] = "the first NaN"
         return True
 
-    def gradients(self, call: _OpenCall, found: dict[str, Tensor]) -> None:
+    def _take_gradients(self, call: _OpenCall, gradients: dict[str, Tensor]) -> None:
         """Write gradients that have arrived, in the middle of a backward of the program."""
-        if not call.stem:
-            self._copy_inputs_of_first_nan(call, found)
-        copies = {name: _HostCopy(t) for name, t in found.items()} if call.stem or call.copies else {}
         if call.stem:
-            self.writer.put(f"{call.stem}-gradients", {**call.about, "of": call.stem, "direction": "backward"}, copies)
-        elif call.copies:  # a NaN that only the gradients have
-            call.copies.update(copies)
-            self._put(call)
+            about = {**call.about, "of": call.stem, "direction": "backward"}
+            self._write(f"{call.stem}-gradients", about, _copy_to_host(gradients))
+        elif self._copy_inputs_of_first_nan(call, gradients):  # a NaN that only the gradients have
+            self._write_call(call, gradients)
 
-    def _put(self, call: _OpenCall) -> None:
-        call.stem = f"call-{next(self._numbers):06d}"
-        self.writer.put(call.stem, call.about, call.copies)
+    def _write_call(self, call: _OpenCall, results: dict[str, Tensor]) -> None:
+        stem = f"call-{next(self._numbers):06d}"
+        if self._write(stem, call.about, {**call.copies, **_copy_to_host(results)}):
+            call.stem, call.function.recorded = stem, call.function.recorded + 1
         call.copies = {}
+
+    def _write(self, stem: str, about: dict[str, Any], tensors: dict[str, Tensor]) -> bool:
+        """Write a file that is there whole or not at all. A full disk ends the recording."""
+        import torch
+
+        whole, path = io.BytesIO(), self.folder / f"{stem}.pt"
+        torch.save({"metadata": {"format": str(FORMAT), "call": json.dumps(about)}, "tensors": tensors}, whole)
+        part = path.with_name(path.name + ".part")
+        with self._lock:
+            if self.failed:
+                return False
+            try:
+                part.write_bytes(whole.getbuffer())
+                os.replace(part, path)
+            except OSError as error:
+                self._fail(error)
+                with contextlib.suppress(OSError):
+                    part.unlink()
+                return False
+            self.num_bytes += _num_bytes(tensors)
+            return True
+
+    def _fail(self, error: OSError) -> None:
+        """End the recording with a sentence."""
+        if not self.failed:
+            self.failed, self.nan = True, False
+            num_calls = sum(f.recorded for f in self.functions.values())
+            self.why = f"recording into {self.folder} has ended after {num_calls} calls: {_reason(error)}; the program goes on"
+            _say(self.why)
 
 
 def _compiling() -> Callable[[], bool]:
@@ -798,7 +700,7 @@ def start(out: Any, **options: Any) -> Recorder:
         every: record the first call of each function, and then every so many. The default is a prime, so that the layers of a
             model come up in turn.
         nan: also record the first call with a NaN in its output or its gradients, even when the budget is used up. The results
-            of all calls are then summed, and on a device the program waits for the sums.
+            of all calls are then read, and on a device the program waits for them.
         megabytes: the most to write.
         functions: more functions to wrap, name -> operator, such as {"my_ops.msda": "multi_scale_deformable_attn"}. For a
             function that computes gradients the operator ends in "_backward".
@@ -819,7 +721,30 @@ def recording(out: Any, **options: Any) -> Iterator[Recorder]:
         recorder.stop()
 
 
-def _parser() -> Any:
+def start_program(program: str, module: bool, **options: Any) -> Recorder:
+    """`start`, for a program that `run_program` can run."""
+    if not module and not os.path.isfile(program):
+        raise ValueError(f"program must be a file; got {program}")
+    return start(**options)
+
+
+def run_program(recorder: Recorder, program: str, arguments: list[str], module: bool) -> None:
+    """Run a program as `python program.py` or `python -m program` would. The recording ends with it."""
+    import runpy
+
+    sys.argv = [program, *arguments]
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
+    try:
+        if module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    finally:
+        recorder.stop()
+
+
+def main() -> None:
+    """Run a program, and record it."""
     import argparse
 
     name = "mx-driving record" if os.path.basename(sys.argv[0]).startswith("mx-driving") else "record.py"
@@ -832,31 +757,14 @@ def _parser() -> Any:
     parser.add_argument("-m", dest="module", action="store_true", help="program is a module, as in python -m")
     parser.add_argument("program", help="the program to run")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
-
-
-def main() -> None:
-    """Run a program as `python program.py` or `python -m program` would, and record it."""
-    import runpy
-
-    parser = _parser()
-    options = parser.parse_args()
-    functions = dict(name.partition("=")[::2] for name in options.function)
-    if not options.module and not os.path.isfile(options.program):
-        parser.error(f"program must be a file; got {options.program}")
+    options = vars(parser.parse_args())
+    program, arguments, module = (options.pop(name) for name in ("program", "arguments", "module"))
+    options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))
     try:
-        recorder = start(options.out, every=options.every, nan=options.nan, megabytes=options.megabytes, functions=functions)
+        recorder = start_program(program, module, **options)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    sys.argv = [options.program, *options.arguments]
-    sys.path[0] = os.getcwd() if options.module else os.path.dirname(os.path.abspath(options.program))
-    try:
-        if options.module:
-            runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(options.program, run_name="__main__")
-    finally:
-        recorder.stop()
+    run_program(recorder, program, arguments, module)
 
 
 if __name__ == "__main__":

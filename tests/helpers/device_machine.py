@@ -1,4 +1,4 @@
-"""A folder like a device's machine: a program, a stand-in for what serves its calls there, and record.py alone."""
+"""A folder like a device's machine: a program, stand-ins for the packages that serve its calls there, and record.py alone."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def sample(value, shapes, starts, locations, weights):
     for l, ((h, w), start) in enumerate(zip(shapes.tolist(), starts.tolist())):
         level = value[:, start : start + h * w].permute(0, 2, 3, 1).reshape(bs * heads, channels, h, w)
         grid = 2 * locations[:, :, :, l].transpose(1, 2).flatten(0, 1) - 1
-        found = torch.nn.functional.grid_sample(level, grid, align_corners=False)
-        out = out + (found * weights[:, :, :, l].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
+        samples = torch.nn.functional.grid_sample(level, grid, align_corners=False)
+        out = out + (samples * weights[:, :, :, l].transpose(1, 2).flatten(0, 1)[:, None]).sum(-1)
     return out.view(bs, heads * channels, -1).transpose(1, 2).contiguous()
 
 def sample_backward(value, shapes, starts, locations, weights, grad):
@@ -69,68 +69,73 @@ def ms_deform_attn_forward(value, shapes, starts, locations, weights, im2col_ste
     return sample(value, shapes, starts, locations, weights)
 
 def ms_deform_attn_backward(value, shapes, starts, locations, weights, grad, *outputs, im2col_step=64):
-    for out, found in zip(outputs, sample_backward(value, shapes, starts, locations, weights, grad)):
-        out.copy_(found)
+    for out, gradient in zip(outputs, sample_backward(value, shapes, starts, locations, weights, grad)):
+        out.copy_(gradient)
 """
-AROUND = """
-import torch
-class Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        ctx.save_for_backward(*inputs)
-        return ext.ms_deform_attn_forward(*inputs, im2col_step=64)
-
-    @staticmethod
-    def backward(ctx, grad):
-        BACKWARD
-        return found[0], None, None, found[1], found[2]
-attention = Attention.apply
-"""
-IN_PLACE = AROUND.replace(
-    "BACKWARD",
-    "found = [torch.zeros_like(ctx.saved_tensors[i]) for i in (0, 3, 4)]\n"
-    "        ext.ms_deform_attn_backward(*ctx.saved_tensors, grad.contiguous(), *found, im2col_step=64)",
-)
-GIVEN = AROUND.replace("BACKWARD", "found = ext.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)")
 PROGRAM = """
 import sys
 assert "torch" not in sys.modules
-START
+import mmcv._ext
+from mx_driving import multi_scale_deformable_attn as vendors
+from ops import MultiScaleDeformableAttention
+from own.kernels import sample
 import torch
-torch.manual_seed(0)
+
+class Mmcv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return mmcv._ext.ms_deform_attn_forward(*inputs, im2col_step=64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradients = [torch.zeros_like(ctx.saved_tensors[i]) for i in (0, 3, 4)]
+        mmcv._ext.ms_deform_attn_backward(*ctx.saved_tensors, grad.contiguous(), *gradients, im2col_step=64)
+        return gradients[0], None, None, gradients[1], gradients[2]
+
+class Extension(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        ctx.save_for_backward(*inputs)
+        return MultiScaleDeformableAttention.ms_deform_attn_forward(*inputs, 64)
+
+    @staticmethod
+    def backward(ctx, grad):
+        value, locations, weights = MultiScaleDeformableAttention.ms_deform_attn_backward(*ctx.saved_tensors, grad, 64)
+        return value, None, None, locations, weights
+
 shapes, starts = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
-layer = torch.nn.Linear(8, 8)
-total = torch.zeros(())
-for step in range(7):
-    value = layer(torch.rand(2, 30, 8)).view(2, 30, 2, 4)
-    locations = (torch.rand(2, 5, 2, 2, 3, 2) * 1.2 - 0.1).requires_grad_()
-    weights = torch.rand(2, 5, 2, 2, 3, requires_grad=True)
-    (attention(value, shapes, starts, locations, weights).sin().sum() + value.cos().sum()).backward()
-    total = total + locations.grad.sum() + weights.grad.sum()
-print(sys.argv[1:], total.item().hex(), layer.weight.grad.sum().item().hex())
+for attention in (vendors, Mmcv.apply, Extension.apply, sample):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(8, 8)
+    total = torch.zeros(())
+    for step in range(7):
+        value = layer(torch.rand(2, 30, 8)).view(2, 30, 2, 4)
+        locations = (torch.rand(2, 5, 2, 2, 3, 2) * 1.2 - 0.1).requires_grad_()
+        weights = torch.rand(2, 5, 2, 2, 3, requires_grad=True)
+        (attention(value, shapes, starts, locations, weights).sin().sum() + value.cos().sum()).backward()
+        total = total + locations.grad.sum() + weights.grad.sum()
+    print(sys.argv[1:], total.item().hex(), layer.weight.grad.sum().item().hex())
 """
-KINDS = {
-    "vendor": ({"mx_driving/kernels.py": SAMPLE, "mx_driving/__init__.py": VENDOR},
-               "from mx_driving import multi_scale_deformable_attn as attention"),
-    "mmcv": ({"mmcv/kernels.py": SAMPLE, "mmcv/_ext.py": MMCV, "mmcv/__init__.py": ""}, "import mmcv._ext as ext" + IN_PLACE),
-    "extension": ({"ops/kernels.py": SAMPLE, "ops/MultiScaleDeformableAttention.py": EXTENSION, "ops/__init__.py": ""},
-                  "from ops import MultiScaleDeformableAttention as ext" + GIVEN),
-    "by name": ({"own/kernels.py": SAMPLE, "own/__init__.py": ""}, "from own.kernels import sample as attention"),
-}  # fmt: skip
+FILES = {
+    **dict.fromkeys([f"{name}/kernels.py" for name in ("mx_driving", "mmcv", "ops", "own")], SAMPLE),
+    **dict.fromkeys([f"{name}/__init__.py" for name in ("mmcv", "ops", "own")], ""),
+    **{"mx_driving/__init__.py": VENDOR, "mmcv/_ext.py": MMCV, "ops/MultiScaleDeformableAttention.py": EXTENSION},
+    "program.py": PROGRAM,
+}
 
 
-def device_machine(folder: pathlib.Path, kind: str) -> pathlib.Path:
-    """A folder with a program, what serves its calls, and a copy of record.py. No mx_driving of ours can be found there."""
-    files, begin = KINDS[kind]
-    for name, text in {**files, "program.py": PROGRAM.replace("START", begin)}.items():
+def device_machine(folder: pathlib.Path) -> pathlib.Path:
+    """Make a folder with a program, the packages that serve its calls, and a copy of record.py. No mx_driving of ours can be
+    found there."""
+    for name, text in {**FILES, "record.py": FILE.read_text()}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    (folder / "record.py").write_text(FILE.read_text())
     return folder
 
 
 def run(folder: pathlib.Path, *args: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess:
-    """Python in the folder, without the finder of our editable installation."""
+    """Run Python in the folder, without the finder of our editable installation."""
     command = (
         "import runpy, sys; sys.meta_path = [f for f in sys.meta_path if not type(f).__module__.startswith('_editable')]; "
     )
@@ -142,7 +147,7 @@ def run(folder: pathlib.Path, *args: str, check: bool = True, **environment: str
 
 
 def recorded(folder: pathlib.Path) -> dict[str, tuple[dict, dict[str, torch.Tensor]]]:
-    """Name -> what is said about a call, and its tensors."""
+    """Return what is said about each call, and its tensors, by the file's name."""
     calls = {}
     for file in sorted(folder.glob("*.pt")):
         whole = torch.load(file, weights_only=True)

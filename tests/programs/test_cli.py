@@ -65,7 +65,7 @@ COMMANDS = {
     "demo": set(),
     "bench": {"--only", "--workload", "--dtype", "--threads", "--seconds", "--csv", "--list"},
     "info": {"--json"},
-    "record": {"arguments"},
+    "record": {"program", "arguments", "--out", "--every", "--nan", "--megabytes", "--function", "-m"},
     "replay": {"calls", "--call", "--threads", "--csv", "--plot", "--json"},
     "models": set(),
     "fuse": {"path_in", "path_out", "--form", "--plugin-version", "--time", "--inputs", "--seconds", "--threads", "--json"},
