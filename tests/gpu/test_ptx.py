@@ -68,10 +68,10 @@ PROGRAM = """
 
 def execute(body: str) -> list[int]:
     """The register %r3 of 64 threads, of which %r1 is the thread's number."""
-    from ptx import Driver, parse
+    from ptx import Driver, Kernel
 
     output = torch.zeros(64, dtype=torch.int32)
-    Driver(90).execute(parse(PROGRAM.format(body=body.replace(";", ";\n"))), 1, {"output": output}, 0)
+    Driver(90).execute(Kernel(PROGRAM.format(body=body.replace(";", ";\n"))), 1, {"output": output}, 0)
     return output.tolist()
 
 
