@@ -12,7 +12,7 @@ import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE, OPERATORS
-from values import compare, run
+from values import compare
 
 from mx_driving import _backends
 
@@ -42,10 +42,9 @@ MODELS = {
 def test_sizes_of_models(operator, dtype):
     """No stack and no spills; one compilation for calls that differ in batch, queries and sizes of maps."""
     before = len(compiled())
-    for sizes in [(1, 2, 4, 4), (2, 1, 1, 1), (1, 3, 3, 5)]:
+    for sizes in [(2, 1, 1, 1), (1, 3, 3, 5)]:
         args = cases.cast(MODELS[operator](*sizes), dtype)
-        run("triton", operator, args, cases.grad_for(operator, args).to(dtype))
-    compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
+        compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
     kernels = compiled()[before:]
     assert len(kernels) == 2
     for kernel in kernels:

@@ -36,6 +36,10 @@ TINY = GOOD | {
     MULTI_SCALE: lambda: cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2, margin=0.5),
     AGGREGATION: lambda: cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
     GEOMETRIC: lambda: cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
+    # composed of the calls above, so that no other kernel is compiled
+    MULTI_SCALE_LOGITS: lambda: logits_cases.multi_scale(2, 4, 8, 2, [(3, 4), (2, 2)], 2),
+    AGGREGATION_LOGITS: lambda: logits_cases.aggregation(2, 2, 2, 8, 2, [[(3, 4), (2, 2)], [(4, 2), (1, 1)]]),
+    GEOMETRIC_LOGITS: lambda: logits_cases.geometric(2, 4, 8, 2, [(3, 4), (2, 2)], (1, 2)),
 }
 
 

@@ -64,7 +64,10 @@ def test_only_wanted_gradients_are_computed(implementation, operator):
     args = first(operator, implementation)
     grad = cases.grad_for(operator, args).float()
     full = cases.gradients_of(implementation, operator, grad, args)
-    for mask in itertools.product([False, True], repeat=len(full)):
+    masks = list(itertools.product([False, True], repeat=len(full)))
+    if implementation == "triton" and not cases.EVERY_KERNEL:  # each mask makes another kernel
+        masks = [mask for mask in masks if sum(mask) == 1]
+    for mask in masks:
         found = cases.gradients_of(implementation, operator, grad, args, list(mask))
         for wanted, a, b in zip(mask, found, full, strict=True):
             assert_same_sums(implementation, a, b if wanted else b.new_empty(0))

@@ -7,7 +7,7 @@ import logits_cases
 import pytest
 import torch
 from cases import AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, WITH_LOGITS
-from derivatives import SMALL
+from small_cases import TINY
 from values import compare, run, skip_unless_every_kernel
 
 import mx_driving
@@ -151,7 +151,7 @@ def test_composition_over_the_triton_kernel(operator, dtype):
     pytest.importorskip("triton")
     if dtype != torch.float32:
         skip_unless_every_kernel("triton")
-    args = cases.cast(SMALL[operator](), dtype)
+    args = cases.cast(TINY[operator](), dtype)
     compare("triton", operator, args, cases.grad_for(operator, args).to(dtype))
 
 
