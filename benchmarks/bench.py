@@ -21,7 +21,7 @@ from rich.markup import escape
 from rich.progress import track
 from traits import of_the_package, traits
 
-from mx_driving._cli_support.files import writable, writable_picture
+from mx_driving._cli_support.files import writable
 from mx_driving._cli_support.problems import in_a_sentence, matching
 from mx_driving._cli_support.show import open_console, say, show
 from mx_driving._measure import report, speed
@@ -125,7 +125,7 @@ def bench(
     if out:
         writable("--csv", out)
     if picture:
-        writable_picture("--plot", picture, "bench.py --plot")
+        figures.writable_picture("--plot", picture, "bench.py --plot")
     console = open_console(f"bench.py: {report.machine()}")
     if missing := floor.why_not():
         say(console, missing)

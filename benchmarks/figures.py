@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
-from mx_driving._cli_support.files import writing
-from mx_driving._cli_support.problems import Problem, ruled
+from mx_driving._cli_support.files import writable, writing
+from mx_driving._cli_support.problems import Problem, need, ruled
 from mx_driving._cli_support.show import grid
 from mx_driving._measure.report import OURS, PLAIN, Row
 
 FLOOR, HEAD_MAJOR_FLOOR = "gather floor", "gather floor, head-major"
 PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
 KEY = ("workload", "dtype", "direction", "implementation")
+
+
+def writable_picture(name: str, path: Path, what: str) -> None:
+    """Check that the picture can be written later: matplotlib is there, and knows the ending."""
+    need(what, "[demo]", "matplotlib", "PIL")
+    from matplotlib.figure import Figure
+
+    ending = path.suffix.lower()[1:]
+    try:  # a writer may be registered and still not work
+        if not ending:
+            raise ValueError("no ending")
+        Figure(figsize=(1, 1)).savefig(io.BytesIO(), format=ending)
+    except Exception:  # each writer has errors of its own
+        raise Problem(f"{name} must end in a kind of picture such as .png, .jpg or .pdf; got {path.name!r}") from None
+    writable(name, path)
 
 
 def traits_table(workload: str, traits: dict[str, tuple[str, ...]]) -> Any:

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what users hand over as files: nodes of ONNX, ONNX files for `fuse`, and recordings.
+"""Hypothesis strategies for what users hand over as files: nodes of ONNX, and ONNX files for `fuse`.
 
 FUZZ_EXAMPLES=1000 tries so many of each; without it, tests try the same few each time.
 """
@@ -6,7 +6,6 @@ FUZZ_EXAMPLES=1000 tries so many of each; without it, tests try the same few eac
 from __future__ import annotations
 
 import copy
-import json
 import os
 import random
 from collections.abc import Callable
@@ -254,53 +253,3 @@ def change_model(model: Model, dice: Dice) -> tuple[bytes, int]:
     for _ in range(dice.choice([1, 3]) if dice.random() < 0.05 else 0):
         data[dice.randrange(len(data))] = dice.randrange(256)
     return bytes(data), dice.randrange(2**16)
-
-
-# ---- recordings: bytes, the description or tensors of a file are changed
-
-ODD = (None, True, 0, -1, 2**63, 0.5, float("nan"), "", "7", "\x1b[31m[red]", "x" * 5000, [], [[]], {}, {"value": None})
-
-
-def change_json(value: Any, dice: Dice) -> Any:
-    """A value somewhere in it is another, is gone, or has another name."""
-    if not isinstance(value, dict) or not value or dice.random() < 0.1:
-        return dice.choice(ODD)
-    key = dice.choice(list(value))
-    rest = {k: v for k, v in value.items() if k != key}
-    return dice.choice([rest, {**rest, "other": value[key]}, {**value, key: change_json(value[key], dice)}])
-
-
-def change_tensor(t: Any, dice: Dice) -> Any:
-    """Other numbers, another shape or dtype, or no tensor."""
-    axis = dice.randrange(t.dim()) if t.dim() else 0
-    number = dice.choice([float("nan"), float("inf"), 0, -1e30, 1e30] if t.is_floating_point() else [0, -1, 2**62, 7])
-    ways = [
-        lambda: t.clone().fill_(number),
-        lambda: t.narrow(axis, 0, dice.randint(0, t.shape[axis])).clone() if t.dim() else t,
-        lambda: t.repeat_interleave(dice.choice((0, 2, 40)), axis) if t.dim() else t,
-        lambda: t.transpose(0, axis).contiguous() if t.dim() else t,
-        lambda: t.flatten(),
-        lambda: t.double(),
-        lambda: t.to(t.dtype if dice.random() < 0.5 else dice.choice([t.int().dtype, t.bool().dtype, t.half().dtype])),
-        lambda: t.to_sparse() if t.dim() else t,
-        lambda: dice.choice(ODD),
-    ]
-    return dice.choice(ways)()
-
-
-def change_recording(file: dict[str, Any], dice: Dice) -> Any:
-    """What torch.load gives for a file of a recording, changed."""
-    way, tensors = dice.choice(["metadata", "call", "tensor", "tensor", "missing", "whole"]), dict(file["tensors"])
-    if way == "whole":
-        return change_json(file, dice)
-    if way == "metadata":
-        return {**file, "metadata": change_json(file["metadata"], dice)}
-    if way == "call":
-        call = json.dumps(change_json(json.loads(file["metadata"]["call"]), dice))
-        return {**file, "metadata": {**file["metadata"], "call": call}}
-    name = dice.choice(list(tensors))
-    if way == "missing":
-        del tensors[name]
-    else:
-        tensors[name] = change_tensor(tensors[name], dice)
-    return {**file, "tensors": tensors}

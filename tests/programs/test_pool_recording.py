@@ -317,7 +317,7 @@ LIFTED = dict(zip(("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"), l
 EDITED = {
     "no such form": ({"form": "lift"}, {}, "the form of call-000000 must be one of bev_pool_v3, BEVPoolV3.apply"),
     "no sizes": ({"sizes": {}}, {}, "call-000000 must hold bev_feat_shape; got depth"),
-    "sizes are text": ({"sizes": "x"}, {}, "the sizes of call-000000 must be of type dict; got x"),
+    "sizes are text": ({"sizes": "x"}, {}, "the sizes of call-000000.pt must be of type dict; got x"),
     "four sizes": ({"sizes": {"bev_feat_shape": [1, 1, 1, 1]}}, {}, "got bev_feat_shape must be five ints"),
     "no depth and ranks": ({}, {"depth": torch.rand(3, 0)}, "ranks_depth[0] must be one of the 0 elements of depth"),
     "a float rank": ({}, {"ranks_bev": torch.rand(150)}, "got ranks_bev must have dtype int32 or int64"),

@@ -7,7 +7,6 @@ import importlib
 import io
 import os
 import sys
-from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -96,10 +95,3 @@ def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) 
             )
         found |= of_it
     return [n for n in names if n in found]
-
-
-def at_least_one(text: str) -> int:
-    """A count on an argparse command line."""
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"must be a whole number of 1 or more; got {text}")
-    return int(text)

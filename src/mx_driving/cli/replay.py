@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from .._cli_support.files import writable, writable_picture
+from .._cli_support.files import writable
 from .._cli_support.problems import Problem, matching, ruled
 from .._cli_support.show import open_console, print_json, say, show
 from .options import Json, Threads, use_threads
@@ -21,7 +21,6 @@ def replay(
     ] = None,
     threads: Threads = 0,
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
-    picture: Annotated[Path | None, typer.Option("--plot", help="Draw the rows to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     """Judge recorded calls: was it the operator?
@@ -39,11 +38,10 @@ def replay(
 
     Exit status 0 means: every call could be read, and every result is right or coarse.
 
-    Example: `mx-driving replay calls --csv calls.csv --plot calls.png`
+    Example: `mx-driving replay calls --csv calls.csv`
     """
     from .._vendor.replay import calls as reading
     from .._vendor.replay import show as shown
-    from .._vendor.replay.judge import WRONG
 
     if not calls:  # as a path it would be the working folder
         raise Problem("calls must be a folder that record.py wrote, or one file of it; got ''")
@@ -52,29 +50,22 @@ def replay(
     stems = [names[name] for name in matching("--call", only, names)]
     if out:
         writable("--csv", out)
-    if picture:
-        writable_picture("--plot", picture, "mx-driving replay --plot")
     use_threads(threads)
     console = None if as_json else open_console(f"mx-driving replay: {path}")
     verdicts, problems = _judge_all(reading.read(path, stems), len(stems), console)
-    ends = list(reading.early_ends(path))
-    problems += [*reading.unfinished_files(path), *(str(end) for end in ends if isinstance(end, Problem))]
-    ends = [end for end in ends if not isinstance(end, Problem)]
-    wrong = sum(verdict.word == WRONG for verdict in verdicts)
+    ends, unread_ends = reading.read_ends(path)
+    problems += unread_ends
+    wrong = sum(verdict.is_wrong for verdict in verdicts)
+    if out:
+        shown.write(verdicts, out)
     if console:
         if verdicts:
             show(console, shown.table(verdicts))
-        for sentence in (*(s for v in verdicts for s in shown.sentences(v)), *shown.remarks(verdicts), *map(escape, ends)):
+        sentences = [sentence for verdict in verdicts for sentence in shown.sentences(verdict)]
+        not_read = [f"[bold red]not read:[/] {escape(problem)}" for problem in problems]
+        outcome = f"[bold {'red' if wrong or problems else 'green'}]{_outcome(wrong, len(verdicts), len(problems))}"
+        for sentence in (*sentences, *shown.remarks(verdicts), *map(escape, ends), *not_read, outcome):
             say(console, sentence)
-        for problem in problems:
-            say(console, f"[bold red]not read:[/] {escape(problem)}")
-    if out:
-        shown.write(verdicts, out)
-    if picture and verdicts:
-        shown.plot(verdicts, picture)
-    if console:
-        outcome = _outcome(wrong, len(verdicts), len(problems))
-        say(console, f"[bold {'red' if wrong or problems else 'green'}]{outcome}")
     else:
         print_json(
             {
@@ -101,7 +92,6 @@ def _judge_all(calls: Any, total: int, console: Any) -> tuple[list[Any], list[st
         try:
             if isinstance(call, Problem):
                 raise call
-            problems += call.problems
             with ruled(f"{call.name} must be a call that can be judged"):
                 verdicts.append(judge(call))
         except Problem as problem:

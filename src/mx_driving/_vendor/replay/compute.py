@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import reference
 from ..._operator import geometry
 from ..._operator.description import OPERATORS
-from .calls import RecordedCall, arguments
+from .calls import RecordedCall
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
 SOME = 605  # queries that stand for all where the largest term is looked for
@@ -25,22 +25,23 @@ class _Reference(torch.autograd.Function):
     """The reference with the gradients that it defines: an invalid sample gives exactly zero."""
 
     @staticmethod
-    def forward(ctx: Any, operator: str, *inputs: Tensor) -> Tensor:  # pyright: ignore
-        ctx.operator = operator
-        ctx.save_for_backward(*inputs)
-        return getattr(reference, operator)(*arguments(OPERATORS[operator], inputs))
+    def forward(ctx: Any, operator: str, *arguments: Any) -> Tensor:  # pyright: ignore
+        count = len(OPERATORS[operator].inputs)
+        ctx.operator, ctx.sizes = operator, arguments[count:]
+        ctx.save_for_backward(*arguments[:count])
+        return getattr(reference, operator)(*arguments)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        row, inputs = OPERATORS[ctx.operator], ctx.saved_tensors
-        mask = [ctx.needs_input_grad[1 + i] for i in row.differentiable]
-        gradients = getattr(reference, row.name + "_backward")(grad, *arguments(row, inputs), mask)
-        by_input = {i: g for i, g, needed in zip(row.differentiable, gradients, mask, strict=True) if needed}
-        return (None, *(by_input.get(i) for i in range(len(inputs))))
+        indices = OPERATORS[ctx.operator].differentiable
+        mask = [ctx.needs_input_grad[1 + i] for i in indices]
+        gradients = getattr(reference, ctx.operator + "_backward")(grad, *ctx.saved_tensors, *ctx.sizes, mask)
+        by_index = {i: g for i, g, needed in zip(indices, gradients, mask, strict=True) if needed}
+        return (None, *(by_index.get(i) for i in range(len(ctx.needs_input_grad) - 1)))
 
 
 def core_of(operator: str) -> Core:
-    return lambda *inputs: _Reference.apply(operator, *inputs)
+    return lambda *arguments: _Reference.apply(operator, *arguments)
 
 
 def compute(
@@ -58,79 +59,54 @@ def compute(
         queries: only these, in the output and in every gradient.
         differentiable: indices of the inputs whose gradients are computed; None is all that have one.
     """
-    form, inputs, grad = form or core_of(call.row.name), list(call.inputs), call.grad_output
-    if queries is not None:
-        inputs, grad = _take_queries(call, inputs, queries), grad[:, queries] if grad is not None else None
-    if dtype is not None:
-        inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
-        grad = grad.to(dtype) if grad is not None else None
-    if differentiable is None or grad is None:
-        differentiable = () if grad is None else call.row.differentiable
-    step, parts, sums = _queries_at_a_time(call), [], {}
-    for begin in range(0, max(1, call.num_queries if queries is None else len(queries)), step):
-        part = slice(begin, begin + step)
-        grad_part = grad[:, part] if grad is not None else None
-        parts.append(_differentiate(call, form, _take_queries(call, inputs, part), grad_part, differentiable))
-        for name in [name for name in parts[-1] if not call.is_by_query(name)]:  # sums over queries, such as grad_value
-            sums[name] = sums.get(name, 0) + parts[-1].pop(name)
+    form, grad = form or core_of(call.row.name), call.grad_output
+    differentiable = () if grad is None else call.row.differentiable if differentiable is None else differentiable
+    parts, sums = [], {}
+    for part in (torch.arange(call.num_queries) if queries is None else queries).split(_queries_at_a_time(call)):
+        inputs = [t[:, part] if has_axis else t for t, has_axis in zip(call.inputs, call.has_queries, strict=True)]
+        inputs = [t.to(dtype) if dtype and t.is_floating_point() else t for t in inputs]
+        leaves = [t.detach().requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
+        output = form(*leaves, *call.sizes)
+        results = {"output": output.detach()}
+        if grad is not None and differentiable:
+            tensors = [leaves[i] for i in differentiable]
+            grad_part = grad[:, part].to(dtype or grad.dtype).to(output.dtype)
+            gradients = torch.autograd.grad(output, tensors, grad_part, allow_unused=True, materialize_grads=True)
+            results.update(zip(("grad_" + call.input_names[i] for i in differentiable), gradients, strict=True))
+        for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value
+            sums[name] = sums.get(name, 0) + results.pop(name)
+        parts.append(results)
     return {**{name: torch.cat([part[name] for part in parts], 1) for name in parts[0]}, **sums}
 
 
 def _queries_at_a_time(call: RecordedCall) -> int:
     if call.row.kind == "pooling":
-        *_, ranks_bev, sizes = call.inputs
-        return max(1, NUMBERS // max(1, ranks_bev.numel(), int(sizes.prod())))
+        return max(1, NUMBERS // max(1, call.inputs[4].numel(), math.prod(call.sizes)))
     bs, _, *channels = call.inputs[0].shape
     points = call.sampling.locations.shape[2 if call.row.kind == "aggregation" else 4]
     return max(1, NUMBERS // max(1, bs * points * math.prod(channels)))
 
 
-def _take_queries(call: RecordedCall, inputs: list[Tensor], queries: Tensor | slice) -> list[Tensor]:
-    return [t[:, queries] if has_axis else t for t, has_axis in zip(inputs, call.has_queries(), strict=True)]
-
-
-def _differentiate(
-    call: RecordedCall, form: Core, inputs: list[Tensor], grad: Tensor | None, differentiable: tuple[int, ...]
-) -> Results:
-    leaves = [t.detach().requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
-    output = form(*leaves)
-    results = {"output": output.detach()}
-    if grad is not None and differentiable:
-        tensors = [leaves[i] for i in differentiable]
-        gradients = torch.autograd.grad(output, tensors, grad.to(output.dtype), allow_unused=True)
-        for i, leaf, gradient in zip(differentiable, tensors, gradients, strict=True):
-            results["grad_" + call.input_names[i]] = torch.zeros_like(leaf) if gradient is None else gradient
-    return results
-
-
 def compute_by_kernel(call: RecordedCall) -> Results:
     """Return the results of our kernel that serves the CPU."""
-    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*call.arguments)}
+    results = {"output": getattr(torch.ops.mx_driving, call.row.name).default(*call.inputs, *call.sizes)}
     if call.grad_output is not None:
         backward = getattr(torch.ops.mx_driving, call.row.name + "_backward").default
-        gradients = backward(call.grad_output, *call.arguments, [True] * len(call.gradients))
+        gradients = backward(call.grad_output, *call.inputs, *call.sizes, [True] * len(call.gradients))
         results.update(zip(call.gradients, gradients, strict=True))
     return results
 
 
 def largest_sums(call: RecordedCall) -> dict[str, float]:
     """Return the largest sum of absolute values of terms of each result: the results of the call of absolute values."""
-    inputs, grad = list(call.inputs), call.grad_output
-    for i in (0, call.row.weights):
-        inputs[i] = _magnitude(inputs[i])
-    grad = _magnitude(grad) if grad is not None else None
-    absolute = replace(call, inputs=tuple(inputs), grad_output=grad)
+    inputs = [_magnitude(t) if i in (0, call.row.weights) else t for i, t in enumerate(call.inputs)]
+    absolute = replace(
+        call, inputs=tuple(inputs), grad_output=None if call.grad_output is None else _magnitude(call.grad_output)
+    )
     sums = {name: _largest(t) for name, t in compute(absolute, torch.float64).items()}
     if "grad_locations" in sums:
-        sums["grad_locations"] = max(_largest_slope(_some_queries(absolute), axis) for axis in (0, 1))
+        sums["grad_locations"] = max(_largest_slope(absolute, axis) for axis in (0, 1))
     return sums
-
-
-def _some_queries(call: RecordedCall) -> RecordedCall:
-    """Return at most SOME queries, evenly spread: enough for a largest term, which more queries could only raise."""
-    step = -(-call.num_queries // SOME) or 1
-    inputs = tuple(_take_queries(call, list(call.inputs), slice(None, None, step)))
-    return replace(call, inputs=inputs, grad_output=call.grad_output[:, ::step] if call.grad_output is not None else None)
 
 
 def _magnitude(t: Tensor) -> Tensor:
@@ -144,24 +120,27 @@ def _largest(t: Tensor) -> float:
 def _largest_slope(call: RecordedCall, axis: int) -> float:
     """Return the largest size * weight * |corner . g|, summed over the two corners of a sample's slope: the gradient that the
     weight would have at the whole pixels before and behind the sample. Scales of an aggregation share their locations, and
-    are taken one after another."""
+    are taken one after another. SOME evenly spread queries are enough: more could only raise the largest term."""
     total: Any = 0.0
-    value, shapes, starts, locations, weights = (t.double() if t.is_floating_point() else t for t in call.inputs)
-    locations = torch.where(counted_samples(call)[..., None], locations, torch.nan)
-    sides = shapes.double().flip(-1)[..., axis]
-    for scale in range(sides.shape[1]) if call.row.kind == "aggregation" else (None,):
-        size = sides[:, None] if scale is None else sides[:, scale]
-        maps = (shapes, starts, weights)
-        if scale is not None:
-            maps = (shapes[:, scale, None], starts[:, scale, None], weights[:, :, :, :, scale, None])
+    queries = torch.arange(0, call.num_queries, -(-call.num_queries // SOME) or 1)
+    value, shapes, starts, locations, weights = call.inputs
+    locations, weights = locations[:, queries].double(), weights[:, queries]
+    locations = torch.where(counted_samples(call)[:, queries, ..., None], locations, torch.nan)
+    is_aggregation = call.row.kind == "aggregation"
+    for scale in range(shapes.shape[1]) if is_aggregation else (slice(None),):
+        tables = [shapes[:, [scale]], starts[:, [scale]]] if is_aggregation else [shapes, starts]
+        weight = weights[:, :, :, :, [scale]] if is_aggregation else weights
+        size = tables[0].double().flip(-1)[..., axis]
+        size = size[:, 0] if is_aggregation else size[:, None]
         before = (locations[..., axis] * size - 0.5).floor()
         for step in (0, 1):
             moved = locations.clone()
-            moved[..., axis] = torch.where(locations[..., axis].isfinite(), (before + step + 0.5) / size, torch.nan)
-            one = replace(call, inputs=(value, *maps[:2], moved, maps[2]))
+            moved[..., axis] = torch.where(before.isfinite(), (before + step + 0.5) / size, torch.nan)
+            grad = call.grad_output[:, queries] if call.grad_output is not None else None
+            one = replace(call, inputs=(value, *tables, moved, weight), grad_output=grad)
             slopes = compute(one, torch.float64, differentiable=(call.row.weights,))["grad_weights"]
-            terms = (size[:, None, None] if call.row.kind == "aggregation" else size) * maps[2] * slopes
-            total = total + (terms.sum((-1, -2)) if call.row.kind == "aggregation" else terms)
+            terms = (weight * slopes).sum((-1, -2)) if is_aggregation else weight * slopes
+            total = total + terms * size
     return _largest(total)
 
 

@@ -18,11 +18,11 @@ _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and flo
 
 def _num_terms(call: RecordedCall) -> dict[str, int]:
     """Return how many terms the longest sum of each result has."""
-    if call.row.kind != "pooling":
-        of_query = math.prod(call.sampling.weights.shape[2:]) * 4
-        return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
-    of_feat, of_depth, of_cell = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:5])
-    return {"output": of_cell, "grad_feat": of_feat, "grad_depth": of_depth * call.inputs[0].shape[1]}
+    if call.row.kind == "pooling":
+        of_feat, of_depth, of_cell = (int(t.bincount().max()) if t.numel() else 0 for t in call.inputs[2:])
+        return {"output": of_cell, "grad_feat": of_feat, "grad_depth": of_depth * call.inputs[0].shape[1]}
+    of_query = math.prod(call.sampling.weights.shape[2:]) * 4
+    return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
 
 
 class ErrorBound:
@@ -36,26 +36,21 @@ class ErrorBound:
         has_positions = call.row.kind != "pooling" and not call.row.integer_locations and call.sampling.shapes.numel()
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
 
-    def limit(self, result: str, dtype: torch.dtype, expected: Tensor, compute: torch.dtype | None = None) -> Tensor:
-        """Return how much each entry may differ from `expected`, the truth or a suspect's result. `compute` is the dtype of the
-        sums; by the operator's rules it is float64 as soon as an input is, else float32."""
+    def error(
+        self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
+    ) -> Tensor:
+        """Return the error of each entry in units of what it may differ from `expected`, the truth or a suspect's result. It is
+        infinite where only one of the two is NaN or infinite.
+
+        Args:
+            compute: the dtype of the sums; by the operator's rules it is float64 as soon as an input is, else float32.
+            queries: those that `got` and `expected` have, if they do not have all.
+        """
         extent = self._extent if compute is None else 0  # 16 bits hold no position of a map
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
         scale = max(self._largest_sums[result], float(magnitude.max()) if magnitude.numel() else 0.0)
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
-        return allowed(dtype, compute or self._compute, magnitude, scale, num_terms, extent)
-
-    def error(
-        self,
-        result: str,
-        got: Tensor,
-        expected: Tensor,
-        compute: torch.dtype | None = None,
-        queries: Tensor | None = None,
-    ) -> Tensor:
-        """Return the error of each entry in units of its limit; infinite where only one of the two is NaN or infinite.
-        `queries`: those that `got` and `expected` have, if they do not have all."""
-        limit = self.limit(result, got.dtype, expected, compute).clamp_min(1e-300)
+        limit = allowed(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(1e-300)
         rounded, got = expected.to(got.dtype).double(), got.double()
         expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
         same = (got == expected) | (got.isnan() & expected.isnan())
@@ -76,7 +71,6 @@ class ErrorBound:
     def _on_centres(self) -> Tensor:
         locations, sizes = self.call.sampling.locations.double(), self.call.sampling.shapes.double().flip(-1)
         sizes = sizes.movedim(-2, 0)[:, None, None, None] if self.call.row.kind == "aggregation" else sizes[None, :, None]
+        at = geometry.pixels(locations[None], sizes)
         near = _LATTICE * torch.finfo(self._compute).eps * self._extent
-        at = geometry.pixels(locations[None] if self.call.row.kind == "aggregation" else locations, sizes)
-        on = (at - at.round()).abs() <= near
-        return on.any(0) if self.call.row.kind == "aggregation" else on
+        return ((at - at.round()).abs() <= near).any(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +17,13 @@ _ALIKE = 2  # numbers that have a common factor by chance
 _JUMPS = 1e-3  # the fraction of entries where float32 and float64 may be on different sides of a jump
 _WORST = 121  # queries of a large call that a suspect must explain first
 # axes of the weights: name -> dimension
-_ATTENTION_AXES = {"batch": 0, "head": 2, "level": 3, "point": 4}
-_AGGREGATION_AXES = {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5}
+_AXES = {
+    "pooling": {},
+    "attention": {"batch": 0, "head": 2, "level": 3, "point": 4},
+    "aggregation": {"batch": 0, "point": 2, "camera": 3, "level": 4, "group": 5},
+}
 _ZERO = "it is zero everywhere, as if the kernel had not run"
-
-
-class _Suspicion(NamedTuple):
-    words: str
-    call: RecordedCall
-    form: Core
+Suspicion = tuple[str, RecordedCall, Core]  # words, and the call and the function that would give the device's numbers
 
 
 def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
@@ -35,41 +32,37 @@ def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
         return dict.fromkeys(wrong, _ZERO)
     reasons: dict[str, str] = {}
     for suspicion in _suspicions(bound.call):
-        left = [name for name in wrong if name not in reasons]
-        if not left:
-            break
-        reasons.update(dict.fromkeys(_explained_results(bound, suspicion, left), suspicion.words))
+        if left := [name for name in wrong if name not in reasons]:
+            reasons.update(dict.fromkeys(_explained_results(bound, suspicion, left), suspicion[0]))
     looks = {name: _describe_error(bound, name) for name in wrong if name not in reasons}
     return {**reasons, **{name: words for name, words in looks.items() if words}}
 
 
-def _suspicions(call: RecordedCall) -> Iterator[_Suspicion]:
+def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for mistake in mistakes_of(call.row.name, call.inputs):
-        yield _Suspicion(mistake.words, call, mistake.form(call.row.name))
-    for name, strides in call.about.get("strides", {}).items():
-        i = call.input_names.index(name) if name in call.input_names else -1
-        order = _memory_order(call.inputs[i], strides) if i >= 0 else None
+    for words, form in mistakes_of(call.row.name):
+        yield words, call, form
+    for i, name in enumerate(call.input_names):
+        order = _memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))
         if order is not None:
             misread = call.inputs[i].flatten()[order].view(call.inputs[i].shape)
-            inputs = tuple(misread if k == i else t for k, t in enumerate(call.inputs))
-            words = f"{name} is not contiguous, and is read as if it were"
-            yield _Suspicion(words, replace(call, inputs=inputs), core_of(call.row.name))
+            inputs = (*call.inputs[:i], misread, *call.inputs[i + 1 :])
+            yield f"{name} is not contiguous, and is read as if it were", replace(call, inputs=inputs), core_of(call.row.name)
 
 
-def _explained_results(bound: ErrorBound, suspicion: _Suspicion, wrong: list[str]) -> list[str]:
+def _explained_results(bound: ErrorBound, suspicion: Suspicion, wrong: list[str]) -> list[str]:
     """Return the wrong results that the suspicion gives, too. Of a large call, try the worst queries first."""
-    call = bound.call
+    call, (_, suspected_call, form) = bound.call, suspicion
     by_query = [name for name in wrong if call.is_by_query(name)]
     if call.num_queries > _WORST and by_query:
         errors: Tensor = sum(_error_of_queries(bound, name) for name in by_query)  # pyright: ignore
         queries = errors.topk(_WORST).indices.sort().values
         inputs = tuple(call.input_names.index(name.removeprefix("grad_")) for name in by_query if name != "output")
-        results = compute(suspicion.call, torch.float64, suspicion.form, queries, inputs)
+        results = compute(suspected_call, torch.float64, form, queries, inputs)
         if not any(_agrees(bound, name, results[name], queries) for name in by_query):
             return []
-    results = compute(suspicion.call, torch.float64, suspicion.form)
+    results = compute(suspected_call, torch.float64, form)
     explained = [name for name in wrong if _agrees(bound, name, results[name])]
     # zeros explain themselves
     return explained if any(bool(call.results[name][bound.wrong(name)].any()) for name in explained) else []
@@ -94,26 +87,27 @@ def _describe_error(bound: ErrorBound, name: str) -> str:
     """Describe the error by itself: NaN, zeros, a factor, or a unit; empty if it looks like none of these."""
     call, device, truth = bound.call, bound.call.results[name], bound.truth[name]
     errors = bound.error(name, device, truth)
-    stray = ~device.isfinite() & truth.isfinite()
-    if stray.any() and bool((errors[~stray] <= 1).all()):
+
+    def is_right(expected: Tensor) -> bool:
+        return bool((bound.error(name, device, expected) <= 1).all())
+
+    stray, wrong = ~device.isfinite() & truth.isfinite(), errors > 1
+    if stray.any() and not wrong[~stray].any():
         kind = "NaN" if bool(device[stray].isnan().all()) else "NaN or infinite"
         return f"{where(call, name, stray, kind)}, while the inputs give numbers; all other entries are right"
     if not device.any():
         return _ZERO
-    usable = device.isfinite() & truth.isfinite()
-    factor = _factor(device, truth, usable)
-    if factor and bool((bound.error(name, device, truth * factor) <= 1).all()):
+    factor = _factor(device, truth, device.isfinite() & truth.isfinite())
+    if factor and is_right(truth * factor):
         return f"it is {factor:.4g} times the truth"
     if name == "grad_locations":
         size = call.sampling.shapes.flip(-1).double()
-        size = size[:, 0] if call.row.kind == "aggregation" else size[:, None]
-        if bool((bound.error(name, device, truth / size) <= 1).all()):
+        if is_right(truth / (size[:, 0] if call.row.kind == "aggregation" else size[:, None])):
             return "it is the gradient in pixels; it must be in fractions of the map"
-    wrong = errors > 1
     if not device[wrong].any():
         return f"all wrong entries are zero: {where(call, name, wrong, 'wrong')}"
     factor = _factor(device, truth, wrong)
-    if wrong.sum() > _ALIKE and bool((bound.error(name, device, torch.where(wrong, truth * factor, truth)) <= 1).all()):
+    if wrong.sum() > _ALIKE and is_right(torch.where(wrong, truth * factor, truth)):
         return where(call, name, wrong, f"{factor:.4g} times the truth")
     return ""
 
@@ -134,21 +128,15 @@ def where(call: RecordedCall, name: str, entries: Tensor, what: str) -> str:
 
 def _parts(call: RecordedCall, name: str, wrong: Tensor) -> Iterator[str]:
     """Yield the parts of each axis that hold all wrong entries, such as "level 1", unless all parts do."""
-    axes = {} if call.row.kind == "pooling" else _AGGREGATION_AXES if call.row.kind == "aggregation" else _ATTENTION_AXES
-    for axis, dim in axes.items():
+    for axis, dim in _AXES[call.row.kind].items():
         count = call.sampling.weights.shape[dim]
         if axis == "batch" or (name in ("grad_weights", "grad_locations") and dim < wrong.dim() - (name == "grad_locations")):
-            has_wrong = wrong.movedim(dim, 0).flatten(1).any(1)
+            by_part = wrong.movedim(dim, 0)
         elif axis in ("head", "group") and name in ("output", "grad_value"):
-            has_wrong = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0).flatten(1).any(1)
-        elif axis == "level" and name == "grad_value" and call.row.kind != "aggregation":
-            rows = wrong.movedim(1, 0).flatten(1).any(1)
-            ends = call.sampling.starts + call.sampling.shapes.prod(-1)
-            levels = zip(call.sampling.starts.tolist(), ends.tolist(), strict=True)
-            has_wrong = torch.stack([rows[start:end].any() for start, end in levels])
+            by_part = wrong.flatten(2).unflatten(2, (count, -1)).movedim(2, 0)
         else:
             continue  # the result is a sum over this axis
-        numbers = [str(i) for i in has_wrong.nonzero().flatten().tolist()]
+        numbers = [str(i) for i in by_part.flatten(1).any(1).nonzero().flatten().tolist()]
         if 0 < len(numbers) < count:
             yield f"{axis}{'s' * (len(numbers) > 1)} {' and '.join(filter(None, [', '.join(numbers[:-1]), numbers[-1]]))}"
 

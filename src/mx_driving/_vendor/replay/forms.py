@@ -19,26 +19,23 @@ Facts = dict[str, Any]  # tensors and sizes by name
 _CHANNELS_LAST = ("BEVPoolV3.apply", "_forward", "_backward", "_backward_opt", "_wrapper")  # ends of functions' names
 
 
-def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return the operator's inputs, with its sizes as a tensor."""
+def inputs_of(name: str, about: Facts, tensors: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return the operator's input tensors and its sizes."""
     facts, form = {**about.get("sizes", {}), **tensors}, about.get("form", "bev_pool_v3")
     is_sampling = OPERATORS[about["operator"]].kind != "pooling"
     if not is_sampling and form not in _FORMS:
         raise Problem(f"the form of {name} must be one of {', '.join(_FORMS)}; got {form}")
     try:
-        if is_sampling:
-            return _sampling(about, facts)
-        *inputs, b, d, h, w = _FORMS[form](facts)
+        inputs = _sampling(about, facts) if is_sampling else _FORMS[form](facts)
     except KeyError as error:
         raise Problem(f"{name} must hold {error.args[0]}; got {', '.join(sorted(facts)) or 'nothing'}") from None
-    return (*inputs, torch.tensor((b, d, h, w)))
+    return tuple(inputs[:5]), tuple(inputs[5:])
 
 
-def output_shape(row: Operator, inputs: Sequence[Tensor]) -> tuple[int, ...]:
-    if row.kind != "pooling":
-        return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
-    b, *cells = inputs[-1].tolist()
-    return (b, inputs[0].shape[1], *cells)
+def output_shape(row: Operator, inputs: Sequence[Tensor], sizes: Sequence[int]) -> tuple[int, ...]:
+    if row.kind == "pooling":
+        return (sizes[0], inputs[0].shape[1], *sizes[1:])
+    return (inputs[0].shape[0], inputs[3].shape[1], math.prod(inputs[0].shape[2:]))
 
 
 def in_operators_shape(about: Facts, result: str, t: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -63,8 +60,8 @@ def _sampling(about: Facts, facts: Facts) -> tuple[Tensor, ...]:
 
 
 def _lift(facts: Facts, shape: Sequence[int] | None = None) -> list[Any]:
-    sizes = facts["bev_feat_shape"] if shape is None else tuple(shape)
     ranks_depth, ranks_feat, ranks_bev = (facts.get(f"ranks_{name}") for name in ("depth", "feat", "bev"))
+    sizes = facts["bev_feat_shape"] if shape is None else tuple(shape)
     return _pooling.inputs_of(facts.get("depth"), facts.get("feat"), ranks_depth, ranks_feat, ranks_bev, sizes)
 
 

@@ -27,7 +27,7 @@ class Judged:
     nans: int
     infinities: int
     left_out: int  # entries that nobody can judge
-    verdict: str = RIGHT
+    verdict: str
     why: str = ""
 
 
@@ -44,9 +44,8 @@ class Verdict:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def word(self) -> str:
-        verdicts = [judged.verdict for judged in self.results]
-        return next(word for word in (WRONG, COARSE, RIGHT) if word in verdicts)
+    def is_wrong(self) -> bool:
+        return any(judged.verdict == WRONG for judged in self.results)
 
 
 def judge(call: RecordedCall) -> Verdict:
@@ -60,7 +59,7 @@ def judge(call: RecordedCall) -> Verdict:
         judged.why = reasons.get(judged.result, "")
         if judged.verdict == WRONG and not judged.why:
             _explain_otherwise(bound, judged)
-    limit = limits.first_broken_by(call.row.name, *call.arguments)
+    limit = limits.first_broken_by(call.row.name, *call.inputs, *call.sizes)
     verdict = Verdict(call, off_map(call), *_count_not_finite(call.inputs), limit, results)
     verdict.notes = [
         f"our own {judged.result} is off by {judged.ours:.3g} units: please report it, with the file"
@@ -85,12 +84,11 @@ def _in_dtype_of_output(call: RecordedCall) -> RecordedCall:
 
 
 def _judge_result(bound: ErrorBound, name: str, device: Tensor, float32: Results, ours: Results) -> Judged:
-    results = (t.to(device.dtype) for t in (device, float32[name], ours[name]))
-    of_device, of_float32, of_ours = (_largest(bound.error(name, t, bound.truth[name])) for t in results)
-    nans, infinities = _count_not_finite([device])
-    judged = Judged(name, of_device, of_float32, of_ours, nans, infinities, int(bound.unsure(name).sum()))
-    judged.verdict = RIGHT if judged.device <= 1 else WRONG
-    return judged
+    device_error, float32_error, our_error = (
+        _largest(bound.error(name, t.to(device.dtype), bound.truth[name])) for t in (device, float32[name], ours[name])
+    )
+    counts = (*_count_not_finite([device]), int(bound.unsure(name).sum()))
+    return Judged(name, device_error, float32_error, our_error, *counts, RIGHT if device_error <= 1 else WRONG)
 
 
 def _explain_otherwise(bound: ErrorBound, judged: Judged) -> None:

@@ -1,4 +1,4 @@
-"""Shows verdicts as a table, as sentences, as JSON, as a CSV file and as a picture."""
+"""Shows verdicts as a table, as sentences, as JSON and as a CSV file."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def table(verdicts: list[Verdict]) -> Any:
     shown.add_column("verdict")
     for verdict in verdicts:
         shown.add_row(f"[bold]{escape(verdict.call.name)}[/]\n{escape(_describe(verdict))}")
-        names = [f"  {_counted(j.result, j.nans, j.infinities)}" for j in verdict.results]
-        errors = [[_in_units(error) for error in (j.device, j.float32, j.ours)] for j in verdict.results]
-        words = [f"[{COLOURS[j.verdict]}]{j.verdict}[/]" for j in verdict.results]
-        columns = [names, *map(list, zip(*errors, strict=True)), words]
-        shown.add_row(*map("\n".join, columns), end_section=True)
+        rows = [
+            (
+                f"  {_counted(j.result, j.nans, j.infinities)}",
+                *map(_in_units, (j.device, j.float32, j.ours)),
+                f"[{COLOURS[j.verdict]}]{j.verdict}[/]",
+            )
+            for j in verdict.results
+        ]
+        shown.add_row(*map("\n".join, zip(*rows, strict=True)), end_section=True)
     return shown
 
 
@@ -37,7 +41,8 @@ def _describe(verdict: Verdict) -> str:
     call, about = verdict.call, verdict.call.about
     file, _, line = about.get("caller", "").rpartition(":")
     caller = f"{Path(file).name}:{line}" if file else ""
-    lines = [about.get("function", ""), f"call {about.get('index', '?')} on {about.get('device', '?')}", caller]
+    autocast = ", under autocast" if about.get("autocast") else ""
+    lines = [about.get("function", ""), f"call {about.get('index', '?')} on {about.get('device', '?')}{autocast}", caller]
     lines += [about.get("reason", ""), *(f"{name} {_shape(t)}" for name, t in _shown_inputs(call).items())]
     return "\n".join(filter(None, [*lines, _counted(_describe_indices(verdict), verdict.nans, verdict.infinities)]))
 
@@ -50,14 +55,13 @@ def _shown_inputs(call: RecordedCall) -> dict[str, Tensor]:
 def _describe_indices(verdict: Verdict) -> str:
     call = verdict.call
     if call.row.kind == "pooling":
-        cell, sizes = call.inputs[4:]
+        cell = call.inputs[4]
         order = "sorted" if bool((cell.diff() >= 0).all()) else "not sorted"
-        return f"{len(cell)} points, {order} by cell\ncells {'x'.join(map(str, sizes.tolist()))}"
+        return f"{len(cell)} points, {order} by cell\ncells {'x'.join(map(str, call.sizes))}"
     levels = call.sampling.shapes.flatten(0, -2).tolist()
     maps = ", ".join(f"{h}x{w}" for h, w in levels[:4]) + (" ..." if len(levels) > 4 else "")
-    return (
-        f"maps {maps}\n{100 * verdict.off_map:.3g} % {'of points unseen' if call.row.kind == 'aggregation' else 'off the map'}"
-    )
+    unseen = "of points unseen" if call.row.kind == "aggregation" else "off the map"
+    return f"maps {maps}\n{100 * verdict.off_map:.3g} % {unseen}"
 
 
 def _shape(t: Tensor) -> str:
@@ -114,34 +118,7 @@ def rows(verdict: Verdict) -> list[dict[str, Any]]:
 
 def write(verdicts: list[Verdict], path: Path) -> None:
     every = [row for verdict in verdicts for row in rows(verdict)]
-    with writing("--csv", path), path.open("w", newline="", encoding="utf-8") as file:
+    with writing("--csv", path), path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file:
         writer = csv.DictWriter(file, list(every[0]) if every else ["call"])
         writer.writeheader()
         writer.writerows(every)
-
-
-def plot(verdicts: list[Verdict], path: Path) -> None:
-    """Draw a panel for each result: errors of device, float32 and ours by call. Infinite errors are drawn at the top."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    every = [(i, judged) for i, verdict in enumerate(verdicts) for judged in verdict.results]
-    names = list(dict.fromkeys(judged.result for _, judged in every))
-    finite = [e for _, j in every for e in (j.device, j.float32, j.ours) if 0 < e < math.inf]
-    top, bottom = max([10.0, *finite]) * 10, min([0.01, *finite]) / 2
-    figure, panels = plt.subplots(len(names), 1, figsize=(8, 1 + 2 * len(names)), sharex=True, squeeze=False)
-    for panel, name in zip(panels[:, 0], names, strict=True):
-        of_panel = [(i, judged) for i, judged in every if judged.result == name]
-        for label, marker, colour in (("device", "o", "#d62728"), ("float32", "_", "#888888"), ("ours", "x", "#1f77b4")):
-            heights = [min(max(getattr(judged, label), bottom), top) for _, judged in of_panel]
-            panel.plot([i for i, _ in of_panel], heights, marker, color=colour, label=label, markersize=6)
-        panel.axhline(1, color="black", linewidth=0.8)
-        panel.set(yscale="log", ylim=(bottom / 2, top * 2), ylabel=f"{name}\nerror in units")
-    panels[-1, 0].set_xticks(range(len(verdicts)), [v.call.name for v in verdicts], rotation=90, fontsize=7, parse_math=False)
-    panels[0, 0].legend(loc="upper right", fontsize=8)
-    figure.set_layout_engine("constrained")
-    with writing("--plot", path):
-        figure.savefig(path, dpi=110)
-    plt.close(figure)
