@@ -23,8 +23,8 @@ def library(monkeypatch):
     module.core.__module__ = "some_library"
     monkeypatch.setitem(sys.modules, "some_library", module)
     yield module
-    for change in list(_patch._changes.values()):  # patcher's stay, as at the vendor's
-        _patch._release(change.thing)
+    for change in list(_patch._changes.values()):  # patches of patcher stay, as at the vendor
+        _patch._release(change.holder)
 
 
 def test_msda_is_patch(library):

@@ -133,7 +133,6 @@ class deformable(torch.autograd.Function):
         (OTHER_GRADIENT, "its result on a small example differs from the operator's by"),
         (OTHER_LAYOUT, "its result on a small example differs from the operator's by inf"),
         (RAISES, "it does not run on a small example: RuntimeError: Not implemented on the CPU"),
-        (CLOSURE, "it is a closure, whose code cannot be exchanged"),
         (OTHER_PARAMETERS, "no known form of a core has the parameters (value, sampling_locations, attention_weights, sizes)"),
         (UNKNOWN_FUNCTION, "no known form of a core has the parameters (value, value_spatial_shapes, "),
     ],
@@ -160,6 +159,16 @@ def test_parameters_by_name_only():
         assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
         found = module.deformable(*others, attention_weights=weights)
     torch.testing.assert_close(found, plain_core(*inputs()))
+
+
+def test_a_closure_changes_in_place_and_back():
+    module = module_of(CLOSURE)
+    function, before = module.deformable, module.deformable.__code__
+    with mx_driving.patched(module):
+        assert calls(function) == 1
+        torch.testing.assert_close(function(*inputs()), plain_core(*inputs()))
+    assert function.__code__ is before
+    assert calls(function) == 0
 
 
 def test_errors():

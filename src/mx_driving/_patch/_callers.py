@@ -1,15 +1,15 @@
-"""Whether the weights that an attention module returns may be looked at.
+"""Whether a caller may look at the attention weights that a module returns.
 
-The operator with logits never makes them. A module that calls it returns a softmax beside the graph: the right numbers, but
-no gradient of the output reaches them. So a module of this kind may call it only if no gradient is recorded, or if nobody can
-get hold of the weights: no hook sees what the module returns, and the code that called it drops them, as the layers of
-transformers do.
+The operator with logits never makes the weights. A module that calls it returns a softmax beside the graph: the numbers are
+right, but no gradient of the output reaches them. In training such a module may call the operator only if no hook sees the
+weights and the calling code drops them, as the layers of transformers do.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import os
 import sys
 import types
 from typing import Any
@@ -17,33 +17,28 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
-from ._parameters import names_in
+from ._parameters import STAND_IN, names_in
 
+_BETWEEN = (
+    os.path.dirname(__file__) + os.sep,
+    torch_modules.__file__,
+    STAND_IN,
+)  # files of frames between the caller and a module
 _HIDDEN = {"CACHE", "EXTENDED_ARG", "NOP"}
 
 
 def weights_may_be_watched(module: Any) -> bool:
-    """Return whether someone may ask for the gradient of the second of the two tensors that this call of the module returns."""
+    """Return whether a caller may ask for the gradient of the second of the two tensors that the module returns."""
     if not (torch.is_grad_enabled() or torch._C._get_tracing_state()):  # torch.jit.trace compares its graph with one without
         return False
-    if torch.compiler.is_dynamo_compiling():  # which cannot look at its callers
+    if torch.compiler.is_dynamo_compiling():  # Dynamo cannot look at callers
         return True
     if module._forward_hooks or torch_modules._global_forward_hooks:  # transformers records outputs by hooks
         return True
-    caller = _caller()
-    return caller is None or not _drops_second(caller.f_code, caller.f_lasti)
-
-
-def _caller() -> types.FrameType | None:
-    """Return the frame that called the module: the first one outside this package and torch's Module."""
     frame = sys._getframe(1)
-    while frame is not None and _is_between(frame.f_globals.get("__name__", "")):
+    while frame is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
-    return frame
-
-
-def _is_between(name: str) -> bool:
-    return name == torch_modules.__name__ or name.startswith(f"{__package__}.")
+    return frame is None or not _drops_second(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,16 +1,14 @@
 """The forms in which libraries write a deformable sampling core, and the operator in each form.
 
-A core that is a function has the four arguments that all libraries name alike, and perhaps some of `_OPTIONS`. What the names
-do not show (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`, which
-are tried in turn. A core that is a class is known by its exact parameters.
+`ROLES` says what each name of an argument means. A core has a value, shapes, locations and weights, and perhaps some more. What
+the names do not show (how values lie in memory, whether levels and points share an axis) is one of the alternatives of `CORES`,
+which are tried in turn. An autograd function is known by its name and its exact parameters.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,22 +25,101 @@ from ..ops.npu_deformable_aggregation import deformable_aggregation
 from ._parameters import Parameters
 
 FUNCTION, MODULE, AUTOGRAD = "function", "module", "autograd function"
+Arguments = Mapping[str, Any]  # by role where the name has one, else by name
+
+# the names that libraries have for an argument of a core or of a module's forward, by its role
+ROLES = {
+    "query": ("query", "hidden_states"),
+    "position": ("query_pos", "position_embeddings"),  # added to query
+    "value": ("value", "encoder_hidden_states", "input_flatten"),
+    "mask": ("key_padding_mask", "attention_mask", "input_padding_mask", "value_mask"),
+    "reference": ("reference_points", "refer_bbox"),
+    "shapes": ("spatial_shapes", "input_spatial_shapes", "value_spatial_shapes", "value_shapes", "shapes_list"),
+    "sizes": (  # the shapes as a list, beside a tensor
+        *("spatial_shapes_list", "input_spatial_shapes_hw"),
+        *("value_spatial_shapes_list", "value_spatial_shapes_hw", "spatial_shapes_ints"),
+    ),
+    "starts": ("level_start_index", "input_level_start_index", "value_level_start_index"),
+    "identity": ("identity",),  # added to the output
+    "trajectories": ("reference_trajs",),  # UniAD's, in metres from the boxes
+    "boxes": ("bbox_results",),
+    "locations": ("sampling_locations",),
+    "weights": ("attention_weights",),
+    "counts": ("num_points_list",),  # points of each level
+    "method": ("method",),
+    "value_shape": ("value_shape",),
+    "step": ("im2col_step",),
+    "acceleration": ("allow_acceleration",),
+}
+_ROLE = {name: role for role, names in ROLES.items() for name in names}
+_NEEDED = {"value", "shapes", "locations", "weights"}
+_KNOWN = _NEEDED | {"sizes", "starts", "counts", "method", "value_shape", "step", "acceleration"}
 
 
-@dataclass(frozen=True)
+def role_of(name: str) -> str:
+    """Return the role of an argument's name, or the name itself where it has none."""
+    return _ROLE.get(name, name)
+
+
+def by_role(named: Mapping[str, Any]) -> Arguments:
+    """Return arguments under their roles."""
+    return {role_of(name): argument for name, argument in named.items()}
+
+
+def roles_of(names: Sequence[str]) -> set[str]:
+    return set(map(role_of, names))
+
+
 class Form:
-    """One way to write a core that is a class: its kind, its parameters, and its replacement."""
+    """One way to write something that samples, and how our operators answer its calls."""
 
     kind: str
-    parameters: tuple[str, ...]
-    replacement: Callable[..., Any]
-    called: str = ""  # a pattern: autograd functions of different operators have the same parameters
-    inputs: Callable[..., tuple[Any, ...]] = lambda *inputs: inputs  # from an extension's shapes to the operator's
+    reads_all: bool  # whether arguments that the original's code does not read count
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether something of this kind, with this name and these parameters, may be written in this form."""
+        raise NotImplementedError
+
+    def serves(self, module: Any, arguments: Arguments) -> bool:
+        """Return whether the form was tried on such arguments. The original's own code does the rest."""
+        raise NotImplementedError
+
+    def answer(self, module: Any, arguments: Arguments) -> Any:
+        """Return what the original returns for such arguments."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Exact(Form):
+    """A function or an autograd function of these parameters, and ours of the same arguments."""
+
+    kind: str
+    parameters: tuple[str, ...]
+    run: Callable[..., Any]
+    called: str  # a pattern: autograd functions of different operators have the same parameters
+    inputs: Callable[..., tuple[Any, ...]] | None = None  # from an extension's tensors to those of the operator `run`
+    reads_all = True
+
+    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         named = kind == self.kind and re.search(self.called, name) is not None
         return named and parameters.all == self.parameters and not parameters.variadic
+
+    def answer(self, module: Any, arguments: Arguments) -> Any:
+        return self.run(*arguments.values())
+
+
+def is_table(t: Any) -> bool:
+    """Return whether t is a tensor of whole numbers. Of another one, a library may use the fractions."""
+    return isinstance(t, Tensor) and t.dtype in INDEX
+
+
+def tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
+    shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
+    if is_table(shapes) and is_table(starts):
+        return shapes, starts  # pyright: ignore[reportReturnType]
+    shapes, dense = levels(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
+    return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
 
 
 def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -133,80 +210,47 @@ IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each 
     lambda value, heads: _joined([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _as_images
 )
 LAYOUTS = (ROWS, KEYS_LAST, BY_LEVEL, IMAGES)
-_NEEDED = {"value", "value_spatial_shapes", "sampling_locations", "attention_weights"}
-_UNTRIED = {"value_shape"}  # options that the trial leaves at their defaults
-_OPTIONS = {"num_points_list", "method", "value_spatial_shapes_hw", "allow_acceleration", "level_start_index", "im2col_step"}
-_KNOWN = _NEEDED | _OPTIONS | _UNTRIED
-_OTHER_NAMES = {
-    **dict.fromkeys(("shapes_list", "spatial_shapes"), "value_spatial_shapes"),
-    "value_level_start_index": "level_start_index",
-    "spatial_shapes_ints": "value_spatial_shapes_hw",
-}
 SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
-_UNEVEN = "num_points_list"
-
-
-def by_known_names(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a core under the names that most libraries give them."""
-    return {_OTHER_NAMES.get(name, name): argument for name, argument in arguments.items()}
 
 
 @dataclass(frozen=True)
-class Core:
-    """One way to write a core that is a function: how its arguments are laid out."""
+class Core(Form):
+    """One way to write a core that is a function or a layer without parameters: how its arguments are laid out."""
 
     layout: ValueLayout
     axes: tuple[int, ...]  # the numbers of axes that sampling_locations may have
     methods: tuple[str, ...] = ("default",)  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
-    uneven: bool = False  # a level has its own number of points, in num_points_list
+    uneven: bool = False  # a level has its own number of points
     pixels: bool = False  # locations are whole pixels, as MapTR's
-    kind = FUNCTION
+    kind: str = FUNCTION
+
+    @property
+    def reads_all(self) -> bool:  # type: ignore[override]
+        """transformers' layer reads the list alone. The tensors beside it save the time of making a table."""
+        return self.kind == MODULE
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        """Return whether something of this kind with these parameters may be written in this form."""
-        known = set(by_known_names(dict.fromkeys(parameters.all)))
-        if kind != FUNCTION or not known >= _NEEDED or len(known) < len(parameters.all) or self.uneven != (_UNEVEN in known):
-            return False
-        return set(by_known_names(dict.fromkeys(parameters.read))) <= _KNOWN
+        roles = roles_of(parameters.all)
+        needed = kind == self.kind and roles >= _NEEDED and self.uneven == ("counts" in roles)
+        return needed and len(roles) == len(parameters.all) and roles_of(parameters.read) <= _KNOWN
 
-    def serves(self, arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> bool:
-        """Return whether the form was tried on such arguments. The core's own code does the rest."""
-        locations = arguments["sampling_locations"]
-        tried = all(arguments[name] == defaults.get(name) for name in _UNTRIED & set(arguments))
-        starts = arguments.get("level_start_index")
-        tried = tried and (starts is None or (isinstance(starts, Tensor) and starts.dtype in INDEX))
+    def serves(self, module: Any, arguments: Arguments) -> bool:
+        locations, starts = arguments["locations"], arguments.get("starts")
+        tried = arguments.get("value_shape", "default") == "default" and arguments.get("method", "default") in self.methods
+        tried = tried and (starts is None or is_table(starts) or self.kind == MODULE)
         whole = not self.pixels or not locations.is_floating_point()  # MapTR rounds fractions, its compiled kernel cuts them
-        return tried and whole and locations.dim() in self.axes and arguments.get("method", "default") in self.methods
+        return tried and whole and locations.dim() in self.axes
 
-    def in_place_of(self, original: types.FunctionType) -> Callable[..., Tensor]:
-        """Return a function with the original's parameters."""
-        parameters = Parameters(original)
-        bind = parameters.binder()
-
-        @functools.wraps(original)
-        def core(*args: Any, **kwargs: Any) -> Tensor:
-            named = bind(args, kwargs)
-            arguments = by_known_names(named) if named is not None else None
-            if arguments is None or not self.serves(arguments, parameters.defaults):
-                return original(*args, **kwargs)
-            return self.sample(arguments)
-
-        return core
-
-    def sample(self, arguments: Mapping[str, Any]) -> Tensor:
-        """Return the operator's output for the arguments of a core, by name."""
-        sizes = arguments.get("value_spatial_shapes_hw")
-        sizes = arguments["value_spatial_shapes"] if sizes is None else sizes
-        locations, starts = arguments["sampling_locations"], arguments.get("level_start_index")
+    def answer(self, module: Any, arguments: Arguments) -> Tensor:
+        locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
-        shapes, dense = levels(sizes, value.device)
-        starts = dense if starts is None else starts
+        shapes, starts = tables(arguments, value.device)
         if self.uneven:  # a level with more points than another is listed several times: levels may overlap
-            value, order = keys_last(value), levels_by_points(arguments[_UNEVEN])
+            value, order = keys_last(value), levels_by_points(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:
             locations = locations.unflatten(3, (len(shapes), -1))
-        weights = arguments["attention_weights"].reshape(locations.shape[:-1])
+        weights = arguments["weights"].reshape(locations.shape[:-1])
         if arguments.get("method") == "discrete":
             pixels = locations.detach() * shapes.flip(-1)[:, None] + 0.5
             return geometric_kernel_attention(value, shapes, starts, pixels, weights)
@@ -216,6 +260,7 @@ class Core:
 
 CORES = (
     *(Core(layout, axes) for axes in ((SPLIT, _MERGED), (SPLIT,), (_MERGED,)) for layout in LAYOUTS),
+    Core(ROWS, (SPLIT,), kind=MODULE),
     Core(ROWS, (SPLIT,), pixels=True),
     *(
         Core(layout, (_MERGED,), methods, uneven=True)
@@ -223,67 +268,10 @@ CORES = (
         for layout in LAYOUTS
     ),
 )
-
-
-def _layer_of_transformers(
-    self: Any,
-    value: Tensor,
-    value_spatial_shapes: Any,
-    value_spatial_shapes_list: Any,
-    level_start_index: Any,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-    im2col_step: Any,
-) -> Tensor:
-    """Sample as the layer of transformers 5, which reads the list. The tensors save the time of making a table."""
-    tables: Any = value_spatial_shapes, level_start_index
-    if not all(isinstance(t, Tensor) and t.dtype in INDEX for t in tables):
-        tables = levels(value_spatial_shapes_list, value.device)
-    shapes, starts = tables
-    return multi_scale_deformable_attn(value, shapes, starts, sampling_locations, attention_weights)
-
-
-# What the new code of a function calls, by the function's id. An entry stays when a patch ends: another thread may be about
-# to call it.
-SERVED: dict[int, Callable[..., Tensor]] = {}
-
-
-def code_of(form: Any, core: types.FunctionType) -> types.CodeType:
-    """Return code for the function, which keeps its own defaults and globals, and so imports what it calls."""
-    original = types.FunctionType(core.__code__, core.__globals__, core.__name__, core.__defaults__)
-    original.__kwdefaults__ = core.__kwdefaults__
-    SERVED[id(core)] = form.in_place_of(original)
-    parameters = Parameters(original)
-    arguments = [*parameters.names, *(f"{name}={name}" for name in parameters.keyword_only), *parameters.variadic]
-    text = f"def core{parameters}:\n    from {__name__} import SERVED\n    return SERVED[{id(core)}]({', '.join(arguments)})"
-    made: dict[str, Any] = {}
-    exec(compile(text, __file__, "exec"), made)
-    return made["core"].__code__.replace(co_name=core.__name__)
-
-
-_MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights")
-FORMS: tuple[Core | Form, ...] = (
-    *CORES,
-    Form(
-        MODULE,
-        (
-            "value",
-            "value_spatial_shapes",
-            "value_spatial_shapes_list",
-            "level_start_index",
-            "sampling_locations",
-            "attention_weights",
-            "im2col_step",
-        ),
-        _layer_of_transformers,
-    ),
-    Form(AUTOGRAD, (*_MMCV, "im2col_step"), multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
-    Form(AUTOGRAD, (*_MMCV, "im2col_step"), geometric_kernel_attention, "(?i)geometric", attention_inputs),
-    Form(
-        AUTOGRAD,
-        ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights"),
-        deformable_aggregation,
-        "(?i)deformable_?aggregation",
-        aggregation_inputs,
-    ),
+_MMCV = ("value", "value_spatial_shapes", "value_level_start_index", "sampling_locations", "attention_weights", "im2col_step")
+_SPARSE4D = ("mc_ms_feat", "spatial_shape", "scale_start_index", "sampling_location", "weights")
+EXTENSIONS = (
+    Exact(AUTOGRAD, _MMCV, multi_scale_deformable_attn, "(?i)(ms|multi_?scale)_?deform", attention_inputs),
+    Exact(AUTOGRAD, _MMCV, geometric_kernel_attention, "(?i)geometric", attention_inputs),
+    Exact(AUTOGRAD, _SPARSE4D, deformable_aggregation, "(?i)deformable_?aggregation", aggregation_inputs),
 )

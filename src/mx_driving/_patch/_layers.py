@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._attention import LINEAR_LAYERS
-from ._parameters import undecorated
+from ._parameters import as_written, undecorated
 
 _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 
@@ -19,7 +19,7 @@ _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], list[str]]:
     """Return the names of the layers that call a replaced thing, and of the attention modules that do not.
 
-    A layer that holds another one of them is not counted beside it.
+    A layer inside another one of them is not counted beside it.
     """
     ids, calling, others = {id(thing) for thing in replaced}, [], []
     for name, module in model.named_modules():
@@ -35,9 +35,9 @@ def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], l
 def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     """Return whether the code of a module, without that of the modules in it, names one of these things."""
     seen: set[int] = set()
-    waiting = [undecorated(inspect.getattr_static(type(module), "forward"))]
+    waiting = [inspect.getattr_static(type(module), "forward")]
     for _ in range(_DEPTH):
-        things = [thing for function in waiting for thing in _named_in(function, module)]
+        things = [thing for function in waiting for thing in _named_in(as_written(function), module)]
         if any(id(thing) in ids for thing in things):
             return True
         waiting = [thing for thing in things if isinstance(thing, types.FunctionType) and id(thing) not in seen]
@@ -53,8 +53,7 @@ def _named_in(function: Any, module: torch.nn.Module) -> Iterator[Any]:
         spaces += [vars(thing) for name in code.co_names if isinstance(thing := spaces[0].get(name), types.ModuleType)]
         for name in code.co_names:
             things = [space[name] for space in spaces if name in space]
-            things += [inspect.getattr_static(type(module), name, None)]
-            yield from map(_bare, things)
+            yield from map(_called_by, [*things, inspect.getattr_static(type(module), name, None)])
 
 
 def _codes(code: Any) -> Iterator[types.CodeType]:
@@ -65,7 +64,7 @@ def _codes(code: Any) -> Iterator[types.CodeType]:
             yield from _codes(part)
 
 
-def _bare(thing: Any) -> Any:
+def _called_by(thing: Any) -> Any:
     """Return what is called in the end: the function of a partial one, the class of an autograd function's `apply`."""
     while isinstance(thing, functools.partial):
         thing = thing.func

@@ -1,15 +1,13 @@
 """Replace cores and attention modules in place, and give the originals back. Code that imported one earlier calls the operator,
 too.
 
-A module class gets another forward, an autograd function other methods, a plain function another `__code__`. It would not be
-enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other files import
-theirs by name.
+It would not be enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other
+files import theirs by name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import types
 import warnings
@@ -20,26 +18,25 @@ from typing import Any
 import torch
 
 from .._operator import rules
-from . import _autograd, _pools
-from ._attention import Attention, passed_limits
-from ._forms import FUNCTION, MODULE, Core, Form, code_of
+from ._attention import passed_limits
+from ._forms import Form
 from ._layers import layers_of
-from ._pools import Pool
+from ._replace import holder_of, replace
 from ._search import elsewhere, find
 from ._trial import choose
 
 
 @dataclass
 class _Change:
-    """A replaced object, its undo, and a reference count. Holds the object so that `id()` stays unique."""
+    """A changed object, its undo, and a reference count. Holds the object so that `id()` stays unique."""
 
-    thing: Any
+    holder: Any
     undo: Callable[[], None]
-    holders: int = 0
+    patches: int = 0
 
 
 _lock = threading.RLock()
-_changes: dict[int, _Change] = {}  # by the thing's id
+_changes: dict[int, _Change] = {}  # by the holder's id
 
 
 class Patch:
@@ -53,7 +50,7 @@ class Patch:
     """
 
     def __init__(self, things: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
-        self._things = list(things.values())
+        self._holders = list(map(holder_of, things.values()))
         self._model = type(model).__name__
         self.replaced = tuple(things)
         self.skipped = dict(skipped)
@@ -61,10 +58,10 @@ class Patch:
         self.layers: tuple[str, ...] = ()
         self._attention_left = 0
         if model is not None:
-            self._count_layers(model)
+            self._count_layers(model, list(things.values()))
 
-    def _count_layers(self, model: torch.nn.Module) -> None:
-        calling, others = layers_of(model, self._things)
+    def _count_layers(self, model: torch.nn.Module, things: list[Any]) -> None:
+        calling, others = layers_of(model, things)
         self.layers, self._attention_left = tuple(calling), len(others)
         for name in others:
             kind = type(model.get_submodule(name))
@@ -73,10 +70,10 @@ class Patch:
 
     def restore(self) -> None:
         """Give the originals back. A second call does nothing. What another patch holds stays replaced. A wrapper that others
-        have put over a replaced method stays, and calls the original from now on."""
+        have put over a replaced forward stays, and calls the original from now on."""
         with _lock:
-            while self._things:
-                _release(self._things.pop())
+            while self._holders:
+                _release(self._holders.pop())
 
     def __repr__(self) -> str:
         lines = [f"replaced {name}" for name in self.replaced]
@@ -124,9 +121,8 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
     replaced, skipped = {}, dict(candidates.unknown)
     with _lock:
         try:
-            _take(candidates.cores, replaced, skipped)
-            _take(candidates.around, replaced, skipped)
-            _take(candidates.modules, replaced, skipped)  # over replaced cores, so that no compiled extension is needed
+            for things in candidates.turns:  # modules last, over replaced cores, so that no compiled extension is needed
+                _take(things, replaced, skipped)
             if not replaced:
                 rules.nothing_to_patch(_name_of(target), skipped, elsewhere(candidates))
             done = Patch(replaced, skipped, target if isinstance(target, torch.nn.Module) else None)
@@ -148,16 +144,17 @@ def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool =
         done.restore()
 
 
-def _take(entries: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str]) -> None:
+def _take(candidates: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str]) -> None:
     """Try all that is not replaced already, then replace what agrees."""
     agreed = {
-        name: choose(forms, thing) if id(thing) not in _changes else (None, "") for name, (forms, thing) in entries.items()
+        name: choose(forms, thing) if id(holder_of(thing)) not in _changes else (None, "")
+        for name, (forms, thing) in candidates.items()
     }
     for name, (form, reason) in agreed.items():
         if reason:
             skipped[name] = reason
         else:
-            replaced[name] = entries[name][1]
+            replaced[name] = candidates[name][1]
             _hold(form, replaced[name])
 
 
@@ -167,60 +164,17 @@ def _name_of(target: Any) -> str:
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
-def _hold(form: Core | Form | Attention | None, thing: Any) -> None:
-    if form is not None:
-        _changes[id(thing)] = _Change(thing, _replace(form, thing))
-    _changes[id(thing)].holders += 1
+def _hold(form: Form | None, thing: Any) -> None:
+    holder = holder_of(thing)
+    if id(holder) not in _changes:
+        assert form is not None
+        _changes[id(holder)] = _Change(holder, replace(form, holder))
+    _changes[id(holder)].patches += 1
 
 
-def _release(thing: Any) -> None:
-    change = _changes[id(thing)]
-    change.holders -= 1
-    if change.holders == 0:
-        del _changes[id(thing)]
+def _release(holder: Any) -> None:
+    change = _changes[id(holder)]
+    change.patches -= 1
+    if change.patches == 0:
+        del _changes[id(holder)]
         change.undo()
-
-
-def _replace(form: Core | Form | Attention, thing: Any) -> Callable[[], None]:
-    """Change the thing; the function returned changes it back."""
-    if form.kind == FUNCTION:
-        original, thing.__code__ = thing.__code__, code_of(form, thing)
-        return lambda: setattr(thing, "__code__", original)
-    ended: list[bool] = []
-    before = {name: vars(thing)[name] for name in ("apply", "forward", "backward") if name in vars(thing)}
-    methods = {name: _until(ended, method, thing, name) for name, method in _methods(form, thing).items()}
-    for name, method in methods.items():
-        setattr(thing, name, method)
-
-    def undo() -> None:
-        ended.append(True)
-        for name, method in methods.items():
-            if vars(thing).get(name) is not method:  # others have wrapped it: their wrapper stays, and calls the original
-                continue
-            if name in before:
-                setattr(thing, name, before[name])
-            else:
-                delattr(thing, name)
-
-    return undo
-
-
-def _until(ended: list[bool], method: Any, thing: type, name: str) -> Any:
-    """Return a method that calls the original once `ended` has an element, for those who have kept it."""
-    static, ours = isinstance(method, staticmethod), getattr(method, "__func__", method)
-    original = getattr(thing, name)
-
-    @functools.wraps(ours)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if ended else ours(*args, **kwargs)
-
-    return staticmethod(call) if static else call
-
-
-def _methods(form: Any, thing: Any) -> dict[str, Any]:
-    """Return the new methods of a class."""
-    if isinstance(form, Attention):
-        return {"forward": form.in_place_of(vars(thing)["forward"], thing)}
-    if isinstance(form, Pool):
-        return _pools.methods(form, thing)
-    return {"forward": form.replacement} if form.kind == MODULE else _autograd.methods(form, thing)

@@ -1,4 +1,4 @@
-"""Functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, and bev_pool_v3 in their place.
+"""The forms of functions that sum points into cells, as BEVDet, BEVFusion and BEVDepth write them, over bev_pool_v3.
 
 The autograd functions over their extensions are taken by their parameters, untried: a compiled file of CUDA's that is given
 memory of a CPU may end the process. The functions around them are tried after them, on points of which some lie outside.
@@ -6,7 +6,6 @@ memory of a CPU may end the process. The functions around them are tried after t
 
 from __future__ import annotations
 
-import functools
 import importlib.machinery
 import re
 import types
@@ -17,36 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch.functions import as_compiled, without_graph
 from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_some_sizes
 from ..ops._pooling import cells, lifted_points
 from ..ops.bev_pool_v2 import bev_pool_v2
 from ..ops.bev_pool_v3 import bev_pool_v3
 from ..ops.voxel_pooling_train import npu_voxel_pooling_train
-from ._forms import AUTOGRAD, FUNCTION, Form
+from ._forms import AUTOGRAD, FUNCTION, Arguments, Exact, is_table
 
 _FEATURES = {"depth", "feat", "feats", "x", "input_features", "depth_features", "context_features"}
 
 
 @dataclass(frozen=True)
-class Pool(Form):
-    """A function with these parameters. `example`: arguments for its trial."""
+class Pool(Exact):
+    """A function that sums points into cells. `example` makes arguments for its trial."""
 
     example: Callable[[], tuple[Any, ...]] = tuple
 
-    def in_place_of(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the replacement of a function in plain torch. The original does what the operators refuse: places that are
-        not whole numbers, and features that are."""
-
-        @functools.wraps(original)
-        def pool(*args: Any) -> Any:
-            tensors = {n: a for n, a in zip(self.parameters, args, strict=True) if isinstance(a, Tensor)}
-            usual = all(t.is_floating_point() if n in _FEATURES else t.dtype in INDEX for n, t in tensors.items())
-            if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
-                usual = False
-            return (self.replacement if usual else original)(*args)
-
-        return pool
+    def serves(self, module: Any, arguments: Arguments) -> bool:
+        """Return whether operators take the call. They refuse places that are not whole numbers, and features that are."""
+        tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
+        if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
+            return False
+        return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
 
 
 def _bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
@@ -65,7 +56,7 @@ def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) ->
     return bev_pool_v3(one, feats, torch.zeros_like(points), points, cell[points], (*sizes, feats.shape[-1]))
 
 
-def _sorted_bevfusion(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
+def _sorted(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
     return _bevfusion(x, geom_feats, *sizes)
 
 
@@ -120,16 +111,14 @@ _CLASSES = "(?i)cumsum|pool"
 _FUNCTIONS = (
     Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", example=_lifted),
     Pool(FUNCTION, ("feats", "coords", *_SIZES), _bevfusion, "bev_pool", example=_rows),
-    Pool(
-        FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), "(?i)cumsum", example=_sorted_rows
-    ),
+    Pool(FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted), "(?i)cumsum", example=_sorted_rows),
     Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", example=_frustum),
 )
 POOLS = (
     *_FUNCTIONS,
-    *(replace(form, replacement=torch.no_grad()(form.replacement)) for form in _FUNCTIONS),  # MapTR's have no gradient
+    *(replace(form, run=torch.no_grad()(form.run)) for form in _FUNCTIONS),  # MapTR's have no gradient
     Pool(AUTOGRAD, _BEVDET, _channels_last(_bevdet), _CLASSES),
-    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _channels_last(_sorted_bevfusion), _CLASSES),
+    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _channels_last(_sorted), _CLASSES),
     Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
     Pool(AUTOGRAD, _LIFTED, _bevdepth_in_inference, _CLASSES),
 )
@@ -153,30 +142,3 @@ def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
     classes = [one.forward for one in used if isinstance(one, type) and issubclass(one, torch.autograd.Function)]
     own = [one for one in (*used, *classes) if getattr(one, "__globals__", None) is function.__globals__]
     return any(calls_compiled(one, (*seen, function)) for one in own)
-
-
-def methods(form: Pool, core: Any) -> dict[str, staticmethod]:
-    """Return the new methods of an autograd function, by name."""
-    run = as_compiled(form.replacement)
-
-    def apply(*args: Any) -> Tensor:
-        return run(*args)
-
-    @functools.wraps(core.forward)
-    def forward(ctx: Any, *args: Any) -> Tensor:
-        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
-        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
-        ctx.is_tensor = [isinstance(a, Tensor) for a in args]
-        with without_graph():
-            return run(*args)
-
-    @functools.wraps(core.backward)
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        saved, needs_grad = iter(ctx.saved_tensors), ctx.needs_input_grad
-        args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
-        leaves = [a.requires_grad_() for a, needed in zip(args, needs_grad, strict=True) if needed]
-        with torch.enable_grad():
-            gradients = iter(torch.autograd.grad(run(*args), leaves, grad_output))
-        return tuple(next(gradients) if needed else None for needed in needs_grad)
-
-    return {"apply": staticmethod(apply), "forward": staticmethod(forward), "backward": staticmethod(backward)}

@@ -8,16 +8,15 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .. import compat
 from .._operator import rules
-from ._attention import LINEAR_LAYERS, Attention
-from ._forms import AUTOGRAD, FORMS, FUNCTION, MODULE, Core, Form
-from ._motion import forms_of_module
+from ._attention import ATTENTION_FORMS, has_layers, refusal
+from ._forms import AUTOGRAD, CORES, EXTENSIONS, FUNCTION, MODULE, Form
 from ._parameters import Parameters, undecorated
 from ._pools import POOLS, Pool, looks_like_one
 
@@ -35,26 +34,24 @@ _FILES = {
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
 # words in the text of every file with a core, or of every file with an attention module
+_CORES = (POOLS, (*CORES, *EXTENSIONS))
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 
 class Candidates:
-    """The cores of a target, and its attention modules where `modules` asks for them, by name, with the forms they may have.
-
-    `around` has the functions that call a core. `unknown` has the reason for each thing that looks like a core or an attention
-    module and has no known form.
+    """What a target has, by name, with the forms that it may have: in turn its cores, the functions that call a core, and its
+    attention modules where `modules` asks for them. `unknown` has the reason for each thing that looks like one of these and
+    has no known form.
     """
 
     def __init__(self, modules: bool) -> None:
-        self.cores: dict[str, tuple[Sequence[Core | Form], Any]] = {}
-        self.around: dict[str, tuple[list[Pool], Any]] = {}
-        self.modules: dict[str, tuple[Sequence[Attention], Any]] = {}
+        self.turns: tuple[dict[str, tuple[list[Form], Any]], ...] = ({}, {}, {})
         self.unknown: dict[str, str] = {}
         self.searched: list[types.ModuleType] = []
         self._with_modules = modules
 
     def __len__(self) -> int:
-        return len(self.cores) + len(self.around) + len(self.modules) + len(self.unknown)
+        return sum(map(len, (*self.turns, self.unknown)))
 
     def search(self, module: types.ModuleType) -> bool:
         """Add what the Python module defines or imports, and return whether there was something to add."""
@@ -69,28 +66,23 @@ class Candidates:
             return False
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
-        pools, cores = ([f for f in forms if f.fits(thing.__qualname__, kind, parameters)] for forms in (POOLS, FORMS))
-        if pools:
-            self._add_pool(name, thing, kind, pools)
-        elif cores:
-            self.cores[name] = (cores, thing)
+        forms = next(filter(None, ([f for f in r if f.fits(thing.__qualname__, kind, parameters)] for r in _CORES)), None)
+        if forms:
+            around = kind == FUNCTION and isinstance(forms[0], Pool)
+            self.turns[around][name] = forms, thing
+            for used in thing.__code__.co_names if around else ():
+                if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
+                    self.consider(core)
         elif _looks_like_a_core(thing, parameters):
             self.unknown[name] = f"no known form of a core has the parameters {parameters}"
-        elif kind == MODULE and self._with_modules and _has_layers(thing):
-            forms, reason = forms_of_module(parameters)
-            if reason:
+        elif kind == MODULE and self._with_modules and has_layers(thing):
+            if reason := refusal(parameters):
                 self.unknown[name] = reason
             else:
-                self.modules[name] = (forms, thing)
+                self.turns[2][name] = [f for f in ATTENTION_FORMS if f.fits(name, kind, parameters)], thing
         else:
             return False
         return True
-
-    def _add_pool(self, name: str, thing: Any, kind: str, forms: list[Any]) -> None:
-        (self.around if kind == FUNCTION else self.cores)[name] = (forms, thing)
-        for used in thing.__code__.co_names if kind == FUNCTION else ():
-            if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
-                self.consider(core)
 
 
 def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
@@ -99,11 +91,6 @@ def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
     if {"sampling_location", "attention_weight"} <= names or {"sampling_location", "weight"} <= names:
         return True
     return looks_like_one(thing.__qualname__) and bool(parameters.all)
-
-
-def _has_layers(thing: type) -> bool:
-    """Return whether its forward calls the linear layers of deformable attention."""
-    return set(undecorated(vars(thing)["forward"]).__code__.co_names) >= LINEAR_LAYERS
 
 
 def _describe(thing: Any) -> tuple[str, Parameters] | None:

@@ -1,5 +1,4 @@
-"""Tries a core or an attention module before it is replaced. One with other numbers than ours is left alone, whatever its
-name.
+"""Try a core or an attention module before it is replaced. Whatever its name, one with other numbers than ours is left alone.
 
 There is no table of versions. A version that nobody has seen either gives the same numbers or is left alone.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import itertools
 import math
@@ -19,17 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, LISTED, ROLES, Attention, by_role, heads_in, levels_in, options_of
-from ._forms import AUTOGRAD, FUNCTION, ROWS, SPLIT, Core, Form, by_known_names, levels
-from ._motion import Motion
-from ._parameters import Parameters, attributes_used
+from ._attention import LEVELS, Attention, Tried, heads_in, levels_in, options_of
+from ._forms import AUTOGRAD, FUNCTION, ROLES, ROWS, SPLIT, Arguments, Form, by_role, levels, role_of
+from ._parameters import Parameters, attributes_used, undecorated
 from ._pools import Pool, calls_compiled
 
-_Inputs = Mapping[Any, Any]
-_Run = Callable[[_Inputs], Any]
+_Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
 _SIZES = [(5, 4), (3, 6)]
 _COUNTS = [2, 4]
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
+_LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
 
 # A small module: what its constructor is given, by the names of its parameters. transformers' take a configuration.
 _WIDTH, _HEADS, _POINTS = 12, 3, 4
@@ -61,21 +58,21 @@ class _TheirsRaises(Exception):
     """The thing does not run on a small example: `args[0]`."""
 
 
-def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
+def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
     """Return the first form that the thing agrees with, else None and the reason.
 
-    What the numbers are is a better reason than that the thing does not run, and that a better one than that a form of ours
-    does not.
+    Different numbers are a better reason than that the thing does not run. That it does not run is a better reason than that a
+    form of ours does not.
     """
+    if forms[0].kind == AUTOGRAD:  # its compiled extension may be missing, which is a reason to replace it
+        return forms[0], ""
+    if isinstance(forms[0], Pool) and calls_compiled(thing):
+        return None, "it calls a compiled file, which has no CPU path to compare with"
     differences, theirs, ours, built = [], [], [], {}
-    with _one_thread():
+    with _one_thread(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for form in forms:
-            if form.kind == AUTOGRAD:  # its compiled extension may be missing, which is a reason to replace it
-                return form, ""
-            if reason := _untriable(form, thing):
-                return None, reason
             try:
-                return _agreeing(form, thing, built), ""
+                return (_try_module if isinstance(form, Attention) else _try_core)(form, thing, built), ""
             except _Differs as error:
                 differences.append(error.args[0])
             except _TheirsRaises as error:
@@ -89,37 +86,12 @@ def choose(forms: Sequence[Any], thing: Any) -> tuple[Any, str]:
 
 def _unread(thing: Any) -> str:
     """Return which usual arguments an attention module does not read, for a reason."""
-    if not isinstance(thing, type) or "forward" not in vars(thing):
+    if not isinstance(thing, type):
         return ""
     parameters = Parameters(vars(thing)["forward"], bound=1)
     usual = {name for role in ("mask", "position", "identity") for name in ROLES[role]}
     unread = [name for name in parameters.all if name in usual and name not in parameters.read]
     return f"; its code does not read {', '.join(unread)}" if unread else ""
-
-
-def _untriable(form: Any, thing: Any) -> str:
-    if form.kind == FUNCTION and thing.__closure__:
-        return "it is a closure, whose code cannot be exchanged"
-    if isinstance(form, Pool) and calls_compiled(thing):
-        return "it calls a compiled file, which has no CPU path to compare with"
-    return ""
-
-
-def _agreeing(form: Any, thing: Any, built: dict[str, Any]) -> Any:
-    """Return the form, for the examples on which the thing gives our outputs and gradients; raise where it does not."""
-    if isinstance(form, Attention):
-        return _agreeing_attention(form, thing, built)
-    for ways in _core_examples(form, thing):
-        refusals = []
-        for theirs, ours, inputs in ways:  # until the thing takes one of them
-            try:
-                _compare(theirs, ours, inputs)
-                break
-            except _TheirsRaises as error:
-                refusals.append(error)
-        else:
-            raise refusals[0]
-    return form
 
 
 @contextlib.contextmanager
@@ -133,124 +105,98 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+def _runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int]]) -> tuple[_Run, _Run]:
+    """Return what the original and the form compute of arguments by role, with the same random numbers each time."""
+    bound = [] if module is None else [module]
+    parameters, layout = Parameters(function, len(bound)), getattr(form, "layout", ROWS)
+
+    def named(inputs: Arguments) -> dict[str, Any]:
+        torch.default_generator.manual_seed(0)  # not those of GPUs, which fork_rng does not give back here
+        value = inputs.get("value")
+        if value is not None and layout is not ROWS:
+            inputs = {**inputs, "value": layout.theirs(value, sizes)}
+        return {name: inputs.get(role_of(name), parameters.defaults.get(name)) for name in parameters.all}
+
+    def theirs(inputs: Arguments) -> Any:
+        return function(*bound, **named(inputs))
+
+    def ours(inputs: Arguments) -> Any:
+        arguments, names = named(inputs), parameters.all if form.reads_all else parameters.read
+        return form.answer(module, by_role({name: arguments[name] for name in names}))
+
+    return theirs, ours
 
 
-def _core_examples(form: Core | Form, core: Any) -> Iterator[list[tuple[_Run, _Run, _Inputs]]]:
-    """Return examples for a core, each in the ways to write it: the core's call, ours, and what both are given."""
+def _try_core(form: Form, thing: Any, built: dict[str, Any]) -> Form:
+    """Return the form if a core or a pool gives our outputs and gradients; raise where it does not."""
+    function, module = (undecorated(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
+    theirs, ours = _runs(form, function, module, _SIZES)
+    for ways in _core_examples(form):
+        refusals = []
+        for inputs in ways:  # until the thing takes one of them
+            try:
+                _compare(theirs, ours, inputs)
+                break
+            except _TheirsRaises as error:
+                refusals.append(error)
+        else:
+            raise refusals[0]
+    return form
+
+
+def _core_examples(form: Any) -> Iterator[list[Arguments]]:
+    """Return an example of every kind that the form serves, each in the ways to write it."""
     if isinstance(form, Pool):
-        yield [(_by_place(core), _by_place(form.replacement), dict(enumerate(form.example())))]
-    elif isinstance(form, Core):
-        theirs, ours = (_of_our_value(run, form, core) for run in (core, form.in_place_of(core)))
-        for inputs in _function_inputs(form):
-            yield [(theirs, ours, {**inputs, "sizes": sizes}) for sizes in ([[*s] for s in _SIZES], torch.tensor(_SIZES))]
-    else:
-        yield [(_by_place(core()), _by_place(functools.partial(form.replacement, None)), _layer_inputs())]
-
-
-def _by_place(run: Callable[..., Any]) -> _Run:
-    return lambda inputs: run(*inputs.values())
-
-
-def _of_our_value(run: Callable[..., Tensor], form: Core, core: Any) -> _Run:
-    """Return a function of `_function_inputs` that calls a core in its own layout and by its own names."""
-    parameters = Parameters(core)
-    names = by_known_names(dict.fromkeys(parameters.all))
-
-    def core_of(inputs: _Inputs) -> Tensor:
-        arguments = {
-            **by_known_names(parameters.defaults),
-            "value": form.layout.theirs(inputs["value"], _SIZES),
-            "sampling_locations": inputs["locations"],
-            "attention_weights": inputs["weights"],
-            "value_spatial_shapes": inputs["sizes"],
-            "value_spatial_shapes_hw": _SIZES,
-            "level_start_index": levels(_SIZES, torch.device("cpu"))[1],
-            "im2col_step": 64,
-            "num_points_list": _COUNTS,
-            "method": inputs["method"],
-        }
-        return run(**{own: arguments.get(known) for own, known in zip(parameters.all, names, strict=True)})
-
-    return core_of
+        yield [dict(zip(form.parameters, form.example(), strict=True))]
+        return
+    shapes, starts = levels(_SIZES, torch.device("cpu"))
+    common = {"sizes": _SIZES, "starts": starts, "counts": _COUNTS, "step": 64, "value_shape": "default"}
+    for axes, method in itertools.product(form.axes, form.methods):
+        points = (sum(_COUNTS),) if form.uneven else (2, 2) if axes == SPLIT else (4,)
+        inputs = {**common, **_core_tensors(points), "method": method}
+        if form.pixels:
+            inputs["locations"] = (inputs["locations"] * 8).round().long() - 1
+        tables = [[[*s] for s in _SIZES], shapes] if form.kind == FUNCTION else [shapes]
+        yield [{**inputs, "shapes": table} for table in tables]
 
 
 def _core_tensors(points: Sequence[int]) -> dict[str, Any]:
     """Return value, locations and weights of 2 batches, 5 queries, 3 heads; some locations lie outside the map."""
-    generator = _generator()
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(*shape, generator=generator, device="cpu", dtype=torch.float32)
-
+    rand = _random(torch.float32)
     value = rand(2, sum(h * w for h, w in _SIZES), 3, 4) - 0.5
     return {"value": value, "locations": rand(2, 5, 3, *points, 2) * 1.4 - 0.2, "weights": rand(2, 5, 3, *points)}
 
 
-def _function_inputs(form: Core) -> Iterator[_Inputs]:
-    """Return an example of every kind that the form serves."""
-    for axes, method in itertools.product(form.axes, form.methods):
-        points = (sum(_COUNTS),) if form.uneven else (2, 2) if axes == SPLIT else (4,)
-        tensors = _core_tensors(points)
-        if form.pixels:
-            tensors["locations"] = (tensors["locations"] * 8).round().long() - 1
-        yield {**tensors, "method": method}
+def _random(dtype: torch.dtype) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.rand(*shape, generator=generator, dtype=dtype)
 
 
-def _layer_inputs() -> _Inputs:
-    tensors = _core_tensors((2, 2))
-    shapes, starts = levels(_SIZES, tensors["value"].device)
-    tables = {"shapes": shapes, "sizes": _SIZES, "starts": starts}
-    return {"value": tensors.pop("value"), **tables, **tensors, "im2col_step": 64}
-
-
-def _agreeing_attention(form: Attention, kind: type, built: dict[str, Any]) -> Attention:
+def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention:
     """Try each shape of reference points, in training: a module's dropout draws the same numbers twice.
 
     A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` has the modules
     of earlier forms, by what their constructors were given.
     """
-    original, tried, refusals = vars(kind)["forward"], set(), []
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        if (key := str(form.constructor)) not in built:
-            built[key] = _build(kind, form.constructor)
-        module = built[key]
-        if not form.fits(module):
-            raise ValueError("it has its own number of points for each level, or one for all")
-        parameters = Parameters(original, bound=1)
-        needed = dict.fromkeys(name for name in parameters.all if name not in parameters.defaults)
-        for example, inputs in _module_inputs(form, module, parameters.read):
-            inputs = {**needed, **inputs}
-            theirs, ours = (_of_rows(run, form, module) for run in (original, functools.partial(_attended, form)))
-            try:
-                _compare(theirs, ours, inputs, list(module.parameters()))
-                tried.add(example)
-            except _TheirsRaises as error:
-                refusals.append(error)
-    if not any(has_memory for _, has_memory in tried):
+    if (key := str(form.constructor)) not in built:
+        built[key] = _build(kind, form.constructor)
+    module, function = built[key], undecorated(vars(kind)["forward"])
+    if not form.has_its_points(module):
+        raise ValueError("it has its own number of points for each level, or one for all")
+    sizes, examples, refusals = _MAPS[: levels_in(module)], set(), []
+    theirs, ours = _runs(form, function, module, sizes)
+    for example, inputs in _module_examples(form, module, sizes):
+        if _LISTED & set(Parameters(function).all):
+            inputs = {**inputs, "shapes": sizes}
+        try:
+            _compare(theirs, ours, inputs, list(module.parameters()))
+            examples.add(example)
+        except _TheirsRaises as error:
+            refusals.append(error)
+    if not any(has_memory for _, has_memory in examples):
         raise refusals[0]
-    options = options_of(module, attributes_used(kind, original))
-    return dataclasses.replace(form, tried=frozenset(tried), options=options)
-
-
-def _attended(form: Attention, module: Any, **inputs: Any) -> Any:
-    return form.attend(module, by_role(inputs))
-
-
-def _of_rows(forward: Callable[..., Any], form: Attention, module: Any) -> _Run:
-    """Return a function of memory in rows that calls a forward of the form's layout, with the same random numbers each time."""
-
-    def run(inputs: _Inputs) -> Any:
-        torch.default_generator.manual_seed(0)  # not those of GPUs, which fork_rng does not give back here
-        if form.layout is not ROWS:
-            heads, sizes = heads_in(module), _sizes_for(module)
-            split = {
-                n: form.layout.theirs(t.unflatten(-1, (heads, -1)), sizes) for n, t in inputs.items() if n in ROLES["memory"]
-            }
-            inputs = {**inputs, **split}
-        return forward(module, **inputs)
-
-    return run
+    names = attributes_used(kind, function)
+    return dataclasses.replace(form, tried=Tried(kind, names, options_of(module, names), frozenset(examples)))
 
 
 def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
@@ -264,55 +210,51 @@ def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
         module = module.to(torch.float64)
     except Exception as error:
         raise _TheirsRaises(_raised(error)) from error
-    generator = _generator()
+    rand = _random(torch.float64)
     for p in module.parameters():
-        p.data = 2 * torch.rand(p.shape, generator=generator, dtype=torch.float64) - 1
+        p.data = 2 * rand(*p.shape) - 1
     return module
 
 
-def _sizes_for(module: Any) -> list[tuple[int, int]]:
-    return _MAPS[: levels_in(module)]
-
-
-def _module_inputs(form: Attention, module: Any, names: Sequence[str]) -> Iterator[tuple[tuple[int, bool], _Inputs]]:
-    """Return arguments by the names that forward reads: for each shape of the reference all of them, and only what is needed.
-    There are as many queries as keys, because some modules look at themselves."""
-    generator, sizes = _generator(), _sizes_for(module)
-    if isinstance(form, Motion):
-        yield from (((2, True), _named(arguments, names, sizes)) for arguments in form.examples(module, sizes))
-        return
-    keys, width = sum(h * w for h, w in sizes), module.sampling_offsets.in_features
+def _module_examples(form: Attention, module: Any, sizes: Sequence[Any]) -> Iterator[tuple[tuple[int, bool], Arguments]]:
+    """Return arguments by role: for each shape of the reference all of them, and only what is needed. There are as many
+    queries as keys, because some modules look at themselves."""
+    rand, keys, width = _random(torch.float64), sum(h * w for h, w in sizes), module.sampling_offsets.in_features
     width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
     shapes, starts = levels(sizes, torch.device("cpu"))
+    tables, batches = {"shapes": shapes, "sizes": sizes, "starts": starts}, 2 * form.queue
+    heads = (width,) if form.layout is ROWS else (heads_in(module), width // heads_in(module))
 
-    def rows(batches: int) -> Tensor:
-        made = torch.rand(batches, keys, width, generator=generator, dtype=torch.float64) - 0.5
+    def rows(batches: int, *sides: int) -> Tensor:
+        made = rand(batches, keys, *sides) - 0.5
         return made if getattr(module, "batch_first", True) else made.transpose(0, 1)
 
+    if "trajectories" in form.needs:
+        yield from (((2, True), {**tables, **inputs}) for inputs in _trajectory_inputs(rand, keys, width, len(sizes)))
+        return
     for count, numbers in form.references:
-        batches = 2 * form.queue
-        sides = (len(sizes) if count == LEVELS else count, numbers)
-        reference = torch.rand(batches, keys, *sides, generator=generator, dtype=torch.float64)
-        needed = {"query": rows(2), "reference": reference, "shapes": shapes, "sizes": sizes, "starts": starts}
-        optional = {"memory": rows(batches), "identity": rows(2), "position": rows(2)}
-        if form.masked:
-            optional["mask"] = torch.rand(batches, keys, generator=generator) < 0.3
-        least = {**dict.fromkeys(optional), **needed}
-        for with_memory, arguments in ((True, {**needed, **optional}), (False, least)):
-            yield (numbers, with_memory), _named(arguments, names, sizes)
+        reference = rand(batches, keys, len(sizes) if count == LEVELS else count, numbers)
+        needed = {**tables, "query": rows(2, width), "reference": reference}
+        optional = {"value": rows(batches, *heads), "identity": rows(2, width), "position": rows(2, width)}
+        optional["mask"] = rand(batches, keys) < 0.3 if form.masked else None
+        yield (numbers, True), {**needed, **optional}
+        yield (numbers, False), {**needed, **dict.fromkeys(optional)}
 
 
-def _named(arguments: Mapping[str, Any], names: Sequence[str], sizes: Sequence[tuple[int, int]]) -> _Inputs:
-    """Return arguments that stand under their roles under the names that a forward reads."""
-    named = {name: arguments[role] for role, own in ROLES.items() if role in arguments for name in own if name in names}
-    return {**named, **dict.fromkeys(LISTED & set(named), sizes)}
+def _trajectory_inputs(rand: Callable[..., Tensor], keys: int, width: int, levels: int) -> Iterator[Arguments]:
+    boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(2)]
+    query, identity, position = (rand(2, 2, 3, width) - 0.5 for _ in range(3))
+    trajectories = 20 * rand(2, 2, 3, 2, levels, 2) - 10
+    needed = {"query": query, "value": rand(keys, 2, width) - 0.5, "trajectories": trajectories, "boxes": boxes}
+    yield {**needed, "identity": identity, "position": position, "mask": rand(2, keys) < 0.3}
+    yield needed
 
 
 def _raised(error: Exception) -> str:
     return f"it does not run on a small example: {type(error).__name__}: {error}"
 
 
-def _compare(theirs: _Run, ours: _Run, inputs: _Inputs, parameters: Sequence[Tensor] = ()) -> None:
+def _compare(theirs: _Run, ours: _Run, inputs: Arguments, parameters: Sequence[Tensor] = ()) -> None:
     """Raise unless outputs and the gradients of all floating inputs and parameters agree."""
     with torch.inference_mode(False), torch.enable_grad():
         try:
@@ -326,19 +268,17 @@ def _compare(theirs: _Run, ours: _Run, inputs: _Inputs, parameters: Sequence[Ten
         raise _Differs(difference)
 
 
-def _results(run: _Run, inputs: _Inputs, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return outputs and gradients; zeros where nothing that is returned has one."""
-    floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point()}
-    tensors = {
-        n: i.clone().requires_grad_() for n, i in floating.items() if n not in ROLES["trajectories"]
-    }  # they are detached
+def _results(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return outputs and gradients; zeros where nothing that is returned has one. Trajectories have none."""
+    floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
+    tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}
     leaves = [*tensors.values(), *parameters]
     returned = run({**inputs, **tensors})
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
     for out in outputs:
         if not isinstance(out, Tensor):
             raise TypeError(f"it returns {type(out).__name__} instead of a tensor")
-    directions = [torch.linspace(-1, 1, out.numel(), device="cpu", dtype=out.dtype).view(out.shape) for out in outputs]
+    directions = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape) for out in outputs]
     ends = [(out, way) for out, way in zip(outputs, directions, strict=True) if out.requires_grad]
     gradients: Sequence[Tensor | None] = [None] * len(leaves)
     if ends:

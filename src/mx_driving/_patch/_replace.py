@@ -1,0 +1,179 @@
+"""Replace the code of a function, or the methods of an autograd function, in place.
+
+A plain function and a forward of a module get another `__code__`, below their decorators: whoever holds the function, under any
+name, calls the new code, and wrappers go on to wrap it. An autograd function gets an `apply` that calls the operator, and a
+forward and a backward, because torch.compile reads those two and ignores `apply`.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _dispatch
+from ._forms import AUTOGRAD, MODULE, Form, by_role
+from ._parameters import STAND_IN, Parameters, undecorated
+
+# What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
+SERVED: dict[int, Callable[..., Any]] = {}
+_DTYPES = {  # a name in forward's code -> the dtype that it casts the inputs to
+    **{"float": torch.float32, "float32": torch.float32, "half": torch.float16, "float16": torch.float16},
+    **{"double": torch.float64, "float64": torch.float64},
+}
+
+
+def holder_of(thing: Any) -> Any:
+    """Return the object to change: an autograd function's class, or the function below the decorators."""
+    if isinstance(thing, type) and not issubclass(thing, torch.autograd.Function):
+        return undecorated(vars(thing)["forward"])
+    return thing
+
+
+def replace(form: Form, holder: Any) -> Callable[[], None]:
+    """Change an object in place, and return a function that changes it back."""
+    if form.kind != AUTOGRAD:
+        before, holder.__code__ = holder.__code__, _code_that_calls(form, holder)
+        holder.__wrapped__ = SERVED[id(holder)].__wrapped__  # for as_written
+        return functools.partial(_give_code_back, holder, before)
+    changed = {name: (vars(holder).get(name), method) for name, method in _methods(form, holder).items()}
+    for name, (_, method) in changed.items():
+        setattr(holder, name, method)
+    return functools.partial(_give_back, holder, changed)
+
+
+def _give_code_back(function: types.FunctionType, code: types.CodeType) -> None:
+    function.__code__ = code
+    del function.__wrapped__
+
+
+def _give_back(kind: type, changed: dict[str, tuple[Any, Any]]) -> None:
+    for name, (before, method) in changed.items():
+        if vars(kind).get(name) is not method:  # a wrapper that others have put over the method stays
+            continue
+        if before is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, before)
+
+
+def _code_that_calls(form: Form, function: types.FunctionType) -> types.CodeType:
+    """Return code for the function, which keeps its own defaults, globals and closure, and so imports what it calls."""
+    names, code = Parameters(function), function.__code__
+    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    SERVED[id(function)] = in_place_of(original, form)
+    arguments = [*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic]
+    text = f"""
+def make({", ".join(code.co_freevars)}):
+    def core{names}:
+        from {__name__} import SERVED
+        return SERVED[{id(function)}]({", ".join(arguments)})
+        {", ".join(code.co_freevars)}
+    return core
+"""
+    made: dict[str, Any] = {}
+    exec(compile(text, STAND_IN, "exec"), made)
+    return made["make"](*code.co_freevars).__code__.replace(co_name=code.co_name)
+
+
+def in_place_of(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+    """Return a function with the original's parameters. The original answers what the form does not serve."""
+    bound = int(form.kind == MODULE)
+    parameters = Parameters(original, bound)
+    bind = parameters.binder(parameters.all if form.reads_all else parameters.read)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = bind(args[bound:], kwargs)
+        arguments = None if named is None else by_role(named)
+        module = args[0] if bound else None
+        if arguments is None or not form.serves(module, arguments):
+            return original(*args, **kwargs)
+        return form.answer(module, arguments)
+
+    return call
+
+
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.to(dtype) if t.is_floating_point() else t
+
+
+def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
+    """Return the casts of an autograd function: the `cast_inputs` of torch.amp.custom_fwd, then those in forward's code.
+
+    The casts are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
+    """
+    device_type, under_autocast = "cpu", None
+    while hasattr(forward, "__wrapped__"):
+        cells = dict(zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True))
+        if {"device_type", "cast_inputs"} <= set(cells):
+            device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
+        forward = forward.__wrapped__
+    names = forward.__code__.co_names
+    always = next((_DTYPES[n] for n in names if n in _DTYPES), None)
+    to_value = "type_as" in names
+
+    def casts(*inputs: Tensor) -> tuple[Tensor, ...]:
+        if under_autocast is not None and torch.is_autocast_enabled(device_type):
+            kept = (torch.float64,)  # custom_fwd casts neither these nor tensors on another device
+            inputs = tuple(i if i.dtype in kept or i.device.type != device_type else _cast(i, under_autocast) for i in inputs)
+        dtype = inputs[0].dtype if to_value else always
+        return inputs if dtype is None else tuple(_cast(i, dtype) for i in inputs)
+
+    return casts
+
+
+def _methods(form: Any, kind: Any) -> dict[str, staticmethod]:
+    """Return the new methods of an autograd function, by name."""
+    run = _dispatch.functions.as_compiled(form.run)
+    apply, forward, backward = (_around_an_operator if form.inputs else _around_a_function)(form, run, kind)
+    wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
+    return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
+
+
+def _around_an_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
+    casts = _casts_of(kind.forward)
+
+    def apply(*args: Any) -> Tensor:
+        return run(*form.inputs(*casts(*args[:5])))  # without im2col_step
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        inputs = casts(*args[:5])
+        ctx.shapes = [i.shape for i in inputs]
+        return _dispatch.functions.forward(ctx, run, *form.inputs(*inputs))
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = _dispatch.functions.backward(ctx, form.run.__name__, grad_output)
+        own = [g if g is None else g.view(shape) for g, shape in zip(gradients, ctx.shapes, strict=False)]
+        return (*own, *gradients[len(own) :])
+
+    return apply, forward, backward
+
+
+def _around_a_function(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
+    """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
+
+    def apply(*args: Any) -> Tensor:
+        return run(*args)
+
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        ctx.save_for_backward(*(a for a in args if isinstance(a, Tensor)))
+        ctx.others = [None if isinstance(a, Tensor) else a for a in args]
+        ctx.is_tensor = [isinstance(a, Tensor) for a in args]
+        with _dispatch.functions.without_graph():
+            return run(*args)
+
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        saved, needs_grad = iter(ctx.saved_tensors), ctx.needs_input_grad
+        args = [next(saved).detach() if there else a for a, there in zip(ctx.others, ctx.is_tensor, strict=True)]
+        leaves = [a.requires_grad_() for a, needed in zip(args, needs_grad, strict=True) if needed]
+        with torch.enable_grad():
+            gradients = iter(torch.autograd.grad(run(*args), leaves, grad_output))
+        return tuple(next(gradients) if needed else None for needed in needs_grad)
+
+    return apply, forward, backward
