@@ -8,7 +8,7 @@ import importlib.util
 import pathlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class Candidates:
     """
 
     def __init__(self, modules: bool) -> None:
-        self.turns: tuple[dict[str, tuple[list[Form], Any]], ...] = ({}, {}, {})
+        self.turns: tuple[dict[str, tuple[Sequence[Form], Any]], ...] = ({}, {}, {})
         self.unknown: dict[str, str] = {}
         self.searched: list[types.ModuleType] = []
         self._with_modules = modules

@@ -72,7 +72,7 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
     with _one_thread(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         for form in forms:
             try:
-                return (_try_module if isinstance(form, Attention) else _try_core)(form, thing, built), ""
+                return _try_module(form, thing, built) if isinstance(form, Attention) else _try_core(form, thing), ""
             except _Differs as error:
                 differences.append(error.args[0])
             except _TheirsRaises as error:
@@ -127,7 +127,7 @@ def _runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int
     return theirs, ours
 
 
-def _try_core(form: Form, thing: Any, built: dict[str, Any]) -> Form:
+def _try_core(form: Form, thing: Any) -> Form:
     """Return the form if a core or a pool gives our outputs and gradients; raise where it does not."""
     function, module = (undecorated(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
     theirs, ours = _runs(form, function, module, _SIZES)
@@ -236,9 +236,9 @@ def _module_examples(form: Attention, module: Any, sizes: Sequence[Any]) -> Iter
         reference = rand(batches, keys, len(sizes) if count == LEVELS else count, numbers)
         needed = {**tables, "query": rows(2, width), "reference": reference}
         optional = {"value": rows(batches, *heads), "identity": rows(2, width), "position": rows(2, width)}
-        optional["mask"] = rand(batches, keys) < 0.3 if form.masked else None
-        yield (numbers, True), {**needed, **optional}
-        yield (numbers, False), {**needed, **dict.fromkeys(optional)}
+        mask = rand(batches, keys) < 0.3 if form.masked else None
+        yield (numbers, True), {**needed, **optional, "mask": mask}
+        yield (numbers, False), {**needed, **dict.fromkeys(optional), "mask": None}
 
 
 def _trajectory_inputs(rand: Callable[..., Tensor], keys: int, width: int, levels: int) -> Iterator[Arguments]:
