@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..._operator.description import Operator, SamplingInputs, empty_gradients
+from ..._operator.description import Operator, empty_gradients
 from . import deterministic, launch
 
 # Four warps to a program: the forward exchanges nothing between them.
@@ -55,6 +55,7 @@ class Kernels(NamedTuple):
     operator: Operator
     forward: Any
     backward: Any
+    gradients: tuple[str, ...]  # that the backward makes besides that of value
 
     def forward_of(
         self,
@@ -68,16 +69,14 @@ class Kernels(NamedTuple):
         bs, num_keys, heads, channels = value.shape
         queries = locations.shape[1]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
-        output = torch.empty((bs, queries, heads * channels), dtype=dtype or value.dtype, device=value.device)
+        output = value.new_empty((bs, queries, heads * channels), dtype=dtype)
         if not output.numel() or not weights.numel() or not num_keys:
             return output.zero_()
         value = launch.packed(value)
         plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), False)
-        with launch.on(value.device):
-            self.forward[(bs * heads * -(-queries // plan.rows),)](
-                value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output,
-                queries, num_keys, *plan.strides, **plan.options,
-            )  # fmt: skip
+        tensors = (value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights.contiguous(), output)
+        programs = bs * heads * -(-queries // plan.rows)
+        launch.run(self.forward, programs, tensors, (queries, num_keys, *plan.strides), plan.options)
         return output
 
     def backward_of(
@@ -87,23 +86,19 @@ class Kernels(NamedTuple):
         queries, levels, points = locations.shape[1], *locations.shape[3:5]
         launch.check(*self.operator.tables, shapes, starts, num_keys)
         inputs = (value, shapes, starts, locations, weights)
-        wanted = [inputs[i] for i in self.operator.differentiable]
-        others = zip(self.operator.differentiable[1:], mask[1:], strict=True)
-        flags = {SamplingInputs._fields[i].upper(): needed for i, needed in others}
+        others = empty_gradients([inputs[i] for i in self.operator.differentiable[1:]], mask[1:])
         if not grad.numel() or not weights.numel() or not num_keys:
-            return tuple(g.zero_() for g in empty_gradients(wanted, mask))
+            return tuple(g.zero_() for g in (*empty_gradients((value,), mask[:1]), *others))
         value = launch.packed(value)
         plan = _plan(value.shape, value.stride(), value.element_size(), locations.shape[3:5], launch.gpu(), True)
         grad, weights = grad.contiguous(), weights.contiguous()
-        others = empty_gradients(wanted[1:], mask[1:])
         sums = deterministic.Sums(value, mask[0], self.operator.rows * weights.numel())
-        with launch.on(value.device):
-            self.backward[(bs * heads * -(-queries // plan.rows),)](
-                grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights,
-                sums.buffer, *others, sums.targets, sums.parts, queries, num_keys, *plan.strides,
-                **plan.options, VALUE=sums.how, **flags,
-            )  # fmt: skip
-            return (sums.finish(grad, weights, levels * points), *others)
+        tensors = (grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weights)
+        tensors += (sums.buffer, *others, sums.targets, sums.parts)
+        flags = {"VALUE": sums.how, **dict(zip(self.gradients, mask[1:], strict=True))}
+        programs = bs * heads * -(-queries // plan.rows)
+        launch.run(self.backward, programs, tensors, (queries, num_keys, *plan.strides), plan.options, **flags)
+        return (sums.finish(grad, weights, levels * points), *others)
 
 
 @functools.lru_cache(maxsize=4096)

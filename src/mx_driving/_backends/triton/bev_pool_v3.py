@@ -84,8 +84,8 @@ def _sum(rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, target
         return
     order, starts = _sorted(targets, len(output))
     options = _options(output.shape[1], rows.element_size(), launch.gpu().lanes)
-    with launch.on(rows.device):
-        _sums[(len(output),)](rows, depth, ranks, ranks_depth, order, starts, output, len(rows), len(depth), **options)
+    tensors = (rows, depth, ranks, ranks_depth, order, starts, output)
+    launch.run(_sums, len(output), tensors, (len(rows), len(depth)), options)
 
 
 def forward(
@@ -139,10 +139,8 @@ def _of_depth(
     dots = torch.zeros(count, device=feat.device)
     options = _options(feat.shape[1], feat.element_size(), launch.gpu().lanes) if feat.shape[1] else {}
     if count and options:
-        with launch.on(feat.device):
-            _dots[(triton.cdiv(count, options["ROWS"]),)](
-                cells, feat, ranks_bev, ranks_feat, dots, count, len(cells), len(feat), **options
-            )
+        tensors = (cells, feat, ranks_bev, ranks_feat, dots)
+        launch.run(_dots, triton.cdiv(count, options["ROWS"]), tensors, (count, len(cells), len(feat)), options)
     ranks = ranks_depth.long()
     ranks = torch.where((ranks >= 0) & (ranks < num_depth), ranks, num_depth)
     return dots.new_zeros(num_depth + 1).index_add(0, ranks, dots)[:num_depth]

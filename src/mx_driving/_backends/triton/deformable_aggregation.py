@@ -177,16 +177,13 @@ def forward(
     bs, num_keys, channels = feature_maps.shape
     anchors = locations.shape[1]
     launch.check(*_OPERATOR.tables, shapes, starts, num_keys)
-    output = torch.empty((bs, anchors, channels), dtype=dtype or feature_maps.dtype, device=feature_maps.device)
+    output = feature_maps.new_empty((bs, anchors, channels), dtype=dtype)
     if not output.numel() or not weight.numel() or not num_keys:
         return output.zero_()
     value = launch.packed(feature_maps)
     plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), False)
-    with launch.on(feature_maps.device):
-        _forward[(bs * anchors,)](
-            value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output,
-            anchors, num_keys, *plan.strides, **plan.options,
-        )  # fmt: skip
+    tensors = (value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight.contiguous(), output)
+    launch.run(_forward, bs * anchors, tensors, (anchors, num_keys, *plan.strides), plan.options)
     return output
 
 
@@ -203,10 +200,8 @@ def backward(
     plan = _plan(value.shape, value.stride(), value.element_size(), weight.shape[2:], launch.gpu(), True)
     grad, weight = grad.contiguous(), weight.contiguous()
     sums = deterministic.Sums(feature_maps, mask[0], _OPERATOR.rows * weight.numel() // groups)
-    with launch.on(feature_maps.device):
-        _backward[(bs * anchors * points,)](
-            grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight,
-            sums.buffer, *others, sums.targets, sums.parts, anchors, num_keys, *plan.strides,
-            **plan.options, VALUE=sums.how, LOCATIONS=mask[1], WEIGHTS=mask[2],
-        )  # fmt: skip
-        return (sums.finish(grad, weight, points * cams * starts.shape[1], groups), *others)
+    tensors = (grad, value, shapes.contiguous(), starts.contiguous(), locations.contiguous(), weight)
+    tensors += (sums.buffer, *others, sums.targets, sums.parts)
+    flags = {"VALUE": sums.how, "LOCATIONS": mask[1], "WEIGHTS": mask[2]}
+    launch.run(_backward, bs * anchors * points, tensors, (anchors, num_keys, *plan.strides), plan.options, **flags)
+    return (sums.finish(grad, weight, points * cams * starts.shape[1], groups), *others)

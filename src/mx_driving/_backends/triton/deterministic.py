@@ -54,8 +54,10 @@ class Sums:
         self.how = (RECORDED if ordered else ADDED if wanted else NOT_WANTED).value
         # 16-bit gradients are summed in float32 and rounded once
         self.buffer = torch.zeros(value.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
-        self.targets = torch.full((corners if ordered else 0,), -1, dtype=torch.int64, device=device)  # -1: adds to no row
-        self.parts = torch.empty(corners if ordered else 0, dtype=torch.float32, device=device)
+        self.targets = self.parts = self.buffer  # not read or written
+        if ordered:
+            self.targets = torch.full((corners,), -1, dtype=torch.int64, device=device)  # -1: adds to no row
+            self.parts = torch.empty(corners, dtype=torch.float32, device=device)
 
     def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
         """The gradient in value's dtype; an empty tensor when it is not wanted. `grad` and `weights` must be contiguous."""
@@ -72,9 +74,7 @@ class Sums:
         ends = torch.searchsorted(targets, torch.arange(rows + 1, device=targets.device))
         output = torch.empty(self.value.shape, dtype=self.value.dtype, device=self.value.device)
         columns, warps = launch.tile(channels, 4, 1, launch.gpu().lanes)[1:]
-        _ordered_sums[(rows,)](
-            order, ends, self.parts, grad, weights, output,
-            PER_SAMPLE=self.targets.numel() * groups // weights.numel(), PER_ROW=per_row, GROUPS=groups,
-            CHANNELS=channels, COLUMNS=columns, num_warps=warps,
-        )  # fmt: skip
+        options = {"PER_SAMPLE": self.targets.numel() * groups // weights.numel(), "PER_ROW": per_row, "GROUPS": groups}
+        options |= {"CHANNELS": channels, "COLUMNS": columns, "num_warps": warps}
+        launch.run(_ordered_sums, rows, (order, ends, self.parts, grad, weights, output), (), options)
         return output

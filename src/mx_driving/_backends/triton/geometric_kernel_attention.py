@@ -87,5 +87,5 @@ def _backward(
                 add(grad_base + pixel.to(tl.int64) * (HEADS * CHANNELS), weight * g, inside)
 
 
-_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward)
+_kernels = attention.Kernels(OPERATORS["geometric_kernel_attention"], _forward, _backward, ("WEIGHTS",))
 forward, backward = _kernels.forward_of, _kernels.backward_of

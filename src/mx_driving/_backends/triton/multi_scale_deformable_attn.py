@@ -87,5 +87,5 @@ def _backward(
                 add_corners(grad_base, pixel, width, HEADS * CHANNELS, in00, in01, in10, in11, s00, s01, s10, s11, g)
 
 
-_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward)
+_kernels = attention.Kernels(OPERATORS["multi_scale_deformable_attn"], _forward, _backward, ("LOCATIONS", "WEIGHTS"))
 forward, backward = _kernels.forward_of, _kernels.backward_of
