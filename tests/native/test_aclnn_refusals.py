@@ -9,7 +9,7 @@ import pytest
 import torch
 from aclnn_calls import DTYPES, INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
 
-from mx_driving import aclnn
+from mx_driving._vendor import aclnn
 
 
 @pytest.mark.parametrize("index", range(9))

@@ -11,7 +11,7 @@ import torch
 from aclnn_calls import FAULT, INVALID, MARK, NULLPTR, OK, nine, phase_one, phase_two, replaced, run, same_bits
 from programs import python
 
-from mx_driving import aclnn
+from mx_driving._vendor import aclnn
 from mx_driving.aclnn import Status
 
 
@@ -98,7 +98,7 @@ def test_determinism_may_be_asked_for():
 
 FORK = """
 import os, signal, torch
-from mx_driving import aclnn
+from mx_driving._vendor import aclnn
 signal.alarm(120)  # ends one that hangs
 torch.set_num_threads(1)
 one = torch.ones
