@@ -1,4 +1,41 @@
-"""CANN's two-phase interface over torch tensors on the CPU: the same library, and the same checks, that C programs use."""
+"""CANN's two-phase interface over torch tensors on the CPU: the same library, and the same checks, that C programs use.
 
-from ._vendor.aclnn import *  # noqa: F403
-from ._vendor.aclnn import __all__ as __all__
+    status, size, executor = multi_scale_deformable_attention_grad_get_workspace_size(value, ..., grad_attn_weight)
+    workspace = torch.empty(size, dtype=torch.uint8)
+    status = multi_scale_deformable_attention_grad(workspace, size, executor, stream)
+    status = synchronize(stream)
+
+Phase one checks and returns a status; it does not raise where CANN returns a status. `recent_error()` is the sentence that
+belongs to the status. Phase two runs the call and returns. A level that does not fit in num_keys shows only in the data; the
+stream remembers that status, and `synchronize` returns it. The header
+native/include/aclnnop/aclnn_multi_scale_deformable_attention_grad.h is the reference. Its names are in camelCase, as are the
+names in the sentences.
+"""
+
+from ._vendor.aclnn import (
+    Executor,
+    Status,
+    Stream,
+    multi_scale_deformable_attention_grad,
+    multi_scale_deformable_attention_grad_get_workspace_size,
+    multi_scale_deformable_attention_grad_out,
+    multi_scale_deformable_attn_function,
+    multi_scale_deformable_attn_function_get_workspace_size,
+    multi_scale_deformable_attn_function_out,
+    recent_error,
+    synchronize,
+)
+
+__all__ = [
+    "Executor",
+    "Status",
+    "Stream",
+    "multi_scale_deformable_attention_grad",
+    "multi_scale_deformable_attention_grad_get_workspace_size",
+    "multi_scale_deformable_attention_grad_out",
+    "multi_scale_deformable_attn_function",
+    "multi_scale_deformable_attn_function_get_workspace_size",
+    "multi_scale_deformable_attn_function_out",
+    "recent_error",
+    "synchronize",
+]
