@@ -65,6 +65,13 @@ def block(self: Any, node: Any) -> None:
     raise SkipNode
 
 
+def break_names(app: Any, page: str, template: str, context: dict[str, Any], doctree: Any) -> None:
+    """Let names in code break behind an underscore or a dot, and nowhere else."""
+    for part in {"body", "toc"} & set(context):
+        names = re.compile(r'(?<=<span class="pre">)[^<]+|(?<=<h1>)\w+(?=<)')
+        context[part] = names.sub(lambda name: re.sub(r"([_.])(?=\w)", r"\1<wbr>", name[0]), context[part])
+
+
 def make(app: Any) -> None:
     folder = HERE / "_generated"
     folder.mkdir(exist_ok=True)
@@ -75,4 +82,5 @@ def make(app: Any) -> None:
 def setup(app: Any) -> None:
     app.add_html_math_renderer("mathml", (inline, None), (block, None))
     app.connect("builder-inited", make)
+    app.connect("html-page-context", break_names)
     app.connect("autodoc-process-docstring", block_equations, priority=100)  # before napoleon
