@@ -1,6 +1,6 @@
 """Hypothesis strategies for what users hand over as files: nodes of ONNX, and ONNX files for `fuse`.
 
-FUZZ_EXAMPLES=1000 tries so many of each; without it, tests try the same few each time.
+FUZZ_EXAMPLES=1000 tries so many of each, and the same each time. FUZZ_RANDOM=1 tries others each time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-EXAMPLES = os.environ.get("FUZZ_EXAMPLES")
 Model, Dice = onnx.ModelProto, random.Random
 
 
 def fuzz(few: int) -> settings:
-    """As many examples as FUZZ_EXAMPLES says, or the same `few` in each run."""
+    """Return settings for FUZZ_EXAMPLES examples, or for `few`: the same in each run unless FUZZ_RANDOM is 1."""
     slow = [
         HealthCheck.too_slow,
         HealthCheck.data_too_large,
@@ -31,7 +30,11 @@ def fuzz(few: int) -> settings:
         HealthCheck.large_base_example,
     ]
     return settings(
-        max_examples=int(EXAMPLES or few), derandomize=not EXAMPLES, deadline=None, database=None, suppress_health_check=slow
+        max_examples=int(os.environ.get("FUZZ_EXAMPLES") or few),
+        derandomize=os.environ.get("FUZZ_RANDOM") != "1",
+        deadline=None,
+        database=None,
+        suppress_health_check=slow,
     )
 
 

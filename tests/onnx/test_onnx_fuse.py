@@ -296,3 +296,36 @@ def test_no_cut_of_a_free_axis_is_lost(name, tmp_path, monkeypatch):
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
     for sizes in ((1, 150), (4, 7), (1, 400)):
         np.testing.assert_allclose(run(after, inputs(*sizes)), run(before, inputs(*sizes)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("writing", "tensor", "axis", "name"),
+    [
+        ("summed", "w", 1, ""),
+        ("summed", "l", 1, ""),
+        ("summed", "w", 1, "other"),
+        ("stacked", "w", 1, ""),
+        ("stacked", "v", 0, ""),
+    ],
+)
+@pytest.mark.parametrize("form", ["onnxruntime", "gather"])
+def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, name, form, tmp_path):
+    """An input has size 1, fixed or with a name of its own, where another has a free size."""
+    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
+    export(WRITINGS[writing], before, "older")
+    model = onnx.load(before)
+    (changed,) = (i for i in model.graph.input if i.name == tensor)
+    size = changed.type.tensor_type.shape.dim[axis]
+    size.Clear()
+    setattr(size, *(("dim_param", name) if name else ("dim_value", 1)))
+    del model.graph.value_info[:]
+    onnx.save(model, before)
+    mx_driving.onnx.fuse(before, after, form)
+    arguments = dict(zip("vlw", inputs(3, 11), strict=True))
+    arguments[tensor] = arguments[tensor].narrow(axis, 0, 1)
+    if writing == "stacked":
+        with pytest.raises(Exception, match=r"Grid batch size|Reshape"):
+            run(before, arguments.values())
+    else:
+        np.testing.assert_allclose(run(after, arguments.values()), run(before, arguments.values()), rtol=0, atol=1e-5)
+        assert "Expand" in kinds(after)

@@ -240,7 +240,8 @@ def _follow_sizes(model: ir.Model, path: Path) -> None:
         return
     _add(model, {str(value.name): list(dims(value)) for value in outputs(folded)})
     if not _all_sizes_are_known(folded):
-        _add(model, _from_names(folded))
+        sizes, model.meta["merged"] = _from_names(folded)
+        _add(model, sizes)
 
 
 def _folded(model: ir.Model) -> ir.Model:
@@ -259,8 +260,8 @@ def _is_small_table(node: ir.Node) -> bool | None:
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
-def _from_names(model: ir.Model) -> _Sizes:
-    """Return sizes by onnxruntime, which computes with names of sizes.
+def _from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
+    """Return sizes by onnxruntime, which computes with names of sizes, and names of inputs' sizes that it merged.
 
     It may merge two names, but may not take a free size of an input for a number.
     """
@@ -268,31 +269,36 @@ def _from_names(model: ir.Model) -> _Sizes:
     del proto.graph.value_info[:]  # among them names that onnx's own inference made up
     free = _free(proto)
     for merge in (True, False):
-        inferred = _inferred(proto, merge)
+        inferred, merged = _inferred(proto, merge)
         if inferred is not None and free <= _free(inferred):
-            return {info.name: _sizes(info) for info in inferred.graph.value_info}
-    return {}
+            return {info.name: _sizes(info) for info in inferred.graph.value_info}, merged & _input_names(proto)
+    return {}, set()
 
 
-def _inferred(proto: onnx.ModelProto, merge: bool) -> onnx.ModelProto | None:
+def _inferred(proto: onnx.ModelProto, merge: bool) -> tuple[onnx.ModelProto | None, set[str]]:
     """Infer shapes without the file that `infer_shapes` writes into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
     try:
         if (get_opset(proto) or 0) < 7:
-            return None
+            return None, set()
         inference._preprocess(proto)
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
     except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
-        return None
-    return inference.out_mp_ if whole else None
+        return None, set()
+    merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair}
+    return (inference.out_mp_ if whole else None), merged if merge else set()
 
 
 def _sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
     return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
+
+
+def _input_names(proto: onnx.ModelProto) -> set[str]:
+    return {size for i in proto.graph.input for size in _sizes(i) if isinstance(size, str)}
 
 
 def _free(proto: onnx.ModelProto) -> set[tuple[str, int]]:

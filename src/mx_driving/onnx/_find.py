@@ -55,8 +55,7 @@ def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
     reasons = []
     for sampling in guesses[:_LIKELIEST]:
         try:
-            prove(model, sampling)
-            return sampling
+            return prove(model, sampling)
         except Unfit as unfit:
             reasons.append(unfit)
     raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]

@@ -70,13 +70,35 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
     return write.shaped(value, sampling.num_heads, len(points), max(points), *last)
 
 
+def _expand(write: Writer, sampling: Sampling) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return value, locations and weights of one batch and one number of queries, where the source broadcasts sizes of 1."""
+    value, locations, weights = sampling.ends
+    if not sampling.broadcasts:
+        return value, locations, weights
+    samples = [sampling.sizes(tensor) for tensor in sampling.ends]
+    weights = _expand_like(write, weights, locations, 2, samples[2])
+    weights = _expand_like(write, weights, value, 1, samples[2])
+    locations = _expand_like(write, locations, weights, 2, samples[1])
+    return _expand_like(write, value, weights, 1, samples[0]), locations, weights
+
+
+def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
+    """Expand the first axes to the sizes of another tensor, and the last axes to these sizes."""
+    first = write.op("Gather", write.op("Shape", other), write.table("axes", range(axes)), axis=0)
+    shape = write.op("Concat", first, write.table("shape", [1] * (2 - axes) + list(last)), axis=0)
+    new = write.like(value, "Expand", shape)
+    new.shape = ir.Shape([None, *dims(value)[1 : 3 - axes], *[None] * (axes - 1), *last])
+    return new
+
+
 def _call(write: Writer, sampling: Sampling) -> Call:
     heads, channels = sampling.num_heads, sampling.channels
-    value = write.shaped(sampling.value, heads, channels)
-    locations, weights = _samples(write, sampling.locations, sampling, 2), _samples(write, sampling.weights, sampling)
+    value, locations, weights = _expand(write, sampling)
+    batch = dims(value)[0]
+    value = write.shaped(value, heads, channels)
+    locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
     shapes, starts = tables(sampling)
     inputs = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
-    batch = dims(sampling.value)[0]
     fixed = batch if isinstance(batch, int) else None
     return Call(*inputs, Sizes(fixed, sampling.num_keys, heads, channels, sampling.maps, tuple(starts), max(sampling.points)))
 

@@ -179,17 +179,19 @@ def across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     """Return arrays of the same sizes whose locations lie on the maps and across every border; None for other operators."""
     if match.operator != SCALE:
         return None
-    value, shapes, _, locations, weights = bare_inputs(match, arrays)
-    sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, value, shapes, weights)
-    random = _trial.inputs(sampling, 1, *locations.shape[:2])
-    changed = {str(v.name): t for v, t in zip(match.inputs.values(), random, strict=True)}
-    return arrays | {n: t.numpy().astype(arrays[n].dtype).reshape(arrays[n].shape) for n, t in changed.items()}
+    sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, arrays)
+    names = [str(v.name) for v in match.inputs.values()]
+    random = _trial.inputs(sampling, 1, tuple(arrays[name].shape for name in names))
+    return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
 
 
-def _as_sampling(match: Match, value: Tensor, shapes: Tensor, weights: Tensor) -> Sampling:
+def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
+    tensor, shapes, _, _, shares = bare_inputs(match, arrays)
     maps = tuple((int(height), int(width)) for height, width in shapes)
-    ends, (heads, channels) = list(match.inputs.values()), value.shape[2:]
-    return Sampling(ends[0], ends[1], ends[2], ends[0], maps, (weights.shape[4],) * len(maps), heads, channels)
+    ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
+    value, locations, weights = ends
+    heads, channels = tensor.shape[2:]
+    return Sampling(value, locations, weights, value, maps, (shares.shape[4],) * len(maps), heads, channels)
 
 
 def as_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:

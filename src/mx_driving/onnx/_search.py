@@ -32,9 +32,17 @@ class Sampling:
     points: tuple[int, ...]  # of each level
     num_heads: int
     channels: int
+    broadcasts: bool = False  # sizes of 1 in one input stand for any size in another
+
+    @property
+    def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
+        return self.value, self.locations, self.weights
 
     def sizes(self, tensor: ir.Value) -> tuple[int, ...]:
-        """Return the sizes of locations or weights behind batch and queries, as this file has them."""
+        """Return the sizes of value behind its keys, or of locations or weights behind queries, as this file has them."""
+        if tensor is self.value:
+            split = len(dims(tensor)) == 4
+            return (self.num_heads, self.channels) if split else (self.num_heads * self.channels,)
         last = (2,) if tensor is self.locations else ()
         split = len(dims(tensor)) - len(last) == 5
         return (self.num_heads, *((len(self.points), self.points[0]) if split else (sum(self.points),)), *last)

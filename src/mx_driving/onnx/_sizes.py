@@ -16,8 +16,10 @@ from ._graph import MOVES, Unfit, constant, dims, is_node, sources
 from ._search import Sampling
 
 Size = int | str | None
+Shapes = tuple[tuple[int, ...], ...]  # of value, locations and weights
 
-ANY = _FEW = 2, 7  # batch and queries
+FEW = 2, 7  # batch and queries
+_AXES = (0, 0), (1, 0), (1, 1), (2, 0), (2, 1)  # tensors, and their axes of batch (0) and queries (1)
 _ELEMENTS = 2**26  # of value or of samples in a trial: 0.25 GB in float32; a quarter of that where it is only for its sizes
 _ENDLESS = 2**31 - 1  # "to the end", in 32 bits or in 64
 _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual", "Max", "Min", "Mod", "Div"
@@ -25,30 +27,69 @@ _SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape
 
 
 def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
-    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor."""
-    tensors = [sampling.locations, sampling.weights] + [sampling.value] * (axis == 0)
-    seen = [dims(tensor)[axis] for tensor in tensors]
+    """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor.
+
+    A size of 1 in one tensor may stand for any size in another.
+    """
+    seen = [dims(tensor)[axis] for tensor in sampling.ends[axis:]]
     numbers = sorted({size for size in seen if isinstance(size, int)})
-    if len(numbers) > 1:
+    if len([size for size in numbers if size != 1]) > 1:
         raise Unfit(f"its tensors differ in {('batch', 'queries')[axis]}: {numbers}")
-    return (numbers[0] if numbers else None), seen
+    return (numbers[-1] if numbers else None), seen
 
 
-def names(sampling: Sampling, sizes: tuple[int, int]) -> dict[str, int]:
-    """Return the numbers that names of sizes stand for."""
-    numbers: dict[str, int] = {}
-    for axis, size in enumerate(sizes):
-        for name in fixed(sampling, axis)[1]:
-            if isinstance(name, str) and numbers.setdefault(name, size) != size:
-                raise Unfit(f"its batch and queries have one name, {name}")
-    return numbers
+def shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
+    """Return shapes of value, locations and weights.
+
+    Axes (tensor, axis) of `ones` have size 1, as axes that the file fixes to 1.
+    """
+    ones = {*ones, *((i, axis) for i, axis in _AXES if dims(sampling.ends[i])[axis] == 1)}
+    whole = _whole(sampling, bs, queries)
+    return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
+
+
+def equal(sampling: Sampling, shapes: Shapes) -> Shapes:
+    """Return the shapes after broadcasting."""
+    return _whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
+
+
+def _whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
+    first = (bs, sampling.num_keys), (bs, queries), (bs, queries)
+    return tuple((*sizes, *sampling.sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
+
+
+def names(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
+    """Return the numbers that names of batch and queries stand for; of sizes with one name, the largest."""
+    numbers: tuple[dict[str, int], dict[str, int]] = {}, {}
+    for i, axis in _AXES:
+        if isinstance(name := dims(sampling.ends[i])[axis], str):
+            numbers[axis][name] = max(numbers[axis].get(name, 0), shapes[i][axis])
+    if both := numbers[0].keys() & numbers[1].keys():
+        raise Unfit(f"its batch and queries have one name, {min(both)}")
+    return numbers[0] | numbers[1]
+
+
+def broadcasts(sampling: Sampling) -> Iterator[Shapes]:
+    """Yield shapes with sizes of 1 on some axes, where the file does not say that these axes have equal sizes."""
+    bs, queries = (max(few, fixed(sampling, axis)[0] or 0) for axis, few in enumerate(FEW))
+    groups: dict[Any, list[tuple[int, int]]] = {}
+    for i, tensor in enumerate(sampling.ends):
+        for axis, size in enumerate(dims(tensor)[: 1 if i == 0 else None]):
+            others = {dims(other)[axis] for other in sampling.ends[axis:]} if axis < 2 else {None}
+            if not isinstance(size, int) and others != {size or ""}:
+                groups.setdefault(size or (i, axis), []).append((i, axis))
+    for count in {0, min(1, len(groups)), len(groups)}:
+        for chosen in itertools.combinations(groups.values(), count):
+            sizes = shapes(sampling, bs, queries, itertools.chain(*chosen))
+            if sizes != equal(sampling, sizes):
+                yield sizes
 
 
 def trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
     """Return pairs (batch, queries), the first for most of the trial."""
     most = max(_numbers(list(nodes)), default=0)
     choices = []
-    for axis, few in enumerate(_FEW):
+    for axis, few in enumerate(FEW):
         size, seen = fixed(sampling, axis)
         if size is None:
             choices.append((few, max(most, few) + 1 + 3 * axis))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,9 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def _part(sampling: Sampling, names: Collection[str]) -> tuple[list[ir.Node], list[ir.Value]]:
+def _part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
     """Return the nodes between the operator's inputs and output, checked and in order, and sizes that the file says."""
-    ends = {sampling.value, sampling.locations, sampling.weights}
+    ends, names = {*sampling.ends}, _sizes.names(sampling, _sizes.shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
     todo = [(sampling.output, "it also reads {}")]
@@ -60,7 +61,7 @@ def _part(sampling: Sampling, names: Collection[str]) -> tuple[list[ir.Node], li
         if node is None:
             raise Unfit(reason.format(value.name) + ", an input with a default" * ("default" in value.meta))
         if is_node(node, "Shape"):
-            if _size(value, dict.fromkeys(names, 1)) is not None:
+            if _size(value, names) is not None:
                 sizes[value] = None
                 continue
             (measured,) = (v.name for v in node.inputs if v is not None)
@@ -121,16 +122,16 @@ def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
     return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
 
 
-def inputs(sampling: Sampling, seed: int, bs: int, queries: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random value, locations and weights, with the axes that the file has."""
+def inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
+    """Return random value, locations and weights of these shapes, which have the axes of the file."""
     random = torch.Generator().manual_seed(seed)
-    blocks = (
-        (sampling.num_heads, sampling.channels) if len(dims(sampling.value)) == 4 else (sampling.num_heads * sampling.channels,)
+    value, located, weights = _sizes.equal(sampling, shapes)
+    tensors = (
+        torch.rand(value, generator=random) * 2 - 1,
+        _locations(sampling, seed, *located[:2]).reshape(located),
+        torch.randn(weights, generator=random),
     )
-    value = torch.rand(bs, sampling.num_keys, *blocks, generator=random) * 2 - 1
-    locations = _locations(sampling, seed, bs, queries).reshape(bs, queries, *sampling.sizes(sampling.locations))
-    weights = torch.randn(bs, queries, *sampling.sizes(sampling.weights), generator=random)
-    return value, locations, weights
+    return tuple(t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True))
 
 
 def tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
@@ -151,7 +152,11 @@ def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
 def bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the five inputs of the operator, of value, locations and weights in the graph's axes."""
     value, locations, weights = inputs
-    bs, queries = locations.shape[:2]
+    bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
+    value = value.expand(bs, *value.shape[1:])
+    locations, weights = (
+        t.expand(bs, queries, *sampling.sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
+    )
     indices, mask = padding(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
@@ -169,12 +174,12 @@ def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float
 
 def sizes_read(sampling: Sampling) -> list[ir.Value]:
     """Return sizes that the part of the graph reads from tensors outside it."""
-    return _part(sampling, _sizes.names(sampling, _sizes.ANY))[1]
+    return _part(sampling)[1]
 
 
 def part_nodes(sampling: Sampling) -> list[ir.Node]:
     """Return the nodes between the operator's inputs and its output."""
-    return _part(sampling, _sizes.names(sampling, _sizes.ANY))[0]
+    return _part(sampling)[0]
 
 
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
@@ -206,37 +211,49 @@ def _dtypes(sampling: Sampling) -> list[Any]:
     return [dtype.numpy() for dtype in dtypes if dtype is not None]
 
 
-def _trials(model: ir.Model, sampling: Sampling) -> Iterator[tuple[Tensor, tuple[Tensor, ...]]]:
-    """Yield outputs of the part of the graph, and the inputs that gave them."""
-    names = _sizes.names(sampling, _sizes.ANY)
-    nodes, sizes = _part(sampling, names)
-    _dtypes(sampling)
-    tried = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
-    session = _session(model, sampling, sizes)
-    for index, (bs, queries) in enumerate(tried):
-        samples = bs * queries * sampling.num_heads * min(sampling.points)
-        names = _sizes.names(sampling, (bs, queries))
-        fixed = {str(s.name): _size(s, names) for s in sizes}
-        for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
-            yield _run(session, sampling, fixed, inputs(sampling, seed, bs, queries))
-
-
 def _run(
-    session: Any, sampling: Sampling, fixed: dict[str, Any], tensors: tuple[Tensor, ...]
+    session: Any, sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    ends = sampling.value, sampling.locations, sampling.weights
+    """Return the output of the part of the graph, and the inputs in the dtypes of the file."""
+    names = _sizes.names(sampling, tuple(tuple(t.shape) for t in tensors))
     arrays = [t.numpy().astype(dtype) for t, dtype in zip(tensors, _dtypes(sampling), strict=True)]
-    feeds = {str(end.name): array for end, array in zip(ends, arrays, strict=True)} | fixed
-    names = {i.name for i in session.get_inputs()}
+    feeds = {str(end.name): array for end, array in zip(sampling.ends, arrays, strict=True)}
+    feeds |= {str(v.name): array for v in sizes if (array := _size(v, names)) is not None}
+    required = {i.name for i in session.get_inputs()}
     with _onnxruntime():
-        (output,) = session.run(None, {name: array for name, array in feeds.items() if name in names})
+        (output,) = session.run(None, {name: array for name, array in feeds.items() if name in required})
     return torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
 
 
-def prove(model: ir.Model, sampling: Sampling) -> None:
-    """Raise Unfit unless the part of the graph gives what the operator gives, but for rounding."""
-    for result, inputs in _trials(model, sampling):
-        _compare(sampling, result, inputs)
+def prove(model: ir.Model, sampling: Sampling) -> Sampling:
+    """Return the sampling if the part of the graph gives what the operator gives, but for rounding; else raise Unfit."""
+    nodes, sizes = _part(sampling)
+    _dtypes(sampling)
+    pairs = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
+    session = _session(model, sampling, sizes)
+    for index, (bs, queries) in enumerate(pairs):
+        samples = bs * queries * sampling.num_heads * min(sampling.points)
+        for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
+            _compare(sampling, *_run(session, sampling, sizes, inputs(sampling, seed, _sizes.shapes(sampling, bs, queries))))
+    one_name = {size for tensor in sampling.ends for size in dims(tensor)[:2]} & model.meta.get("merged", set())
+    broadcasts = bool(one_name) or _broadcasts(session, sampling, sizes)
+    return replace(sampling, broadcasts=broadcasts)
+
+
+def _broadcasts(session: Any, sampling: Sampling, sizes: list[ir.Value]) -> bool:
+    """Return whether the part of the graph broadcasts sizes of 1, as the operator does not. Most parts fail with such sizes."""
+    runs = False
+    for shapes in _sizes.broadcasts(sampling):
+        try:
+            results = _run(session, sampling, sizes, inputs(sampling, 0, shapes))
+        except Unfit:
+            continue
+        try:
+            _compare(sampling, *results)
+        except Unfit as unfit:
+            raise Unfit(f"with value, locations and weights of {', '.join(map(str, shapes))} {unfit}") from None
+        runs = True
+    return runs
 
 
 @contextlib.contextmanager
