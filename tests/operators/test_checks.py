@@ -60,7 +60,7 @@ def grad_for(operator, args):
 @pytest.fixture
 def without_rules(monkeypatch):
     """A rule that is asked fails the test."""
-    for name in ("_sizes", "_need_shape", "fail", "tensors", "need_dtype", "need_one_device"):
+    for name in ("_majority", "_need_shape", "fail", "tensors", "need_dtype", "need_one_device"):
         monkeypatch.setattr(checks, name, lambda *given: pytest.fail("a rule was asked"))
 
 

@@ -362,3 +362,21 @@ def test_an_output_that_memory_does_not_hold():
         RuntimeError, match=rf"output must fit in memory; got shape \(1, {2**24}, {2**21}\)|allocate {2**47} bytes"
     ):
         mx_driving.multi_scale_deformable_attn(*wide)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("operator", [MULTI_SCALE, AGGREGATION, GEOMETRIC])
+def test_tables_that_change_are_read_again(operator, at, inference):
+    """Legal tables are remembered while they are the same objects with the same numbers, for as many rows of value."""
+    with torch.inference_mode(inference):
+        args, call = [*GOOD[operator]()], getattr(mx_driving, operator)
+        output = call(*args)
+        assert "leave room for" in said(lambda: call(args[0][:, :-1], *args[1:]))
+        args[at] -= 100
+        sentence = said(lambda: call(*args))
+        assert "must be positive" in sentence if at == 1 else "must not be negative" in sentence
+        args[at] += 100
+        assert torch.equal(call(*args), output)
+        other = [*args[:at], args[at] - 100, *args[at + 1 :]]
+        assert said(lambda: call(*other)) == sentence

@@ -33,13 +33,6 @@ def prepare(args: tuple[Any, ...], shared: tuple[int, ...]) -> tuple[Any, ...]:
     return tuple(_replicate(a, mesh) if i in shared else a for i, a in enumerate(args))
 
 
-def prepare_in_inference_mode(operator: str, *inputs: Any) -> tuple[Any, ...]:
-    """Prepare the inputs of a public function in inference mode, which skips the Autograd key that prepares them elsewhere."""
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return inputs
-    return prepare(inputs, OPERATORS[operator].shared)
-
-
 def _check_torch(mesh: Any, local: Tensor) -> None:
     if mesh.ndim > 1:
         _needs.check("DTensor on a mesh of several dimensions")

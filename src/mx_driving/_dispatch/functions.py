@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -50,12 +49,10 @@ def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | Non
     registered = REGISTERED[operator]
     needs = getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
-        gradients = registered.differentiate(ctx, grad_output)
+        gradients = registered.differentiate(ctx, (grad_output,), needs)
         return (*gradients, *[None] * (len(needs) - len(gradients)))
-    all_inputs = [True] * len(OPERATORS[operator].inputs)
     with torch.no_grad():
-        other = types.SimpleNamespace(saved_tensors=ctx.saved_tensors, needs_input_grad=all_inputs)
-        return registered.differentiate(other, grad_output)
+        return registered.differentiate(ctx, (grad_output,), [True] * registered.count)
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from .choose import choose
 # If another program defined our schemas in C++, this removes its definitions first.
 _CPU_IN_PYTHON = _backends.native.why_by_ctypes() is not None  # else C++ has registered the kernels of the CPU
 _PLAIN = (Tensor, torch.nn.Parameter)
+_BELOW_AUTOGRAD = torch._C._after_autograd_keyset
+_NOTHING = contextlib.nullcontext()
 _library = torch.library.Library("mx_driving", "DEF")
 
 
@@ -73,7 +75,7 @@ class Registered:
     def arguments(self) -> str:
         """Return the inputs and options as a schema declares them."""
         operator = self.operator
-        tensors = (f"Tensor{'?' * (i in operator.optional)} {name}" for i, name in enumerate(operator.inputs))
+        tensors = (f"Tensor{'?' * t.optional} {t.name}" for t in operator.tensors)
         return ", ".join((*tensors, *operator.options))
 
     def autocast(self, *args: Any) -> Tensor:
@@ -95,41 +97,43 @@ class Registered:
         # a compiled torch.func.jvp enters its level, and forward_ad does not notice
         if (transformed or forward_ad._current_level >= 0) and _any_tangent(args):
             return self.reference(*args)
-        if not (torch.is_grad_enabled() and self.needs_gradient(args)):
-            return self.below_autograd(*args, keyset)
-        with enable_single_level_autograd_function() if transformed else contextlib.nullcontext():
-            return self.function.apply(*args, keyset)
+        if torch.is_grad_enabled():
+            for i in self.differentiable:
+                if args[i].requires_grad:
+                    with enable_single_level_autograd_function() if transformed else _NOTHING:
+                        return self.function.apply(keyset, *args)
+        return self.below_autograd(keyset, *args)
 
-    def needs_gradient(self, args: tuple[Any, ...]) -> bool:
-        for i in self.differentiable:  # noqa: SIM110, because a generator for any() takes three times as long
-            if args[i].requires_grad:
-                return True
-        return False
+    def below_autograd(self, keyset: Any, *args: Any) -> Any:
+        """Go on to the kernel of the device. What a kernel in C++ cannot serve has to be told here.
 
-    def below_autograd(self, *args: Any) -> Any:
-        """Go on to the kernel of the device. What a kernel in C++ cannot serve has to be told here."""
-        value = args[self.value]
-        if type(value) in _PLAIN and value.is_cpu and value.numel() > _backends.native.MOST_ROWS:  # else its rows are fewer
-            inputs = args[self.value : self.count]
-            if choose(self.operator, "cpu", inputs)[0] == "reference":
-                return self.run("cpu", *args[:-1])
+        Kernels in Python call operations of torch, which must not be recorded.
+        """
+        value, below = args[self.value], keyset & _BELOW_AUTOGRAD
+        if type(value) in _PLAIN and value.is_cpu:
+            if value.numel() > _backends.native.MOST_ROWS:  # else its rows are fewer
+                inputs = args[self.value : self.count]
+                if choose(self.operator, "cpu", inputs)[0] == "reference":
+                    return self.run("cpu", *args)
+            if not _CPU_IN_PYTHON:
+                return self.op.redispatch(below, *args)
         with torch._C._AutoDispatchBelowAutograd():
-            return self.op.redispatch(args[-1] & torch._C._after_autograd_keyset, *args[:-1])
+            return self.op.redispatch(below, *args)
 
     def make_function(self) -> Any:
-        """Return the autograd function, named as the operator in the graph. Its last argument is the dispatcher's keyset."""
+        """Return the autograd function, named as the operator in the graph. Its first argument is the dispatcher's keyset."""
 
-        def forward(*args: Any) -> Any:
+        def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+            self.save(ctx, args)
             if not torch._C._are_functorch_transforms_active():
-                return self.below_autograd(*args)
+                return self.below_autograd(keyset, *args)
             # autograd turns both modes of differentiation off inside a function's forward, but outer levels still need them
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return self.below_autograd(*args)
+                return self.below_autograd(keyset, *args)
 
         parts = {
             "forward": forward,
-            "setup_context": lambda ctx, args, output: self.save(ctx, args[:-1]),
-            "backward": lambda ctx, *grads: (*self.differentiate(ctx, *grads), None),
+            "backward": lambda ctx, *grads: (None, *self.differentiate(ctx, grads, ctx.needs_input_grad[1:])),
         }
         if hasattr(torch.autograd.Function, "_compiled_autograd_key"):  # what compiled autograd looks for
             parts["_compiled_autograd_key"] = torch.autograd.Function._compiled_autograd_key
@@ -140,13 +144,19 @@ class Registered:
         ctx.save_for_backward(*args[: self.count])
         ctx.options = args[self.count :]
 
-    def differentiate(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of each argument, by `<name>_backward`."""
-        mask = [ctx.needs_input_grad[i] for i in self.differentiable]
+    def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """Return the gradient of each argument, by `<name>_backward`. Where nothing records it, its Autograd key is skipped."""
+        mask = [needs[i] for i in self.differentiable]
         backward = getattr(torch.ops.mx_driving, self.operator.name + "_backward").default
         options = ctx.options if self.operator.options else ()  # a context of `OperatorFunction` has none
+        inputs = ctx.saved_tensors
+        args = (*grads, *inputs, *options, mask)
+        if is_recorded(inputs[0]):
+            gradients = backward(*args)
+        else:
+            with torch._C._AutoDispatchBelowAutograd():
+                gradients = backward(*args)
         by_argument: list[Tensor | None] = [None] * (self.count + len(options))
-        gradients = backward(grad, *ctx.saved_tensors, *options, mask)
         for i, needed, g in zip(self.differentiable, mask, gradients, strict=True):
             by_argument[i] = g if needed else None
         return tuple(by_argument)
@@ -244,10 +254,10 @@ class RegisteredBackward(Registered):
         super().save(ctx, args[:-1])
         ctx.mask = args[-1]
 
-    def differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def differentiate(self, ctx: Any, grads: tuple[Any, ...], needs: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """The second derivative, through the reference's backward written in differentiable torch."""
         tensors = list(ctx.saved_tensors)
-        indices = [i for i in self.differentiable if ctx.needs_input_grad[i]]
+        indices = [i for i in self.differentiable if needs[i]]
 
         def first_gradients(*chosen: Tensor) -> tuple[Tensor, ...]:
             for i, t in zip(indices, chosen, strict=True):
@@ -284,6 +294,13 @@ class RegisteredBackward(Registered):
     def run_composition(self, device: str, *args: Any) -> Any:
         bare = functools.partial(REGISTERED[self.operator.bare + "_backward"].run, device)
         return composition.backward(self.operator.name, bare)(*args)
+
+
+def is_recorded(value: Tensor) -> bool:
+    """Return whether our Autograd kernel has something to do: another tensor than a plain one, gradients, or many rows."""
+    if type(value) not in _PLAIN or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return True
+    return torch._C._are_functorch_transforms_active() or value.numel() > _backends.native.MOST_ROWS
 
 
 def _any_tangent(args: tuple[Any, ...]) -> bool:

@@ -5,18 +5,20 @@ the samples that two index tables, locations and weights describe. An operator w
 built on a bare operator.
 
 A line that begins an operator is its name. Below it stand its kind (attention, aggregation or pooling) and its tensors in
-order: name, elements, axes, and what else holds, with two spaces or more between. `floating` is float32, float64, float16 or
+order: name, elements, axes and marks, with two spaces or more between. `floating` is float32, float64, float16 or
 bfloat16, `index` is int32 or int64, `number` is either. The elements of the output are those of the input that is named there.
 Axes of one name have one size; `a * b` is one axis, which an input may also have as two, `2 or 4` is an axis of either size.
-`R` is the number of reference points, which depends on an option. After the output come sizes that no input has, which are
-given as numbers; options with what each may
-be; an axis that divides another; the axes along which processes may share the work; and the operator that this one is built on.
+`R` is the number of reference points, which depends on an option. After the output come `sizes`, axes that no input has: calls
+give them as numbers; `option`, a name and its words; `divides`, an axis that divides another; `sharded`, the axes along which
+processes may share the work; and `built on`, the bare operator.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -123,7 +125,7 @@ Kind = Literal["attention", "aggregation", "pooling"]
 
 
 class SamplingInputs(NamedTuple):
-    """One thing for each of the five inputs of a bare operator that reads maps at locations: a tensor, or a name."""
+    """The five inputs of a bare operator that reads maps at locations, as tensors or as their names."""
 
     value: Any
     shapes: Any
@@ -141,7 +143,8 @@ class Input(NamedTuple):
     factors: tuple[str, ...]  # axes, with `a * b` as two
 
 
-class Operator(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operator:
     name: str
     kind: Kind
     tensors: tuple[Input, ...]
@@ -149,17 +152,29 @@ class Operator(NamedTuple):
     rows: int  # rows of value that a sample reads
     sharded: tuple[str, ...]  # axes along which the work can be split
     sizes: tuple[str, ...]  # axes of the output that no input has; given as numbers
-    choices: dict[str, tuple[str, ...]]  # option -> what it may be
+    choices: dict[str, tuple[str, ...]]  # option -> its words, the default first
     divides: tuple[str, ...]  # the first of these axes divides the second; or none
     bare: str  # the operator that this one is built on, or ""
-    # What follows from these:
-    inputs: tuple[str, ...]  # names
-    differentiable: tuple[int, ...]  # which inputs have a gradient, value first
-    optional: tuple[int, ...]  # which inputs may be None
-    axes: Axes  # of `sharded`
-    queries: str  # the axis of what attends: axis 1 of the output
-    blocks: str  # the axis that cuts channels into blocks: the output's last dimension is this axis times channels
-    weights: int  # the place of weights or logits: one for each sample, and group
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names."""
+        return tuple(t.name for t in self.tensors)
+
+    @cached_property
+    def tables(self) -> tuple[str, str]:
+        """The names of the index tables."""
+        return self.inputs[1], self.inputs[2]
+
+    @cached_property
+    def differentiable(self) -> tuple[int, ...]:
+        """The indices of the inputs that have a gradient, value first."""
+        return tuple(i for i, t in enumerate(self.tensors) if t.gradient)
+
+    @cached_property
+    def weights(self) -> int:
+        """The index of weights or logits: an element for each sample, and group."""
+        return self.differentiable[-1]
 
     @property
     def integer_locations(self) -> bool:
@@ -167,33 +182,42 @@ class Operator(NamedTuple):
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What follows the tensors, as a schema declares it."""
+        """The arguments behind the tensors, as a schema declares them."""
         return (*(f"SymInt {size}" for size in self.sizes), *(f"str {option}" for option in self.choices))
 
     @property
-    def tables(self) -> tuple[str, str]:
-        """The names of the index tables."""
-        _, shapes, starts, *_ = self.inputs
-        return shapes, starts
+    def queries(self) -> str:
+        """The axis of queries, anchors or channels: axis 1 of the output."""
+        return self.output[1]
 
     @property
+    def blocks(self) -> str:
+        """The axis that cuts channels into blocks: the output's last dimension is this axis times channels."""
+        return self.divides[0] if self.divides else self.output[-1].split(" * ")[0]
+
+    @cached_property
+    def axes(self) -> Axes:
+        """The dimension of each of the axes `sharded` in each input and in the output."""
+        tensors = (*(t.axes for t in self.tensors), self.output)
+        return {axis: tuple(self._dimension(axis, axes) for axes in tensors) for axis in self.sharded}
+
+    def _dimension(self, axis: str, axes: tuple[str, ...]) -> int | None:
+        """Return the dimension of `axis` among `axes`: an axis itself, or an axis of blocks that it counts."""
+        if axis in axes:
+            return axes.index(axis)
+        whole = self.divides[1] if self.divides[:1] == (axis,) else None
+        return next((i for i, other in enumerate(axes) if other == whole or other.split(" * ")[0] == axis), None)
+
+    @cached_property
     def shared(self) -> tuple[int, ...]:
-        """The places of the inputs that all processes have whole: index tables, and what else has no batch."""
+        """The indices of the inputs that every process has whole: index tables, and inputs without a batch."""
         if self.kind == "pooling":
             return tuple(i for i, t in enumerate(self.tensors) if t.elements == "index")
-        return tuple(i for i, at in enumerate(self.axes["bs"][:-1]) if at is None)
+        return tuple(i for i, dimension in enumerate(self.axes["bs"][:-1]) if dimension is None)
 
 
 def split(axes: str) -> tuple[str, ...]:
     return tuple(axes.split(", "))
-
-
-def _place(axis: str, axes: tuple[str, ...], divides: tuple[str, ...]) -> int | None:
-    """Where `axis` lies among `axes`: as an axis, or as what an axis of blocks counts first."""
-    if axis in axes:
-        return axes.index(axis)
-    whole = divides[1] if divides and divides[0] == axis else None
-    return next((i for i, each in enumerate(axes) if each == whole or each.split(" * ")[0] == axis), None)
 
 
 def _operator(name: str, lines: list[list[str]]) -> Operator:
@@ -203,27 +227,17 @@ def _operator(name: str, lines: list[list[str]]) -> Operator:
         Input(tensor, elements, split(axes), "optional" in rest, "gradient" in rest, tuple(re.split(r", | \* ", axes)))
         for tensor, elements, axes, *rest in (line for line in lines if line[0] not in keys)
     )
-    output, sharded = split(facts["output"][1]), split(facts["sharded"][0])
-    divides = split(facts["divides"][0]) if "divides" in facts else ()
-    differentiable = tuple(i for i, t in enumerate(tensors) if t.gradient)
     return Operator(
         name,
         cast("Kind", facts["kind"][0]),
         tensors,
-        output,
+        split(facts["output"][1]),
         rows=int(facts["rows"][0]),
-        sharded=sharded,
+        sharded=split(facts["sharded"][0]),
         sizes=split(facts["sizes"][0]) if "sizes" in facts else (),
         choices={facts["option"][0]: split(facts["option"][1])} if "option" in facts else {},
-        divides=divides,
+        divides=split(facts["divides"][0]) if "divides" in facts else (),
         bare=facts.get("built on", [""])[0],
-        inputs=tuple(t.name for t in tensors),
-        differentiable=differentiable,
-        optional=tuple(i for i, t in enumerate(tensors) if t.optional),
-        axes={axis: tuple(_place(axis, axes, divides) for axes in (*(t.axes for t in tensors), output)) for axis in sharded},
-        queries=output[1],
-        blocks=divides[0] if divides else output[-1].split(" * ")[0],
-        weights=differentiable[-1],
     )
 
 
@@ -234,9 +248,8 @@ def _read(text: str) -> Iterator[Operator]:
 
 
 OPERATORS = {operator.name: operator for operator in _read(TEXT)}
-SAMPLING = {
-    name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"
-}  # those that read maps at locations
+# Operators that read maps at locations
+SAMPLING = {name: operator for name, operator in OPERATORS.items() if operator.kind != "pooling"}
 
 
 def autocast_dtype(value: Tensor) -> torch.dtype:

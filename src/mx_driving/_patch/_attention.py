@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .._operator import checks, limits
 from ..nn._pyramid import split_heads
-from ..ops._other_shapes import can_be_read
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from ._callers import weights_may_be_watched
 from ._forms import (
@@ -222,14 +221,14 @@ def _inputs_of(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tenso
     """
     value, hidden = arguments["value"], arguments["mask"]
     if value.dim() != 4:
-        if hidden is not None and can_be_read(hidden) and not hidden.any():
+        if hidden is not None and checks.is_readable(hidden) and not hidden.any():
             hidden = None
         project = getattr(module, "value_proj", None)
         value = split_heads(value if project is None else project(value), hidden, heads_in(module))
     table = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
     if not isinstance(table, Tensor):
         checks.rows_of_levels(sum(h * w for h, w in table), value.shape[1])
-    elif can_be_read(table):
+    elif checks.is_readable(table):
         checks.rows_of_levels(int(table.prod(-1).sum()), value.shape[1])
     return value, *tables(arguments, value.device)
 

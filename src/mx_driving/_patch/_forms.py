@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from .._operator import geometry
+from .._operator.checks import is_readable
 from .._operator.rules import INDEX
-from ..ops._other_shapes import aggregation_inputs, attention_inputs, can_be_read
+from ..ops._other_shapes import aggregation_inputs, attention_inputs
 from ..ops.geometric_kernel_attention import geometric_kernel_attention
 from ..ops.multi_scale_deformable_attn import multi_scale_deformable_attn
 from ..ops.npu_deformable_aggregation import deformable_aggregation
@@ -190,7 +191,7 @@ def _joined(levels: Sequence[Tensor]) -> Tensor:
 def _lie_together(levels: Sequence[Tensor]) -> bool:
     """Return whether each level begins in memory where the level before it ends."""
     first = levels[0]
-    if torch.is_grad_enabled() or not all(map(can_be_read, levels)):
+    if torch.is_grad_enabled() or not all(map(is_readable, levels)):
         return False
     offset = first.storage_offset()
     for level in levels:

@@ -29,7 +29,7 @@ def _schema(row: Operator) -> onnx.defs.OpSchema:
     inputs, constraints = [], []
     for place, name in enumerate(row.inputs):
         kind = f"T{place}"
-        needed = options.Optional if place in row.optional else options.Single
+        needed = options.Optional if row.tensors[place].optional else options.Single
         inputs.append(_Parameter(name, kind, param_option=needed))
         constraints.append((kind, _TYPES[row.tensors[place].elements], ""))
     types = onnx.defs.OpSchema.AttrType

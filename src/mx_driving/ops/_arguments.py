@@ -1,4 +1,4 @@
-"""Sentences for calls with missing, unknown or too many arguments. Python's own would name the wrong one."""
+"""The arguments of public functions: their names and number, and the check of an operator's inputs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,47 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
-from .._operator.description import SAMPLING, Input
+from .._dispatch import distributed
+from .._operator import checks, limits
+from .._operator.description import OPERATORS, SAMPLING, Input
 from .._operator.rules import fail
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def check(operator: str, *inputs: Any) -> tuple[Any, ...]:
+    """Check the inputs of a public function, and return them as its operator takes them.
+
+    In a graph the fake kernel checks inputs; limits are checked everywhere. Level tables on a CPU are read here, so that a
+    fault is a ValueError. There are millions of ranks: the kernel reads them.
+    """
+    row, compiling = OPERATORS[operator], torch.compiler.is_compiling()
+    if not compiling:
+        checks.check_inputs(row, *inputs)
+        if row.kind != "pooling":
+            checks.check_tables(row, inputs)
+    if limits.enforced():
+        limits.hold(operator, *inputs)
+    if not compiling and torch.is_inference_mode_enabled():  # our Autograd kernel, which prepares inputs elsewhere, is skipped
+        return distributed.prepare(inputs, row.shared)
+    return inputs
+
+
 def explain_arguments(public: F) -> F:
-    """Check the names and the number of the arguments of a public function before it is called."""
+    """Check the names and the number of the arguments of a public function before it is called. Python's sentences would name
+    the wrong argument."""
     parameters = inspect.signature(public).parameters
-    names = tuple(parameters)
+    names, most = tuple(parameters), len(parameters)
     required = sum(p.default is p.empty for p in parameters.values())
 
     @functools.wraps(public)
     def call(*args: Any, **named: Any) -> Any:
-        count = len(args) + len(named)
-        if count < required or count > len(names) or (named and any(name not in names for name in named)):
+        if not named and required <= len(args) <= most:
+            return public(*args)
+        if not required <= len(args) + len(named) <= most or any(name not in names for name in named):
             _refuse(public.__name__, names, required, args, named)
         return public(*args, **named)
 

@@ -15,13 +15,6 @@ from .._operator.rules import INDEX, INDEX_RULE, fail, need_dtype, need_shape, n
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def can_be_read(t: Tensor) -> bool:
-    """Return whether the numbers of t are here now: on the CPU, outside all tracing."""
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() or torch._C._are_functorch_transforms_active():
-        return False
-    return type(t) is Tensor and t.device.type == "cpu"
-
-
 def attention_inputs(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Inputs:
     """Return the inputs of an attention operator. The weights may be [bs, num_queries, num_heads, num_levels * num_points]."""
     if isinstance(shapes, Tensor) and shapes.dim() == 2 and shapes.shape[1] == 3:
@@ -58,5 +51,5 @@ def _check_maps_apart(maps: Tensor, shapes: Tensor, starts: Tensor, locations: T
     need_shape("scale_start_index", starts, "scale", shapes.shape[0])
     need_some_sizes("sample_locations", locations, "bs, pts, cam, 2", bs, None, cameras, 2)
     need_some_sizes("weights", weights, "bs, pts, cam, scale, group", bs, locations.shape[1], cameras, shapes.shape[0], None)
-    if can_be_read(shapes) and can_be_read(starts):
+    if checks.is_readable(shapes) and checks.is_readable(starts):
         checks.levels("spatial_shape", "scale_start_index", shapes, starts, rows)  # the operator sees the cameras' maps as one

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
 from .._operator.rules import INDEX, INDEX_RULE, need_dtype, need_one_device, need_some_sizes, tensors
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 from ._pooling import inputs_of, refuse_ranks
 
 __all__ = ["bev_pool"]
@@ -41,7 +39,6 @@ def bev_pool(feat: Tensor, geom_feat: Tensor, B: int, D: int, H: int, W: int) ->
     need_some_sizes("feat", feat, "n, C", geom_feat.shape[0], None)
     need_one_device(("feat", feat), ("geom_feat", geom_feat))
     inputs = inputs_of(None, feat, None, None, geom_feat, (B, D, H, W, feat.shape[1]))
-    check("bev_pool_v3", *inputs)
-    inputs = prepare_in_inference_mode("bev_pool_v3", *inputs)
+    inputs = check("bev_pool_v3", *inputs)
     with refuse_ranks(geom_feat, inputs[5:], "geom_feat"):
         return torch.ops.mx_driving.bev_pool_v3.default(*inputs)

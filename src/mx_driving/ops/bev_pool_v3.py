@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 from ._pooling import gradients, inputs_of, refuse_ranks
 
 __all__ = ["BEVPoolV3", "bev_pool_v3"]
@@ -65,8 +63,7 @@ def bev_pool_v3(
     tensor([[[[[1., 3.]]]]])
     """
     inputs = inputs_of(depth, feat, ranks_depth, ranks_feat, ranks_bev, bev_feat_shape)
-    check("bev_pool_v3", *inputs)
-    inputs = prepare_in_inference_mode("bev_pool_v3", *inputs)
+    inputs = check("bev_pool_v3", *inputs)
     with refuse_ranks(None if depth is not None else ranks_bev, inputs[5:]):
         return torch.ops.mx_driving.bev_pool_v3.default(*inputs)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 
 __all__ = ["deformable_aggregation_with_logits"]
 
@@ -68,7 +66,15 @@ def deformable_aggregation_with_logits(
     >>> mx_driving.deformable_aggregation_with_logits(maps, shape, start, point, camera, logits)
     tensor([[[2.]]])
     """
-    inputs = (feature_maps, spatial_shape, scale_start_index, key_points, projection, logits, image_size, pair_scale)
-    check("deformable_aggregation_with_logits", *inputs)
-    inputs = prepare_in_inference_mode("deformable_aggregation_with_logits", *inputs)
+    inputs = check(
+        "deformable_aggregation_with_logits",
+        feature_maps,
+        spatial_shape,
+        scale_start_index,
+        key_points,
+        projection,
+        logits,
+        image_size,
+        pair_scale,
+    )
     return torch.ops.mx_driving.deformable_aggregation_with_logits.default(*inputs)

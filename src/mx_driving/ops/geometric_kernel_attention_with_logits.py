@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 
 __all__ = ["geometric_kernel_attention_with_logits"]
 
@@ -59,7 +57,13 @@ def geometric_kernel_attention_with_logits(
     >>> mx_driving.geometric_kernel_attention_with_logits(value, shapes, start, reference, window, logits)
     tensor([[[0.5000]]])
     """
-    inputs = (value, spatial_shapes, level_start_index, reference_points, window, attention_logits)
-    check("geometric_kernel_attention_with_logits", *inputs)
-    inputs = prepare_in_inference_mode("geometric_kernel_attention_with_logits", *inputs)
+    inputs = check(
+        "geometric_kernel_attention_with_logits",
+        value,
+        spatial_shapes,
+        level_start_index,
+        reference_points,
+        window,
+        attention_logits,
+    )
     return torch.ops.mx_driving.geometric_kernel_attention_with_logits.default(*inputs)

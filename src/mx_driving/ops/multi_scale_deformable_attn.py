@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
 from .._operator.description import OPERATORS
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 from ._foreign_signatures import with_foreign_signatures
 
 __all__ = ["MultiScaleDeformableAttnFunction", "multi_scale_deformable_attn", "npu_multi_scale_deformable_attn_function"]
@@ -66,9 +64,14 @@ def multi_scale_deformable_attn(
     >>> mx_driving.multi_scale_deformable_attn(value, shapes, start, centre, torch.ones(1, 1, 1, 1, 1))
     tensor([[[1.5000]]])
     """
-    inputs = (value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights)
-    check("multi_scale_deformable_attn", *inputs)
-    inputs = prepare_in_inference_mode("multi_scale_deformable_attn", *inputs)
+    inputs = check(
+        "multi_scale_deformable_attn",
+        value,
+        value_spatial_shapes,
+        value_level_start_index,
+        sampling_locations,
+        attention_weights,
+    )
     return torch.ops.mx_driving.multi_scale_deformable_attn.default(*inputs)
 
 

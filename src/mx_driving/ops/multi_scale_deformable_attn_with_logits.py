@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 
 __all__ = ["multi_scale_deformable_attn_with_logits"]
 
@@ -69,7 +67,8 @@ def multi_scale_deformable_attn_with_logits(
     >>> mx_driving.multi_scale_deformable_attn_with_logits(value, shapes, start, centre, offsets, logits)
     tensor([[[0.]]])
     """
-    inputs = (
+    inputs = check(
+        "multi_scale_deformable_attn_with_logits",
         value,
         value_spatial_shapes,
         value_level_start_index,
@@ -78,6 +77,4 @@ def multi_scale_deformable_attn_with_logits(
         attention_logits,
         reference_axis,
     )
-    check("multi_scale_deformable_attn_with_logits", *inputs)
-    inputs = prepare_in_inference_mode("multi_scale_deformable_attn_with_logits", *inputs)
     return torch.ops.mx_driving.multi_scale_deformable_attn_with_logits.default(*inputs)

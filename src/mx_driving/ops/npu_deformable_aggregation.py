@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._dispatch.distributed import prepare_in_inference_mode
-from .._operator.checks import check
-from ._arguments import explain_arguments
+from ._arguments import check, explain_arguments
 
 __all__ = ["AdsDeformableAggregation", "deformable_aggregation", "npu_deformable_aggregation"]
 
@@ -64,9 +62,7 @@ def deformable_aggregation(
     >>> mx_driving.deformable_aggregation(maps, shape, start, right, torch.ones(1, 1, 1, 1, 1, 1))
     tensor([[[2.]]])
     """
-    inputs = (feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
-    check("deformable_aggregation", *inputs)
-    inputs = prepare_in_inference_mode("deformable_aggregation", *inputs)
+    inputs = check("deformable_aggregation", feature_maps, spatial_shape, scale_start_index, sample_locations, weight)
     return torch.ops.mx_driving.deformable_aggregation.default(*inputs)
 
 
