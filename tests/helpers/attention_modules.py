@@ -6,6 +6,7 @@ A forward names its linear layers itself: a form is known by that, and by the na
 from __future__ import annotations
 
 import inspect
+import textwrap
 import types
 from typing import Any
 
@@ -420,11 +421,22 @@ def given_to(module: Any, references: tuple[int, ...] = (2, 2), masked: bool = T
     return {name: by_name[name] for name in inspect.signature(module.forward).parameters if name in by_name}
 
 
-def library(*things: Any) -> types.ModuleType:
-    """A Python module that has these classes and functions."""
-    module = types.ModuleType("a_library")
-    vars(module).update({thing.__name__: thing for thing in things})
+def library(*things: Any, source: str = "", name: str = "a_library") -> types.ModuleType:
+    """A Python module that has these classes and functions, and what its text defines."""
+    module = types.ModuleType(name)
+    vars(module).update({"torch": torch} | {thing.__name__: thing for thing in things})
+    exec(textwrap.dedent(source), vars(module))
     return module
+
+
+def patched(*things: Any, **options: Any) -> Any:
+    """`mx_driving.patched` of a library of these things and `plain_core`."""
+    return mx_driving.patched(library(*things, plain_core), **options)
+
+
+def close(results: Any, expected: Any) -> None:
+    """Of float64."""
+    torch.testing.assert_close(results, expected, rtol=1e-10, atol=1e-10)
 
 
 class Operators(TorchDispatchMode):
@@ -466,14 +478,15 @@ def recorded(run: Any, *args: Any, **named: Any) -> list[str]:
     return seen.names
 
 
-def agrees(module: Any, given: dict[str, Any], operator: str = WITH_LOGITS) -> None:
+def agrees(module: Any, *inputs: dict[str, Any], operator: str = WITH_LOGITS) -> None:
     """The patched module has its own outputs and gradients, by one call of this operator."""
-    kind, expected = type(module), results(module, **given)
+    kind, expected = type(module), [results(module, **given) for given in inputs]
     with mx_driving.patched(library(kind, plain_core)) as done:
-        assert done.replaced == (f"{__name__}.plain_core", f"{__name__}.{kind.__name__}")
-        assert operators(module, **given) == [operator]
-        with torch.no_grad():
-            outputs = floating(module(**given))
-        torch.testing.assert_close(outputs, expected[: len(outputs)], rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(results(module, **given), expected, rtol=1e-10, atol=1e-10)
-    assert operators(module, **given) == []
+        assert done.replaced == (f"{__name__}.plain_core", f"{kind.__module__}.{kind.__name__}")
+        for given, right in zip(inputs, expected, strict=True):
+            assert operators(module, **given) == [operator]
+            with torch.no_grad():
+                outputs = floating(module(**given))
+            close(outputs, right[: len(outputs)])
+            close(results(module, **given), right)
+    assert operators(module, **inputs[0]) == []

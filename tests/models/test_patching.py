@@ -5,23 +5,20 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-import textwrap
 import types
 
 import pytest
 import torch
-from attention_modules import plain_core
+from attention_modules import library, operators, plain_core
 
 import mx_driving
 
 
 def module_of(source: str, name: str = "a_library") -> types.ModuleType:
-    """A Python module made of text, which can call `plain_core`."""
-    module = types.ModuleType(name)
-    vars(module)["plain_core"] = types.FunctionType(plain_core.__code__, plain_core.__globals__, "plain_core")
-    module.plain_core.__module__ = "elsewhere"
-    exec(textwrap.dedent(source), vars(module))
-    return module
+    """A Python module made of text, which can call a `plain_core` of its own."""
+    core = types.FunctionType(plain_core.__code__, plain_core.__globals__, "plain_core")
+    core.__module__ = "elsewhere"
+    return library(core, source=source, name=name)
 
 
 GOOD = """
@@ -38,9 +35,7 @@ def inputs():
 
 
 def calls(function) -> int:
-    with mx_driving.viz.recording() as looks:
-        function(*inputs())
-    return len(looks)
+    return len(operators(function, *inputs()))
 
 
 def test_a_function_changes_in_place_and_back():

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
-import types
 
 import attention_modules as libraries
 import pytest
 import torch
-from attention_modules import BARE, WITH_LOGITS, build, given_to, library, operators, plain_core
+from attention_modules import BARE, WITH_LOGITS, build, close, given_to, library, operators, patched, plain_core
 
 import mx_driving
 
 
-def patched(*things, **options):
-    return mx_driving.patched(library(*things, plain_core), **options)
+def answers(kind, module, given, called=WITH_LOGITS, things=()):
+    """The patched module has its own output, by these operators."""
+    expected = module(**given)
+    with mx_driving.patched(library(kind, *(things or (plain_core,)))) as done:
+        assert operators(module, **given) == ([called] if called else [])
+        close(module(**given), expected)
+    return done
 
 
 def attend(module, query, value, position, mask, reference_points, spatial_shapes, scale=None):
@@ -22,73 +26,6 @@ def attend(module, query, value, position, mask, reference_points, spatial_shape
     given = {"query_pos": position, "key_padding_mask": mask, "reference_points": reference_points}
     out = libraries.Pillars.forward(module, query, value=value, spatial_shapes=spatial_shapes, **given)
     return out if scale is None else out * scale
-
-
-class Named(libraries.Pillars):
-    """FB-BEV's: a tensor more, left out by default."""
-
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, depth=None,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, depth)
-
-
-class NamedOnly(libraries.Pillars):
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, *, depth=None,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, depth)
-
-
-class Keywords(libraries.Pillars):
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, **kwargs,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, kwargs.get("depth"))
-
-
-class Places(libraries.Pillars):
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, *depth,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, *depth)
-
-
-class InAnInnerFunction(libraries.Pillars):
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, **kwargs,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return (lambda: attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, **kwargs))()
-
-
-class ByName(libraries.Pillars):
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, depth=None,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes, locals()["depth"])
-
-
-class TwoMasks(libraries.Paper):
-    def forward(
-        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
-        attention_mask=None,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        hidden = input_padding_mask if attention_mask is None else attention_mask
-        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
-        return libraries.Paper.forward(self, *given)
 
 
 def scaled(forward):
@@ -100,14 +37,43 @@ def scaled(forward):
     return wrapper
 
 
-class Decorated(libraries.Pillars):
-    @scaled
+FORWARD = """
+{decorator}
+def forward(
+    self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
+    spatial_shapes=None, level_start_index=None, {more}
+):
+    self.sampling_offsets, self.attention_weights
+    given = query, value, query_pos, key_padding_mask, reference_points, spatial_shapes
+    return {answer}
+"""
+
+
+def further(name, more, answer, decorator=""):
+    """A module of BEVFormer's with a parameter more."""
+    made = {}
+    exec(FORWARD.format(more=more, answer=answer, decorator=decorator), globals(), made)
+    return type(name, (libraries.Pillars,), {"forward": made["forward"], "__module__": __name__})
+
+
+Named = further("Named", "depth=None", "attend(self, *given, depth)")  # FB-BEV: a tensor more, left out by default
+NamedOnly = further("NamedOnly", "*, depth=None", "attend(self, *given, depth)")
+ByName = further("ByName", "depth=None", "attend(self, *given, locals()['depth'])")
+Keywords = further("Keywords", "**kwargs", "attend(self, *given, kwargs.get('depth'))")
+Places = further("Places", "*depth", "attend(self, *given, *depth)")
+InAnInnerFunction = further("InAnInnerFunction", "**kwargs", "(lambda: attend(self, *given, **kwargs))()")
+Decorated = further("Decorated", "**kwargs", "attend(self, *given)", "@scaled")
+
+
+class TwoMasks(libraries.Paper):
     def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, **kwargs,
+        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
+        attention_mask=None,
     ):  # fmt: skip
         self.sampling_offsets, self.attention_weights  # noqa: B018
-        return attend(self, query, value, query_pos, key_padding_mask, reference_points, spatial_shapes)
+        hidden = input_padding_mask if attention_mask is None else attention_mask
+        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
+        return libraries.Paper.forward(self, *given)
 
 
 def arguments_of(module):
@@ -127,7 +93,7 @@ def test_a_module_that_reads_a_parameter_of_no_known_form_is_left_alone_and_name
     assert "two parameters of one meaning" in reason if kind is TwoMasks else "depth, which its forward reads" in reason
 
 
-PLACES = (
+BY_PLACE = (
     *("query", "key", "value", "identity", "query_pos", "key_padding_mask", "reference_points"),
     *("spatial_shapes", "level_start_index"),
 )
@@ -143,29 +109,28 @@ FURTHER = [
 def test_a_further_argument_of_a_module_counts(kind, by_name):
     module = build(kind)
     plain = arguments_of(module)
-    args = () if by_name else (*(plain[n] for n in PLACES), DEPTH)
+    args = () if by_name else (*(plain[n] for n in BY_PLACE), DEPTH)
     named = {**plain, **by_name} if by_name else {}
     expected = module(*args, **named)
     assert (expected - module(**plain)).abs().max() > 0.1
     with patched(kind):
-        torch.testing.assert_close(module(*args, **named), expected, rtol=1e-10, atol=1e-10)
+        close(module(*args, **named), expected)
 
 
-@pytest.mark.parametrize("kind", [Keywords, Places, InAnInnerFunction, Decorated])
-def test_without_the_further_argument_the_module_calls_the_operator(kind):
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [*((kind, {}) for kind in (Keywords, Places, InAnInnerFunction, Decorated)), (Decorated, {"depth": DEPTH})],
+)
+def test_without_the_further_argument_the_module_calls_the_operator(kind, more):
+    """A decorator goes on to wrap the new code."""
     module = build(kind)
-    with patched(kind):
-        assert operators(module, **arguments_of(module)) == [WITH_LOGITS]
+    answers(kind, module, {**arguments_of(module), **more})
 
 
 def test_keywords_that_a_module_never_reads_change_nothing():
     """Layers of mmcv give every attention the same keywords."""
     module = build(libraries.Pillars)
-    given = {**given_to(module), "key": DEPTH, "attn_mask": None, "key_pos": DEPTH}
-    expected = module(**given)
-    with patched(libraries.Pillars):
-        assert operators(module, **given) == [WITH_LOGITS]
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    answers(libraries.Pillars, module, {**given_to(module), "key": DEPTH, "attn_mask": None, "key_pos": DEPTH})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +162,7 @@ def test_a_mask_that_a_form_was_tried_without_counts():
     expected = module(**given)
     assert (expected - module(**{**given, "value_mask": None})).abs().max() > 0.01
     with patched(DFineWithAMask):
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+        close(module(**given), expected)
 
 
 @libraries.with_a_forward_of_its_own
@@ -215,14 +180,10 @@ class DerivedConstructor(Base):
         super().__init__(embed_dims, num_heads, num_levels, num_points)
 
 
-@pytest.mark.parametrize(("kind", "called"), [(Derived, []), (DerivedConstructor, [WITH_LOGITS])])
+@pytest.mark.parametrize(("kind", "called"), [(Derived, ""), (DerivedConstructor, WITH_LOGITS)])
 def test_a_derived_class_that_changes_what_forward_calls_keeps_its_code(kind, called):
     module = build(kind)
-    given = given_to(module)
-    expected = module(**given)
-    with mx_driving.patched(library(Base)):
-        assert operators(module, **given) == called
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    answers(Base, module, given_to(module), called, (Base,))
 
 
 class WithOptions(libraries.Paper):
@@ -245,11 +206,7 @@ def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, 
     module = build(WithOptions)
     for name, value in options.items():
         setattr(module, name, value)
-    given = given_to(module, masked=False)
-    expected = module(**given)
-    with patched(WithOptions):
-        assert operators(module, **given) == [called]
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    answers(WithOptions, module, given_to(module, masked=False), called)
 
 
 class BoxesRefused(libraries.Paper):
@@ -286,12 +243,7 @@ class WithoutMasks(libraries.Mmcv):
 
 def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
     module = build(WithoutMasks)
-    given = given_to(module)
-    expected = module(**given)
-    with patched(WithoutMasks) as done:
-        assert done.skipped == {}
-        assert operators(module, **given) == [WITH_LOGITS]
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    assert answers(WithoutMasks, module, given_to(module)).skipped == {}
 
 
 class WithoutMasksAndSharper(libraries.Layers):
@@ -329,10 +281,7 @@ def test_a_module_that_reads_its_table_by_int_takes_any_numbers(dtype, called):
     module = build(ReadsByInt)
     given = given_to(module)
     given["spatial_shapes"] = given["spatial_shapes"].to(dtype)
-    expected = module(**given)
-    with mx_driving.patched(library(ReadsByInt, int_core)):
-        assert operators(module, **given) == [called]
-        torch.testing.assert_close(module(**given), expected, rtol=1e-10, atol=1e-10)
+    answers(ReadsByInt, module, given, called, (int_core,))
 
 
 def core_inputs():
@@ -352,105 +301,75 @@ def test_a_core_that_reads_its_table_by_int_takes_any_numbers(dtype):
         torch.testing.assert_close(int_core(value, table, locations, weights), expected)
 
 
-def named_core(value, value_spatial_shapes, sampling_locations, attention_weights, depth=None):
-    out = plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
-    return out if depth is None else out * depth
-
-
-def places_core(value, value_spatial_shapes, sampling_locations, attention_weights, *depth):
-    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, *depth)
-
-
-def keywords_core(value, value_spatial_shapes, sampling_locations, attention_weights, **depth):
-    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, **depth)
-
-
-def keyword_core(value, value_spatial_shapes, sampling_locations, attention_weights, *, depth=None):
-    return named_core(value, value_spatial_shapes, sampling_locations, attention_weights, depth)
-
-
-@pytest.mark.filterwarnings("ignore:mx_driving.patch left")
-@pytest.mark.parametrize(
-    ("core", "kept"), [(named_core, True), (keyword_core, True), (places_core, False), (keywords_core, False)]
-)
-def test_a_further_argument_of_a_core_counts(core, kept):
-    given, depth = core_inputs(), torch.rand(7, 1, dtype=torch.float64)
-    call = (
-        functools.partial(core, *given, depth)
-        if core in (named_core, places_core)
-        else functools.partial(core, *given, depth=depth)
-    )
-    expected = call()
-    with mx_driving.patched(library(core, plain_core)) as done:
-        torch.testing.assert_close(call(), expected)
-        assert (f"{__name__}.{core.__name__}" in done.skipped) == kept
-        assert len(operators(core, *given)) == 1
-        with pytest.raises(TypeError):
-            core(*given, no_such_argument=depth)
-
-
-POOL = """
-import torch
-
+SOURCES = {
+    "core": """
+def core(value, value_spatial_shapes, sampling_locations, attention_weights{more}):
+    return plain_core(value, value_spatial_shapes, sampling_locations, attention_weights) * {scale}
+""",
+    "bev_pool": """
 def bev_pool(feats, coords, B, D, H, W{more}):
     h, w, d, b = coords.long().unbind(1)
-    feats = feats{times}
+    feats = feats * {scale}
     return feats.new_zeros(B, D, H, W, feats.shape[1]).index_put((b, d, h, w), feats, accumulate=True).permute(0, 4, 1, 2, 3)
-"""
+""",
+}
+
+
+def pool_inputs():
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.rand(20, 3, generator=generator),
+        torch.stack([torch.randint(n, (20,), generator=generator) for n in (3, 4, 2, 2)], 1),
+        *(2, 2, 3, 4),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left")
+@pytest.mark.parametrize(("name", "inputs", "rows"), [("core", core_inputs, 7), ("bev_pool", pool_inputs, 20)])
 @pytest.mark.parametrize(
-    ("more", "times", "by_name"),
+    ("more", "scale", "by_name"),
     [
-        (", weights=1", " * weights", True),
-        (", weights=1", " * weights", False),
-        (", *, weights=1", " * weights", True),
-        (", *weights", " * (weights[0] if weights else 1)", False),
-        (", **weights", " * weights.get('weights', 1)", True),
+        (", scale=1", "scale", True),
+        (", scale=1", "scale", False),
+        (", *, scale=1", "scale", True),
+        (", *scale", "(scale[0] if scale else 1)", False),
+        (", **scale", "(lambda scale=1: scale)(**scale)", True),
     ],
 )
-def test_a_further_argument_of_a_pool_counts(more, times, by_name):
-    module = types.ModuleType("a_library")
-    exec(POOL.format(more=more, times=times), vars(module))
-    vars(module)["core"] = int_core
-    generator = torch.Generator().manual_seed(0)
-    places = torch.stack([torch.randint(n, (20,), generator=generator) for n in (3, 4, 2, 2)], 1)
-    feats, weights = torch.rand(20, 3, generator=generator), torch.rand(20, 1, generator=generator)
-    args = (feats, places, 2, 2, 3, 4)
-    args, named = (args, {"weights": weights}) if by_name else ((*args, weights), {})
-    expected = module.bev_pool(*args, **named)
+def test_a_further_argument_of_a_core_or_a_pool_counts(name, inputs, rows, more, scale, by_name):
+    module, given = library(plain_core, int_core, source=SOURCES[name].format(more=more, scale=scale)), inputs()
+    function, factor = getattr(module, name), torch.rand(rows, 1, dtype=given[0].dtype)
+    call = functools.partial(function, *given, scale=factor) if by_name else functools.partial(function, *given, factor)
+    expected = call()
     with mx_driving.patched(module) as done:
-        torch.testing.assert_close(module.bev_pool(*args, **named), expected)
-        assert "no known form of a core has the parameters (feats" in done.skipped["a_library.bev_pool"]
+        torch.testing.assert_close(call(), expected)
+        refused = name == "bev_pool" or "*scale" not in more
+        assert ("no known form of a core" in done.skipped.get(f"a_library.{name}", "")) == refused
+        assert len(operators(function, *given)) == (name == "core")
+        with pytest.raises(TypeError):
+            function(*given, no_such_argument=scale)
 
 
 AUTOGRAD = """
-import torch
-
 class {name}(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, {parameters}):
+    def forward(ctx, {parameters}, *more):
         return {first} * more[0]
 """
-ATTENTION = "value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step"
+EXTENSIONS = [  # name, parameters, the first tensor with a gradient
+    (
+        "MSDeformAttnFunction",
+        "value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step",
+        "value",
+    ),
+    ("DeformableAggregationFunction", "mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights", "weights"),
+    ("VoxelPooling", "geom_xyz, input_features, voxel_num", "input_features"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "first"),
-    [
-        ("MSDeformAttnFunction", ATTENTION + ", *more", "value"),
-        (
-            "DeformableAggregationFunction",
-            "mc_ms_feat, spatial_shape, scale_start_index, sampling_location, weights, *more",
-            "weights",
-        ),
-        ("VoxelPooling", "geom_xyz, input_features, voxel_num, *more", "input_features"),
-    ],
-)
+@pytest.mark.parametrize(("name", "parameters", "first"), EXTENSIONS)
 def test_an_autograd_function_of_more_arguments_is_left_alone_and_named(name, parameters, first):
-    module = types.ModuleType("a_library")
-    exec(AUTOGRAD.format(name=name, parameters=parameters, first=first), vars(module))
+    module = library(source=AUTOGRAD.format(name=name, parameters=parameters, first=first))
     with pytest.raises(ValueError, match=rf"a_library\.{name}: no known form of a core has the parameters \(.*\*more\)"):
         mx_driving.patch(module)
 

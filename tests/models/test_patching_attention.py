@@ -13,40 +13,32 @@ from attention_modules import (
     BARE,
     KEYS,
     WITH_LOGITS,
-    agrees,
+    HuggingFace,
     build,
+    close,
     given_to,
     library,
     operators,
-    plain_core,
+    patched,
     recorded,
-    results,
 )
 from torch import nn
 from torch.utils._pytree import tree_map
 
 import mx_driving
 
-CORE = plain_core.__module__ + ".plain_core"
-
-
-def patched(*things, **how):
-    return mx_driving.patched(library(*things, plain_core), **how)
-
-
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+CORE = libraries.plain_core.__module__ + ".plain_core"
 
 
 @libraries.with_a_forward_of_its_own
-class Sharper(libraries.HuggingFace):
+class Sharper(HuggingFace):
     """Other arithmetic: the weights are the softmax of doubled logits."""
 
     sharper = 2
 
 
 @libraries.with_a_forward_of_its_own
-class Unbuildable(libraries.HuggingFace):
+class Unbuildable(HuggingFace):
     """Its constructor wants what nobody can guess."""
 
     def __init__(self, secret):
@@ -95,7 +87,7 @@ class ReadsBoth(DropsWeights):
         return self.attention(**given)
 
 
-@pytest.mark.parametrize("kind", [libraries.HuggingFace, libraries.Mask2Former])
+@pytest.mark.parametrize("kind", [HuggingFace, libraries.Mask2Former])
 def test_weights_that_somebody_has_are_those_of_the_operator(kind):
     """The gradient of the output for the weights themselves, which only exists if the output is made from them."""
     module = build(kind)
@@ -113,27 +105,23 @@ def test_weights_that_somebody_has_are_those_of_the_operator(kind):
         close(gradients(), expected)
 
 
-def test_weights_that_the_caller_drops_are_not_made():
-    layer = DropsWeights(build(libraries.HuggingFace))
+@pytest.mark.parametrize(
+    ("kind", "operator"), [(DropsWeights, WITH_LOGITS), *((kind, BARE) for kind in (Reads, ReadsLate, ReadsBoth))]
+)
+def test_weights_that_the_caller_reads_are_those_of_the_operator(kind, operator):
+    """In training. Without a gradient the operator with logits serves all callers."""
+    layer = kind(build(HuggingFace))
     given = given_to(layer.attention)
-    expected = results(layer, **given)
-    with patched(libraries.HuggingFace):
-        assert recorded(layer, **given) == [WITH_LOGITS]
-        close(results(layer, **given), expected)
-
-
-@pytest.mark.parametrize("kind", [Reads, ReadsLate, ReadsBoth])
-def test_weights_that_the_caller_reads_are_those_of_the_operator(kind):
-    layer = kind(build(libraries.HuggingFace))
-    given = given_to(layer.attention)
-    with patched(libraries.HuggingFace):
-        assert set(recorded(layer, **given)) == {BARE}
+    expected = libraries.results(layer, **given)
+    with patched(HuggingFace):
+        assert set(recorded(layer, **given)) == {operator}
         assert set(operators(layer, **given)) == {WITH_LOGITS}
+        close(libraries.results(layer, **given), expected)
 
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_weights_that_a_hook_sees_are_those_of_the_operator(everywhere):
-    layer, seen = DropsWeights(build(libraries.HuggingFace)), []
+    layer, seen = DropsWeights(build(HuggingFace)), []
     given = given_to(layer.attention)
 
     def keep(module, args, output):
@@ -141,7 +129,7 @@ def test_weights_that_a_hook_sees_are_those_of_the_operator(everywhere):
             seen.append(output[1])
 
     hook = nn.modules.module.register_module_forward_hook(keep) if everywhere else layer.attention.register_forward_hook(keep)
-    with patched(libraries.HuggingFace):
+    with patched(HuggingFace):
         try:
             assert recorded(layer, **given) == [BARE]
             (gradient,) = torch.autograd.grad(layer(**given).sum(), seen[-1])
@@ -153,7 +141,7 @@ def test_weights_that_a_hook_sees_are_those_of_the_operator(everywhere):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_takes_the_same_operator_again(reentrant):
-    layer = DropsWeights(build(libraries.HuggingFace))
+    layer = DropsWeights(build(HuggingFace))
     given = given_to(layer.attention)
     hidden = given.pop("hidden_states").requires_grad_()
 
@@ -166,7 +154,7 @@ def test_checkpointing_takes_the_same_operator_again(reentrant):
         return [p.grad for p in layer.parameters()]
 
     expected = run()
-    with patched(libraries.HuggingFace):
+    with patched(HuggingFace):
         assert recorded(run)[:2] == [WITH_LOGITS, WITH_LOGITS]
         close(run(), expected)
 
@@ -182,7 +170,7 @@ def test_checkpointing_takes_the_same_operator_again(reentrant):
 def test_a_module_with_other_arithmetic_keeps_its_code_around_the_core(kind, reason):
     own, name = vars(kind)["forward"], f"{kind.__module__}.{kind.__name__}"
     with pytest.warns(UserWarning, match=f"left {name} alone: {reason}"):
-        done = mx_driving.patch(library(kind, plain_core))
+        done = mx_driving.patch(library(kind, libraries.plain_core))
     try:
         assert (done.replaced, list(done.skipped)) == ((CORE,), [name])
         assert vars(kind)["forward"] is own
@@ -193,27 +181,30 @@ def test_a_module_with_other_arithmetic_keeps_its_code_around_the_core(kind, rea
         done.restore()
 
 
-@pytest.mark.parametrize(
-    ("width", "heads", "points", "words"),
-    [
-        (256, 8, 4, ""),
-        (256, 16, 4, "value must have num_heads <= 8 (Atlas A2 limit of 26.2); got 16"),
-        (256, 8, 40, "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit of 26.2); got 80"),
-        (48, 4, 4, "value must have embed_dims a multiple of 8 (Atlas A2 limit of 26.2); got 12"),
-    ],
-)
-def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on(width, heads, points, words):
-    config = types.SimpleNamespace(d_model=width, num_feature_levels=2)
-    model = nn.ModuleDict({"first": nn.Linear(2, 2), "attention": libraries.HuggingFace(config, heads, points)})
+LIMITS = {  # width, heads, points -> the limit that they pass
+    (256, 8, 4): "",
+    (256, 16, 4): "value must have num_heads <= 8 (Atlas A2 limit of 26.2); got 16",
+    (256, 8, 40): "sampling_locations must have num_points * num_levels <= 64 (Atlas A2 limit of 26.2); got 80",
+    (48, 4, 4): "value must have embed_dims a multiple of 8 (Atlas A2 limit of 26.2); got 12",
+}
+
+
+def test_a_model_that_the_vendors_device_would_refuse_is_remarked_on():
+    model = nn.ModuleDict({"first": nn.Linear(2, 2)})
+    for width, heads, points in LIMITS:
+        config = types.SimpleNamespace(d_model=width, num_feature_levels=2)
+        model[f"{width} {heads} {points}"] = HuggingFace(config, heads, points)
     with mx_driving.patched(model) as done:
         assert done.replaced
-        assert done.limits == ({"attention": words} if words else {})
-        assert (f"the vendor's device would refuse attention: {words}" in repr(done)) == bool(words)
+        limits = {" ".join(map(str, sizes)): words for sizes, words in LIMITS.items() if words}
+        assert done.limits == limits
+        for name, words in limits.items():
+            assert f"the vendor's device would refuse {name}: {words}" in repr(done)
 
 
 def test_cores_alone_when_asked_for():
-    module = build(libraries.HuggingFace)
-    with patched(libraries.HuggingFace, OtherNames, modules=False) as done:
+    module = build(HuggingFace)
+    with patched(HuggingFace, OtherNames, modules=False) as done:
         assert (done.replaced, done.skipped) == ((CORE,), {})
         assert operators(module, **given_to(module)) == [BARE]
 
@@ -221,15 +212,15 @@ def test_cores_alone_when_asked_for():
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_patches_share_a_module(first):
     """Whichever ends first, the module and its core stay replaced for the other."""
-    module, own = build(libraries.HuggingFace), libraries.HuggingFace.forward
-    given, both = given_to(module), library(libraries.HuggingFace, plain_core)
+    module, own = build(HuggingFace), HuggingFace.forward
+    given, both = given_to(module), library(HuggingFace, libraries.plain_core)
     patches = [mx_driving.patch(both, modules=modules) for modules in (True, False, True)]
     assert patches[2].replaced == patches[0].replaced
     patches.pop(first).restore()
     assert operators(module, **given) == [WITH_LOGITS]
     for patch in patches:
         patch.restore()
-    assert libraries.HuggingFace.forward is own
+    assert HuggingFace.forward is own
     assert operators(module, **given) == []
 
 
@@ -239,7 +230,7 @@ def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
     module = build(kind)
     given = given_to(module)
     expected = module(**given)
-    done = mx_driving.patch(library(kind, plain_core))
+    done = mx_driving.patch(library(kind, libraries.plain_core))
     ours = kind.forward
 
     def wrapper(*args, **kwargs):
@@ -262,13 +253,13 @@ def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
 @pytest.mark.parametrize(("modules", "operator"), [(True, WITH_LOGITS), (False, BARE)])
 def test_a_patch_counts_the_layers_of_a_model_that_call_an_operator(modules, operator):
     """By the module that is replaced, or by the core in its code. A layer inside another one is not counted beside it."""
-    attention = build(libraries.HuggingFace)
-    model = nn.ModuleDict({"first": nn.Linear(2, 2), "layer": DropsWeights(attention), "again": build(libraries.HuggingFace)})
+    attention = build(HuggingFace)
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "layer": DropsWeights(attention), "again": build(HuggingFace)})
     with mx_driving.patched(model, modules=modules) as done:
         assert done.layers == ("layer.attention", "again")
         assert repr(done).splitlines()[-1] == "2 of 2 layers of ModuleDict that sample call an operator"
         assert operators(attention, **given_to(attention)) == [operator]
-    with patched(libraries.HuggingFace) as done:
+    with patched(HuggingFace) as done:
         assert done.layers == ()
 
 
@@ -277,7 +268,7 @@ class ByAnAttribute(libraries.Layers):
 
     def __init__(self):
         super().__init__()
-        self.core = functools.partial(plain_core)
+        self.core = functools.partial(libraries.plain_core)
 
     def forward(self, given):
         return self.core(*given)
@@ -328,7 +319,7 @@ def test_mmcvs_former_name_of_identity_goes_to_its_own_code():
     module = build(libraries.Mmcv)
     given = given_to(module)
     given["residual"] = given.pop("identity")
-    agrees(module, given, BARE)
+    libraries.agrees(module, given, operator=BARE)
 
 
 def test_arguments_by_place():
@@ -343,19 +334,19 @@ def test_arguments_by_place():
 @torch.no_grad()
 @pytest.mark.parametrize("left_out", [(), ("spatial_shapes_list",)])
 def test_levels_that_do_not_fill_the_keys_are_refused(left_out):
-    module, sizes = build(libraries.HuggingFace), [(4, 5), (2, 2)]
+    module, sizes = build(HuggingFace), [(4, 5), (2, 2)]
     given = given_to(module) | {"spatial_shapes": torch.tensor(sizes), "spatial_shapes_list": sizes}
     rule = rf"^spatial_shapes must hold the num_keys={KEYS} rows of value; got 24 in all levels$"
-    with patched(libraries.HuggingFace), pytest.raises(ValueError, match=rule):
+    with patched(HuggingFace), pytest.raises(ValueError, match=rule):
         module(**{n: a for n, a in given.items() if n not in left_out})
 
 
 def test_autocast_gives_the_dtypes_of_patched_cores():
-    module = build(libraries.HuggingFace).float()
+    module = build(HuggingFace).float()
     given = tree_map(lambda a: a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, given_to(module))
     found = []
     for modules in (False, True):
-        with patched(libraries.HuggingFace, modules=modules), torch.autocast("cpu", dtype=torch.bfloat16):
+        with patched(HuggingFace, modules=modules), torch.autocast("cpu", dtype=torch.bfloat16):
             found.append(module(**given))
     for ours, theirs in zip(found[1], found[0], strict=True):
         assert ours.dtype == theirs.dtype
@@ -363,37 +354,37 @@ def test_autocast_gives_the_dtypes_of_patched_cores():
 
 
 def test_compiles_whole():
-    module = build(libraries.HuggingFace)
+    module = build(HuggingFace)
     given = given_to(module)
-    expected = results(module, **given)
+    expected = libraries.results(module, **given)
     torch._dynamo.reset()
-    with patched(libraries.HuggingFace):
-        close(results(torch.compile(module, fullgraph=True, backend="eager"), **given), expected)
+    with patched(HuggingFace):
+        close(libraries.results(torch.compile(module, fullgraph=True, backend="eager"), **given), expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_traced():
     """torch.jit.trace traces again without gradients, and compares the graphs."""
-    module = build(libraries.HuggingFace).requires_grad_(False)
+    module = build(HuggingFace).requires_grad_(False)
     given = given_to(module, masked=False)
     hidden = given.pop("hidden_states")
-    with patched(libraries.HuggingFace):
+    with patched(HuggingFace):
         traced = torch.jit.trace(lambda hidden: module(hidden, **given), hidden)
     close(traced(hidden), module(hidden, **given))
 
 
 def test_masks_that_cannot_be_read():
     """vmap over masks, whose numbers Python cannot see."""
-    module = build(libraries.HuggingFace)
+    module = build(HuggingFace)
     given = given_to(module)
     masks = torch.stack([given.pop("attention_mask"), torch.ones(2, KEYS).bool()])
     expected = torch.stack([module(**given, attention_mask=mask)[0] for mask in masks])
-    with patched(libraries.HuggingFace):
+    with patched(HuggingFace):
         close(torch.vmap(lambda mask: module(**given, attention_mask=mask)[0])(masks), expected)
 
 
 def test_the_trial_leaves_no_trace():
-    kinds = libraries.HuggingFace, libraries.Mask2Former, libraries.Mmcv, libraries.Pillars, libraries.Temporal, libraries.Paper
+    kinds = HuggingFace, libraries.Mask2Former, libraries.Mmcv, libraries.Pillars, libraries.Temporal, libraries.Paper
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.manual_seed(5)

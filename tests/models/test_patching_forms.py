@@ -33,11 +33,10 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize(("kind", "more", "references"), [(k, more, r) for k, more, every in FORMS for r in every])
-def test_modules(kind, more, references, masked):
+@pytest.mark.parametrize(("kind", "more", "references"), FORMS)
+def test_modules(kind, more, references):
     module = build(kind, **more)
-    agrees(module, given_to(module, references, masked))
+    agrees(module, *(given_to(module, sides, masked) for sides in references for masked in (True, False)))
 
 
 @pytest.mark.parametrize("points", [4, POINTS])
@@ -58,24 +57,28 @@ def test_a_module_may_look_at_its_own_queries(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "change"),
+    ("kind", "changes"),
     [
-        *((libraries.HuggingFace, {"attention_mask": torch.full((2, KEYS), kept)}) for kept in (True, False)),
-        (libraries.HuggingFace, {"reference_points": torch.rand(1, 1, 1, 2).double()}),  # for all batches and queries
-        (libraries.LwDetr, {"input_spatial_shapes": SIZES}),
+        (
+            libraries.HuggingFace,
+            [
+                *({"attention_mask": torch.full((2, KEYS), kept)} for kept in (True, False)),
+                {"reference_points": torch.rand(1, 1, 1, 2).double()},  # for all batches and queries
+            ],
+        ),
+        (libraries.LwDetr, [{"input_spatial_shapes": SIZES}]),
     ],
 )
-def test_other_inputs(kind, change):
+def test_other_inputs(kind, changes):
     module = build(kind)
-    agrees(module, {**given_to(module), **change})
+    agrees(module, *({**given_to(module), **change} for change in changes))
 
 
-@pytest.mark.parametrize("references", [ONE_POINT, POINT, ONE_BOX, BOX])
-def test_shapes_that_an_exporter_cannot_fold(references):
+def test_shapes_that_an_exporter_cannot_fold():
     """RF-DETR then gives locations of at most five axes."""
     module = build(libraries.RfDetr)
     module._export = True
-    agrees(module, given_to(module, references))
+    agrees(module, *(given_to(module, references) for references in (ONE_POINT, POINT, ONE_BOX, BOX)))
 
 
 def half_a_key(module):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
 import types
 
+import attention_modules
 import numpy as np
 import pytest
 import torch
@@ -26,10 +26,7 @@ class Extension(types.ModuleType):
 
 
 def library(source):
-    module = types.ModuleType("a_library")
-    vars(module).update(torch=torch, ext=Extension("ext"))
-    exec(textwrap.dedent(source), vars(module))
-    return module
+    return attention_modules.library(Extension("ext"), source=source)
 
 
 BEVDET = """
