@@ -56,11 +56,11 @@ def run(
 def covering(
     name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: str = ""
 ) -> Any:
-    """Marks a test of (implementation, item, dtype): each item with each dtype on one native implementation, and on every other
-    one with the first dtype and another in turn. `make compare` compares instruction sets with each other. Implementations are
+    """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation, and on every
+    other one with the first dtype and another in turn. `make compare` compares instruction sets with each other. Implementations are
     those whose names begin with `start`."""
     wanted = [name for name in cases.wanted_implementations() if name.startswith(start)]
-    whole = next((i for i in wanted if i.startswith("native")), wanted[0])
+    whole = next((i for i in reversed(wanted) if i.startswith("native")), wanted[0])
     found = []
     for k, item in enumerate(items):
         for n, implementation in enumerate(wanted):

@@ -1,4 +1,7 @@
-"""Whose threads calls run on: torch's, in a forked child our own, and how many. Each program is a process of its own."""
+"""Whose threads calls run on: torch's, in a forked child our own, and how many. Each program is a process of its own.
+
+It is forked from one that has torch, and no threads, or started anew where OpenMP's runtime reads the environment when torch loads
+it."""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import cases
 import pytest
 import torch
 from cases import LARGE
+from programs import python
 
 from mx_driving import _backends, config
 
@@ -48,14 +52,12 @@ def of_parallel_torch():
 
 
 def printed(program: str, **environment: str) -> list[str]:
-    """The lines that a program prints. One that hangs fails."""
+    """The lines that a program prints. One that hangs is ended, and fails."""
+    code = f"{START}\nsignal.alarm(120)\n{program}"
+    if not environment:
+        return python("-c", code).stdout.splitlines()
     done = subprocess.run(
-        [sys.executable, "-c", START + program],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-        timeout=120,
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

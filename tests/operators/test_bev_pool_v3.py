@@ -308,6 +308,7 @@ def test_flops():
 def test_onnx(tmp_path, form):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    import quick_exports  # noqa: F401
 
     class Lift(torch.nn.Module):
         def forward(self, *args: Any) -> Tensor:

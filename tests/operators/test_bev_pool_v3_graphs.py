@@ -133,6 +133,8 @@ def test_exported(case, strict):
 def session_of(call, form):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
+    import quick_exports  # noqa: F401
+
     case = next(case for case in CASES if case.call is call)
     table = mx_driving.onnx.translations(form)
     model = exported(case, torch.onnx.export, dynamo=True, verbose=False, custom_translation_table=table).model_proto

@@ -13,7 +13,7 @@ from programs import python
 from values import run
 
 # test_plan.py says which way the native kernels go in such calls, and has one for each way.
-# The reference is plain torch, whose scatter is deterministic on a CPU: one dtype and few numbers of threads will do.
+# The reference is plain torch, whose scatter is deterministic on a CPU: one dtype and two numbers of threads will do.
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 PAIRS = [(i, dtype) for i in cases.wanted_implementations() for dtype in DTYPES if i != "reference" or dtype == torch.float64]
 
@@ -24,7 +24,7 @@ def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, d
     args = cases.cast(case.make(), dtype)
     grad = cases.grad_for(case.operator, args).to(dtype)
     results = []
-    for threads in (1, 2, 24) if implementation == "reference" else (1, 2, 3, 4, 8, 8, 24):
+    for threads in (1, 3) if implementation == "reference" else (1, 2, 3, 4, 8, 8, 24):
         torch.set_num_threads(threads)
         output = cases.forward_of(implementation, case.operator)(*args)
         results.append([output, *cases.gradients_of(implementation, case.operator, grad, args)])

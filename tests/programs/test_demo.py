@@ -112,10 +112,14 @@ def test_wide_photographs_are_scaled_with_their_intrinsics(folder):
     torch.testing.assert_close(project(loaded, points), project(full, points))
 
 
+@pytest.fixture(scope="module")
+def ground():
+    return scene.street()
+
+
 @pytest.mark.parametrize("index", range(6))
-def test_a_ground_point_has_its_colour_in_the_image(index):
+def test_a_ground_point_has_its_colour_in_the_image(ground, index):
     """Project points of the painted ground into a rendered image: the pixel shows the paint."""
-    ground = scene.street()
     view = scene.photograph(surround(450, 800)[index], ground)
     assert view.image is not None
     points = Extent((-12, 12), (-12, 12), 120).ground()[:, 0]
@@ -135,9 +139,8 @@ def ground_colours(ground, points):
     return ground[at[:, 0], at[:, 1]].float() / 255
 
 
-def test_the_view_sits_on_the_map():
+def test_the_view_sits_on_the_map(ground):
     """Moved by a quarter of a cell in any direction, the true map fits worse: no half pixel is lost on the way."""
-    ground = scene.street()
     cameras = tuple(scene.photograph(view, ground) for view in surround(450, 800))
     plan = lift.build(cameras, Extent(cells=100), scene.hidden)
     bev = plan(lift.pyramid(cameras))
