@@ -57,8 +57,8 @@ def covering(
     name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: str = ""
 ) -> Any:
     """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation, and on every
-    other one with the first dtype and another in turn. `make compare` compares instruction sets with each other. Implementations are
-    those whose names begin with `start`."""
+    other one with the first dtype and another in turn. `make compare` compares instruction sets with each other. The names of
+    implementations begin with `start`."""
     wanted = [name for name in cases.wanted_implementations() if name.startswith(start)]
     whole = next((i for i in reversed(wanted) if i.startswith("native")), wanted[0])
     found = []

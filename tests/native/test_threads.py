@@ -1,7 +1,6 @@
 """Whose threads calls run on: torch's, in a forked child our own, and how many. Each program is a process of its own.
 
-It is forked from one that has torch, and no threads, or started anew where OpenMP's runtime reads the environment when torch loads
-it."""
+It is forked from one that has torch and no threads, or started anew where OpenMP's runtime reads the environment."""
 
 from __future__ import annotations
 
