@@ -126,10 +126,9 @@ def check_library(platform: Platform, library: pathlib.Path) -> str:
 
 def link(name: str, platform: Platform, library: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
     native = ROOT / "tests" / "native"
-    shared = [file for file in (native / "compare").glob("*.cpp") if file.name != "main.cpp"]
     program_sources = {"native_tests": native.glob("[!f]*.cpp"), "compare": [native / "compare" / "main.cpp"]}
     program = folder / (name + (".exe" if library.suffix == ".dll" else ""))
-    sources = sorted([*program_sources[name], *shared])
+    sources = sorted(program_sources[name])
     # inputs of a comparison must not depend on a processor that multiplies and adds at once
     flags = ["-std=c++17", "-O1", "-g0", "-ffp-contract=off"]
     library_flags = [f"-I{library.parent / 'include'}", f"-L{library.parent}", "-lmx_driving"]

@@ -11,9 +11,9 @@ void instruction_sets() {
     for (int64_t number = -compare::KNOWN; number < CASES; ++number) {
         compare::Call call(number);
         CHECK(mxd_use_isa("baseline") == 0);
-        const compare::Results want = compare::results_of(call);
+        const compare::Results want = call.run();
         for (const char *isa : {"avx2", "avx512"})
-            if (mxd_use_isa(isa) == 0) comparison.add(isa, call, want, compare::results_of(call));
+            if (mxd_use_isa(isa) == 0) comparison.add(isa, call, want, call.run());
     }
     CHECK(comparison.findings() == 0);
     CHECK(mxd_use_isa(best.c_str()) == 0);

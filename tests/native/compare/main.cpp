@@ -7,7 +7,6 @@
 //
 // A line FINDING is a difference; it names its case, which `compare CASE` repeats. Exits with 1 if there is one.
 #include "difference.h"
-#include "stream.h"
 
 #include <csignal>
 #include <cstdio>
@@ -55,7 +54,20 @@ Sets all_sets() {
 Results run(const std::string &set, Call &call) {
     note(set, call.sizes());
     mxd_use_isa(set.c_str());
-    return results_of(call);
+    return call.run();
+}
+
+// Results as bytes, for a program of another compiler or processor of the same byte order.
+template <class T> void put(const T *from, size_t count) {
+    if (std::fwrite(from, sizeof(T), count, stdout) == count) return;
+    std::perror("compare: results cannot be written");
+    std::exit(3);
+}
+template <class T> T get() {
+    T number;
+    if (std::fread(&number, sizeof(T), 1, stdin) == 1) return number;
+    std::fprintf(stderr, "compare: the results end in the middle of a case\n");
+    std::exit(3);
 }
 
 int finish(const Comparison &comparison, int64_t cases, const Sets &sets) {
@@ -81,7 +93,14 @@ int compare_sets(int64_t first, int64_t count, const Sets &sets) {
 int write_results(int64_t first, int64_t count) {
     for (int64_t number = first; number < first + count; ++number) {
         Call call(number);
-        write(stdout, number, run("baseline", call));
+        const Results results = run("baseline", call);
+        const uint64_t head[] = {uint64_t(number), uint64_t(results.status), results.fingerprint, results.numbers.size()};
+        put(head, 4);
+        for (const std::vector<double> &numbers : results.numbers) {
+            const uint64_t size = numbers.size();
+            put(&size, 1);
+            put(numbers.data(), size);
+        }
     }
     return 0;
 }
@@ -90,7 +109,13 @@ int read_results() {
     const Sets sets = all_sets();
     Comparison comparison;
     int64_t number, cases = 0;
-    for (Results want; read(stdin, number, want); ++cases) {
+    for (; std::fread(&number, sizeof number, 1, stdin) == 1; ++cases) {
+        Results want{get<int64_t>(), get<uint64_t>(), {}};
+        want.numbers.resize(get<uint64_t>());
+        for (std::vector<double> &numbers : want.numbers) {
+            numbers.resize(get<uint64_t>());
+            for (double &each : numbers) each = get<double>();
+        }
         Call call(number);
         for (const std::string &set : sets) comparison.add(set, call, want, run(set, call));
     }

@@ -1,11 +1,14 @@
-// Numbers of every dtype as double and back, rounded to the nearest, half to even.
+// Numbers of every dtype as double and back, rounded to the nearest, half to even; and random numbers.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
+
+namespace compare {
 
 template <class T> T load(const char *from) {
     T number;
@@ -52,3 +55,33 @@ template <class T> T to_integer(double number) {
     if (number >= BEYOND) return std::numeric_limits<T>::max();
     return number < -BEYOND ? std::numeric_limits<T>::min() : T(number);
 }
+
+// SplitMix64: the same numbers with every compiler and C++ library.
+class Random {
+  public:
+    explicit Random(int64_t seed) : state(uint64_t(seed) * 0xd1342543de82ef95) {}
+
+    int64_t below(int64_t end) { return int64_t(next() % uint64_t(end)); }
+    bool one_in(int n) { return below(n) == 0; }
+    double between(double from, double to) { return from + (to - from) * (double(next() >> 11) * 0x1p-53); }
+    template <class T> T pick(std::initializer_list<T> choices) { return choices.begin()[below(int64_t(choices.size()))]; }
+
+    int64_t divisor_of(int64_t number) {
+        int64_t divisor;
+        do divisor = 1 + below(number);
+        while (number % divisor);
+        return divisor;
+    }
+
+  private:
+    uint64_t state;
+
+    uint64_t next() {
+        uint64_t z = (state += 0x9e3779b97f4a7c15);
+        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+        z = (z ^ z >> 27) * 0x94d049bb133111eb;
+        return z ^ z >> 31;
+    }
+};
+
+} // namespace compare
