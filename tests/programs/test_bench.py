@@ -28,7 +28,7 @@ from typer.testing import CliRunner
 
 from mx_driving import _backends
 from mx_driving._measure import accuracy, report, timing
-from mx_driving._measure.accuracy import Checked, check_one
+from mx_driving._measure.accuracy import WorkloadErrors, check_one
 from mx_driving._measure.rivals import ours, rivals
 from mx_driving._measure.workloads import (
     AGGREGATION,
@@ -425,7 +425,7 @@ def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
 
 
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
-    row = Checked(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
+    row = WorkloadErrors(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
     monkeypatch.setattr("mx_driving._measure.speed.check_one", lambda *a, **k: row)
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL])
     assert result.exit_code != 0

@@ -443,4 +443,5 @@ def test_tables_keep_words_whole_in_80_columns(mx, monkeypatch, args, words, col
 
 def fake_check(workload, dtype, device, quick, tick):
     errors = dict.fromkeys(("output", *workload.gradients), 1.2e-7)
-    return check_module.Checked(workload, dtype, "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4)
+    row = "cpu: native C++, avx512, threads of libgomp", errors, errors, 12.34567, 123.4
+    return check_module.WorkloadErrors(workload, dtype, *row)

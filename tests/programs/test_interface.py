@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pathlib
+
 import interface
 import pytest
+
+from mx_driving._dispatch.registered import REGISTERED
 
 RECORDED = ["m: module", "m.f(a, b=1)", "m.K: class()", "m.K.__init__(self)"]
 
@@ -51,3 +55,9 @@ def test_the_listing_has_what_callers_use():
     for start in ("mx_driving.multi_scale_deformable_attn(value, ", "mx_driving.nn.", "mx_driving.patch(", "mx_driving.aclnn."):
         assert any(line.startswith(start) for line in lines), start
     assert not any("._" in line.split("(")[0].replace(".__init__", "").replace(".__call__", "") for line in lines)
+
+
+def test_schemas_are_those_of_earlier_releases():
+    """Programs that torch.export or torch.jit.trace has saved call operators by their schemas."""
+    file = pathlib.Path(__file__).parents[2] / "docs" / "support" / "schemas.txt"
+    assert [str(registered.op._schema) for registered in REGISTERED.values()] == file.read_text().splitlines()

@@ -19,7 +19,7 @@ CHANNELS = 16  # at a time, and with --quick, of an operator that has no queries
 ULPS = 16
 
 
-class Checked(NamedTuple):
+class WorkloadErrors(NamedTuple):
     """One operator on one workload. errors and allowed: the output's and each gradient's, relative to the largest entry."""
 
     workload: Workload
@@ -112,7 +112,7 @@ def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[f
 
 def check_one(
     workload: Workload, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
-) -> Checked:
+) -> WorkloadErrors:
     """Errors on all queries (some of them when quick), times on the same call."""
     args, (_, few) = workload.inputs(dtype), _pieces(workload)
     if quick:
@@ -134,4 +134,4 @@ def check_one(
     kind = device if device in ("cpu", "cuda") else "other"
     serving = _dispatch.choose.backends()[kind][workload.operator]
     backend = f"reference ({device}: {serving})" if serving.startswith("reference") else f"{device}: {serving}"
-    return Checked(workload, dtype, backend, errors, allowed, ours, theirs)
+    return WorkloadErrors(workload, dtype, backend, errors, allowed, ours, theirs)

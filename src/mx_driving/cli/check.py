@@ -13,12 +13,12 @@ import mx_driving_portable
 
 from .._cli_support.problems import matching, ruled
 from .._cli_support.show import grid, open_console, print_json, say, show
-from .._measure.accuracy import CHANNELS, QUICK, Checked, check_one
+from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
 from .options import DType, DTypes, Json, Only, Threads, use_threads
 
 
-def _table(rows: list[Checked]) -> Any:
+def _table(rows: list[WorkloadErrors]) -> Any:
     """A table within 80 columns: a row's operator, workload and dtype stand above its errors."""
     table = grid(None, {"largest error of": 27, "error / allowed": 17}, {"ms": 8, "speed-up over\nplain torch": 13})
     for row in rows:
@@ -36,7 +36,7 @@ def _table(rows: list[Checked]) -> Any:
     return table
 
 
-def _backends(rows: list[Checked]) -> list[str]:
+def _backends(rows: list[WorkloadErrors]) -> list[str]:
     """A line for each backend, with the operators that it served."""
     served: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -44,7 +44,7 @@ def _backends(rows: list[Checked]) -> list[str]:
     return [f"{backend.split(';')[0]}: {', '.join(operators)}" for backend, operators in served.items()]
 
 
-def _facts(rows: list[Checked]) -> dict[str, Any]:
+def _facts(rows: list[WorkloadErrors]) -> dict[str, Any]:
     """Return what --json prints."""
     failures = [failure for row in rows for failure in row.failures]
     lines = [
@@ -106,7 +106,7 @@ def check(
         if as_json
         else open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     )
-    rows: list[Checked] = []
+    rows: list[WorkloadErrors] = []
     work = [(workload, d.value) for d in dtype or [DType.float32] for workload in chosen]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("checking", total=None)

@@ -22,8 +22,8 @@ from .._operator import rules
 from .._operator.description import OPERATORS
 from . import _pictures, _plane, _samples
 from ._looks import Look
-from ._plane import Layout, Plane
-from ._samples import Call, Samples
+from ._plane import Plane, PlaneLayout
+from ._samples import SampledCall, Samples
 
 Looks = Look | Sequence[Look]
 _NOTHING = 65535  # a location that reads nothing; others are -0.5 to 1.5 in 65534 steps
@@ -131,7 +131,7 @@ def _need_pillow() -> None:
         raise RuntimeError(f"mx_driving.viz.page needs Pillow: {pip_install('[demo]')}") from None
 
 
-def _calls(looks: Any, cameras: int, scene: int) -> list[Call]:
+def _calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
     """The looks with their names."""
     if isinstance(looks, Look):
         looks = [looks]
@@ -143,7 +143,7 @@ def _calls(looks: Any, cameras: int, scene: int) -> list[Call]:
         named = [(f"call {i}", entry) for i, entry in enumerate(looks, 1)]
     if not named:
         rules.fail(ValueError, "looks", "hold a call", "none")
-    return [Call(name, _looks_of(name, entry), cameras, scene) for name, entry in named]
+    return [SampledCall(name, _looks_of(name, entry), cameras, scene) for name, entry in named]
 
 
 def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
@@ -155,7 +155,7 @@ def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
     return found
 
 
-def _check_levels(calls: Sequence[Call], cameras: Sequence[_pictures.Camera]) -> None:
+def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
     """Where pictures are of levels, every call has as many."""
     for camera in cameras:
         for call in calls:
@@ -186,7 +186,7 @@ def _picture_of(plane: Plane) -> dict[str, Any]:
 
 
 def _fitting(
-    facts: dict[str, Any], calls: Sequence[Call], laid: Layout, plane: Plane, seen: Tensor | None, max_mb: float
+    facts: dict[str, Any], calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None, max_mb: float
 ) -> bytes:
     """The page with as many queries as max_mb leaves room for."""
     room, bare = max_mb * 1e6, len(_filled(facts))
@@ -201,7 +201,7 @@ def _fitting(
     rules.fail(ValueError, "max_mb", f"leave room for a query beside {bare / 1e6:.2f} MB of page and pictures", max_mb)
 
 
-def _bytes_of_a_query(calls: Sequence[Call], laid: Layout, plane: Plane, seen: Tensor | None) -> float:
+def _bytes_of_a_query(calls: Sequence[SampledCall], laid: PlaneLayout, plane: Plane, seen: Tensor | None) -> float:
     """How much a query takes on average, in base64."""
     total = 0.0
     for call in calls:
@@ -213,12 +213,12 @@ def _bytes_of_a_query(calls: Sequence[Call], laid: Layout, plane: Plane, seen: T
     return (total + own) * 4 / 3 + labels
 
 
-def _kept(call: Call, samples: Samples) -> Tensor:
+def _kept(call: SampledCall, samples: Samples) -> Tensor:
     """The queries of which a camera's samples are written: those that read it, or all if it is the only one."""
     return samples.read if call.cameras > 1 else torch.ones_like(samples.read)
 
 
-def _queries(laid: Layout, plane: Plane, kept: Tensor, sentence: str) -> dict[str, Any]:
+def _queries(laid: PlaneLayout, plane: Plane, kept: Tensor, sentence: str) -> dict[str, Any]:
     """Numbers, places, grid and labels of the queries shown."""
     grid = None if laid.grid is None else _packed(laid.grid[kept], "<u2")
     labels = None if plane.labels is None else [plane.labels[i] for i in kept.tolist()]
@@ -227,7 +227,7 @@ def _queries(laid: Layout, plane: Plane, kept: Tensor, sentence: str) -> dict[st
     return {**facts, "grid": grid, "labels": labels, "sentence": sentence}
 
 
-def _look(call: Call, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
+def _look(call: SampledCall, seen: Tensor | None, kept: Tensor) -> dict[str, Any]:
     """A call: blocks of samples, one for each query and camera that it reads, sorted by query."""
     numbers, cameras, locations, weights = [], [], [], []
     for camera, samples in enumerate(call.samples(seen)):

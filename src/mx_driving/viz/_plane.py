@@ -35,14 +35,14 @@ class Plane:
     seen: Tensor | None = None
 
 
-class Layout(NamedTuple):
+class PlaneLayout(NamedTuple):
     """Places of all queries on the plane, 0..1 from the top left, and their rows and columns if they lie in a grid."""
 
     places: Tensor  # [num_queries, 2 or 4]
     grid: Tensor | None  # [num_queries, 2], (row, column)
 
 
-def layout(plane: Plane, queries: int) -> Layout:
+def layout(plane: Plane, queries: int) -> PlaneLayout:
     """Check the plane, and lay out this many queries on it."""
     _check_rest(plane, queries)
     places = plane.places
@@ -56,7 +56,7 @@ def layout(plane: Plane, queries: int) -> Layout:
     row, column = torch.arange(queries).div(columns, rounding_mode="floor"), torch.arange(queries) % columns
     x, y = (column + 0.5) / columns, (row + 0.5) / rows
     fractions = torch.stack([x, y] if plane.extent is None else [1 - x, 1 - y], -1)
-    return Layout(fractions, torch.stack([row, column], -1))
+    return PlaneLayout(fractions, torch.stack([row, column], -1))
 
 
 def _rows_and_columns(places: Any, queries: int) -> tuple[int, int]:
@@ -84,13 +84,13 @@ def _shares(plane: Plane, places: Tensor, queries: int) -> Tensor:
     return torch.stack([(y1 - places[:, 1]) / (y1 - y0), (x1 - places[:, 0]) / (x1 - x0)], -1)
 
 
-def _laid_out(places: Tensor) -> Layout:
+def _laid_out(places: Tensor) -> PlaneLayout:
     """Find out whether places are a grid: every x with every y."""
     axes = [torch.unique((places[:, i] * 1e5).round(), return_inverse=True) for i in (1, 0)]
     grid = torch.stack([inverse for _, inverse in axes], -1)
     rows, columns = (len(values) for values, _ in axes)
     full = rows * columns == len(places) == len(torch.unique(grid[:, 0] * columns + grid[:, 1]))
-    return Layout(places, grid if full and min(rows, columns) > 1 else None)
+    return PlaneLayout(places, grid if full and min(rows, columns) > 1 else None)
 
 
 def _check_rest(plane: Plane, queries: int) -> None:
@@ -123,7 +123,7 @@ def check_seen(seen: Any) -> Tensor | None:
     return seen.detach().cpu()
 
 
-def chosen(laid: Layout, most: int) -> tuple[Tensor, str]:
+def chosen(laid: PlaneLayout, most: int) -> tuple[Tensor, str]:
     """At most so many queries, spread evenly, and a sentence about those left out."""
     count = len(laid.places)
     if count <= most:

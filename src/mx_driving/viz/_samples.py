@@ -31,7 +31,7 @@ class Samples(NamedTuple):
         return Samples(*(t[kept] for t in self))
 
 
-class Call(NamedTuple):
+class SampledCall(NamedTuple):
     """One call as a page shows it: a look, or one for each camera, whose rows are then the queries that the camera sees."""
 
     name: str
@@ -98,7 +98,7 @@ def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     return places.where(shown[..., None], torch.nan), weights
 
 
-def check(calls: Sequence[Call], seen: Tensor | None) -> None:
+def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
     """The looks have queries and samples, and fit the cameras, the scene and each other."""
     for call in calls:
         for look in call.looks:
@@ -119,7 +119,7 @@ def check(calls: Sequence[Call], seen: Tensor | None) -> None:
         )
 
 
-def _check_cameras(call: Call) -> None:
+def _check_cameras(call: SampledCall) -> None:
     """There is a picture for each camera, and the scene is in the batch."""
     first = call.looks[0]
     grouped, batch, cameras = OPERATORS[call.operator].kind == "aggregation", first.weights.shape[0], call.cameras
@@ -139,7 +139,7 @@ def _check_cameras(call: Call) -> None:
         rules.fail(ValueError, "scene", f"be a number from 0 to {scenes - 1} for {call.name}", call.scene)
 
 
-def _check_one_for_each(call: Call) -> None:
+def _check_one_for_each(call: SampledCall) -> None:
     """Several looks make a call if they are of one attention operator, a camera each, with the same sizes."""
     kinds = {(look.operator, len(look.weights), look.weights.shape[2:]) for look in call.looks}
     if OPERATORS[call.operator].kind == "aggregation" or len(kinds) > 1 or len(call.looks) != call.cameras:
@@ -147,7 +147,7 @@ def _check_one_for_each(call: Call) -> None:
         rules.fail(ValueError, "looks", rule, ", ".join(map(str, call.looks)))
 
 
-def _check_seen(call: Call, seen: Tensor) -> None:
+def _check_seen(call: SampledCall, seen: Tensor) -> None:
     """Rows are all queries, or those that the camera sees: alone, or padded to the longest as BEVFormer pads them."""
     if seen.shape[1] != call.cameras:
         rules.fail(ValueError, "plane.seen", f"have shape (num_queries, cameras={call.cameras})", tuple(seen.shape))
@@ -161,5 +161,5 @@ def _check_seen(call: Call, seen: Tensor) -> None:
             rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
 
 
-def _whom(call: Call, camera: int) -> str:
+def _whom(call: SampledCall, camera: int) -> str:
     return f"camera {camera}" if len(call.looks) > 1 else "a camera"
