@@ -16,28 +16,44 @@ from torch import Tensor
 from . import launch
 
 
+@triton.jit
+def _ranks(ranks, point, here, count):
+    """The ranks of points, and whether they are rows of a tensor of `count` rows."""
+    rank = tl.load(ranks + point, mask=here, other=-1).to(tl.int64)
+    return rank, rank.to(tl.uint64, bitcast=True) < count.to(tl.uint64)  # 0 <= rank < count
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_depth"])
 def _sums(
     rows, depth, ranks_row, ranks_depth, order, starts, output, num_rows, num_depth,
     CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """output[target] = sum of depth * row over the points of a target. A rank that has no row counts as zero."""
+    """output[target] = sum of depth * row over the points of a target. A rank that has no row counts as zero.
+
+    The order, the ranks and the rows of a point are read one after the other. They are read for three rounds at once, so that a
+    round waits for one read and not for three.
+    """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)[None, :]
-    place = tl.load(starts + target) + tl.arange(0, ROWS)[:, None]
+    first = tl.load(starts + target)
     end = tl.load(starts + target + 1)
+    i = first + tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    left = end - tl.load(starts + target)
+    point = tl.load(order + i, mask=i < end, other=0)
+    row, in_rows = _ranks(ranks_row, point, i < end, num_rows)
+    at, in_depth = _ranks(ranks_depth, point, i < end, num_depth)
+    point = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
+    left = end - first
     while left > 0:
-        here = place < end
-        point = tl.load(order + place, mask=here, other=0)
-        row = tl.load(ranks_row + point, mask=here, other=0).to(tl.int64)
-        at = tl.load(ranks_depth + point, mask=here, other=0).to(tl.int64)
-        here = here & (row >= 0) & (row < num_rows) & (at >= 0) & (at < num_depth)
+        here = in_rows & in_depth
         coefficient = tl.load(depth + at, mask=here, other=0.0).to(tl.float32)
-        total += coefficient * tl.load(rows + row * CHANNELS + c, mask=here & (c < CHANNELS), other=0.0).to(tl.float32)
-        place += ROWS
+        values = tl.load(rows + row * CHANNELS + c, mask=here & (c < CHANNELS), other=0.0).to(tl.float32)
+        i += ROWS
         left -= ROWS
+        row, in_rows = _ranks(ranks_row, point, i < end, num_rows)
+        at, in_depth = _ranks(ranks_depth, point, i < end, num_depth)
+        point = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
+        total += coefficient * values
     sums = tl.sum(total, 0)[None, :]
     tl.store(output + target * CHANNELS + c, sums.to(output.dtype.element_ty), mask=c < CHANNELS)
 
@@ -50,9 +66,9 @@ def _dots(
     """dots[point] = product of its cell and its row of feat."""
     point = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     c = tl.arange(0, COLUMNS)[None, :]
-    cell = tl.load(ranks_bev + point, mask=point < count, other=-1).to(tl.int64)
-    row = tl.load(ranks_feat + point, mask=point < count, other=-1).to(tl.int64)
-    here = (cell >= 0) & (cell < num_cells) & (row >= 0) & (row < num_feat) & (c < CHANNELS)
+    cell, in_cells = _ranks(ranks_bev, point, point < count, num_cells)
+    row, in_feat = _ranks(ranks_feat, point, point < count, num_feat)
+    here = in_cells & in_feat & (c < CHANNELS)
     g = tl.load(cells + cell * CHANNELS + c, mask=here, other=0.0).to(tl.float32)
     v = tl.load(feat + row * CHANNELS + c, mask=here, other=0.0).to(tl.float32)
     tl.store(dots + point, tl.sum(g * v, 1)[:, None], mask=point < count)
