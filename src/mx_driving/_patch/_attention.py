@@ -66,10 +66,6 @@ def refusal(parameters: Parameters) -> str:
     return ""
 
 
-def _always(module: Any, arguments: Arguments) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Tried:
     """A class whose trial agreed: the names in the code of its forward, its switches and factors by name, and of each example
@@ -89,7 +85,7 @@ class Attention(Form):
     keeps: bool = False  # the mask is True where a key counts, instead of where it is hidden
     weights: bool = False  # forward returns its weights, too
     residual: bool = False  # forward drops out, and adds the identity
-    usual: Callable[[Any, Arguments], bool] = _always  # whether the form can answer; the module's own forward does the rest
+    usual: Callable[[Any, Arguments], bool] = lambda module, arguments: True  # whether the form can answer
     references: tuple[tuple[int, int], ...] = ((LEVELS, 2), (LEVELS, 4), (1, 4))  # last sides of the reference
     constructor: Mapping[str, Any] = field(default_factory=dict)  # of the module that is tried, or of its configuration
     queue: int = 1  # batches of memory for each batch of queries
@@ -101,18 +97,22 @@ class Attention(Form):
     reads_all = False
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return kind == MODULE and self.needs <= roles_of(parameters.all) and not refusal(parameters)
+        return kind == MODULE and self.needs <= roles_of(parameters.all)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        assert self.tried is not None
-        kind, mask = type(module), arguments.get("mask")
-        if kind is not self.tried.kind and overrides(kind, self.tried.kind, self.tried.names):
+        tried, mask = self.tried, arguments.get("mask")
+        if tried is None or (type(module) is not tried.kind and overrides(type(module), tried.kind, tried.names)):
             return False
-        if not (is_mask(mask) and (self.masked or mask is None) and _whole(arguments) and _has_options(module, self.tried)):
+        # some libraries multiply values by their mask, which may have other numbers, or use the fractions of their tables
+        masks = mask is None or (self.masked and isinstance(mask, Tensor) and mask.dtype == torch.bool)
+        shapes_and_starts = (arguments.get(role) for role in ("shapes", "starts"))
+        if not masks or not all(is_table(t) for t in shapes_and_starts if isinstance(t, Tensor)):
             return False
-        if _example_of(arguments) not in self.tried.examples or not self.usual(module, arguments):
+        reference = arguments.get("reference", arguments.get("trajectories"))
+        example = isinstance(reference, Tensor) and (reference.shape[-1], arguments.get("value") is not None)
+        if example not in tried.examples or any(getattr(module, name, None) != value for name, value in tried.options):
             return False
-        return not (self.weights and weights_may_be_watched(module))
+        return self.usual(module, arguments) and not (self.weights and weights_may_be_watched(module))
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         query, identity = arguments["query"], arguments.get("identity")
@@ -141,7 +141,7 @@ class Attention(Form):
         """Return whether the module has batches second. UniAD's does not ask its `batch_first`."""
         return not getattr(module, "batch_first", True) and self.sample is not _along_trajectories
 
-    def has_its_points(self, module: Any) -> bool:
+    def reads_points_of(self, module: Any) -> bool:
         """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
         return bool(_counts_of(module)) == (self.sample is _uneven)
 
@@ -150,27 +150,6 @@ def options_of(module: Any, names: frozenset[str]) -> tuple[tuple[str, Any], ...
     """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows."""
     values = {name: getattr(module, name, _UNREADABLE) for name in sorted(names - _READ_BY_FORMS)}
     return tuple((name, value) for name, value in values.items() if isinstance(value, (bool, float, str, type(None))))
-
-
-def _has_options(module: Any, tried: Tried) -> bool:
-    return all(getattr(module, name, None) == value for name, value in tried.options)
-
-
-def is_mask(mask: Any) -> bool:
-    """Return whether keys count or do not. Some libraries multiply values by their mask, which may have other numbers."""
-    return mask is None or (isinstance(mask, Tensor) and mask.dtype == torch.bool)
-
-
-def _whole(arguments: Arguments) -> bool:
-    """Return whether all tables that are tensors hold whole numbers."""
-    given = (arguments.get("shapes"), arguments.get("starts"))
-    return all(is_table(table) for table in given if isinstance(table, Tensor))
-
-
-def _example_of(arguments: Arguments) -> tuple[int, bool] | None:
-    """Return the kind of example that such arguments are: numbers of a reference, and whether there is memory."""
-    reference = arguments.get("reference", arguments.get("trajectories"))
-    return (reference.shape[-1], arguments.get("value") is not None) if isinstance(reference, Tensor) else None
 
 
 def _attribute(module: Any, *names: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._attention import LINEAR_LAYERS
-from ._parameters import as_written, undecorated
+from ._parameters import as_written, undecorated, words_in
 
 _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 
@@ -35,9 +35,9 @@ def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], l
 def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     """Return whether the code of a module, without that of the modules in it, names one of these things."""
     seen: set[int] = set()
-    waiting = [inspect.getattr_static(type(module), "forward")]
+    waiting = [undecorated(inspect.getattr_static(type(module), "forward"))]
     for _ in range(_DEPTH):
-        things = [thing for function in waiting for thing in _named_in(as_written(function), module)]
+        things = [thing for function in waiting for thing in _named_in(function, module)]
         if any(id(thing) in ids for thing in things):
             return True
         waiting = [thing for thing in things if isinstance(thing, types.FunctionType) and id(thing) not in seen]
@@ -48,20 +48,11 @@ def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
 def _named_in(function: Any, module: torch.nn.Module) -> Iterator[Any]:
     """Return the functions and classes that a function's code names: global ones, those of a global Python module, and the
     attributes of its layer."""
-    for code in _codes(getattr(function, "__code__", None)):
-        spaces: list[Any] = [function.__globals__, vars(module)]
-        spaces += [vars(thing) for name in code.co_names if isinstance(thing := spaces[0].get(name), types.ModuleType)]
-        for name in code.co_names:
-            things = [space[name] for space in spaces if name in space]
-            yield from map(_called_by, [*things, inspect.getattr_static(type(module), name, None)])
-
-
-def _codes(code: Any) -> Iterator[types.CodeType]:
-    """Return the code of a function and of the functions in it."""
-    if isinstance(code, types.CodeType):
-        yield code
-        for part in code.co_consts:
-            yield from _codes(part)
+    names, own = words_in(function), getattr(as_written(function), "__globals__", {})
+    spaces = [own, vars(module), *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
+    for name in names:
+        things = [space[name] for space in spaces if name in space]
+        yield from map(_called_by, [*things, inspect.getattr_static(type(module), name, None)])
 
 
 def _called_by(thing: Any) -> Any:

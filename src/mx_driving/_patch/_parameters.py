@@ -101,15 +101,25 @@ def _names_read(function: types.FunctionType) -> Iterator[str]:
             yield from names_in(step)
 
 
+def words_in(function: Any) -> set[str]:
+    """Return the names and strings in the code of a function and of the functions in it."""
+    words: set[str] = set()
+    waiting = [getattr(as_written(function), "__code__", None)]
+    while waiting:
+        if code := waiting.pop():
+            words |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            waiting += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return words
+
+
 def attributes_used(kind: type, method: Any) -> frozenset[str]:
     """Return the names in the code of a class's method, and in that of the methods that it names."""
     names: set[str] = set()
-    waiting = [as_written(method)]
+    waiting = [method]
     while waiting:
-        code = getattr(waiting.pop(), "__code__", None)
-        words = {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))} - names if code else set()
-        names |= words
-        waiting += [as_written(inspect.getattr_static(kind, name, None)) for name in words]
+        more = words_in(waiting.pop()) - names
+        names |= more
+        waiting += [inspect.getattr_static(kind, name, None) for name in more]
     return frozenset(names)
 
 

@@ -21,10 +21,7 @@ from ._parameters import STAND_IN, Parameters, undecorated
 
 # What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
 SERVED: dict[int, Callable[..., Any]] = {}
-_DTYPES = {  # a name in forward's code -> the dtype that it casts the inputs to
-    **{"float": torch.float32, "float32": torch.float32, "half": torch.float16, "float16": torch.float16},
-    **{"double": torch.float64, "float64": torch.float64},
-}
+_WIDTHS = {"half": 16, "float16": 16, "float": 32, "float32": 32, "double": 64, "float64": 64}  # names of casts in code
 
 
 def holder_of(thing: Any) -> Any:
@@ -36,29 +33,24 @@ def holder_of(thing: Any) -> Any:
 
 def replace(form: Form, holder: Any) -> Callable[[], None]:
     """Change an object in place, and return a function that changes it back."""
-    if form.kind != AUTOGRAD:
-        before, holder.__code__ = holder.__code__, _code_that_calls(form, holder)
-        holder.__wrapped__ = SERVED[id(holder)].__wrapped__  # for as_written
-        return functools.partial(_give_code_back, holder, before)
-    changed = {name: (vars(holder).get(name), method) for name, method in _methods(form, holder).items()}
-    for name, (_, method) in changed.items():
-        setattr(holder, name, method)
-    return functools.partial(_give_back, holder, changed)
+    if form.kind == AUTOGRAD:
+        before, new = dict(vars(holder)), _methods(form, holder)
+    else:
+        before, new = {"__code__": holder.__code__}, {"__code__": _code_that_calls(form, holder)}
+        new["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for as_written
+    for name, value in new.items():
+        setattr(holder, name, value)
+    return functools.partial(_give_back, holder, before, new)
 
 
-def _give_code_back(function: types.FunctionType, code: types.CodeType) -> None:
-    function.__code__ = code
-    del function.__wrapped__
-
-
-def _give_back(kind: type, changed: dict[str, tuple[Any, Any]]) -> None:
-    for name, (before, method) in changed.items():
-        if vars(kind).get(name) is not method:  # a wrapper that others have put over the method stays
+def _give_back(holder: Any, before: dict[str, Any], new: dict[str, Any]) -> None:
+    for name, value in new.items():
+        if vars(holder).get(name, value) is not value:  # a wrapper that others have put over a method stays
             continue
-        if before is None:
-            delattr(kind, name)
+        if name in before:
+            setattr(holder, name, before[name])
         else:
-            setattr(kind, name, before)
+            delattr(holder, name)
 
 
 def _code_that_calls(form: Form, function: types.FunctionType) -> types.CodeType:
@@ -115,7 +107,7 @@ def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
             device_type, under_autocast = cells["device_type"].cell_contents, cells["cast_inputs"].cell_contents
         forward = forward.__wrapped__
     names = forward.__code__.co_names
-    always = next((_DTYPES[n] for n in names if n in _DTYPES), None)
+    always = next((getattr(torch, f"float{_WIDTHS[n]}") for n in names if n in _WIDTHS), None)
     to_value = "type_as" in names
 
     def casts(*inputs: Tensor) -> tuple[Tensor, ...]:

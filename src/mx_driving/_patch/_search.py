@@ -33,8 +33,8 @@ _FILES = {
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
-# words in the text of every file with a core, or of every file with an attention module
 _CORES = (POOLS, (*CORES, *EXTENSIONS))
+# words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
 

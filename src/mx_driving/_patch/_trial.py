@@ -181,7 +181,7 @@ def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention
     if (key := str(form.constructor)) not in built:
         built[key] = _build(kind, form.constructor)
     module, function = built[key], undecorated(vars(kind)["forward"])
-    if not form.has_its_points(module):
+    if not form.reads_points_of(module):
         raise ValueError("it has its own number of points for each level, or one for all")
     sizes, examples, refusals = _MAPS[: levels_in(module)], set(), []
     theirs, ours = _runs(form, function, module, sizes)
