@@ -99,7 +99,7 @@ def aggregation(
     return features, shapes, starts, uniform, weight
 
 
-def _edge_locations(operator: str, args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
+def _edge_locations(args: tuple[Tensor, ...], xs: list[float]) -> tuple[Tensor, ...]:
     """Locations whose x and y run through all pairs of xs."""
     numbers = torch.tensor(xs, dtype=torch.float64)
     count = args[3].numel() // 2
@@ -115,6 +115,7 @@ def overlapping(points: int = 3) -> tuple[Tensor, ...]:
 
 PYRAMID = [(12, 17), (6, 9), (3, 5), (1, 1)]
 VENDOR_LEVEL = (60, 40)
+DETR = [(100, 134), (50, 67), (25, 34), (13, 17)]
 CASES = [
     Case(MULTI_SCALE, "pyramid", lambda: multi_scale(2, 70, 32, 4, PYRAMID, 4)),
     *(
@@ -131,9 +132,7 @@ CASES = [
     Case(MULTI_SCALE, "vendor 128 x 8 x 8 x 8", lambda: multi_scale(1, 10, 128, 8, [VENDOR_LEVEL] * 8, 8)),
     Case(MULTI_SCALE, "vendor 147 x 7 x 3 x 21", lambda: multi_scale(1, 10, 147, 7, [VENDOR_LEVEL] * 3, 21)),
     Case(MULTI_SCALE, "vendor 32 x 7 x 4 x 16", lambda: multi_scale(1, 20, 32, 7, [VENDOR_LEVEL] * 4, 16)),
-    Case(
-        MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, [(100, 134), (50, 67), (25, 34), (13, 17)], 4)
-    ),
+    Case(MULTI_SCALE, "Deformable-DETR decoder", lambda: multi_scale(1, 40, 32, 8, DETR, 4)),
     Case(MULTI_SCALE, "BEVFormer temporal", lambda: multi_scale(2, 100, 32, 8, [(50, 50)], 4)),
     Case(MULTI_SCALE, "BEVFormer spatial", lambda: multi_scale(3, 30, 32, 8, [(29, 50), (15, 25), (8, 13), (4, 7)], 8)),
     Case(AGGREGATION, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, [[(6, 7), (3, 4)], [(5, 5), (1, 1)]])),
@@ -151,30 +150,14 @@ CASES = [
 ]
 # On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [
-    Case(
-        MULTI_SCALE,
-        "lattice and border",
-        lambda: _edge_locations(
-            MULTI_SCALE, multi_scale(1, 64, 8, 1, [(4, 4)], 2), [-0.25, -0.125, 0.0, 0.125, 0.375, 0.875, 1.0, 1.125, 1.5]
-        ),
-    ),
-    Case(
-        AGGREGATION,
-        "lattice and border",
-        lambda: _edge_locations(
-            AGGREGATION, aggregation(1, 9, 10, 8, 2, [[(4, 4)]]), [-0.125, 0.0, 0.125, 0.25, 0.625, 0.875, 1.0, 1.25]
-        ),
-    ),
-    Case(
-        GEOMETRIC,
-        "lattice and border",
-        lambda: _edge_locations(
-            GEOMETRIC,
-            geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False),
-            [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30],
-        ),
-    ),
-]
+    Case(MULTI_SCALE, "lattice and border", lambda: _edge_locations(multi_scale(1, 64, 8, 1, [(4, 4)], 2), BILINEAR_EDGES)),
+    Case(AGGREGATION, "lattice and border", lambda: _edge_locations(aggregation(1, 9, 10, 8, 2, [[(4, 4)]]), OPEN_EDGES)),
+    Case(GEOMETRIC, "lattice and border",
+         lambda: _edge_locations(geometric(1, 64, 8, 1, [(4, 4)], 2, integral=False), NEAREST_EDGES)),
+]  # fmt: skip
+BILINEAR_EDGES = [-0.25, -0.125, 0.0, 0.125, 0.375, 0.875, 1.0, 1.125, 1.5]
+OPEN_EDGES = [-0.125, 0.0, 0.125, 0.25, 0.625, 0.875, 1.0, 1.25]
+NEAREST_EDGES = [-1e30, -1.0, -0.5, 0.0, 0.5, 2.5, 3.0, 3.5, 4.0, 1e30]
 
 
 # enough work for several threads

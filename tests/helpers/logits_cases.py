@@ -10,17 +10,9 @@ from torch import Tensor
 
 
 def multi_scale(
-    bs: int,
-    queries: int,
-    channels: int,
-    heads: int,
-    sizes: list[tuple[int, int]],
-    points: int,
-    references: int | None = None,
-    axis: str = "level",
-    box: bool = False,
-    seed: int = 0,
-) -> tuple[Any, ...]:
+    bs: int, queries: int, channels: int, heads: int, sizes: list[tuple[int, int]], points: int,
+    references: int | None = None, axis: str = "level", box: bool = False, seed: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
     """Samples on the map and around it. Every dtype holds references and offsets exactly, and they add up to places that are
     1 / 128 pixel or more off the lattice: odd 128ths of maps whose sides no 16 divides."""
     generator = torch.Generator().manual_seed(seed)
@@ -68,16 +60,9 @@ def ring_of_cameras(cams: int) -> Tensor:
 
 
 def aggregation(
-    bs: int,
-    anchors: int,
-    points: int,
-    channels: int,
-    groups: int,
-    sizes: list[list[tuple[int, int]]],
-    image_size: bool = True,
-    pair_scale: bool = True,
-    seed: int = 0,
-) -> tuple[Any, ...]:
+    bs: int, anchors: int, points: int, channels: int, groups: int, sizes: list[list[tuple[int, int]]],
+    image_size: bool = True, pair_scale: bool = True, seed: int = 0,
+) -> tuple[Any, ...]:  # fmt: skip
     """Points around cameras. Every dtype holds points and cameras exactly, and what cameras see is off the lattice."""
     generator = torch.Generator().manual_seed(seed)
     cams, scales = len(sizes), len(sizes[0])
@@ -96,16 +81,8 @@ def aggregation(
     if image_size:
         projection[:, :, :2] *= pixels[:, None]
     kept = (torch.rand(bs, anchors, cams, points, generator=generator) > 0.25).double() * 1.25
-    return (
-        features,
-        shapes,
-        starts,
-        key_points,
-        projection,
-        logits,
-        pixels.expand(bs, cams, 2).clone() if image_size else None,
-        kept if pair_scale else None,
-    )
+    size, scale = pixels.expand(bs, cams, 2).clone() if image_size else None, kept if pair_scale else None
+    return features, shapes, starts, key_points, projection, logits, size, scale
 
 
 def _near_a_jump(key_points: Tensor, projection: Tensor, shapes: Tensor) -> Tensor:
@@ -125,7 +102,7 @@ def of_samples(reference: Tensor, levels: int, points: int, axis: str) -> Tensor
     return reference[:, :, chosen].unflatten(2, (levels, points))[:, :, None]
 
 
-THREE = [(12, 17), (6, 9), (1, 1)]
+THREE, SPARSE4D = [(12, 17), (6, 9), (1, 1)], [(16, 44), (8, 22), (4, 11), (2, 5)]
 TWO_CAMERAS, FEW_MAPS = [[(6, 7), (3, 4)], [(5, 5), (1, 1)]], [(6, 7), (3, 4), (5, 5)]
 CASES = [
     Case(MULTI_SCALE_LOGITS, "pyramid", lambda: multi_scale(2, 70, 32, 4, PYRAMID, 4)),
@@ -139,17 +116,11 @@ CASES = [
     Case(AGGREGATION_LOGITS, "two cameras", lambda: aggregation(2, 9, 7, 32, 8, TWO_CAMERAS)),
     Case(AGGREGATION_LOGITS, "from 0 to 1", lambda: aggregation(1, 9, 5, 24, 3, [[(6, 7)]] * 3, False, False)),
     Case(AGGREGATION_LOGITS, "one group of 37", lambda: aggregation(1, 7, 6, 37, 1, [[(6, 7)]] * 2, False, True)),
-    Case(
-        AGGREGATION_LOGITS,
-        "Sparse4D",
-        lambda: aggregation(1, 30, 13, 256, 8, [[(16, 44), (8, 22), (4, 11), (2, 5)]] * 6, True, False),
-    ),
+    Case(AGGREGATION_LOGITS, "Sparse4D", lambda: aggregation(1, 30, 13, 256, 8, [SPARSE4D] * 6, True, False)),
     # a vector holds some groups of a row, or some rows, or neither comes out even
     *(
-        Case(
-            AGGREGATION_LOGITS, f"{groups} groups", lambda groups=groups: aggregation(1, 4, 5, groups * 2, groups, TWO_CAMERAS)
-        )
-        for groups in (2, 3, 5, 8, 16, 20, 37, 64)
+        Case(AGGREGATION_LOGITS, f"{n} groups", lambda n=n: aggregation(1, 4, 5, n * 2, n, TWO_CAMERAS))
+        for n in (2, 3, 5, 8, 16, 20, 37, 64)
     ),
     Case(AGGREGATION_LOGITS, "one row of logits", lambda: aggregation(2, 5, 1, 16, 8, [[(6, 7)]], seed=1)),
     Case(AGGREGATION_LOGITS, "more pairs than a bundle has room for", lambda: aggregation(1, 3, 45, 16, 4, [FEW_MAPS] * 3)),

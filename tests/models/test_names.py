@@ -16,8 +16,7 @@ import cases
 import pytest
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
-from derivatives import inputs_of
-from small_cases import GOOD
+from small_cases import GOOD, inputs_of
 from torch.autograd import gradgradcheck
 
 import mx_driving

@@ -1,20 +1,17 @@
-"""What the native kernels alone do where linear layers end: exp, softmax, ties of windows, and each way to a gradient.
+"""What the native kernels alone do where linear layers end: exp, softmax and ties of windows.
 
-operators/test_with_logits.py has what holds for every implementation.
+test_plan.py has each way to a gradient; operators/test_with_logits.py has what holds for every implementation.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Any
 
 import cases
 import logits_cases
 import numpy as np
 import pytest
 import torch
-import truth
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC_LOGITS, MULTI_SCALE_LOGITS, wanted_implementations
 from small_cases import GROWING
 from torch import Tensor
@@ -24,7 +21,6 @@ import mx_driving
 from mx_driving import _backends
 
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
-THREADS = (1, 2, 3, 8, 24)
 PYRAMID = [(23, 31), (11, 17), (6, 7)]
 
 
@@ -80,40 +76,6 @@ def test_softmax_as_torch_computes_it(dtype, samples):
     lost = 4 + samples + (rows - rows.amax(-1, keepdim=True)).abs().nan_to_num().clamp(max=800)  # by the difference
     allowed = lost * torch.finfo(dtype).eps * expected + torch.finfo(dtype).tiny
     assert ((found - expected).abs() <= allowed)[~expected.isnan()].all()
-
-
-# Sizes, and the ways they take to the gradient of value with each number of threads.
-WAYS = {
-    "few queries": ((1, 30, 16, 8, PYRAMID, 4), ["WITH_SAMPLES"] * 4 + ["BY_PARTS, 3 a head"]),
-    "many queries": ((1, 8 * 512, 8, 8, PYRAMID, 1), ["BY_HEADS"] * 4 + ["BY_BANDS, 3"]),
-    "3 points": ((1, 300, 40, 2, PYRAMID, 3), ["WITH_SAMPLES"] * 2 + ["BY_BANDS, 3", "BY_BANDS, 3", "BY_BANDS, 12"]),
-    "68 samples": ((1, 20, 8, 1, [*PYRAMID, (3, 5)], 17), ["WITH_SAMPLES", *(f"BY_BANDS, {bands}" for bands in (4, 4, 8, 24))]),
-}
-
-
-@functools.cache
-def inputs_and_truth(name: str, dtype: torch.dtype) -> tuple[tuple[Any, ...], Tensor, truth.Truth]:
-    args = cases.cast(logits_cases.multi_scale(*WAYS[name][0]), dtype)
-    grad = cases.grad_for(MULTI_SCALE_LOGITS, args).to(dtype)
-    return args, grad, cases.truth_of(MULTI_SCALE_LOGITS, args, grad)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", WAYS)
-def test_every_way(every_thread, name, dtype):
-    """Each way that a plan takes gives the same bits, near the truth."""
-    args, grad, true = inputs_and_truth(name, dtype)
-    first: list[Tensor] = []
-    taken = []
-    for threads in THREADS:
-        torch.set_num_threads(threads)
-        taken.append(_backends.native.describe_plan(MULTI_SCALE_LOGITS, args, [True] * 4)["value_gradient"])
-        output = cases.forward_of("native", MULTI_SCALE_LOGITS)(*args)
-        found = [output, *cases.gradients_of("native", MULTI_SCALE_LOGITS, grad, args)]
-        first = first or found
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
-    assert dtype != torch.float32 or taken == WAYS[name][1]
-    cases.assert_near(true, MULTI_SCALE_LOGITS, args, first)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)

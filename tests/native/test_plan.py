@@ -14,7 +14,7 @@ import logits_cases
 import pytest
 import torch
 import truth
-from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, wanted_implementations
+from cases import AGGREGATION, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS, wanted_implementations
 from torch import Tensor
 from values import covering
 
@@ -62,118 +62,86 @@ class Row(NamedTuple):
 
 
 SAMPLES, HEADS = "WITH_SAMPLES", "BY_HEADS"
+ALL_SAMPLES, ALL_BUT_24 = (SAMPLES,) * 5, (1, 1, 1, 1, 3)
+LOGITS = [(23, 31), (11, 17), (6, 7)]
 ROWS = {
     "few queries": Row(
-        MULTI_SCALE,
-        lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
-        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, parts(3)),
-        (1, 1, 1, 1, 3),
-        packed_gradient=(1, 1, 1, 1, 0),
+        MULTI_SCALE, lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
+        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0),
     ),
-    "many queries": Row(
-        MULTI_SCALE,
-        lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),  # a row of the first level is read 6 times
-        (HEADS, HEADS, HEADS, HEADS, *bands(3)),
-        (1, 1, 1, 1, 3),
-        packed_value=(2, 2, 2, 2, 2),
-        packed_gradient=(2, 2, 2, 2, 0),
+    "many queries": Row(  # a row of the first level is read 6 times
+        MULTI_SCALE, lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),
+        (*[HEADS] * 4, *bands(3)), ALL_BUT_24, packed_value=(2, 2, 2, 2, 2), packed_gradient=(2, 2, 2, 2, 0),
     ),
     "3 batches": Row(
-        MULTI_SCALE,
-        lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
-        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES),
-        (1, 1, 1, 1, 1),
-        packed_value=(3, 3, 3, 0, 0),
-        packed_gradient=(3, 3, 3, 3, 3),
+        MULTI_SCALE, lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
+        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES), (1,) * 5, packed_value=(3, 3, 3, 0, 0), packed_gradient=(3,) * 5,
     ),
-    "rows of no level": Row(
-        MULTI_SCALE,
-        lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
-        (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)),
-        (1, 1, 1, 1, 7),  # three of each level, and one of the rest
-        packed_value=(2, 0, 0, 0, 0),
-        packed_gradient=(2, 2, 2, 2, 0),
+    "rows of no level": Row(  # bands of 16 bits: three of each level, and one of the rest
+        MULTI_SCALE, lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
+        (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)), (1, 1, 1, 1, 7),
+        packed_value=(2, 0, 0, 0, 0), packed_gradient=(2, 2, 2, 2, 0),
     ),
     "2 heads, 4 points": Row(
-        MULTI_SCALE,
-        lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
-        (1, 1, 3, 3, 12),
-        packed_gradient=(2, 2, 0, 0, 0),
+        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
     ),
     "2 heads, 3 points": Row(  # a level begins inside a group of ROWS samples, so levels cannot be parts
-        MULTI_SCALE,
-        lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
-        (SAMPLES, SAMPLES, *bands(3, 3, 12)),
-        (1, 1, 3, 3, 12),
-        packed_gradient=(2, 2, 0, 0, 0),
+        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
     ),
     "2 heads, one level": Row(
-        MULTI_SCALE,
-        lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
-        (SAMPLES, SAMPLES, *bands(3, 4, 12)),
-        (1, 1, 3, 4, 12),
+        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
+        (SAMPLES, SAMPLES, *bands(3, 4, 12)), (1, 1, 3, 4, 12),
+    ),
+    "few queries with logits": Row(
+        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 30, 16, 8, LOGITS, 4),
+        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0),
+    ),
+    "many queries with logits": Row(
+        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 8 * 512, 8, 8, LOGITS, 1),
+        (*[HEADS] * 4, *bands(3)), ALL_BUT_24, packed_value=(3, 3, 3, 3, 0), packed_gradient=(3, 3, 3, 3, 0),
+    ),
+    "3 points with logits": Row(
+        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 300, 40, 2, LOGITS, 3),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
+    ),
+    "68 samples with logits": Row(
+        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 20, 8, 1, [*LOGITS, (3, 5)], 17),
+        (SAMPLES, *bands(4, 4, 8, 24)), (1, 4, 4, 8, 24),
     ),
     "nearest": Row(
-        GEOMETRIC,
-        lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
-        (SAMPLES,) * 5,
-        (1, 1, 1, 1, 1),
-        packed_value=(1, 1, 1, 1, 0),
-        packed_gradient=(1, 1, 1, 1, 1),
-        one_pass_packs=True,
+        GEOMETRIC, lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
+        ALL_SAMPLES, (1,) * 5, packed_value=(1, 1, 1, 1, 0), packed_gradient=(1,) * 5, one_pass_packs=True,
     ),
     "nearest, 3 points": Row(  # on two levels
-        GEOMETRIC,
-        lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
-        (SAMPLES,) * 5,
-        (1, 1, 1, 1, 1),
-        packed_gradient=(2, 2, 2, 2, 2),
-        one_pass_packs=True,
+        GEOMETRIC, lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
+        ALL_SAMPLES, (1,) * 5, packed_gradient=(2,) * 5, one_pass_packs=True,
     ),
     "nearest, 2 heads": Row(
-        GEOMETRIC,
-        lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)),
-        (1, 1, 3, 3, 12),
-        packed_gradient=(1, 1, 0, 0, 0),
+        GEOMETRIC, lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12), packed_gradient=(1, 1, 0, 0, 0),
     ),
     "window": Row(
-        GEOMETRIC_LOGITS,
-        lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
-        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, *bands(3)),
-        (1, 1, 1, 1, 3),
-        packed_gradient=(1, 1, 1, 1, 0),
-        one_pass_packs=True,
-        heads_of_forward=8,
-        heads_of_one_pass=(4, 4, 2, 2, 0),
+        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
+        (*[SAMPLES] * 4, *bands(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0), one_pass_packs=True,
+        heads_of_forward=8, heads_of_one_pass=(4, 4, 2, 2, 0),
     ),
     "window, 3 heads": Row(
-        GEOMETRIC_LOGITS,
-        lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
-        (SAMPLES, SAMPLES, SAMPLES, SAMPLES, *bands(4)),
-        (1, 1, 1, 1, 4),
-        packed_gradient=(2, 2, 2, 2, 0),
-        one_pass_packs=True,
-        heads_of_forward=3,
-        heads_of_one_pass=(1, 1, 1, 1, 0),
+        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
+        (*[SAMPLES] * 4, *bands(4)), (1, 1, 1, 1, 4), packed_gradient=(2, 2, 2, 2, 0), one_pass_packs=True,
+        heads_of_forward=3, heads_of_one_pass=(1, 1, 1, 1, 0),
     ),
     "window, large map": Row(  # 1.3 MB in 16 bits
-        GEOMETRIC_LOGITS,
-        lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
-        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)),
-        (1, 1, 1, 2, 6),
-        packed_value=(1, 1, 1, 1, 1),
-        packed_gradient=(1, 1, 1, 0, 0),
-        packed_is_near=False,
+        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
+        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)), (1, 1, 1, 2, 6),
+        packed_value=(1,) * 5, packed_gradient=(1, 1, 1, 0, 0), packed_is_near=False,
     ),
     "cameras": Row(
-        AGGREGATION,
-        lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
-        bands(1, 1, 1, 6, 12),
-        (1, 1, 1, 6, 12),
+        AGGREGATION, lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
+        bands(1, 1, 1, 6, 12), (1, 1, 1, 6, 12),
     ),
-}
+}  # fmt: skip
 
 
 def levels(text: str) -> int:

@@ -8,7 +8,7 @@ import cases
 import pytest
 import torch
 from cases import GEOMETRIC
-from derivatives import SMALL, inputs_of
+from small_cases import SMALL, inputs_of
 from torch.autograd import gradcheck, gradgradcheck
 from values import assert_same_sums, everywhere_each, first
 
@@ -22,21 +22,10 @@ def test_gradcheck(implementation, operator):
 
 @pytest.mark.parametrize("operator", cases.EVERY)
 def test_gradgradcheck(operator):
-    """Reverse over reverse, for one gradient and for a batch of them, along a random direction, as torch's own tests do it."""
-    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), check_batched_grad=True, fast_mode=True)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_second_derivative_of_a_penalty(operator):
-    """create_graph=True, as a gradient penalty uses it, equals the reference's own."""
-    found = []
-    for function in (getattr(mx_driving, operator), cases.forward_of("reference", operator)):
-        args = inputs_of(operator)
-        leaves = [args[i] for i in cases.DIFFERENTIABLE[operator]]
-        first = torch.autograd.grad(function(*args).square().sum(), leaves, create_graph=True)
-        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    """Reverse over reverse, for one gradient and for a batch of them, and forward over reverse, along a random direction, as
+    torch's own tests do it."""
+    flags = {"check_batched_grad": True, "check_fwd_over_rev": True, "fast_mode": True}
+    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)

@@ -304,29 +304,6 @@ def test_flops():
     assert counter.get_total_flops() == 3 * 2 * 40 * 6
 
 
-@pytest.mark.parametrize("form", ["gather", "onnxruntime"])
-def test_onnx(tmp_path, form):
-    runtime = pytest.importorskip("onnxruntime")
-    pytest.importorskip("onnxscript")
-    import quick_exports  # noqa: F401
-
-    class Lift(torch.nn.Module):
-        def forward(self, *args: Any) -> Tensor:
-            return mx_driving.bev_pool_v3(*args, (2, 1, 5, 7, 8))
-
-    p = points(300, 8).cast(torch.float32)
-    args = public(p)[:5]
-    table = mx_driving.onnx.translations() if form == "onnxruntime" else None
-    program = torch.onnx.export(Lift().eval(), args, dynamo=True, custom_translation_table=table, verbose=False)
-    program.save(tmp_path / "lift.onnx")
-    options = runtime.SessionOptions()
-    if form == "onnxruntime":
-        options.register_custom_ops_library(mx_driving.onnx.library())
-    session = runtime.InferenceSession(tmp_path / "lift.onnx", options, providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), args, strict=True)})
-    assert_close(torch.from_numpy(found), mx_driving.bev_pool_v3(*public(p)))
-
-
 # ---- the public function
 
 

@@ -229,19 +229,6 @@ def test_pages_draw_the_tables_there_are(tables):
     assert "9 of the 15 rows gain 6 % or less" in tables.whole_models()
 
 
-def test_models_of_libraries_on_the_page(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.libraries() == tables.NOT_YET
-    header = "library,model,replaced,difference,off,before ms,after ms,speed-up,rounds,onnx,machine"
-    rows = ("a 1,b,Core,1e-16,0,12.5,10.0,1.25,7,yes,m", "a 1,c,Core,1e-15,0,9.9,9.0,1.1,7,no: it has a loop,m")
-    (tmp_path / "libraries.csv").write_text("\n".join([header, *rows]))
-    first, second, _, refused, _, made = tables.libraries().splitlines()[2:]
-    assert first == "| a 1 | b | Core | 1e-16 | 12.5 | 10.0 | 1.25 | yes |"
-    assert second == "| a 1 | c | Core | 1e-15 | 9.9 | 9.0 | 1.1 | no |"
-    assert refused == "c in ONNX: it has a loop."
-    assert made == "*m*"
-
-
 def test_no_recorded_model_is_slower_when_patched(tables):
     """Within 3 %, which other work on a machine moves; GroundingDINO samples in its encoder."""
     if not (tables.RESULTS / "libraries.csv").exists():
@@ -249,66 +236,6 @@ def test_no_recorded_model_is_slower_when_patched(tables):
     speed_ups = {row["model"]: float(row["speed-up"]) for row in tables.read("libraries.csv")}
     assert {name: gain for name, gain in speed_ups.items() if gain < 0.97} == {}
     assert {name: gain for name, gain in speed_ups.items() if "Grounding" in name and gain < 1.2} == {}
-
-
-def test_rows_with_logits_and_of_modules_have_tables_of_their_own(tables, monkeypatch):
-    def row(workload, direction, implementation, time):
-        return {
-            "workload": workload, "direction": direction, "implementation": implementation, "milliseconds": str(time),
-            "times ours": str(time / 4), "dtype": "float32", "machine": "m",
-        }  # fmt: skip
-
-    beside = {"bare": ("gather floor", 8), "logits": ("bare operator", 5), "module": ("layers + operator", 2)}
-    beside["pool"] = ("torch.compile", 8)  # an operator without maps has no floor
-    rows = [
-        row(name, direction, implementation, time)
-        for name, other in beside.items()
-        for direction in ("forward", "forward + backward", "backward")
-        for implementation, time in (("mx_driving", 4), ("plain torch", 40), other)
-    ]
-    monkeypatch.setattr(tables, "read", lambda name: rows)
-    header, _, *body = tables.TABLES["with_logits"]().splitlines()
-    assert header == "| workload | mx_driving, ms | ours / bare operator | over plain torch | over torch.compile |"
-    assert body == [f"| logits; {way} | 4.00 | 0.80 | 10.0 |  |" for way in ("forward", "forward + backward")]
-    assert tables.TABLES["modules"]().splitlines()[2] == "| module; forward | 4.00 | 2.00 | 10.0 |  |  |  |  |  |"
-    header, _, *body = tables.TABLES["forward"]().splitlines()
-    assert header == "| workload | mx_driving, ms | over plain torch | over torch.compile |"
-    assert body == ["| bare | 4.00 | 10.0 |  |", "| pool | 4.00 | 10.0 | 2.0 |"]
-    assert tables.TABLES["floors"]().splitlines()[2:] == ["| bare | 4.00 | 0.50 |  | 4.00 | 0.50 |  |"]
-    monkeypatch.setattr(tables, "read", lambda name: rows[:9])
-    # a rival that was not measured has no column there
-    assert tables.TABLES["forward"]().splitlines()[0] == "| workload | mx_driving, ms | over plain torch |"
-    assert tables.TABLES["modules"]() == tables.NOT_YET
-
-
-def test_the_support_page_shows_what_was_recorded(tables, tmp_path, monkeypatch):
-    monkeypatch.setattr(tables, "SUPPORT", tmp_path)
-    assert tables.tested() == tables.tested_by_file() == tables.wheels() == tables.NOTHING_YET
-    assert tables.deploy() == tables.tested_libraries() == tables.NOTHING_YET
-    place = "3.11.7,Linux x86_64,EPYC,oldest"
-    counts = (
-        "2.11.0,{},test_a.py,3,0,0,2026-11-22",
-        "2.6.0+cu124,{},test_a.py,1,0,2,2026-11-22",
-        "2.6.0+cu124,{},test_b.py,0,1,0,2026-11-23",
-    )
-    header = "torch,python,system,processor,packages,file,passed,failed,skipped,date"
-    (tmp_path / "tests.csv").write_text("\n".join([header, *(row.format(place) for row in counts)]))
-    assert tables.tested().splitlines()[2:] == [
-        "| 2.6.0+cu124 | oldest | 3.11.7 | Linux x86_64 | EPYC | 2 | 1 passed, 1 failed, 2 skipped | 2026-11-23 |",
-        "| 2.11.0 | oldest | 3.11.7 | Linux x86_64 | EPYC | 1 | 3 passed | 2026-11-22 |",
-    ]
-    assert tables.tested_by_file().splitlines()[2:] == ["| a | 1 passed, 2 skipped | 3 passed |", "| b | 1 failed |  |"]
-    header = "platform,wheel,bytes,built_by,checked,run,date"
-    (tmp_path / "wheels.csv").write_text(f"{header}\nlinux,x.whl,1230000,gcc,imports libc,9 tests,2026-11-22\n")
-    line, _, built, *_ = tables.wheels().splitlines()
-    assert line == "- **linux**: `x.whl`, 1.23 MB. imports libc. Run: 9 tests. Looked at on 2026-11-22."
-    assert built == "*Built by gcc.*"
-    header = "operator,runtime,version,exports,runs,difference,times ours,message,machine"
-    rows = ("a,Fast,fast 1,yes,yes,1e-7,2.04,,m", "b,Fast,fast 1,yes,no,,,It fell. Twice.,m", "a,Far,far 2,yes,not here,,,,m")
-    (tmp_path / "deploy.csv").write_text("\n".join([header, *rows]))
-    _, _, *body = tables.deploy().splitlines()
-    assert body[:2] == ["| Fast | 2.0 (1e-7) | does not run [1] |", "| Far | exports, not run |  |"]
-    assert body[3:] == ["1. `It fell`", "", "*m; far 2, fast 1*"]
 
 
 @pytest.mark.long

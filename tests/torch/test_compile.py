@@ -6,8 +6,7 @@ import cases
 import pytest
 import torch
 from cases import MULTI_SCALE
-from derivatives import inputs_of
-from small_cases import GROWING
+from small_cases import GROWING, inputs_of
 from torch._dynamo.testing import CompileCounter
 
 import mx_driving
@@ -78,21 +77,6 @@ def test_no_recompilation_when_batch_and_queries_change(operator):
         args = GROWING[operator](bs, queries)
         assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_autocast_computes_in_float32(operator, dtype):
-    args = cases.cast(inputs_of(operator), torch.float16)
-    wanted = cases.DIFFERENTIABLE[operator]
-    args = tuple(a.detach().requires_grad_(i in wanted) if cases.is_floating(a) else a for i, a in enumerate(args))
-    function = getattr(mx_driving, operator)
-    with torch.autocast("cpu", dtype=dtype):
-        output = function(*args)
-    assert output.dtype == torch.float32
-    assert torch.equal(output, function(*cases.cast(args, torch.float32)))
-    output.sum().backward()
-    assert all(args[i].grad.dtype == torch.float16 for i in cases.DIFFERENTIABLE[operator])
 
 
 def test_autocast_leaves_float64_alone():

@@ -9,9 +9,8 @@ import cases
 import pytest
 import torch
 from cases import AGGREGATION, AGGREGATION_LOGITS, GEOMETRIC, GEOMETRIC_LOGITS, MULTI_SCALE, MULTI_SCALE_LOGITS
-from derivatives import SMALL, chosen, inputs_of, loss_of
-from small_cases import GROWING
-from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from small_cases import GROWING, SMALL, chosen, inputs_of, loss_of
+from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -51,13 +50,6 @@ def test_forward_mode_and_batched_gradients(operator):
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
-def test_forward_over_reverse(operator):
-    """Along a random direction. test_autograd.py has reverse over reverse, with undefined gradients."""
-    flags = {"check_fwd_over_rev": True, "check_rev_over_rev": False, "check_undefined_grad": False, "fast_mode": True}
-    assert gradgradcheck(getattr(mx_driving, operator), inputs_of(operator), **flags)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
 def test_grad_and_vjp_are_autograds(operator):
     function, tensors = floating(operator)
     leaves = tuple(t.clone().requires_grad_() for t in tensors)
@@ -68,17 +60,6 @@ def test_grad_and_vjp_are_autograds(operator):
     output, vjp = torch.func.vjp(function, *tensors)
     for a, b in zip(vjp(2 * output), expected, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("operator", cases.EVERY)
-def test_dual_tensors(operator):
-    function, tensors = floating(operator)
-    direction = direction_of(tensors)
-    with forward_ad.dual_level():
-        duals = [forward_ad.make_dual(t, d) for t, d in zip(tensors, direction, strict=True)]
-        tangent = forward_ad.unpack_dual(function(*duals)).tangent
-        assert forward_ad.unpack_dual(function(*tensors)).tangent is None
-    torch.testing.assert_close(tangent, torch.func.jvp(function, tensors, direction)[1])
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
