@@ -62,7 +62,9 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         raise ValueError(f"form must be one of {', '.join(FORMS)}; got {form!r}")
     if form == "gather":
         return {}
-    nodes = importlib.import_module(f"{__name__}._{form}").NODES
+    plugins = form in ("npu", "tensorrt")
+    nodes = importlib.import_module(f"{__name__}._{'plugins' if plugins else form}").NODES
+    nodes = nodes[form] if plugins else nodes
     return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in nodes.items()}
 
 

@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def right(self) -> bool:
-        return self.verdict is not None and self.verdict.word != WRONG
+        return self.verdict is not None and not self.verdict.is_wrong
 
     @property
     def why(self) -> str:
@@ -180,7 +180,7 @@ class _Checker:
             output = _output(inputs, run(), name)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
-        call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
+        call = RecordedCall(match.name, {"operator": match.bare}, inputs, (), {"output": output.to(inputs[0].dtype)})
         return Comparison(match, words, judge(call))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:

@@ -1,10 +1,10 @@
-"""A whole file's outputs on a runtime beside those of onnxruntime, and how far rounding may move them.
+"""Judge a whole file's outputs on a runtime, beside those of onnxruntime and how far rounding may move them.
 
 Rounding anywhere in a file acts like a small change of its weights and inputs. So change these by a few ulps, several times:
-rounding may move the outputs as far as these changes do. Where a ranking nearly ties, rounding exchanges whole queries;
-therefore an output is judged by how many of its numbers moved further, and the changed files say how many may.
+rounding may move the outputs as far as these changes do. Where a ranking nearly ties, rounding exchanges whole queries.
+Therefore judge an output by how many of its numbers moved further; the changed files say how many may.
 
-Numbers that decide a shape stay: the scales of a Resize, floor(0.9999999 * 1), would leave no batch.
+Only change arrays of two or more axes: scales of a Resize, ends of a Range and other numbers that decide a shape have fewer.
 """
 
 from __future__ import annotations
@@ -16,39 +16,22 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ._graph import MOVES, before, is_node
 from ._matches import Array, Arrays
 
 _SEEDS = 3
 _ULPS = 4.0  # that weights and inputs are changed by, at most
 _FURTHER = 16.0  # times the usual change; the changes of one tensor differ by less
-# Inputs that decide the shape of a node's output, or what is left of it.
-_SHAPING = {
-    **dict.fromkeys(("Resize", "Upsample", "Pad", "Slice", "Clip", "NonMaxSuppression"), (1, 2, 3, 4)),
-    **dict.fromkeys(("Range", "ConstantOfShape"), (0, 1, 2)),
-    **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Split", "AffineGrid"), (1,)),
-}
-_OF_SHAPES = MOVES | {
-    "Add",
-    "Cast",
-    "Ceil",
-    "Concat",
-    "Div",
-    "Floor",
-    "Max",
-    "Min",
-    "Mul",
-    "ReduceProd",
-    "Round",
-    "Sub",
-    "Where",
-}
 _SOME = 0.02  # of an output's numbers may be off without being judged wrong: a ranking with near ties
 
 
 @dataclass(frozen=True)
 class Output:
-    """`off`: the part of its numbers that rounding does not explain. `near`: that part in the changed files."""
+    """An output of the whole file, judged.
+
+    Attributes:
+        off: the part of its numbers that rounding does not explain.
+        near: the same part of the changed files' outputs.
+    """
 
     name: str
     difference: float
@@ -70,24 +53,19 @@ class Output:
 
 
 def change(model: ir.Model, arrays: Arrays, eps: float) -> Iterator[Arrays]:
-    """Change the model's weights in place, and give inputs that are changed, too: by ulps of their dtypes, or of eps."""
-    shaping = _values_that_decide_shapes(model)
-    initializers = (v for v in model.graph.initializers.values() if v.const_value is not None and v not in shaping)
+    """Change the model's weights in place, and yield changed inputs: by ulps of their dtypes, or of eps."""
+    initializers = (v for v in model.graph.initializers.values() if v.const_value is not None)
     weights = {v: np.asarray(v.const_value.numpy()) for v in initializers if v.const_value is not None}
-    names = {str(v.name) for v in shaping}
     for seed in range(_SEEDS):
         random = np.random.default_rng(seed)
         for value, array in weights.items():
-            if array.dtype.kind == "f":
+            if _is_changed(array):
                 value.const_value = ir.tensor(_moved(array, random, eps), name=value.name)
-        yield {n: a if a.dtype.kind != "f" or n in names else _moved(a, random, eps) for n, a in arrays.items()}
+        yield {name: _moved(array, random, eps) if _is_changed(array) else array for name, array in arrays.items()}
 
 
-def _values_that_decide_shapes(model: ir.Model) -> set[ir.Value]:
-    """Return scales of Resize, ends of Range and the like, and what they are computed from by arithmetic of shapes."""
-    nodes = [node for node in ir.traversal.RecursiveGraphIterator(model.graph) if is_node(node, *_SHAPING)]
-    shaping = [node.inputs[i] for node in nodes for i in _SHAPING[node.op_type] if i < len(node.inputs)]
-    return {v for end in shaping if end is not None for v in before(end, lambda node: is_node(node, *_OF_SHAPES))}
+def _is_changed(array: Array) -> bool:
+    return array.dtype.kind == "f" and array.ndim > 1
 
 
 def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
@@ -98,7 +76,13 @@ def _moved(array: Array, random: np.random.Generator, eps: float) -> Array:
 
 
 def judge(name: str, true: Array, near: list[Array], got: Array | None) -> Output:
-    """`true`: onnxruntime's; `near`: those of changed weights and inputs, which count where their shape is the same."""
+    """Return the verdict on an output.
+
+    Args:
+        true: onnxruntime's output.
+        near: outputs with changed weights and inputs. Those of other shapes are left out.
+        got: the runtime's output.
+    """
     if got is None:
         return Output(name, np.inf, 1, 0, "the runtime does not give it")
     if got.shape != true.shape:
@@ -119,7 +103,7 @@ def _few_ulps(true: Array) -> Array:
 
 
 def _distance(a: Array, b: Array) -> Array:
-    """Of numbers; infinite where one is none, and of classes and indices where they differ."""
+    """Return absolute differences: infinite where one number is not finite, and where classes or indices differ."""
     if b.dtype.kind != "f":
         return np.where(a == b, 0.0, np.inf)
     a, b = a.astype(np.float64), b.astype(np.float64)
@@ -129,8 +113,10 @@ def _distance(a: Array, b: Array) -> Array:
 
 
 def _allowed(most: Array, true: Array) -> Array:
-    """By the usual change along the longer of the last two axes, that of queries. Boxes and scores lie beside one another along
-    the other, and move by amounts of their own."""
+    """Return the tolerance, by the usual change along the longer of the last two axes, that of queries.
+
+    Boxes and scores lie along the other axis, and move by amounts of their own.
+    """
     if true.dtype.kind != "f" or not true.size:
         return np.zeros(true.shape)
     axis = max(range(-min(2, true.ndim), 0), key=lambda axis: true.shape[axis], default=None)
