@@ -17,7 +17,7 @@ REFUSED = "runs on an Ascend device; mx_driving.compat's stand-in for torch_npu 
 
 
 def run(*programs: str) -> list[str]:
-    """What programs of helpers/npu_programs.py print, one after the other in one process."""
+    """Return what programs of helpers/npu_programs.py print, one after the other in one process."""
     return python("-W", "ignore", HELPERS / "npu_programs.py", *programs).stdout.splitlines()
 
 
@@ -26,24 +26,23 @@ def test_the_vendors_tests_run_and_see_faults():
     assert run("vendors_tests") == ["4 0", "4 3", "4 3"]
 
 
-def test_the_device():
-    run("names", "copies", "elsewhere", "device_module", "mixed_precision")
+PROGRAMS = {
+    "tensors, training scripts, torch.compile": (
+        "copies",
+        "elsewhere",
+        "device_module",
+        "mixed_precision",
+        "compiled",
+        "idioms",
+    ),
+    "names, the default device, torch.compile": ("names", "compiled_after_default_device"),
+    "transfer_to_npu, torch.compile": ("transfer", "distributed", "compiled"),
+}
 
 
-def test_torch_compile():
-    run("compiled")
-
-
-def test_idioms_of_training_scripts():
-    run("idioms")
-
-
-def test_torch_compile_with_a_default_device():
-    run("compiled_after_default_device")
-
-
-def test_transfer_to_npu():
-    run("transfer", "distributed")
+@pytest.mark.parametrize("what", PROGRAMS)
+def test_programs_for_the_device(what):
+    run(*PROGRAMS[what])
 
 
 def test_what_is_not_there_is_refused():

@@ -12,16 +12,16 @@ import torch
 
 from ..._operator.rules import fail
 from ..._replacing import Changes, MadeModules
-from . import _device_module, _devices, _modules, _testing
+from . import _device_module, _devices, _testing
 
 _CONTENTS: dict[str, Mapping[str, Any]] = {
     "torch_npu": {"__version__": f"{torch.__version__.partition('+')[0]}+mx_driving"},
     "torch_npu.contrib": {},
     "torch_npu.contrib.transfer_to_npu": {},
-    "torch_npu.npu": vars(_device_module),
-    "torch_npu.npu.amp": _modules.AMP,
-    "torch_npu.npu.utils": _modules.UTILS,
-    "torch_npu.optim": _modules.OPTIM,
+    "torch_npu.npu": _device_module.NPU,
+    "torch_npu.npu.amp": _device_module.AMP,
+    "torch_npu.npu.utils": _device_module.UTILS,
+    "torch_npu.optim": _device_module.OPTIM,
     "torch_npu.testing": {},
     "torch_npu.testing.testcase": vars(_testing),
 }

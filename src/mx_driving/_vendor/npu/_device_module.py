@@ -1,29 +1,17 @@
-"""The names of `torch.npu`. There is one device, which is the CPU. Every index means it, in each process of several."""
+"""The names of `torch.npu`, and the small modules beside it. There is one device, which is the CPU: every index means it."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import os
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-
-native_device = "cpu"  # mmengine puts it in the place of "npu" in a device's name
-
-TENSOR_TYPES = tuple(
-    f"{name}Tensor" for name in ("Byte", "Char", "Short", "Int", "Long", "Half", "BFloat16", "Float", "Double", "Bool")
-)
-globals().update({name: getattr(torch, name) for name in TENSOR_TYPES})
-
-
-class config:
-    """torch.npu.config: keeps what is set here, and does not use it."""
-
-    allow_internal_format = False
 
 
 class Stream(torch.cpu.Stream):
@@ -42,7 +30,7 @@ class Stream(torch.cpu.Stream):
 class Event:
     """A moment. `elapsed_time` is wall-clock time between two, in milliseconds."""
 
-    def __init__(self, enable_timing: bool = False, **named: Any) -> None:
+    def __init__(self, *args: Any, **named: Any) -> None:
         self._at = 0.0
 
     def record(self, stream: Any = None) -> None:
@@ -54,88 +42,41 @@ class Event:
     def wait(self, stream: Any = None) -> None:
         pass
 
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+    synchronize, query = wait, Stream.query
 
 
-_stream = Stream()
+class autocast(torch.autocast):
+    """Of the CPU. Its dtype on a device is float16."""
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+        super().__init__("cpu", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 
-def current_stream(device: Any = None) -> Stream:
-    return _stream
+class GradScaler(torch.amp.GradScaler):
+    def __init__(self, *args: Any, dynamic: bool = True, **named: Any) -> None:
+        super().__init__("cpu", *args, **named)
 
 
-default_stream = current_stream
+class _ClipsGradients:
+    param_groups: list[dict[str, Any]]
+
+    def clip_grad_norm_fused_(self, max_norm: float = 1.0, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm is max_norm at most. Return the norm before."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-@contextlib.contextmanager
-def stream(stream: Any) -> Iterator[None]:
-    yield
+def _answer(name: str, answer: Any) -> Callable[..., Any]:
+    """Make a function of one answer. Each name has a function of its own: torch.compile refuses one with two names."""
+
+    def function(*args: Any, **named: Any) -> Any:
+        return answer
+
+    function.__name__ = function.__qualname__ = name
+    return function
 
 
-class device(contextlib.nullcontext):
-    """`with torch.npu.device(0)`: there is no other device to come from."""
-
-
-def is_current_stream_capturing() -> bool:
-    """There are no graphs here. torch built for CUDA calls the driver, which is not there, at each step of an optimizer."""
-    return False
-
-
-def is_available() -> bool:
-    return True
-
-
-is_initialized = is_bf16_supported = is_available
-
-
-def _is_in_bad_fork() -> bool:
-    return False
-
-
-def device_count() -> int:
-    return 1
-
-
-def current_device() -> int:
-    return 0
-
-
-def get_device_name(device: Any = None) -> str:
-    """Begins like an Atlas A2's: the vendor's tests skip themselves elsewhere."""
-    return "Ascend910B, mx_driving's stand-in on a CPU"
-
-
-def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """Older than any that Triton compiles for: torch and this package ask it before they use Triton."""
-    return 0, 0
-
-
-def get_device_properties(device: Any = None) -> types.SimpleNamespace:
-    memory = mem_get_info()[1]
-    return types.SimpleNamespace(name=get_device_name(), major=0, minor=0, total_memory=memory, multi_processor_count=0)
-
-
-def _do_nothing(*args: Any, **named: Any) -> None:
-    """There is nothing to do on a CPU."""
-
-
-init = synchronize = empty_cache = ipc_collect = reset_peak_memory_stats = reset_max_memory_allocated = _do_nothing
-set_device = set_compile_mode = set_option = reset_accumulated_memory_stats = reset_max_memory_cached = _do_nothing
-
-
-def memory_allocated(device: Any = None) -> int:
-    """Not counted."""
-    return 0
-
-
-max_memory_allocated = memory_reserved = max_memory_reserved = memory_cached = max_memory_cached = memory_allocated
-
-
-def mem_get_info(device: Any = None) -> tuple[int, int]:
+def _free_and_total_memory(device: Any = None) -> tuple[int, int]:
     """Return the free and the whole memory of this machine, in bytes; 1 where the system does not tell."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -144,33 +85,60 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
         return 1, 1
 
 
-def memory_stats(device: Any = None) -> dict[str, int]:
-    return collections.defaultdict(int)
-
-
-def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
-    return "memory of the stand-in for npu and cuda is this machine's, and is not counted"
-
-
-def is_autocast_enabled() -> bool:
-    return torch.is_autocast_enabled("cpu")
-
-
-def get_autocast_dtype() -> torch.dtype:
-    return torch.get_autocast_dtype("cpu")
-
-
-def manual_seed(seed: int) -> None:
-    """Seeds the CPU's generator: there is no other."""
-    torch.default_generator.manual_seed(seed)
-
-
-manual_seed_all = manual_seed
-
-
-def get_rng_state(device: Any = None) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
-    torch.set_rng_state(new_state)
+_NAME = "Ascend910B, mx_driving's stand-in on a CPU"  # begins like an Atlas A2's: the vendor's tests skip themselves elsewhere
+_stream = Stream()
+_ANSWERS = {
+    **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+    # torch built for CUDA calls the driver, which is not there, at each step of an optimizer
+    **dict.fromkeys(("is_current_stream_capturing", "_is_in_bad_fork"), False),
+    **dict.fromkeys(("current_stream", "default_stream"), _stream),
+    **dict.fromkeys(("init", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats"), None),
+    **dict.fromkeys(("reset_max_memory_allocated", "reset_accumulated_memory_stats", "reset_max_memory_cached"), None),
+    **dict.fromkeys(("set_device", "set_compile_mode", "set_option"), None),
+    **dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), 0),
+    **dict.fromkeys(("memory_cached", "max_memory_cached", "current_device"), 0),
+    "memory_summary": "memory of the stand-in for npu and cuda is this machine's, and is not counted",
+    "device_count": 1,
+    "get_device_name": _NAME,
+    # older than any that Triton compiles for: torch and this package ask it before they use Triton
+    "get_device_capability": (0, 0),
+}
+# The tables below replace names of torch.cuda, too, after transfer_to_npu.
+NAMES: dict[str, Any] = {
+    **{name: _answer(name, answer) for name, answer in _ANSWERS.items()},
+    **{name: getattr(torch, name) for name in ("ByteTensor", "CharTensor", "ShortTensor", "IntTensor", "LongTensor")},
+    **{name: getattr(torch, name) for name in ("HalfTensor", "BFloat16Tensor", "FloatTensor", "DoubleTensor", "BoolTensor")},
+    **{"Stream": Stream, "Event": Event},
+    "device": type("device", (contextlib.nullcontext,), {}),
+    "stream": lambda stream: contextlib.nullcontext(),
+    "get_device_properties": lambda device=None: types.SimpleNamespace(
+        name=_NAME, major=0, minor=0, total_memory=_free_and_total_memory()[1], multi_processor_count=0
+    ),
+    "mem_get_info": _free_and_total_memory,
+    "memory_stats": lambda device=None: collections.defaultdict(int),
+    "manual_seed": lambda seed: torch.default_generator.manual_seed(seed),
+    "manual_seed_all": lambda seed: torch.default_generator.manual_seed(seed),
+    "get_rng_state": lambda device=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device=None: torch.set_rng_state(new_state),
+}
+NPU = {
+    **NAMES,
+    "native_device": "cpu",  # mmengine puts it in the place of "npu" in a device's name
+    "config": types.SimpleNamespace(allow_internal_format=False),
+    "is_autocast_enabled": lambda: torch.is_autocast_enabled("cpu"),
+    "get_autocast_dtype": lambda: torch.get_autocast_dtype("cpu"),
+}
+AMP = {
+    "autocast": autocast,
+    "GradScaler": GradScaler,
+    "custom_fwd": functools.partial(torch.amp.custom_fwd, device_type="cpu"),
+    "custom_bwd": functools.partial(torch.amp.custom_bwd, device_type="cpu"),
+}
+UTILS = {
+    "get_soc_version": lambda: 220,  # the vendor's number of an Ascend910B
+    "is_support_inf_nan": lambda: True,
+}
+OPTIM = {
+    f"NpuFused{name}": type(f"NpuFused{name}", (_ClipsGradients, getattr(torch.optim, name)), {})
+    for name in ("SGD", "Adam", "AdamW")
+}

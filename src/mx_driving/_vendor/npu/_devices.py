@@ -18,15 +18,14 @@ from torch.jit import _builtins
 from torch.utils._device import _device_constructors
 
 from ..._replacing import Changes
-from . import _device_module, _modules
+from . import _device_module
 
 Function = Callable[..., Any]
 
 _Device = torch.device  # before it is replaced
 _types = {"npu"}
+_scripted: list[int] = []  # wrappers that torch.jit.script knows
 
-# of tensors that exist, these may give the tensor itself or its memory; what arrives on a device is a copy
-_SHARING = {"as_tensor": {}, "asarray": {"copy": True}}  # without copy, asarray of torch 2.6 ends the tensor's requires_grad
 _LIKE = ("empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like", "normal")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 _AUTOCAST = ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype")
@@ -51,49 +50,27 @@ def _is_index(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)
 
 
-def mapped(function: Function) -> Function:
-    """Return `function` with names of devices in its arguments taken for the CPU."""
+def mapped(function: Function, copy: Function | None = None) -> Function:
+    """Return `function` with names of devices in its arguments taken for the CPU.
+
+    Args:
+        copy: of a result, where an argument names the device. A move between memories is a copy.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
+        if copy is not None and len(args) > 1 and _is_index(args[1]):
+            args = (args[0], "npu", *args[2:])
         if _is_index(named.get("device")):
-            named["device"] = "cpu"
-        return function(*[on_cpu(a) for a in args], **{name: on_cpu(a) for name, a in named.items()})
+            named["device"] = "npu"
+        result = function(*[on_cpu(a) for a in args], **{name: on_cpu(a) for name, a in named.items()})
+        return copy(result) if copy is not None and any(map(stands_for_cpu, (*args, *named.values()))) else result
 
     return call
 
 
-def _names_device(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    return any(stands_for_cpu(a) for a in (*args, *named.values())) or _is_index(named.get("device"))
-
-
-def _sharing(function: Function, **more: Any) -> Function:
-    """Wrap a function whose result may share its input's memory. `more`: passed on then."""
-    call = mapped(function)
-
-    @functools.wraps(function)
-    def copy(*args: Any, **named: Any) -> Any:
-        return call(*args, **{**more, **named}).clone() if _names_device(args, named) else call(*args, **named)
-
-    return copy
-
-
-def _moving(to: Function, copy: Function) -> Function:
-    """Wrap `to` of a tensor or a module: a move to the device is a copy, as it is between memories."""
-    call = mapped(to)
-
-    @functools.wraps(to)
-    def move(self: Any, *args: Any, **named: Any) -> Any:
-        if args and _is_index(args[0]):
-            args = ("npu", *args[1:])
-        result = call(self, *args, **named)
-        return copy(result) if _names_device(args, named) and result is self else result
-
-    return move
-
-
-def _without_devices(function: Function, *names: str) -> Function:
-    """Wrap a function of arguments that say on which devices it runs: leave out those that name the CPU, or give an index."""
+def _without_devices(function: Function) -> Function:
+    """Wrap a function of devices that it runs on: leave out those that name the CPU, or give an index."""
     signature = inspect.signature(function)
 
     def is_here(devices: Any) -> bool:
@@ -103,8 +80,8 @@ def _without_devices(function: Function, *names: str) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         bound = signature.bind(*args, **named)
-        for name in names:
-            if name in bound.arguments and is_here(bound.arguments[name]):
+        for name in {"device_ids", "output_device", "device_id"} & bound.arguments.keys():
+            if is_here(bound.arguments[name]):
                 del bound.arguments[name]
         return function(*bound.args, **bound.kwargs)
 
@@ -123,13 +100,12 @@ def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
 
 def _autocast(start: Function) -> Function:
     """Wrap autocast.__init__. Its default on the device is float16, on a CPU bfloat16."""
-    call = mapped(start)
 
     @functools.wraps(start)
     def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> None:
         if dtype is None and stands_for_cpu(device_type):
             dtype = torch.float16
-        call(self, device_type, dtype, *args, **named)
+        start(self, on_cpu(device_type), dtype, *args, **named)
 
     return begin
 
@@ -144,7 +120,7 @@ def _with_gloo(start: Function) -> Function:
 
     @functools.wraps(start)
     def begin(*args: Any, **named: Any) -> Any:
-        return start(*[on_cpu_backend(a) for a in args], **{name: on_cpu_backend(a) for name, a in named.items()})
+        return start(*map(on_cpu_backend, args), **{name: on_cpu_backend(a) for name, a in named.items()})
 
     return begin
 
@@ -154,21 +130,16 @@ def _fork_rng(fork: Function) -> Function:
 
     @functools.wraps(fork)
     def keep(devices: Any = None, enabled: bool = True, *args: Any, **named: Any) -> Any:
-        if stands_for_cpu(named.get("device_type")):
-            return fork((), enabled)
-        return fork(devices, enabled, *args, **named)
+        return fork((), enabled) if stands_for_cpu(named.get("device_type")) else fork(devices, enabled, *args, **named)
 
     return keep
 
 
 def _set_default_device(function: Function) -> Function:
     """Wrap torch.set_default_device. The CPU is the default without the mode, through which torch.compile traces no wrapper."""
-
-    @functools.wraps(function)
-    def call(device: Any) -> None:
-        function(None if _is_index(device) or str(on_cpu(device)) == "cpu" else device)
-
-    return call
+    return functools.wraps(function)(
+        lambda device: function(None if _is_index(device) or str(on_cpu(device)) == "cpu" else device)
+    )
 
 
 def _data_parallel(self: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
@@ -218,13 +189,8 @@ def _proxy(real: type, make: Function) -> _Proxy:
     return _Proxy(real.__name__, (), own)
 
 
-def _deserialize(storage: Any, location: str) -> Any:
-    """torch.load: a storage that was saved on the device lies on the CPU already."""
-    return storage if stands_for_cpu(location) else None
-
-
-_package = (5, lambda storage: None, _deserialize)  # before torch's own, which begin at 10
-_scripted: list[int] = []
+# torch.load: a storage that was saved on the device lies on the CPU already. This comes before torch's own, which begin at 10.
+_package = (5, lambda storage: None, lambda storage, location: storage if stands_for_cpu(location) else None)
 
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
@@ -248,13 +214,13 @@ def install(changes: Changes) -> None:
     for owner in (torch, torch.fft, torch.nested):
         for name, function in list(vars(owner).items()):
             if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
-                _wrap(changes, owner, _sharing if name in _SHARING else mapped, name, **_SHARING.get(name, {}))
+                _wrap(changes, owner, mapped, name, copy=torch.clone if name in ("as_tensor", "asarray") else None)
     _wrap(changes, torch, mapped, *_LIKE, *_AUTOCAST, "load")
     _wrap(changes, torch, _set_default_device, "set_default_device")
     _wrap(changes, torch.amp, mapped, "custom_fwd", "custom_bwd", "is_autocast_available")
     _wrap(changes, torch.Tensor, mapped, *_NEW)
-    _wrap(changes, torch.Tensor, _moving, "to", copy=torch.clone)
-    _wrap(changes, torch.nn.Module, _moving, "to", copy=module_npu)
+    _wrap(changes, torch.Tensor, mapped, "to", copy=torch.clone)
+    _wrap(changes, torch.nn.Module, mapped, "to", copy=module_npu)
     _wrap(changes, torch.nn.Module, mapped, "to_empty")
     _wrap(changes, torch.autocast, _autocast, "__init__")
     _wrap(changes, torch.amp.GradScaler, mapped, "__init__")
@@ -263,11 +229,8 @@ def install(changes: Changes) -> None:
     changes.set(parallel.DataParallel, "__init__", _data_parallel)
     changes.set(parallel, "data_parallel", _call_module)
     if torch.distributed.is_available():
-        for owner, name in (
-            (parallel.DistributedDataParallel, "__init__"),
-            *((torch.distributed, name) for name in ("init_process_group", "new_group", "barrier")),
-        ):
-            changes.set(owner, name, _without_devices(getattr(owner, name), "device_ids", "output_device", "device_id"))
+        _wrap(changes, parallel.DistributedDataParallel, _without_devices, "__init__")
+        _wrap(changes, torch.distributed, _without_devices, "init_process_group", "new_group", "barrier")
         _wrap(changes, torch.distributed, _with_gloo, "init_process_group", "new_group")
         _wrap(changes, torch.distributed, mapped, "init_device_mesh")
     changes.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
@@ -291,24 +254,16 @@ def _name_device(changes: Changes, name: str) -> None:
 def transfer(changes: Changes) -> None:
     """Let the names of CUDA mean the CPU, too, as importing `torch_npu.contrib.transfer_to_npu` does."""
     _types.add("cuda")
-    for name, value in vars(_device_module).items():
-        own = name in _device_module.TENSOR_TYPES or getattr(value, "__module__", "") == _device_module.__name__
+    for name, value in _device_module.NAMES.items():
         torchs_own_state = name.startswith("_") or name in ("init", "is_initialized")
-        if own and not torchs_own_state and hasattr(torch.cuda, name):
-            changes.set(torch.cuda, name, _copy_function(value))
-    for name, value in _modules.AMP.items():
+        if not torchs_own_state and hasattr(torch.cuda, name):
+            changes.set(torch.cuda, name, value)
+    for name, value in _device_module.AMP.items():
         changes.set(torch.cuda.amp, name, value)
     changes.set(torch, "get_autocast_gpu_dtype", lambda: torch.get_autocast_dtype("cpu"))
     is_enabled = torch.is_autocast_enabled
     changes.set(torch, "is_autocast_enabled", lambda device_type="cpu": is_enabled(device_type))
     _name_device(changes, "cuda")
-
-
-def _copy_function(value: Any) -> Any:
-    """Copy a function for each of its names: torch.compile has a table of functions, and refuses one that is there twice."""
-    if not isinstance(value, types.FunctionType):
-        return value
-    return types.FunctionType(value.__code__, value.__globals__, value.__name__, value.__defaults__, value.__closure__)
 
 
 def uninstall() -> None:

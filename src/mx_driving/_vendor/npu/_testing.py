@@ -69,13 +69,7 @@ class TestCase(unittest.TestCase):
         random.seed(seed)
 
     def assertRtolEqual(
-        self,
-        x: Any,
-        y: Any,
-        prec: float = 1.0e-4,
-        prec16: float = 1.0e-3,
-        auto_trans_dtype: bool = False,
-        message: str | None = None,
+        self, x: Any, y: Any, prec: float = 1e-4, prec16: float = 1e-3, auto_trans_dtype: bool = False, message: Any = None
     ) -> None:
         """Check that tensors, arrays, numbers, or sequences of them are equal within the vendor's tolerance.
 
@@ -105,13 +99,7 @@ class TestCase(unittest.TestCase):
             self.fail(message if message and error.startswith("NaN") else f"result error: {error}")
 
     def assertEqual(
-        self,
-        x: Any,
-        y: Any,
-        prec: Any = None,
-        message: str = "",
-        allow_inf: bool = False,
-        exact_dtype: bool | None = None,
+        self, x: Any, y: Any, prec: Any = None, message: str = "", allow_inf: bool = False, exact_dtype: bool | None = None
     ) -> None:
         """Check that tensors, numbers, and containers of them are equal within `prec` (1e-5), and anything else as unittest
         does. Infinities must be allowed, as at the vendor's."""
@@ -120,18 +108,16 @@ class TestCase(unittest.TestCase):
         prec, exact = self.precision if prec is None else prec, self.exact_dtype if exact_dtype is None else exact_dtype
         if isinstance(x, dict) and isinstance(y, dict):
             super().assertEqual(set(x), set(y), message)
-            pairs = [(x[key], y[key]) for key in x]
-        elif isinstance(x, list | tuple) and isinstance(y, list | tuple):
+            x, y = list(x.values()), [y[key] for key in x]
+        if isinstance(x, list | tuple) and isinstance(y, list | tuple):
             super().assertEqual(len(x), len(y), message)
-            pairs = list(zip(x, y, strict=True))
+            for one, other in zip(x, y, strict=True):
+                self.assertEqual(one, other, prec, message, allow_inf, exact)
         elif x is None or y is None or not any(isinstance(value, torch.Tensor | Number) for value in (x, y)):
             super().assertEqual(x, y, message or None)
-            return
         else:
-            x, y, pairs = torch.as_tensor(x), torch.as_tensor(y), []
+            x, y = torch.as_tensor(x), torch.as_tensor(y)
             if not allow_inf and (x.isinf().any() or y.isinf().any()):
                 self.fail(message or "numbers must be finite unless allow_inf is set")
             said = (lambda text: f"{message}\n{text}") if message else None
             torch.testing.assert_close(x, y, rtol=0, atol=prec, equal_nan=True, check_dtype=exact, msg=said)
-        for one, other in pairs:
-            self.assertEqual(one, other, prec, message, allow_inf, exact)

@@ -34,8 +34,8 @@ class RecordedCall:
     name: str
     about: dict[str, Any]
     inputs: tuple[Tensor, ...]
-    sizes: tuple[int, ...]  # of the operator's arguments, the numbers
     results: dict[str, Tensor]
+    sizes: tuple[int, ...] = ()  # arguments of the operator that are numbers
     grad_output: Tensor | None = None
 
     @property
@@ -136,7 +136,7 @@ def _read(name: str, stem: Path) -> Iterator[RecordedCall | Problem]:
             tensors.update(_load(gradients_file)[1])
         except Problem as problem:
             yield problem
-    call = RecordedCall(name, about, inputs, sizes, {})
+    call = RecordedCall(name, about, inputs, {}, sizes)
     yield from _take_results(call, tensors)
     if call.results:
         yield call
