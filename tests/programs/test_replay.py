@@ -131,8 +131,8 @@ PLANTED = [
     (G, swapped, "output, grad_value, grad_weights: x and y are swapped in the locations"),
     (M, turned, r"output, grad_value, grad_locations, grad_weights: shapes are read as \(W, H\)"),
     (M, shifted, "output, grad_value, grad_locations, grad_weights: samples lie half a pixel too far right and down"),
-    (M, exchanged, "output, grad_value, grad_locations, grad_weights: levels of locations are read in reverse"),
-    (G, exchanged, "output, grad_value, grad_weights: levels of locations are read in reverse"),
+    (M, exchanged, "output, grad_value, grad_locations, grad_weights: levels of locations are read in the order 1, 0"),
+    (G, exchanged, "output, grad_value, grad_weights: levels of locations are read in the order 1, 0"),
     (
         M,
         one_nan,

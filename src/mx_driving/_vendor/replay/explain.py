@@ -41,7 +41,7 @@ def explain(bound: ErrorBound, wrong: list[str]) -> dict[str, str]:
 def _suspicions(call: RecordedCall) -> Iterator[Suspicion]:
     if not all(t.numel() for t in call.inputs):
         return  # no mistake reads anything else
-    for words, form in mistakes_of(call.row.name):
+    for words, form in mistakes_of(call.row.name, call.inputs):
         yield words, call, form
     for i, name in enumerate(call.input_names):
         order = _memory_order(call.inputs[i], call.about.get("strides", {}).get(name, ()))

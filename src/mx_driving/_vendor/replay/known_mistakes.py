@@ -6,7 +6,9 @@ for one that gives the device's numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -133,9 +135,6 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
         "locations are read with levels and points exchanged": (
             lambda core, v, s, t, l, w: core(v, s, t, l.transpose(3, 4).reshape(l.shape), w)
         ),
-        "levels of weights are read in reverse": lambda core, v, s, t, l, w: core(v, s, t, l, w.flip(3)),
-        "levels of locations are read in reverse": lambda core, v, s, t, l, w: core(v, s, t, l.flip(3), w),
-        "levels of locations and weights are read in reverse": lambda core, v, s, t, l, w: core(v, s, t, l.flip(3), w.flip(3)),
         "the output has channels before heads": (
             lambda core, v, *inputs: core(v, *inputs).unflatten(2, v.shape[2:]).transpose(2, 3).flatten(2)
         ),
@@ -167,9 +166,18 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
 }
 
 
-def mistakes_of(operator: str) -> Iterator[tuple[str, Core]]:
-    """Yield the mistakes that an implementation of an operator can make: their words, and the operator with the mistake."""
-    for operators, mistakes in _MISTAKES.items():
-        if operator in operators:
-            for words, mistake in mistakes.items():
-                yield words, partial(mistake, core_of(operator))
+def mistakes_of(operator: str, inputs: Sequence[Tensor]) -> Iterator[tuple[str, Core]]:
+    """Yield the mistakes that an implementation of an operator can make on these inputs: their words, and the operator with the
+    mistake."""
+    tables = [mistakes for operators, mistakes in _MISTAKES.items() if operator in operators]
+    for words, mistake in (*(item for table in tables for item in table.items()), *_orders_of_levels(operator, len(inputs[1]))):
+        yield words, partial(mistake, core_of(operator))
+
+
+def _orders_of_levels(operator: str, levels: int) -> Iterator[tuple[str, Mistake]]:
+    """Yield other orders of the levels of an attention, in weights, locations or both: all orders of up to four levels."""
+    orders = itertools.permutations(range(levels)) if operator in (_SCALE, _GEOMETRIC) else ()
+    for order in map(list, itertools.islice(orders, 1, math.factorial(4))):
+        for name, of_l, of_w in (("weights", ..., order), ("locations", order, ...), ("locations and weights", order, order)):
+            words = f"levels of {name} are read in the order {', '.join(map(str, order))}"
+            yield words, lambda core, v, s, t, l, w, i=of_l, j=of_w: core(v, s, t, l[:, :, :, i], w[:, :, :, j])
