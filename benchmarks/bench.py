@@ -1,4 +1,4 @@
-"""The operators and modules on models' workloads, beside plain torch, other packages and the gather floor.
+"""The operators and modules on models' workloads, beside plain torch, other packages and the gather loop.
 
 python benchmarks/bench.py --only 'deformable-detr*' --peers --csv mine.csv --plot mine.png
 """
@@ -40,7 +40,7 @@ def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> d
 
 
 def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
-    """The gather floors of a workload, where their library is built."""
+    """The gather loops of a workload, where their library is built."""
     if floor.why_not() is not None:
         return {}
     if workload.row.kind == "pooling":
@@ -90,12 +90,13 @@ def bench(
 ) -> None:
     """Measure the operators on the workloads of known models, beside plain torch and other packages.
 
-    Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
-    figures are medians, and "times ours" is how many times longer an implementation takes than this package. "gather
-    floor" is a native loop that is given the rows beforehand and only reads and adds them (backward, into a gradient that it
-    sets to zero): what memory allows. "gather floor, head-major" is the same where a head's rows lie side by side, the best
-    layout known. That of bev_pool_v3 is of its forward alone: it reads no depth and writes the channels of a cell side by side.
-    A wheel does not hold them; `make native` in the source tree builds them.
+    Each row is checked against the float64 reference first. Then all implementations run in turn, round after round. Times are
+    medians; "times ours" is the time of an implementation divided by ours.
+
+    "gather loop" is a native loop that gets the rows in advance and only reads and adds them (backward, into a gradient that it
+    sets to zero). "gather loop, head-major" reads a copy of value in which the rows of a head are contiguous. Neither is a
+    lower bound: the package packs rows before it reads them. The loop of bev_pool_v3 has a forward only; it reads no depth and
+    writes the channels of a cell side by side. `make native` in a clone builds the loops.
 
     Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
     operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in

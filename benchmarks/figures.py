@@ -15,7 +15,7 @@ from mx_driving._cli_support.problems import Problem, need, ruled
 from mx_driving._cli_support.show import grid
 from mx_driving._measure.report import OURS, PLAIN, Row
 
-FLOOR, HEAD_MAJOR_FLOOR = "gather floor", "gather floor, head-major"
+FLOOR, HEAD_MAJOR_FLOOR = "gather loop", "gather loop, head-major"
 PARTS, LAYERS_AND_FLOOR = "layers + operator", "layers + floor"  # beside a module: what it is made of, apart
 KEY = ("workload", "dtype", "direction", "implementation")
 

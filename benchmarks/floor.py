@@ -1,4 +1,4 @@
-"""The gather floors of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
+"""The gather loops of a workload: its corner rows, worked out beforehand, and the native loop that only reads and adds.
 
 The loop (benchmarks/floor_library) is a library of its own, which wheels do not hold.
 """
@@ -25,10 +25,10 @@ def _library_path() -> pathlib.Path:
 
 
 def why_not() -> str | None:
-    """Why there is no gather floor, or None when there is one."""
+    """Why there is no gather loop, or None when there is one."""
     if _library_path().exists():
         return None
-    return "The gather floor is left out: a wheel does not hold its library. `make native` in the source tree builds it."
+    return "The gather loop is left out: a wheel does not hold its library. `make native` in the source tree builds it."
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def add_rows(
     tensors = [None if t is None else _backends.native._pack(t) for t in (value, rows, starts, output, grad_value)]
     status = _library().mxd_gather_floor(_backends.native.isa().encode(), *tensors, torch.get_num_threads())
     if status:
-        raise RuntimeError(f"the gather floor returned status {status}")
+        raise RuntimeError(f"the gather loop returned status {status}")
 
 
 def _corners(pixel: Tensor, size: Tensor, start: Tensor, keys: int) -> Tensor:

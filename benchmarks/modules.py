@@ -95,7 +95,7 @@ def _of_norm(got: Tensor, expected: Tensor) -> float:
 
 def _parts(subject: Subject) -> Calls:
     """The linear layers and the bare operator, each on inputs that are ready: the time below which only fusing gets. And the
-    layers with the gather floor instead of the operator."""
+    layers with the gather loop instead of the operator."""
     with torch.no_grad(), mx_driving.viz.recording() as looks:
         subject.module(*subject.inputs)
     calls = [

@@ -109,7 +109,7 @@ def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
 def floors(file: str = BENCH) -> str:
     """Return our time in milliseconds, and as a multiple of either gather loop, of workloads that have one."""
     forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
-    floors = ("gather floor", "gather floor, head-major")
+    floors = ("gather loop", "gather loop, head-major")
     rows = []
     for name in [name for name, by in forward.items() if floors[0] in by]:
         cells = [name]

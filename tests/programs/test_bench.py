@@ -44,7 +44,7 @@ from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.app import app
 
 SMALL = EXAMPLES[0].name
-needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather floor's library (make native)")
+needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the gather loop's library (make native)")
 
 
 def test_names_are_unique_and_every_operator_is_there():
@@ -200,7 +200,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     out, bars = tmp_path / "rows.csv", tmp_path / "rows.png"
     result = run_bench("--csv", str(out), "--plot", str(bars))
     assert result.exit_code == 0, result.output
-    assert result.output.count("The gather floor is left out") == (0 if with_floor else 1)
+    assert result.output.count("The gather loop is left out") == (0 if with_floor else 1)
     rows = list(csv.DictReader(out.open()))
     plain = rows_of_the_command(tmp_path / "plain.csv")
     assert {(r["direction"], r["implementation"]) for r in plain} == {
@@ -210,7 +210,7 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch, with_floor):
     assert {(r["direction"], r["implementation"]) for r in rows} == {
         *((d, i) for d in ("forward", "forward + backward") for i in ("mx_driving", "plain torch")),
         ("backward", "mx_driving"),
-        *((d, i) for d in ("forward", "backward") for i in ("gather floor", "gather floor, head-major") if with_floor),
+        *((d, i) for d in ("forward", "backward") for i in ("gather loop", "gather loop, head-major") if with_floor),
     }
     assert all(float(r["milliseconds"]) > 0 and int(r["rounds"]) >= 3 for r in rows)
     assert "torch " + torch.__version__ in rows[0]["machine"]

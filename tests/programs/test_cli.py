@@ -403,7 +403,7 @@ def test_a_whole_name_is_a_pattern_though_it_has_brackets(mx):
 
 
 def long_rows(workload, dtype, *rest):
-    names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather floor")
+    names = ("mx_driving", "plain torch", "torch.compile", "torch-ms-deform-attn", "gather loop")
     return [
         {"workload": workload.name, "dtype": dtype, "direction": direction, "implementation": name}
         | {"milliseconds": 123456.78, "times ours": 1234.56, "rounds": 3}
