@@ -55,15 +55,19 @@ def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | Non
         return registered.differentiate(ctx, (grad_output,), [True] * registered.count)
 
 
+def autocasts(device: str) -> bool:
+    # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device)
+
+
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
 
     def function(*inputs: Any) -> Tensor:
         # Torch 2.6 cannot compile next with a default.
         device = [*(i.device.type for i in inputs if isinstance(i, Tensor)), "cpu"][0]
-        # Older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
-        available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-        if not (available and torch.is_autocast_enabled(device)):
+        if not autocasts(device):
             return public(*inputs)
         with torch.autocast(device, enabled=False):
             return public(*inputs)

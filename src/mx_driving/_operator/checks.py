@@ -252,16 +252,18 @@ def is_readable(t: Tensor) -> bool:
 
 
 # id of a table of shapes -> the legal tables of a call, as weak references; their versions; the rows of value
-_LEGAL_TABLES: dict[int, tuple[Any, Any, int, int, int]] = {}
+_LEGAL_TABLES: dict[int, tuple[Any, Any, tuple[int, int], int]] = {}
 
 
 def check_tables(operator: Operator, inputs: Sequence[Any]) -> None:
     """Check level tables if they are readable. Legal tables are remembered, because all layers of a model have the same."""
-    shapes, starts, rows = inputs[1], inputs[2], inputs[0].shape[1]
+    shapes, starts, num_keys = inputs[1], inputs[2], inputs[0].shape[1]
+    if type(num_keys) is not int:  # while torch traces
+        return
     if legal := _LEGAL_TABLES.get(id(shapes)):
-        shapes_before, starts_before, shapes_version, starts_version, enough = legal
-        same = shapes_before() is shapes and starts_before() is starts
-        if same and shapes._version == shapes_version and starts._version == starts_version and rows >= enough:
+        legal_shapes, legal_starts, versions, enough = legal
+        same = legal_shapes() is shapes and legal_starts() is starts
+        if same and (shapes._version, starts._version) == versions and num_keys >= enough:
             return
     if not is_readable(starts):
         return
@@ -269,7 +271,7 @@ def check_tables(operator: Operator, inputs: Sequence[Any]) -> None:
     if type(shapes) is Tensor and not (shapes.is_inference() or starts.is_inference()):  # these have no versions
         if len(_LEGAL_TABLES) == 256:
             _LEGAL_TABLES.clear()
-        _LEGAL_TABLES[id(shapes)] = (weakref.ref(shapes), weakref.ref(starts), shapes._version, starts._version, rows)
+        _LEGAL_TABLES[id(shapes)] = (weakref.ref(shapes), weakref.ref(starts), (shapes._version, starts._version), num_keys)
 
 
 def contents(operator: Operator, inputs: Sequence[Any]) -> None:

@@ -8,27 +8,32 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from .._dispatch.functions import autocasts
 from .._operator.rules import fail, fail_shape, need_axes, need_dtype, need_one_device, need_some_sizes, tensors
 
 
-def whole_number(name: str, count: object) -> None:
+def settings(embed_dims: int, **arguments: object) -> None:
+    """Check the arguments of a constructor, by their names: counts, divisors of embed_dims, and fractions to drop."""
+    at_least(1, "embed_dims", embed_dims)
+    for name, argument in arguments.items():
+        if "drop" in name:
+            if not isinstance(argument, numbers.Real) or not 0 <= float(argument) < 1:
+                fail(ValueError, name, "be a fraction below 1", argument)
+        elif name in ("num_heads", "num_groups"):
+            divides(name, whole_number(name, argument), "embed_dims", embed_dims)
+        else:
+            at_least(1, name, argument)
+
+
+def whole_number(name: str, count: object) -> int:
     if not isinstance(count, numbers.Integral):
         fail(ValueError, name, "be a whole number", repr(count))
+    return int(count)
 
 
-def at_least(least: int, **counts: int) -> None:
-    """Check arguments of a constructor."""
-    for name, count in counts.items():
-        whole_number(name, count)
-        if count < least:
-            fail(ValueError, name, f"be at least {least}", count)
-
-
-def divisor(name: str, part: int, **whole: int) -> None:
-    """Check arguments of a constructor: `divisor("num_heads", 8, embed_dims=256)`."""
-    at_least(1, **whole)
-    whole_number(name, part)
-    divides(name, part, *next(iter(whole.items())))
+def at_least(least: int, name: str, count: object) -> None:
+    if whole_number(name, count) < least:
+        fail(ValueError, name, f"be at least {least}", count)
 
 
 def divides(name: str, part: int, whole_name: str, whole: int) -> None:
@@ -36,26 +41,16 @@ def divides(name: str, part: int, whole_name: str, whole: int) -> None:
         fail(ValueError, name, f"divide {whole_name}={whole}", part)
 
 
-def choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    if value not in choices:
-        fail(ValueError, name, "be " + " or ".join(map(repr, choices)), repr(value))
-
-
 def kernel_size(sizes: object) -> None:
     if not isinstance(sizes, (list, tuple)) or len(sizes) != 2:
         fail(ValueError, "kernel_size", "be (height, width)", repr(sizes))
     for i, size in enumerate(sizes):
-        at_least(1, **{f"kernel_size[{i}]": size})
-
-
-def fraction(name: str, part: object) -> None:
-    if not isinstance(part, numbers.Real) or not 0 <= float(part) < 1:
-        fail(ValueError, name, "be a fraction below 1", part)
+        at_least(1, f"kernel_size[{i}]", size)
 
 
 def fix_scale(rows: Sequence[Sequence[float]], num_learnable_pts: int) -> Tensor:
     """Return the fixed key points of an anchor. There may be none if the instance's feature places some."""
-    at_least(0, num_learnable_pts=num_learnable_pts)
+    at_least(0, "num_learnable_pts", num_learnable_pts)
     try:
         points = torch.as_tensor(rows, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -122,17 +117,11 @@ def layer_dtype(layer: nn.Module, **inputs: Tensor) -> None:
         return
     dtype = layer.weight.dtype
     for name, t in inputs.items():
-        if t.dtype != dtype and not _autocasts(t.device.type):
+        if t.dtype != dtype and not autocasts(t.device.type):
             rule = f"have the dtype of the module's parameters, {str(dtype).removeprefix('torch.')}"
             fail(TypeError, name, rule, str(t.dtype).removeprefix("torch."))
 
 
-def _autocasts(device: str) -> bool:
-    # An older torch.compile cannot ask whether a device has autocast. Every device that it compiles for has.
-    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device)
-    return available and torch.is_autocast_enabled(device)
-
-
-def counts(numbers_of_queries: Sequence[int], pictures: int) -> None:
-    if len(numbers_of_queries) != pictures or any(count < 0 for count in numbers_of_queries):
-        fail(ValueError, "counts", f"hold a number from 0 on for each of {pictures} pictures", list(numbers_of_queries))
+def counts(queries: Sequence[int], pictures: int) -> None:
+    if len(queries) != pictures or any(count < 0 for count in queries):
+        fail(ValueError, "counts", f"hold a number from 0 on for each of {pictures} pictures", list(queries))

@@ -1,9 +1,55 @@
-"""Conditions for a fast path around the layers of a module, and the end that modules have in common."""
+"""The layers that modules of deformable attention have in common, and conditions for a fast path around layers."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from . import _check, _initial
+
+
+def list_settings(module: nn.Module, *names: str) -> str:
+    """Return attributes of a module for its `extra_repr`."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)
+
+
+class DeformableLayers(nn.Module):
+    """Layers that give the offsets and logits of queries, and project values.
+
+    Args:
+        maps: maps that a query reads and is made of.
+        output: whether there is an output projection.
+    """
+
+    def __init__(
+        self, embed_dims: int, num_heads: int, num_levels: int, num_points: int, maps: int = 1, output: bool = True
+    ) -> None:
+        super().__init__()
+        _check.settings(embed_dims, num_heads=num_heads, num_levels=num_levels, num_points=num_points)
+        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
+        samples = num_heads * maps * num_levels * num_points
+        self.sampling_offsets = nn.Linear(maps * embed_dims, samples * 2)
+        self.attention_weights = nn.Linear(maps * embed_dims, samples)
+        self.value_proj = nn.Linear(embed_dims, embed_dims)
+        if output:
+            self.output_proj = nn.Linear(embed_dims, embed_dims)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Deformable-DETR's initialisation, which is BEVFormer's."""
+        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
+        _initial.equal_weights(self.attention_weights)
+        _initial.xavier(self.value_proj)
+        if hasattr(self, "output_proj"):
+            _initial.xavier(self.output_proj)
+
+    def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        heads, levels, points = self.num_heads, self.num_levels, self.num_points
+        offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
+        return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
+
+    def extra_repr(self) -> str:
+        return list_settings(self, "embed_dims", "num_heads", "num_levels", "num_points")
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -13,8 +59,8 @@ def is_plain(layer: nn.Module) -> bool:
 
 def is_exported() -> bool:
     """Return whether torch.export or torch.jit.trace is tracing."""
-    exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.7 has it
-    return bool(torch._C._get_tracing_state()) or (exporting is not None and exporting())
+    exporting = getattr(torch.compiler, "is_exporting", bool)  # torch 2.7 has it
+    return torch.jit.is_tracing() or exporting()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def project_and_add(samples: Tensor, output_proj: nn.Module, dropout: nn.Module, query: Tensor) -> Tensor:

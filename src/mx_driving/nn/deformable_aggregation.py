@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._operator import composition
+from .._operator.rules import fail
 from ..ops.deformable_aggregation_with_logits import deformable_aggregation_with_logits
 from . import _check, _initial
+from ._layers import list_settings
 
 __all__ = ["FIX_SCALE", "DeformableFeatureAggregation", "KeyPoints"]
 
@@ -91,11 +93,10 @@ class DeformableFeatureAggregation(nn.Module):
         residual_mode: str = "cat",
     ) -> None:
         super().__init__()
-        _check.divisor("num_groups", num_groups, embed_dims=embed_dims)
-        _check.choice("residual_mode", residual_mode, ("add", "cat"))
-        _check.at_least(1, num_levels=num_levels, num_cams=num_cams)
-        _check.fraction("attn_drop", attn_drop)
-        _check.fraction("proj_drop", proj_drop)
+        counts, dropped = {"num_levels": num_levels, "num_cams": num_cams}, {"attn_drop": attn_drop, "proj_drop": proj_drop}
+        _check.settings(embed_dims, num_groups=num_groups, **counts, **dropped)
+        if residual_mode not in ("add", "cat"):
+            fail(ValueError, "residual_mode", "be 'add' or 'cat'", repr(residual_mode))
         self.embed_dims, self.num_groups, self.num_levels, self.num_cams = embed_dims, num_groups, num_levels, num_cams
         self.attn_drop, self.residual_mode = attn_drop, residual_mode
         self.proj_drop = nn.Dropout(proj_drop)
@@ -203,10 +204,8 @@ class DeformableFeatureAggregation(nn.Module):
         return kept.to(torch.promote_types(logits.dtype, torch.float32)) / (1 - self.attn_drop)
 
     def extra_repr(self) -> str:
-        return (
-            f"embed_dims={self.embed_dims}, num_groups={self.num_groups}, num_levels={self.num_levels}, "
-            f"num_cams={self.num_cams}, num_pts={self.num_pts}, residual_mode={self.residual_mode!r}"
-        )
+        names = ("embed_dims", "num_groups", "num_levels", "num_cams", "num_pts", "residual_mode")
+        return list_settings(self, *names)
 
 
 def _camera_encoder(embed_dims: int) -> nn.Sequential:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .._operator import composition
 from ..ops.geometric_kernel_attention_with_logits import geometric_kernel_attention_with_logits
 from . import _check, _initial
+from ._layers import list_settings
 from ._pyramid import check_pyramid, split_heads
 
 __all__ = ["GeometricKernelAttention"]
@@ -54,8 +55,7 @@ class GeometricKernelAttention(nn.Module):
         dilation: int = 1,
     ) -> None:
         super().__init__()
-        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
-        _check.at_least(1, num_levels=num_levels, dilation=dilation)
+        _check.settings(embed_dims, num_heads=num_heads, num_levels=num_levels, dilation=dilation)
         _check.kernel_size(kernel_size)
         self.embed_dims, self.num_heads, self.num_levels = embed_dims, num_heads, num_levels
         self.kernel_size, self.dilation = tuple(kernel_size), dilation
@@ -121,7 +121,4 @@ class GeometricKernelAttention(nn.Module):
         return composition.Geometric.pixels(spatial_shapes, reference_points, self.grid_offsets)
 
     def extra_repr(self) -> str:
-        return (
-            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, num_levels={self.num_levels}, "
-            f"kernel_size={self.kernel_size}, dilation={self.dilation}"
-        )
+        return list_settings(self, "embed_dims", "num_heads", "num_levels", "kernel_size", "dilation")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._operator import composition
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check, _initial
+from . import _check
+from ._layers import DeformableLayers
 from ._pyramid import check_pyramid, split_heads
 
 __all__ = ["MultiScaleDeformableAttention"]
 
 
-class MultiScaleDeformableAttention(nn.Module):
+class MultiScaleDeformableAttention(DeformableLayers):
     """Each query reads a few points that it chooses itself, near its reference point, on every level of a feature pyramid.
 
         location = reference + offset(query) / (W_l, H_l)                        reference points (x, y)
@@ -40,22 +41,7 @@ class MultiScaleDeformableAttention(nn.Module):
     """
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 4) -> None:
-        super().__init__()
-        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
-        _check.at_least(1, num_levels=num_levels, num_points=num_points)
-        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
-        samples = num_heads * num_levels * num_points
-        self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
-        self.attention_weights = nn.Linear(embed_dims, samples)
-        self.value_proj = nn.Linear(embed_dims, embed_dims)
-        self.output_proj = nn.Linear(embed_dims, embed_dims)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Deformable-DETR's initialisation."""
-        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
-        _initial.equal_weights(self.attention_weights)
-        _initial.xavier(self.value_proj, self.output_proj)
+        super().__init__(embed_dims, num_heads, num_levels, num_points)
 
     def forward(
         self,
@@ -117,14 +103,3 @@ class MultiScaleDeformableAttention(nn.Module):
         )
         _check.layer_dtype(self.sampling_offsets, query=query)
         return sizes
-
-    def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        heads, levels, points = self.num_heads, self.num_levels, self.num_points
-        offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
-        return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
-
-    def extra_repr(self) -> str:
-        return (
-            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, "
-            f"num_levels={self.num_levels}, num_points={self.num_points}"
-        )

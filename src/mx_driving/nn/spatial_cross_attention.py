@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
 from . import _check, _initial
-from ._layers import is_exported, project_and_add
+from ._layers import DeformableLayers, is_exported, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["MSDeformableAttention3D", "SpatialCrossAttention"]
@@ -32,7 +32,7 @@ def _split_counts(counts: Sequence[int], most: int) -> Iterator[list[int]]:
         yield group
 
 
-class MSDeformableAttention3D(nn.Module):
+class MSDeformableAttention3D(DeformableLayers):
     """Deformable attention of pillars: a query has a reference point for each height of its pillar, in one camera's picture.
 
         location = reference of height (p mod num_Z_anchors) + offset_p(query) / (W_l, H_l)      for each of num_points points
@@ -49,21 +49,7 @@ class MSDeformableAttention3D(nn.Module):
     """
 
     def __init__(self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8) -> None:
-        super().__init__()
-        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
-        _check.at_least(1, num_levels=num_levels, num_points=num_points)
-        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
-        samples = num_heads * num_levels * num_points
-        self.sampling_offsets = nn.Linear(embed_dims, samples * 2)
-        self.attention_weights = nn.Linear(embed_dims, samples)
-        self.value_proj = nn.Linear(embed_dims, embed_dims)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """BEVFormer's initialisation, which is Deformable-DETR's."""
-        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
-        _initial.equal_weights(self.attention_weights)
-        _initial.xavier(self.value_proj)
+        super().__init__(embed_dims, num_heads, num_levels, num_points, output=False)
 
     def forward(
         self,
@@ -132,17 +118,6 @@ class MSDeformableAttention3D(nn.Module):
     def _rows(self, value: Tensor) -> Tensor:
         return self.value_proj(value).unflatten(2, (self.num_heads, -1))
 
-    def _offsets_and_logits(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        heads, levels, points = self.num_heads, self.num_levels, self.num_points
-        offsets = self.sampling_offsets(query).unflatten(2, (heads, levels, points, 2))
-        return offsets, self.attention_weights(query).unflatten(2, (heads, levels * points))
-
-    def extra_repr(self) -> str:
-        return (
-            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, "
-            f"num_levels={self.num_levels}, num_points={self.num_points}"
-        )
-
 
 class SpatialCrossAttention(nn.Module):
     """Each cell of a bird's-eye map (BEV) reads the cameras that see its pillar, and takes the mean of their features.
@@ -184,7 +159,7 @@ class SpatialCrossAttention(nn.Module):
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 4, num_points: int = 8, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        _check.fraction("dropout", dropout)
+        _check.settings(embed_dims, dropout=dropout)
         self.embed_dims = embed_dims
         self.deformable_attention = MSDeformableAttention3D(embed_dims, num_heads, num_levels, num_points)
         self.output_proj = nn.Linear(embed_dims, embed_dims)

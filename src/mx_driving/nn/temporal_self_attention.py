@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from . import _check, _initial
-from ._layers import is_exported, is_plain, project_and_add
+from . import _check
+from ._layers import DeformableLayers, is_exported, is_plain, project_and_add
 from ._pyramid import check_cells
 
 __all__ = ["TemporalSelfAttention"]
@@ -33,7 +33,7 @@ def _mean_of_maps(samples: Tensor) -> Tensor:
     return samples[:, 0].mul_(0.5).add_(samples[:, 1], alpha=0.5)  # halves first: a sum of float16 may overflow
 
 
-class TemporalSelfAttention(nn.Module):
+class TemporalSelfAttention(DeformableLayers):
     """Each cell of a bird's-eye map (BEV) reads a few points of the previous map and of the current one.
 
         offset_t, logit_t = linear([previous map, query + query_pos])                  for both maps t, previous and current
@@ -67,24 +67,9 @@ class TemporalSelfAttention(nn.Module):
     def __init__(
         self, embed_dims: int = 256, num_heads: int = 8, num_levels: int = 1, num_points: int = 4, dropout: float = 0.1
     ) -> None:
-        super().__init__()
-        _check.divisor("num_heads", num_heads, embed_dims=embed_dims)
-        _check.at_least(1, num_levels=num_levels, num_points=num_points)
-        _check.fraction("dropout", dropout)
-        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
-        samples = num_heads * _QUEUE * num_levels * num_points
-        self.sampling_offsets = nn.Linear(_QUEUE * embed_dims, samples * 2)
-        self.attention_weights = nn.Linear(_QUEUE * embed_dims, samples)
-        self.value_proj = nn.Linear(embed_dims, embed_dims)
-        self.output_proj = nn.Linear(embed_dims, embed_dims)
+        super().__init__(embed_dims, num_heads, num_levels, num_points, maps=_QUEUE)
+        _check.settings(embed_dims, dropout=dropout)
         self.dropout = nn.Dropout(dropout)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """BEVFormer's initialisation, which is Deformable-DETR's."""
-        _initial.look_around(self.sampling_offsets, self.num_heads, self.num_points)
-        _initial.equal_weights(self.attention_weights)
-        _initial.xavier(self.value_proj, self.output_proj)
 
     def forward(
         self,
@@ -143,9 +128,3 @@ class TemporalSelfAttention(nn.Module):
         sizes = (self.num_heads, _QUEUE, self.num_levels, self.num_points)
         offsets = offsets.unflatten(2, (*sizes, 2)).permute(0, 3, 1, 2, 4, 5, 6)
         return offsets, logits.unflatten(2, sizes).permute(0, 3, 1, 2, 4, 5)
-
-    def extra_repr(self) -> str:
-        return (
-            f"embed_dims={self.embed_dims}, num_heads={self.num_heads}, "
-            f"num_levels={self.num_levels}, num_points={self.num_points}"
-        )
