@@ -130,17 +130,18 @@ def _methods(form: Any, kind: Any) -> dict[str, staticmethod]:
 
 def _around_an_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
     casts = _casts_of(kind.forward)
+    operator_inputs, operator = form.inputs, form.run.__name__  # torch 2.6 compiles no function that reads a form
 
     def apply(*args: Any) -> Tensor:
-        return run(*form.inputs(*casts(*args[:5])))  # without im2col_step
+        return run(*operator_inputs(*casts(*args[:5])))  # without im2col_step
 
     def forward(ctx: Any, *args: Any) -> Tensor:
         inputs = casts(*args[:5])
         ctx.shapes = [i.shape for i in inputs]
-        return _dispatch.functions.forward(ctx, run, *form.inputs(*inputs))
+        return _dispatch.functions.forward(ctx, run, *operator_inputs(*inputs))
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        gradients = _dispatch.functions.backward(ctx, form.run.__name__, grad_output)
+        gradients = _dispatch.functions.backward(ctx, operator, grad_output)
         own = [g if g is None else g.view(shape) for g, shape in zip(gradients, ctx.shapes, strict=False)]
         return (*own, *gradients[len(own) :])
 
