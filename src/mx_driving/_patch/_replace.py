@@ -142,7 +142,7 @@ def _around_an_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tup
 
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients = _dispatch.functions.backward(ctx, operator, grad_output)
-        own = [g if g is None else g.view(shape) for g, shape in zip(gradients, ctx.shapes, strict=False)]
+        own = [g if g is None else g.view(shape) for g, shape in zip(gradients[: len(ctx.shapes)], ctx.shapes, strict=True)]
         return (*own, *gradients[len(own) :])
 
     return apply, forward, backward
