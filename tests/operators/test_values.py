@@ -23,10 +23,13 @@ from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each
 
 from mx_driving._operator import description
 
-# Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes.
+IMPLEMENTATIONS = cases.wanted_implementations()
+# Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes and on
+# all instruction sets: the best one and the reference will do here.
 LARGE = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
 
 
+@pytest.mark.parametrize("implementation", sorted({*IMPLEMENTATIONS[:1], *IMPLEMENTATIONS[-1:]}), indirect=True)
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in LARGE], ids=cases.case_id)
 def test_large_cases(implementation, case):
     args = cases.cast(cases.made(case), torch.float32)

@@ -23,27 +23,25 @@ torch.save([run(*args) for args in torch.load(inputs)], outputs)
 
 
 class Three(torch.nn.Module):
-    """All operators, each behind something with a gradient of its own. Outputs are joined: less to compile."""
+    """All operators, the first behind something with a gradient of its own. Outputs are joined: less to compile."""
 
     def __init__(self):
         super().__init__()
         self.scale = torch.nn.Parameter(torch.tensor(1.5))
 
     def forward(self, *inputs):
-        outputs = [
-            getattr(mx_driving, operator)(args[0] * self.scale, *args[1:])
-            for operator, args in zip(cases.OPERATORS, inputs, strict=True)
-        ]
-        return (torch.cat(outputs, -1).relu(),)
+        (value, *rest), *others = inputs
+        calls = zip(cases.OPERATORS, [(value * self.scale, *rest), *others], strict=True)
+        return (torch.cat([getattr(mx_driving, operator)(*args) for operator, args in calls], -1).relu(),)
 
 
 def inputs_of(bs, queries):
     return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in cases.OPERATORS)
 
 
-def in_a_fresh_process(kind, program, folder, code=RUN, inputs=None):
-    torch.save(inputs or [inputs_of(*size) for size in SIZES], folder / "inputs.pt")
-    python("-c", code, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
+def in_a_fresh_process(kind, program, folder):
+    torch.save([inputs_of(*size) for size in SIZES], folder / "inputs.pt")
+    python("-c", RUN, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
     return torch.load(folder / "outputs.pt")
 
 
@@ -73,15 +71,12 @@ def test_exported_module_trains(program):
         assert torch.equal(got.grad, expected.grad)
 
 
-def packaged(program, folder):
-    return torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
-
-
 @pytest.mark.usefixtures("quick_packages")
 def test_aot_inductor_package(program, tmp_path, monkeypatch):
     """CI is set, too, which makes inductor stricter."""
     monkeypatch.setenv("CI", "true")
-    found = in_a_fresh_process("aoti", packaged(program, tmp_path), tmp_path)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    found = in_a_fresh_process("aoti", package, tmp_path)
     for size, outputs in zip(SIZES, found, strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
             torch.testing.assert_close(got, expected)
@@ -112,17 +107,6 @@ def test_an_exported_autograd_function_trains(strict):
         run(value, *inputs[1:]).square().sum().backward()
         gradients.append(value.grad)
     torch.testing.assert_close(*gradients)
-
-
-@pytest.mark.usefixtures("quick_packages")
-def test_aot_inductor_package_of_a_decomposed_program_needs_nothing_of_ours(tmp_path):
-    """As a C++ program loads it. The table is that of docs/export.md."""
-    inputs = cases.cast(GROWING[cases.GEOMETRIC](3, 5), torch.float32)
-    operators = [getattr(torch.ops.mx_driving, name).default for name in mx_driving.backends()["cpu"]]
-    table = {**torch.export.default_decompositions(), **torch._decomp.get_decompositions(operators)}
-    package = packaged(torch.export.export(One(cases.GEOMETRIC, inputs), inputs).run_decompositions(table), tmp_path)
-    (found,) = in_a_fresh_process("aoti", package, tmp_path, RUN.replace(", mx_driving", ""), [inputs])
-    torch.testing.assert_close(found, mx_driving.geometric_kernel_attention(*inputs))
 
 
 def trained(module, size):
