@@ -32,7 +32,9 @@ from triton.runtime.jit import JITFunction
 
 from mx_driving import _backends
 
-TARGETS = (80, 90, 100)
+TARGETS = (80, 86, 90, 100, 120)
+# Warps and programs that a multiprocessor holds, at most: NVIDIA's table of compute capabilities.
+RESIDENT = {80: (64, 32), 86: (48, 16), 90: (64, 32), 100: (64, 32), 120: (48, 24)}
 AMD = ("gfx942", "gfx950", "gfx1100")
 Target = int | str
 _TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -91,16 +93,18 @@ class Code(NamedTuple):
     shared: int
     instructions: list[str]
     loops: list[tuple[int, int]]  # first and last instruction
+    target: int
 
     def count(self, pattern: str) -> int:
         return sum(bool(re.search(pattern, i)) for i in self.instructions)
 
     @property
     def occupancy(self) -> float:
-        """The share of a multiprocessor's 64 warps that registers, and its limit of 32 programs, allow."""
+        """The share of a multiprocessor's warps that registers, and its limit of programs, allow."""
         per_warp = 32 * (-(-self.registers // 8) * 8)
-        programs = min(32, 65536 // (per_warp * self.warps))
-        return min(1.0, programs * self.warps / 64)
+        most_warps, most_programs = RESIDENT[self.target]
+        programs = min(most_programs, 65536 // (per_warp * self.warps))
+        return min(1.0, programs * self.warps / most_warps)
 
     def executed(self, reads: int) -> int:
         """Instructions that a warp executes if its only loop makes `reads` reads of value rows.
@@ -131,10 +135,10 @@ def read_code(kernel: Any) -> Code:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        return read_cubin(file.name, kernel.metadata.num_warps)
+        return read_cubin(file.name, kernel.metadata.num_warps, target=kernel.metadata.target.arch)
 
 
-def read_cubin(path: str, warps: int, function: str = "") -> Code:
+def read_cubin(path: str, warps: int, function: str = "", target: int = 90) -> Code:
     """The kernel of a file, or its only one whose name has `function` in it."""
     usage, listing = _tool("cuobjdump", "-res-usage", path), _disassembled(path)
     registers, stack, shared = map(
@@ -150,7 +154,7 @@ def read_cubin(path: str, warps: int, function: str = "") -> Code:
     jumps = [(labels.get(m[1], len(instructions)), i) for i, text in enumerate(instructions) if (m := _jump(text))]
     end = min(target for target, i in jumps if target == i)  # behind the last EXIT: a jump to itself, and padding
     loops = [(target, i) for target, i in jumps if target < i < end]
-    return Code(registers, stack, warps, shared, instructions[:end], loops)
+    return Code(registers, stack, warps, shared, instructions[:end], loops, target)
 
 
 def _jump(instruction: str) -> re.Match[str] | None:
@@ -265,7 +269,7 @@ def odd_rows() -> Iterator[dict[str, Any]]:
         for operator, make in makes.items():
             for backward in (False, True):
                 code = read_code(compile_one(operator, make, torch.float32, 90, backward))
-                yield {"operator": operator, "channels": channels, "backward": backward, **figures(code)}
+                yield {"operator": operator, "target": 90, "channels": channels, "backward": backward, **figures(code)}
 
 
 def pool(n: int, rows: int, depths: int, cells: int, channels: int, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -307,7 +311,9 @@ Gate = tuple[bool, str, dict[str, Any]]
 
 def _nvidia_gates(row: dict[str, Any]) -> Iterator[Gate]:
     yield row["stack"] == row["spills"] == 0, "stack and spills must be 0", row
-    yield row["occupancy"] >= 0.5, "registers must allow half of the occupancy", row
+    most_warps, most_programs = RESIDENT[row["target"]]
+    least = min(0.5, most_programs * row["warps"] / most_warps)  # sm_86 holds 16 programs, and backwards have one warp
+    yield row["occupancy"] >= least, "registers must allow half of the occupancy", row
 
 
 def _model_gates(row: dict[str, Any]) -> Iterator[Gate]:

@@ -173,13 +173,18 @@ def compiled(operator: str, mesh: Any) -> float:
     return largest([(function(*args).full_tensor(), expected * 2)])
 
 
-def lifted(axis: str, mesh: Any) -> dict[str, Any]:
+def lifted(axis: str, mesh: Any, autocast: bool = False) -> dict[str, Any]:
     """bev_pool_v3 in shards of channels or of points against one process. Ranks of whole channels stay plain tensors."""
-    random = torch.Generator().manual_seed(0)
-    floating = [torch.randn(*shape, dtype=torch.float64, generator=random) for shape in ((9, 6), (40,))]
+    random, dtype = torch.Generator().manual_seed(0), torch.bfloat16 if autocast else torch.float64
+    floating = [torch.randn(*shape, generator=random).to(dtype) for shape in ((9, 6), (40,))]
     ranks = [torch.randint(most, (31,), generator=random) for most in (9, 40, 30)]
-    grad = torch.randn(1, 6, 1, 5, 6, dtype=torch.float64, generator=random)
-    operator, row = torch.ops.mx_driving.bev_pool_v3, OPERATORS["bev_pool_v3"]
+    grad = torch.randn(1, 6, 1, 5, 6, generator=random).to(torch.float32 if autocast else dtype)
+    row = OPERATORS["bev_pool_v3"]
+
+    def operator(*args: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return torch.ops.mx_driving.bev_pool_v3(*args)
+
     alone = [t.clone().requires_grad_() for t in floating]
     expected = operator(*alone, *ranks, 1, 1, 5, 6)
     expected.backward(grad)
@@ -188,8 +193,10 @@ def lifted(axis: str, mesh: Any) -> dict[str, Any]:
     split = [placed(t, mesh, (at,)) if axis == "n" else t for t, at in zip(ranks, layout[2:], strict=False)]
     output = operator(*shards, *split, 1, 1, 5, 6)
     output.redistribute(mesh, [Replicate()]).backward(placed(grad, mesh, (None,)))
-    found = [(output.full_tensor(), expected), *((a.grad.full_tensor(), b.grad) for a, b in zip(shards, alone, strict=True))]
-    return {"error": largest(found), "placements": ["P(sum)" if p == Partial() else str(p) for p in output.placements]}
+    gradients = [(a.grad.full_tensor(), b.grad) for a, b in zip(shards, alone, strict=True)]
+    placements = ["P(sum)" if p == Partial() else str(p) for p in output.placements]
+    errors = {"output": largest([(output.full_tensor(), expected)]), "gradients": largest(gradients)}
+    return errors | {"placements": placements, "dtypes": [output.dtype, *(a.dtype for a, _ in gradients)]}
 
 
 MESH = "DTensor on a mesh of several dimensions"
@@ -241,6 +248,7 @@ def run(rank: int, world: int, folder: str) -> None:
     if world == 2:
         for axis in OPERATORS["bev_pool_v3"].sharded:
             found["bev_pool_v3", axis] = lifted(axis, mesh)
+            found["bev_pool_v3", axis, "autocast"] = lifted(axis, mesh, autocast=True)
         for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
             if kind != "fully_shard" or not _needs.lacks("fully_shard on a CPU"):
                 found[kind] = trained(kind, mesh, rank, world)

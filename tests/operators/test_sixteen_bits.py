@@ -109,6 +109,20 @@ def test_other_devices_have_the_bits_of_converting_first(operator, device):
     assert torch.equal(found, REGISTERED[operator].run(device, *wide))
 
 
+@pytest.mark.parametrize("device", ["cuda", "other"])
+def test_bev_pool_v3_on_other_devices_has_the_bits_of_converting_first(device):
+    """Forward and backward; each gradient has its input's dtype."""
+    args = cases.cast(points_of_cells(8, 90), torch.bfloat16)
+    wide = cases.cast(args, torch.float32)
+    output = REGISTERED[f"{POOL}_autocast"].run(device, *args)
+    assert output.any()
+    assert torch.equal(output, REGISTERED[POOL].run(device, *wide))
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    gradients = (REGISTERED[f"{POOL}_backward"].run(device, grad, *a, [True, True]) for a in (args, wide))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b.bfloat16())
+
+
 def mixed(args, value, others):
     """Value in one dtype and all other floating inputs in another."""
     return cases.cast(args[:1], value) + cases.cast(args[1:], others)
