@@ -47,7 +47,7 @@ __all__ = ["NAMES", "install", "uninstall"]
 Function = Callable[..., Any]
 
 
-def _forward(public: Function) -> Function:
+def _make_forward(public: Function) -> Function:
     """Return the operator under mmcv's names of the arguments. The im2col_step is not used."""
     compiled = as_compiled(public)
 
@@ -65,7 +65,7 @@ def _forward(public: Function) -> Function:
     return forward
 
 
-def _backward(operator: str, to_inputs: Function = attention_inputs) -> Function:
+def _make_backward(operator: str, to_inputs: Function = attention_inputs) -> Function:
     """Return a function of an operator's five inputs and grad_output: a list of the gradients, in the inputs' own shapes.
 
     Callers give more, mmcv an im2col_step, which is not used.
@@ -80,8 +80,8 @@ def _backward(operator: str, to_inputs: Function = attention_inputs) -> Function
     return backward
 
 
-_multi_scale_backward = _backward("multi_scale_deformable_attn")
-_gradients_of_aggregation = _backward("deformable_aggregation", aggregation_inputs)
+_multi_scale_backward = _make_backward("multi_scale_deformable_attn")
+_gradients_of_aggregation = _make_backward("deformable_aggregation", aggregation_inputs)
 
 
 def _aggregation(*inputs: Tensor) -> Tensor:
@@ -118,9 +118,9 @@ def _bev_pool_v2_backward(grad_out: Tensor, grad_depth: Tensor, grad_feat: Tenso
 def _voxel_pooling_train(*arguments: Any) -> int:
     """Add to the output [B, Y, X, C], and write (batch, y, x) of each point inside the grid to the memo [B, n, 3]."""
     batches, points, _, x, y, z, geom_xyz, features, output, memo = arguments
-    sizes, places = (int(x), int(y), int(z)), geom_xyz.view(batches, points, 3)
-    output.add_(npu_voxel_pooling_train(places, features, sizes).permute(0, 2, 3, 1))
-    inside, cells = _pooling.points_inside(places, sizes)
+    sizes, coords = (int(x), int(y), int(z)), geom_xyz.view(batches, points, 3)
+    output.add_(npu_voxel_pooling_train(coords, features, sizes).permute(0, 2, 3, 1))
+    inside, cells = _pooling.points_inside(coords, sizes)
     columns = torch.unravel_index(cells, (batches, sizes[1], sizes[0]))
     memo.view(-1, 3)[inside] = torch.stack(columns, 1).to(memo.dtype)
     return 1
@@ -130,8 +130,8 @@ def _voxel_pooling_train(*arguments: Any) -> int:
 def _voxel_pooling_inference(*arguments: Any) -> int:
     """Add to the output [B, Y, X, C]. Depth is [B * cams, D, H, W], context [B * cams, C, H, W]."""
     batches, cameras, bins, height, width, channels, x, y, z, geom_xyz, depth, context, output = arguments
-    places = geom_xyz.view(batches, cameras, bins, height, width, 3)
-    ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(places, (int(x), int(y), int(z)))
+    coords = geom_xyz.view(batches, cameras, bins, height, width, 3)
+    ranks_depth, ranks_feat, ranks_bev = _pooling.lifted_points(coords, (int(x), int(y), int(z)))
     shape = (batches, 1, int(y), int(x), channels)
     pooled = bev_pool_v3(depth, context.permute(0, 2, 3, 1), ranks_depth, ranks_feat, ranks_bev, shape)
     output.add_(pooled[:, :, 0].permute(0, 2, 3, 1))
@@ -139,12 +139,12 @@ def _voxel_pooling_inference(*arguments: Any) -> int:
 
 
 _STAND_INS: dict[str, Function] = {
-    "ms_deform_attn_forward": _forward(multi_scale_deformable_attn),
+    "ms_deform_attn_forward": _make_forward(multi_scale_deformable_attn),
     "ms_deform_attn_backward": _multi_scale_backward,
     "deformable_aggregation_forward": as_compiled(_aggregation),
     "deformable_aggregation_backward": _aggregation_backward,
-    "geometric_kernel_attn_cuda_forward": _forward(geometric_kernel_attention),
-    "geometric_kernel_attn_cuda_backward": _backward("geometric_kernel_attention"),
+    "geometric_kernel_attn_cuda_forward": _make_forward(geometric_kernel_attention),
+    "geometric_kernel_attn_cuda_backward": _make_backward("geometric_kernel_attention"),
     "bev_pool_v2_forward": _bev_pool_v2_forward,
     **dict.fromkeys(("bev_pool_v2_backward", "bev_pool_v2_backward_opt"), _bev_pool_v2_backward),
     "bev_pool_forward": _extension.bev_pool_forward,
@@ -163,7 +163,7 @@ for _row in FUNCTIONS:
 _PARTS["mmcv._ext"]["ms_deform_attn_backward"] = _mmcv_backward
 
 
-def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
+def _make_getattr(module: str, functions: dict[str, Function]) -> Callable[[str], Function]:
     """Return the `__getattr__` of a module. Its functions raise when they are called: mmcv checks at import that they exist."""
     has = ", ".join(functions) or "deformable_aggregation_ext, which has no depth,"
 
@@ -182,13 +182,13 @@ def _missing(module: str, functions: dict[str, Function]) -> Callable[[str], Fun
 NAMES = (*_EXTENSIONS, *_PARTS)
 
 
-def _part(name: str) -> dict[str, Any] | None:
+def _find_part(name: str) -> dict[str, Any] | None:
     functions = _PARTS.get(name, _PARTS.get(name.rpartition(".")[2]))
-    return None if functions is None else {**functions, "__getattr__": _missing(name, functions)}
+    return None if functions is None else {**functions, "__getattr__": _make_getattr(name, functions)}
 
 
 _first = MadeModules(lambda name: _EXTENSIONS.get(name.rpartition(".")[2]))
-_last = MadeModules(_part)
+_last = MadeModules(_find_part)
 
 
 def install(what: str = "extensions") -> tuple[str, ...]:
@@ -224,7 +224,7 @@ def install(what: str = "extensions") -> tuple[str, ...]:
 
 
 def uninstall() -> None:
-    """Undo every `install`: later imports find what they found before. Code that has imported a stand-in keeps it."""
+    """Undo every `install`. Code that has imported a stand-in keeps it."""
     npu = sys.modules.get(f"{__package__}._vendor.npu")
     if npu is not None:
         npu.uninstall()

@@ -138,66 +138,77 @@ def test_a_difference_is_found(ours, difference):
     assert models.largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
 
 
-@pytest.fixture
-def unwatched(monkeypatch):
-    """Nobody looks at the weights in these tests, so every module may call the operator with logits while it learns."""
+def _unwatch(monkeypatch):
+    """Nobody looks at the weights from now on, so every module may call the operator with logits while it learns."""
     monkeypatch.setattr(mx_driving._patch._attention, "weights_may_be_watched", lambda module: False)
+
+
+PASS_WEIGHTS_ON = {"grounding_dino", "mm_grounding_dino", "mask2former", "oneformer", "omdet_turbo"}  # their layers, unasked
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @per_carrier
-def test_outputs_and_gradients_in_float64(name, unwatched):
+def test_outputs_and_gradients_in_float64(name, monkeypatch):
     """Nothing but rounding may differ. In float32 it would hide a wrong coefficient. Of cores alone the outputs are compared
-    here; the next tests have their gradients."""
+    here; the next tests have their gradients. Layers that drop the weights go on with the operator with logits while the model
+    learns."""
     subject = _in_double(name)
     outputs, gradients = subject.backward()
     with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks, torch.no_grad():
         models.forget(subject.model)
         of_cores = subject.forward()
     with mx_driving.patched(subject.model):
+        with _Calls() as unasked:
+            models.forget(subject.model)
+            subject.forward()
+        _unwatch(monkeypatch)
         of_modules, found = subject.backward()
+    assert {"_with_logits" in func._opname for func, _, _ in unasked.kept} == {name not in PASS_WEIGHTS_ON}
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert max(models.largest(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
     assert models.largest(found, gradients) < 1e-11
 
 
-PASS_WEIGHTS_ON = {"grounding_dino", "mm_grounding_dino", "mask2former", "oneformer", "omdet_turbo"}  # their layers, unasked
-
-
-@pytest.mark.filterwarnings("ignore")
-@per_carrier
-def test_layers_drop_weights_or_pass_them_on(name):
-    """Those that drop them go on with the operator with logits while the model learns."""
-    subject = _in_double(name)
-    with mx_driving.patched(subject.model), _Calls() as unasked:
-        models.forget(subject.model)
-        subject.forward()
-    assert {"_with_logits" in func._opname for func, _, _ in unasked.kept} == {name not in PASS_WEIGHTS_ON}
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", in_one_process(FIRST))
 def test_weights_have_the_operators_gradients(name):
-    """What is returned on request is what the operator was given: the output's gradient reaches it."""
+    """Weights on request are what the operator was given: the output's gradient reaches them. Without a gradient the operator
+    with logits serves, and they are the same."""
     subject = _in_double(name)
     models.forget(subject.model)
     subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
-    expected = _gradients_of_weights(subject)
-    with mx_driving.patched(subject.model), _Calls() as asked:
-        found = _gradients_of_weights(subject)
+    weights, gradients = _weights_and_gradients(subject)
+    with mx_driving.patched(subject.model):
+        with _Calls() as asked:
+            found = _weights_and_gradients(subject)
+        with torch.no_grad():
+            without_graph = _asked_for_weights(subject)[1]
     assert not any("_with_logits" in func._opname for func, _, _ in asked.kept)
-    assert any(g is not None for g in expected)  # Mask2Former of two layers returns one layer's
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-11)
+    assert any(g is not None for g in gradients)  # Mask2Former of two layers returns one layer's
+    assert name not in ("deformable_detr", "grounding_dino") or any(t.dim() == 5 for t in weights)  # [..., levels, points]
+    torch.testing.assert_close(found[1], gradients, rtol=1e-8, atol=1e-11)
+    for ours in (found[0], without_graph):
+        torch.testing.assert_close(ours, weights, rtol=1e-9, atol=1e-9)
 
 
-def _gradients_of_weights(subject):
+def _asked_for_weights(subject):
     models.forget(subject.model)
     found = subject.model(**subject.inputs, output_attentions=True)
-    weights = [t for key in found if "attentions" in key for t in _tensors(found[key]) if t.requires_grad]
     outputs = [found[key] for key in models.OUTPUTS if found.get(key) is not None]
+    return outputs, [t for key in found if "attentions" in key for t in _tensors(found[key])]
+
+
+def _weights_and_gradients(subject):
+    outputs, weights = _asked_for_weights(subject)
     total = sum(torch.where(out.isfinite(), out, 0).square().sum() for out in outputs)
-    return torch.autograd.grad(total, weights, allow_unused=True)
+    leaves = [t for t in weights if t.requires_grad]
+    return weights, torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _tensors(nested):
+    for thing in nested:
+        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing or ())
 
 
 CHECKPOINTED = ("deformable_detr",)  # the other models refuse gradient_checkpointing_enable
@@ -302,10 +313,11 @@ def _clear_of_centres(func, inputs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
 @pytest.mark.parametrize("name", in_one_process(FIRST))
-def test_outputs_and_gradients_in_float32(name, modules, unwatched):
+def test_outputs_and_gradients_in_float32(name, modules, monkeypatch):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""
+    _unwatch(monkeypatch)
     subject = _in_single(name)
     with mx_driving.patched(subject.model, modules=modules), _Calls() as calls:
         outputs, _ = subject.backward()
@@ -408,30 +420,6 @@ def test_compiled_model():
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("name", "where"),
-    [("deformable_detr", ("encoder_attentions", "cross_attentions")), ("grounding_dino", ("encoder_attentions",))],
-)
-def test_weights_that_are_asked_for(name, where):
-    """Deformable DETR records what its modules return; Grounding DINO's encoder passes it on without having asked."""
-    small = {**_shrunk(name), "encoder_layers": 1, "decoder_layers": 2}
-    subject = models.build(name, 64, 96, torch.float64, **small)
-    with torch.no_grad():
-        expected = subject.model(**subject.inputs, output_attentions=True)
-        with mx_driving.patched(subject.model):
-            found = subject.model(**subject.inputs, output_attentions=True)
-    for part in where:
-        ours, theirs = (list(_tensors(outputs[part])) for outputs in (found, expected))
-        assert any(t.dim() == 5 for t in theirs)  # [bs, queries, heads, levels, points]
-        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-
-
-def _tensors(nested):
-    for thing in nested:
-        yield from (thing,) if isinstance(thing, Tensor) else _tensors(thing or ())
-
-
 def test_reads_their_checkpoints():
     """The layer of transformers' Deformable DETR and ours: the same state, the same numbers."""
     from transformers.models.deformable_detr import modeling_deformable_detr as module
@@ -479,9 +467,8 @@ def test_queries_off():
     theirs = {"logits": torch.randn(1, 50, 7), "pred_boxes": torch.rand(1, 50, 4)}
     order = torch.arange(50)
     order[[3, 9]] = order[[9, 3]]
-    assert models.queries_off({n: out[:, order] * (1 + 1e-6) for n, out in theirs.items()}, theirs).nonzero()[
-        :, 0
-    ].tolist() == [3, 9]
+    off = models.queries_off({n: out[:, order] * (1 + 1e-6) for n, out in theirs.items()}, theirs)
+    assert off.nonzero()[:, 0].tolist() == [3, 9]
     assert models.queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
 
 
@@ -490,8 +477,9 @@ def test_queries_off():
 def test_command_line(monkeypatch):
     """Of a smaller model than it builds."""
     monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(time_models, "carriers", lambda: ["rt_detr"])
     monkeypatch.setattr(time_models, "build", lambda name, *sides: models.build(name, *sides, **_shrunk(name)))
-    options = ["--only", "rt_detr", "--height", "128", "--width", "160", "--seconds", "0.1", "--threads", "1"]
+    options = ["--only", "rt_detr", "--height", "64", "--width", "96", "--seconds", "0.01", "--threads", "1"]
     done = CliRunner().invoke(time_models.app, options)
     assert done.exit_code == 0, done.output
     whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)

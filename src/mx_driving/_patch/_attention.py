@@ -30,13 +30,13 @@ from ._forms import (
     Arguments,
     Form,
     ValueLayout,
+    collect_roles,
     is_table,
-    keys_last,
-    levels_by_points,
-    roles_of,
-    tables,
+    put_keys_last,
+    read_tables,
+    repeat_levels,
 )
-from ._parameters import Parameters, as_written, overrides
+from ._parameters import Parameters, find_source, overrides
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
@@ -50,18 +50,18 @@ Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, cha
 
 def has_layers(kind: type) -> bool:
     """Return whether the forward of a class calls the linear layers of deformable attention."""
-    return set(as_written(vars(kind)["forward"]).__code__.co_names) >= LINEAR_LAYERS
+    return set(find_source(vars(kind)["forward"]).__code__.co_names) >= LINEAR_LAYERS
 
 
-def refusal(parameters: Parameters) -> str:
+def explain_refusal(parameters: Parameters) -> str:
     """Return why no form can have the parameters of a forward, or nothing."""
-    roles = roles_of(parameters.all)
+    roles = collect_roles(parameters.all)
     if not any(form.needs <= roles for form in ATTENTION_FORMS):
         return f"no known form of an attention module has the parameters {parameters}"
-    more = [name for name in parameters.read if not roles_of([name]) <= _KNOWN]
+    more = [name for name in parameters.read if not collect_roles([name]) <= _KNOWN]
     if more:
         return f"no known form of an attention module has the parameters {', '.join(more)}, which its forward reads"
-    if len(roles_of(parameters.read)) < len(parameters.read):
+    if len(collect_roles(parameters.read)) < len(parameters.read):
         return f"its forward reads two parameters of one meaning: {', '.join(parameters.read)}"
     return ""
 
@@ -97,7 +97,7 @@ class Attention(Form):
     reads_all = False
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return kind == MODULE and self.needs <= roles_of(parameters.all)
+        return kind == MODULE and self.needs <= collect_roles(parameters.all)
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         tried, mask = self.tried, arguments.get("mask")
@@ -133,67 +133,67 @@ class Attention(Form):
         if self._swaps(module):
             query, memory = query.transpose(0, 1), memory.transpose(0, 1)
         if self.layout is not ROWS:
-            memory = self.layout.ours(memory, heads_in(module))
+            memory = self.layout.ours(memory, get_heads(module))
         mask = ~mask if mask is not None and self.keeps else mask
         return {**arguments, "query": query, "value": memory, "mask": mask}
 
     def _swaps(self, module: Any) -> bool:
         """Return whether the module has batches second. UniAD's does not ask its `batch_first`."""
-        return not getattr(module, "batch_first", True) and self.sample is not _along_trajectories
+        return not getattr(module, "batch_first", True) and self.sample is not _sample_trajectories
 
     def reads_points_of(self, module: Any) -> bool:
         """Return whether the module keeps its number of points as the form reads it: for each level, or one for all."""
-        return bool(_counts_of(module)) == (self.sample is _uneven)
+        return bool(_get_counts(module)) == (self.sample is _sample_unevenly)
 
 
-def options_of(module: Any, names: frozenset[str]) -> tuple[tuple[str, Any], ...]:
+def collect_options(module: Any, names: frozenset[str]) -> tuple[tuple[str, Any], ...]:
     """Return the attributes that a forward's code names and that change its arithmetic in a way that no form knows."""
     values = {name: getattr(module, name, _UNREADABLE) for name in sorted(names - _READ_BY_FORMS)}
     return tuple((name, value) for name, value in values.items() if isinstance(value, (bool, float, str, type(None))))
 
 
-def _attribute(module: Any, *names: str) -> int:
+def _get_attribute(module: Any, *names: str) -> int:
     """Return a number that libraries keep under several names."""
     return next(getattr(module, name) for name in names if hasattr(module, name))
 
 
-def heads_in(module: Any) -> int:
-    return _attribute(module, "n_heads", "num_heads")
+def get_heads(module: Any) -> int:
+    return _get_attribute(module, "n_heads", "num_heads")
 
 
-def levels_in(module: Any) -> int:
-    return _attribute(module, "n_levels", "num_levels")
+def get_levels(module: Any) -> int:
+    return _get_attribute(module, "n_levels", "num_levels")
 
 
-def _levels_and_points(module: Any) -> tuple[int, int]:
-    return levels_in(module), _attribute(module, "n_points", "num_points")
+def _get_levels_and_points(module: Any) -> tuple[int, int]:
+    return get_levels(module), _get_attribute(module, "n_points", "num_points")
 
 
-def _counts_of(module: Any) -> list[int]:
+def _get_counts(module: Any) -> list[int]:
     """Return the number of points of each level, where a module keeps them apart."""
     return list(getattr(module, "n_points_list", None) or getattr(module, "num_points_list", None) or ())
 
 
-def _sizes(module: Any) -> tuple[int, int, int]:
+def _get_sizes(module: Any) -> tuple[int, int, int]:
     """Return the heads, the channels of a head, and the points on all levels."""
-    heads, (levels, points) = heads_in(module), _levels_and_points(module)
+    heads, (levels, points) = get_heads(module), _get_levels_and_points(module)
     project = getattr(module, "value_proj", None)
-    channels = project.out_features if project else _attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
+    channels = project.out_features if project else _get_attribute(module, "d_model", "embed_dims", "embed_dim", "hidden_size")
     return heads, channels // heads, sum(points) if isinstance(points, (list, tuple)) else levels * points
 
 
-def passed_limits(model: torch.nn.Module) -> dict[str, str]:
+def find_passed_limits(model: torch.nn.Module) -> dict[str, str]:
     """Return the attention modules whose sizes break a documented limit of Atlas A2 -> the limit. Skip unknown sizes."""
     passed = {}
     for name, module in model.named_modules():
         if all(hasattr(module, layer) for layer in LINEAR_LAYERS):
             with contextlib.suppress(StopIteration, AttributeError, TypeError):
-                sizes = limits.attention_sizes(*_sizes(module))
+                sizes = limits.attention_sizes(*_get_sizes(module))
                 passed[name] = limits.first_broken("multi_scale_deformable_attn", sizes)
     return {name: limit for name, limit in passed.items() if limit}
 
 
-def _inputs_of(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def _make_inputs(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operator's value and tables: memory, projected where the module does so, by heads, zero where it is hidden.
 
     To see that a mask hides nothing takes a hundredth of the time of a copy of rows.
@@ -203,13 +203,13 @@ def _inputs_of(module: Any, arguments: Arguments) -> tuple[Tensor, Tensor, Tenso
         if hidden is not None and checks.is_readable(hidden) and not hidden.any():
             hidden = None
         project = getattr(module, "value_proj", None)
-        value = split_heads(value if project is None else project(value), hidden, heads_in(module))
+        value = split_heads(value if project is None else project(value), hidden, get_heads(module))
     table = arguments["shapes"] if arguments.get("sizes") is None else arguments["sizes"]
     if not isinstance(table, Tensor):
         checks.rows_of_levels(sum(h * w for h, w in table), value.shape[1])
     elif checks.is_readable(table):
         checks.rows_of_levels(int(table.prod(-1).sum()), value.shape[1])
-    return value, *tables(arguments, value.device)
+    return value, *read_tables(arguments, value.device)
 
 
 def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logits: Tensor, axis: str = "level") -> Tensor:
@@ -218,51 +218,51 @@ def _sample(inputs: tuple[Tensor, ...], reference: Tensor, offsets: Tensor, logi
     return multi_scale_deformable_attn_with_logits(*inputs, reference, offsets, logits, axis)  # pyright: ignore
 
 
-def _even(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
+def _sample_evenly(module: Any, arguments: Arguments, axis: str = "level") -> Sampled:
     """Sample as many points on one level as on another: nearly all libraries."""
-    sides = _levels_and_points(module)
-    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (heads_in(module), *sides, 2))
-    logits = module.attention_weights(arguments["query"]).unflatten(-1, (heads_in(module), -1))
-    return _sample(_inputs_of(module, arguments), arguments["reference"], offsets, logits, axis), logits, sides
+    sides = _get_levels_and_points(module)
+    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), *sides, 2))
+    logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
+    return _sample(_make_inputs(module, arguments), arguments["reference"], offsets, logits, axis), logits, sides
 
 
-def _pillars(module: Any, arguments: Arguments) -> Sampled:
+def _sample_pillars(module: Any, arguments: Arguments) -> Sampled:
     """Sample as BEVFormer's MSDeformableAttention3D: a reference for each height of a pillar."""
-    return _even(module, arguments, "point")
+    return _sample_evenly(module, arguments, "point")
 
 
-def _uneven(module: Any, arguments: Arguments) -> Sampled:
+def _sample_unevenly(module: Any, arguments: Arguments) -> Sampled:
     """Sample as RT-DETR v2, D-FINE and DEIM: a level has its own number of points, in boxes.
 
     A level with more points than another is listed several times. The operator divides a box by twice the points of one such
     entry; these modules divide it by the level's own number of points, and multiply by offset_scale.
     """
-    counts = _counts_of(module)
-    points, order = math.gcd(*counts), levels_by_points(counts)
-    value, shapes, starts = _inputs_of(module, arguments)
-    value = value if hasattr(module, "value_proj") else keys_last(value)
-    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (heads_in(module), len(order), points, 2))
+    counts = _get_counts(module)
+    points, order = math.gcd(*counts), repeat_levels(counts)
+    value, shapes, starts = _make_inputs(module, arguments)
+    value = value if hasattr(module, "value_proj") else put_keys_last(value)
+    offsets = module.sampling_offsets(arguments["query"]).unflatten(-1, (get_heads(module), len(order), points, 2))
     scale = getattr(module, "offset_scale", 0.5)  # OTX writes the number
     scales = [2 * points / counts[level] * scale for level in order]
     if any(scale != 1 for scale in scales):
         offsets = offsets * torch.tensor(scales, dtype=offsets.dtype, device=offsets.device)[:, None, None]
-    logits = module.attention_weights(arguments["query"]).unflatten(-1, (heads_in(module), -1))
+    logits = module.attention_weights(arguments["query"]).unflatten(-1, (get_heads(module), -1))
     out = _sample((value, shapes[order], starts[order]), arguments["reference"], offsets, logits)
     return out, logits, (sum(counts),)
 
 
-def _temporal(module: Any, arguments: Arguments) -> Sampled:
+def _sample_two_maps(module: Any, arguments: Arguments) -> Sampled:
     """Sample as BEVFormer's TemporalSelfAttention: the mean of an earlier map and the queries' own."""
     query, maps = arguments["query"], module.num_bev_queue
-    sides, both = (heads_in(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
-    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_levels_and_points(module), 2))
+    sides, both = (get_heads(module), maps), torch.cat([arguments["value"][: len(query)], query], -1)
+    offsets = module.sampling_offsets(both).unflatten(-1, (*sides, *_get_levels_and_points(module), 2))
     logits = module.attention_weights(both).unflatten(-1, (*sides, -1))
     offsets, logits = (t.movedim(3, 1).flatten(0, 1) for t in (offsets, logits))
-    out = _sample(_inputs_of(module, arguments), arguments["reference"], offsets, logits)
-    return out.unflatten(0, (-1, maps)).mean(1), logits, _levels_and_points(module)
+    out = _sample(_make_inputs(module, arguments), arguments["reference"], offsets, logits)
+    return out.unflatten(0, (-1, maps)).mean(1), logits, _get_levels_and_points(module)
 
 
-def _along_trajectories(module: Any, arguments: Arguments) -> Sampled:
+def _sample_trajectories(module: Any, arguments: Arguments) -> Sampled:
     """Sample as UniAD's MotionDeformableAttention: each query follows its trajectory, and samples around every step of it.
 
     Queries are [bs, agents, modes, channels], values [keys, bs, channels], trajectories [bs, agents, modes, T, levels, 2] in
@@ -273,45 +273,46 @@ def _along_trajectories(module: Any, arguments: Arguments) -> Sampled:
     metres = module.agent_coords_to_ego_coords(chosen, arguments["boxes"]).detach()
     low, high = (metres.new_tensor(module.bev_range[k : k + 2]) for k in (0, 3))
     reference = ((metres - low) / (high - low)).flatten(1, 2).expand(-1, -1, steps, -1, -1).flatten(1, 2)
-    sides = heads_in(module), steps, *_levels_and_points(module)
+    sides = get_heads(module), steps, *_get_levels_and_points(module)
     offsets = module.sampling_offsets(query).unflatten(-1, (*sides, 2)).transpose(2, 3).flatten(1, 2)
     logits = module.attention_weights(query).unflatten(-1, (*sides[:2], -1)).transpose(2, 3).flatten(1, 2)
-    inputs = _inputs_of(module, {**arguments, "value": arguments["value"].transpose(0, 1)})
+    inputs = _make_inputs(module, {**arguments, "value": arguments["value"].transpose(0, 1)})
     return _sample(inputs, reference, offsets, logits).unflatten(1, (-1, steps)).flatten(2), logits, sides[2:]
 
 
-def _one_box(module: Any, arguments: Arguments) -> bool:
+def _has_box(module: Any, arguments: Arguments) -> bool:
     """Return whether there is one box, and bilinear samples. With points these modules work for few shapes, by broadcasting."""
     method = getattr(module, "method", getattr(module, "decoder_method", "default"))
     return method == "default" and tuple(arguments["reference"].shape[2:]) == (1, 4)
 
 
-def _apart(module: Any, arguments: Arguments) -> bool:
+def _has_levels_apart(module: Any, arguments: Arguments) -> bool:
     """Return whether values come level by level. LibreYOLO's GTR merges linear layers and levels for deployment."""
     by_level = isinstance(arguments["value"], (list, tuple)) and all(level.dim() == 4 for level in arguments["value"])
-    return by_level and not getattr(module, "_fused_offset_weight", False) and _one_box(module, arguments)
+    return by_level and not getattr(module, "_fused_offset_weight", False) and _has_box(module, arguments)
 
 
 _POINTS = {"num_points": [2, 4], "num_points_list": [2, 4], "offset_scale": 0.7}
 _BOX = ((1, 4),)
+_CONFIGURED = {"decoder_n_points": [2, 4]}
 _TRAJECTORIES = frozenset(("query", "value", "trajectories", "boxes"))
 ATTENTION_FORMS = (
     # modules with a number of points for each level: RT-DETR v2, D-FINE, DEIM
-    Attention(_uneven, keeps=True, weights=True, usual=_one_box, references=_BOX),
-    Attention(_uneven, weights=True, usual=_one_box, references=_BOX, constructor={"decoder_n_points": [2, 4]}, masked=False),
-    Attention(_uneven, keeps=True, usual=_one_box, references=_BOX, constructor=_POINTS),
-    Attention(_uneven, usual=_apart, references=_BOX, constructor=_POINTS, masked=False, layout=BY_LEVEL),
-    Attention(_uneven, usual=_apart, references=_BOX, constructor=_POINTS, masked=False, layout=IMAGES),
+    Attention(_sample_unevenly, keeps=True, weights=True, usual=_has_box, references=_BOX),
+    Attention(_sample_unevenly, weights=True, usual=_has_box, references=_BOX, constructor=_CONFIGURED, masked=False),
+    Attention(_sample_unevenly, keeps=True, usual=_has_box, references=_BOX, constructor=_POINTS),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, constructor=_POINTS, masked=False, layout=BY_LEVEL),
+    Attention(_sample_unevenly, usual=_has_levels_apart, references=_BOX, constructor=_POINTS, masked=False, layout=IMAGES),
     # transformers
-    Attention(_even, keeps=True, weights=True),
-    Attention(_even, weights=True),
+    Attention(_sample_evenly, keeps=True, weights=True),
+    Attention(_sample_evenly, weights=True),
     # mmcv, BEVFormer
-    Attention(_even, residual=True),
-    Attention(_pillars, references=((2, 2),)),
-    Attention(_temporal, residual=True, references=((LEVELS, 2), (LEVELS, 4)), queue=2),
+    Attention(_sample_evenly, residual=True),
+    Attention(_sample_pillars, references=((2, 2),)),
+    Attention(_sample_two_maps, residual=True, references=((LEVELS, 2), (LEVELS, 4)), queue=2),
     # Deformable-DETR, GroundingDINO, ultralytics, RT-DETR
-    Attention(_even),
-    Attention(_even, keeps=True),
+    Attention(_sample_evenly),
+    Attention(_sample_evenly, keeps=True),
     # UniAD
-    Attention(_along_trajectories, residual=True, references=((LEVELS, 2),), needs=_TRAJECTORIES),
+    Attention(_sample_trajectories, residual=True, references=((LEVELS, 2),), needs=_TRAJECTORIES),
 )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_modules
 
-from ._parameters import STAND_IN, names_in
+from ._parameters import STAND_IN, read_names
 
 _BETWEEN = (
     os.path.dirname(__file__) + os.sep,
@@ -29,7 +29,7 @@ _HIDDEN = {"CACHE", "EXTENDED_ARG", "NOP"}
 
 def weights_may_be_watched(module: Any) -> bool:
     """Return whether a caller may ask for the gradient of the second of the two tensors that the module returns."""
-    if not (torch.is_grad_enabled() or torch._C._get_tracing_state()):  # torch.jit.trace compares its graph with one without
+    if not (torch.is_grad_enabled() or torch._C._get_tracing_state()):  # torch.jit.trace traces again without gradients
         return False
     if torch.compiler.is_dynamo_compiling():  # Dynamo cannot look at callers
         return True
@@ -48,7 +48,7 @@ def _drops_second(code: types.CodeType, offset: int) -> bool:
     behind = [step for step in steps if step.offset > offset][:3]
     if not behind or behind[0].opname != "UNPACK_SEQUENCE" or behind[0].arg != 2:
         return False
-    stored = [name for step in behind[1:] if step.opname.startswith("STORE_FAST") for name in names_in(step)]
+    stored = [name for step in behind[1:] if step.opname.startswith("STORE_FAST") for name in read_names(step)]
     if len(stored) < 2:
         return False
-    return not any(stored[1] in names_in(step) for step in steps if "LOAD" in step.opname or "DELETE" in step.opname)
+    return not any(stored[1] in read_names(step) for step in steps if "LOAD" in step.opname or "DELETE" in step.opname)

@@ -57,18 +57,18 @@ _NEEDED = {"value", "shapes", "locations", "weights"}
 _KNOWN = _NEEDED | {"sizes", "starts", "counts", "method", "value_shape", "step", "acceleration"}
 
 
-def role_of(name: str) -> str:
+def find_role(name: str) -> str:
     """Return the role of an argument's name, or the name itself where it has none."""
     return _ROLE.get(name, name)
 
 
-def by_role(named: Mapping[str, Any]) -> Arguments:
+def map_to_roles(named: Mapping[str, Any]) -> Arguments:
     """Return arguments under their roles."""
-    return {role_of(name): argument for name, argument in named.items()}
+    return {find_role(name): argument for name, argument in named.items()}
 
 
-def roles_of(names: Sequence[str]) -> set[str]:
-    return set(map(role_of, names))
+def collect_roles(names: Sequence[str]) -> set[str]:
+    return set(map(find_role, names))
 
 
 class Form:
@@ -110,20 +110,20 @@ class Exact(Form):
 
 
 def is_table(t: Any) -> bool:
-    """Return whether t is a tensor of whole numbers. Of another one, a library may use the fractions."""
+    """Return whether t is a tensor of whole numbers. A library may use the fractions of a floating table."""
     return isinstance(t, Tensor) and t.dtype in INDEX
 
 
-def tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Tensor]:
+def read_tables(arguments: Arguments, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index. Libraries give the shapes as a list, as a tensor, or as both."""
     shapes, sizes, starts = arguments.get("shapes"), arguments.get("sizes"), arguments.get("starts")
     if is_table(shapes) and is_table(starts):
         return shapes, starts  # pyright: ignore[reportReturnType]
-    shapes, dense = levels(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
+    shapes, dense = make_tables(shapes if sizes is None else sizes, device)  # pyright: ignore[reportArgumentType]
     return shapes, starts if is_table(starts) else dense  # pyright: ignore[reportReturnType]
 
 
-def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+def make_tables(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return spatial_shapes and level_start_index of levels that lie one after the other.
 
     Some libraries keep the sizes as floats, and read them by `int`.
@@ -133,12 +133,12 @@ def levels(sizes: Tensor | Sequence[Sequence[int]], device: torch.device) -> tup
     return shapes, geometry.starts_of(shapes)
 
 
-def levels_by_points(counts: Sequence[int]) -> list[int]:
+def repeat_levels(counts: Sequence[int]) -> list[int]:
     """Return the levels, each as often as its count of points has gcd(counts)."""
     return [level for level, count in enumerate(counts) for _ in range(count // math.gcd(*counts))]
 
 
-def keys_last(value: Tensor) -> Tensor:
+def put_keys_last(value: Tensor) -> Tensor:
     """Return value [bs, num_keys, num_heads, channels], with a gradient in the layout of `_KeysLast`."""
     return _KeysLast.apply(value) if value.shape[0] == 1 and value.requires_grad and value.device.type == "cpu" else value
 
@@ -167,16 +167,16 @@ class ValueLayout:
     theirs: Callable[[Tensor, Sequence[Sequence[int]]], Any]  # of our value and the levels' (H, W)
 
 
-def _level_by_level(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
+def _split_levels(value: Tensor, sizes: Sequence[Sequence[int]]) -> list[Tensor]:
     return [level.contiguous() for level in value.permute(0, 2, 3, 1).split([h * w for h, w in sizes], -1)]
 
 
-def _as_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    levels = _level_by_level(value, sizes)
+def _split_images(value: Tensor, sizes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    levels = _split_levels(value, sizes)
     return tuple(level.flatten(0, 1).unflatten(-1, tuple(size)) for level, size in zip(levels, sizes, strict=True))
 
 
-def _joined(levels: Sequence[Tensor]) -> Tensor:
+def _join(levels: Sequence[Tensor]) -> Tensor:
     """Return levels [bs, heads, channels, keys] in one tensor.
 
     Without a gradient, levels that were split from one tensor are not copied: a copy takes longer than the samples of 300
@@ -206,9 +206,9 @@ ROWS = ValueLayout(lambda value, _: value, lambda value, _: value)  # mmcv, Defo
 KEYS_LAST = ValueLayout(
     lambda value, _: value.permute(0, 3, 1, 2), lambda value, _: value.permute(0, 2, 3, 1).contiguous()
 )  # RF-DETR
-BY_LEVEL = ValueLayout(lambda value, _: _joined(value).permute(0, 3, 1, 2), _level_by_level)  # D-FINE, DEIM: so for each level
+BY_LEVEL = ValueLayout(lambda value, _: _join(value).permute(0, 3, 1, 2), _split_levels)  # D-FINE, DEIM: so for each level
 IMAGES = ValueLayout(  # LibreYOLO's GTR: [bs * heads, channels, H, W] for each level
-    lambda value, heads: _joined([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _as_images
+    lambda value, heads: _join([v.flatten(2).unflatten(0, (-1, heads)) for v in value]).permute(0, 3, 1, 2), _split_images
 )
 LAYOUTS = (ROWS, KEYS_LAST, BY_LEVEL, IMAGES)
 SPLIT, _MERGED = 6, 5  # axes of sampling_locations: levels and points have one each, or share one
@@ -231,9 +231,9 @@ class Core(Form):
         return self.kind == MODULE
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        roles = roles_of(parameters.all)
+        roles = collect_roles(parameters.all)
         needed = kind == self.kind and roles >= _NEEDED and self.uneven == ("counts" in roles)
-        return needed and len(roles) == len(parameters.all) and roles_of(parameters.read) <= _KNOWN
+        return needed and len(roles) == len(parameters.all) and collect_roles(parameters.read) <= _KNOWN
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         locations, starts = arguments["locations"], arguments.get("starts")
@@ -245,9 +245,9 @@ class Core(Form):
     def answer(self, module: Any, arguments: Arguments) -> Tensor:
         locations = arguments["locations"]
         value = self.layout.ours(arguments["value"], locations.shape[2])
-        shapes, starts = tables(arguments, value.device)
+        shapes, starts = read_tables(arguments, value.device)
         if self.uneven:  # a level with more points than another is listed several times: levels may overlap
-            value, order = keys_last(value), levels_by_points(arguments["counts"])
+            value, order = put_keys_last(value), repeat_levels(arguments["counts"])
             shapes, starts = shapes[order], starts[order]
         if locations.dim() == _MERGED:
             locations = locations.unflatten(3, (len(shapes), -1))

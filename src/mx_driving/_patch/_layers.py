@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ._attention import LINEAR_LAYERS
-from ._parameters import as_written, undecorated, words_in
+from ._parameters import collect_words, find_source, unwrap
 
 _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 
 
-def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], list[str]]:
+def find_layers(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], list[str]]:
     """Return the names of the layers that call a replaced thing, and of the attention modules that do not.
 
     A layer inside another one of them is not counted beside it.
@@ -35,9 +35,9 @@ def layers_of(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str], l
 def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     """Return whether the code of a module, without that of the modules in it, names one of these things."""
     seen: set[int] = set()
-    waiting = [undecorated(inspect.getattr_static(type(module), "forward"))]
+    waiting = [unwrap(inspect.getattr_static(type(module), "forward"))]
     for _ in range(_DEPTH):
-        things = [thing for function in waiting for thing in _named_in(function, module)]
+        things = [thing for function in waiting for thing in _list_named(function, module)]
         if any(id(thing) in ids for thing in things):
             return True
         waiting = [thing for thing in things if isinstance(thing, types.FunctionType) and id(thing) not in seen]
@@ -45,19 +45,19 @@ def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     return False
 
 
-def _named_in(function: Any, module: torch.nn.Module) -> Iterator[Any]:
+def _list_named(function: Any, module: torch.nn.Module) -> Iterator[Any]:
     """Return the functions and classes that a function's code names: global ones, those of a global Python module, and the
     attributes of its layer."""
-    names, own = words_in(function), getattr(as_written(function), "__globals__", {})
+    names, own = collect_words(function), getattr(find_source(function), "__globals__", {})
     spaces = [own, vars(module), *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
     for name in names:
         things = [space[name] for space in spaces if name in space]
-        yield from map(_called_by, [*things, inspect.getattr_static(type(module), name, None)])
+        yield from map(_resolve, [*things, inspect.getattr_static(type(module), name, None)])
 
 
-def _called_by(thing: Any) -> Any:
+def _resolve(thing: Any) -> Any:
     """Return what is called in the end: the function of a partial one, the class of an autograd function's `apply`."""
     while isinstance(thing, functools.partial):
         thing = thing.func
     owner = getattr(thing, "__self__", None)
-    return owner if isinstance(owner, type) else undecorated(thing)
+    return owner if isinstance(owner, type) else unwrap(thing)

@@ -19,18 +19,18 @@ _BY_NAME = {"locals", "vars", "eval", "exec"}  # builtins that reach arguments w
 Binder = Callable[[tuple[Any, ...], Mapping[str, Any]], "dict[str, Any] | None"]
 
 
-def undecorated(function: Any) -> Any:
+def unwrap(function: Any) -> Any:
     """Return the function below its decorators."""
     function = function.__func__ if isinstance(function, staticmethod) else function
     return inspect.unwrap(function, stop=lambda f: getattr(getattr(f, "__code__", None), "co_filename", "") == STAND_IN)
 
 
-def as_written(function: Any) -> Any:
+def find_source(function: Any) -> Any:
     """Return the function below its decorators, with its own code where `patch` has exchanged it."""
-    return inspect.unwrap(undecorated(function))
+    return inspect.unwrap(unwrap(function))
 
 
-def names_in(instruction: dis.Instruction) -> tuple[Any, ...]:
+def read_names(instruction: dis.Instruction) -> tuple[Any, ...]:
     """Return the names in an instruction. From Python 3.13 on, an instruction may have two."""
     return instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
 
@@ -47,7 +47,7 @@ class Parameters:
     """
 
     def __init__(self, function: Any, bound: int = 0) -> None:
-        self._function = own = as_written(function)
+        self._function = own = find_source(function)
         code, defaults = own.__code__, own.__defaults__ or ()
         names, rest = code.co_varnames[: code.co_argcount], code.co_varnames[code.co_argcount :]
         stars = [star for star, flag in _STARS.items() if code.co_flags & flag]
@@ -98,13 +98,13 @@ def _names_read(function: types.FunctionType) -> Iterator[str]:
         yield from code.co_varnames
     for step in dis.get_instructions(code):
         if "LOAD" in step.opname and ("FAST" in step.opname or "DEREF" in step.opname):
-            yield from names_in(step)
+            yield from read_names(step)
 
 
-def words_in(function: Any) -> set[str]:
+def collect_words(function: Any) -> set[str]:
     """Return the names and strings in the code of a function and of the functions in it."""
     words: set[str] = set()
-    waiting = [getattr(as_written(function), "__code__", None)]
+    waiting = [getattr(find_source(function), "__code__", None)]
     while waiting:
         if code := waiting.pop():
             words |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
@@ -112,20 +112,19 @@ def words_in(function: Any) -> set[str]:
     return words
 
 
-def attributes_used(kind: type, method: Any) -> frozenset[str]:
+def collect_attributes(kind: type, method: Any) -> frozenset[str]:
     """Return the names in the code of a class's method, and in that of the methods that it names."""
     names: set[str] = set()
     waiting = [method]
     while waiting:
-        more = words_in(waiting.pop()) - names
+        more = collect_words(waiting.pop()) - names
         names |= more
         waiting += [inspect.getattr_static(kind, name, None) for name in more]
     return frozenset(names)
 
 
 def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
-    """Return whether a derived class has its own attribute of one of these names, before the class itself. A class that only
-    shares a method with it is no derived class, and has."""
+    """Return whether a class overrides one of these names of a base class. An unrelated class that shares a method does."""
     if kind not in derived.__mro__:
         return True
     before = derived.__mro__[: derived.__mro__.index(kind)]

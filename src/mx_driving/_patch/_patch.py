@@ -1,7 +1,6 @@
-"""Replace cores and attention modules in place, and give the originals back. Code that imported one earlier calls the operator,
-too.
+"""Replace cores and attention modules in place, and give the originals back.
 
-It would not be enough to replace the name that a core is defined under: D-FINE's layers hold theirs in an attribute, and other
+Replacing the name that a core is defined under would not be enough: D-FINE's layers hold their core in an attribute, and other
 files import theirs by name.
 """
 
@@ -18,11 +17,11 @@ from typing import Any
 import torch
 
 from .._operator import rules
-from ._attention import passed_limits
+from ._attention import find_passed_limits
 from ._forms import Form
-from ._layers import layers_of
-from ._replace import holder_of, replace
-from ._search import elsewhere, find
+from ._layers import find_layers
+from ._replace import find_holder, replace
+from ._search import find, find_elsewhere
 from ._trial import choose
 
 
@@ -44,24 +43,24 @@ class Patch:
 
     Attributes:
         replaced: names of the cores and attention modules that now call the operators.
-        skipped: names of things that look like one and were left alone -> the reason.
+        skipped: names of what looks like a core or an attention module and was left alone -> the reason.
         limits: of a model, names of its attention modules that the vendor's Atlas A2 would refuse -> the limit.
         layers: of a model, names of its layers that call the operators from now on.
     """
 
     def __init__(self, things: dict[str, Any], skipped: dict[str, str], model: torch.nn.Module | None = None) -> None:
-        self._holders = list(map(holder_of, things.values()))
+        self._holders = list(map(find_holder, things.values()))
         self._model = type(model).__name__
         self.replaced = tuple(things)
         self.skipped = dict(skipped)
-        self.limits = passed_limits(model) if model is not None else {}
+        self.limits = find_passed_limits(model) if model is not None else {}
         self.layers: tuple[str, ...] = ()
         self._attention_left = 0
         if model is not None:
             self._count_layers(model, list(things.values()))
 
     def _count_layers(self, model: torch.nn.Module, things: list[Any]) -> None:
-        calling, others = layers_of(model, things)
+        calling, others = find_layers(model, things)
         self.layers, self._attention_left = tuple(calling), len(others)
         for name in others:
             kind = type(model.get_submodule(name))
@@ -124,7 +123,7 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
             for things in candidates.turns:  # modules last, over replaced cores, so that no compiled extension is needed
                 _take(things, replaced, skipped)
             if not replaced:
-                rules.nothing_to_patch(_name_of(target), skipped, elsewhere(candidates))
+                rules.nothing_to_patch(_get_name(target), skipped, find_elsewhere(candidates))
             done = Patch(replaced, skipped, target if isinstance(target, torch.nn.Module) else None)
         except BaseException:
             Patch(replaced, {}).restore()
@@ -147,7 +146,7 @@ def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool =
 def _take(candidates: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str]) -> None:
     """Try all that is not replaced already, then replace what agrees."""
     agreed = {
-        name: choose(forms, thing) if id(holder_of(thing)) not in _changes else (None, "")
+        name: choose(forms, thing) if id(find_holder(thing)) not in _changes else (None, "")
         for name, (forms, thing) in candidates.items()
     }
     for name, (form, reason) in agreed.items():
@@ -158,14 +157,14 @@ def _take(candidates: dict[str, Any], replaced: dict[str, Any], skipped: dict[st
             _hold(form, replaced[name])
 
 
-def _name_of(target: Any) -> str:
+def _get_name(target: Any) -> str:
     if isinstance(target, str):
         return target
     return target.__name__ if isinstance(target, types.ModuleType) else type(target).__name__
 
 
 def _hold(form: Form | None, thing: Any) -> None:
-    holder = holder_of(thing)
+    holder = find_holder(thing)
     if id(holder) not in _changes:
         assert form is not None
         _changes[id(holder)] = _Change(holder, replace(form, holder))

@@ -33,45 +33,45 @@ class Pool(Exact):
     example: Callable[[], tuple[Any, ...]] = tuple
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
-        """Return whether operators take the call. They refuse places that are not whole numbers, and features that are."""
+        """Return whether operators take the call. They refuse coordinates that are not whole numbers, and features that are."""
         tensors = {name: t for name, t in arguments.items() if isinstance(t, Tensor)}
         if "coords" in tensors and len(tensors["coords"]) != len(tensors["feats"]):
             return False
         return all(t.is_floating_point() if name in _FEATURES else is_table(t) for name, t in tensors.items())
 
 
-def _bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
+def _pool_bevdet(depth: Tensor, feat: Tensor, *ranks_shape_and_intervals: Any) -> Tensor:
     """Sum in float32, whatever the dtypes."""
     return bev_pool_v2(depth, feat.float(), *ranks_shape_and_intervals)
 
 
-def _bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
-    """Leave out points outside: the extension writes them anywhere, and models drop them before."""
+def _pool_bevfusion(feats: Tensor, coords: Tensor, B: Any, D: Any, H: Any, W: Any) -> Tensor:
+    """Leave out points outside. The extension writes them anywhere, and models drop them before."""
     need_dtype("coords", coords, INDEX, INDEX_RULE)
     need_some_sizes("feats", feats, "n, C", coords.shape[0], None)
     sizes = [int(size) for size in (B, D, H, W)]
     cell = cells(coords, *sizes)
     (points,) = (cell + 1).nonzero(as_tuple=True)
-    one = feats.new_ones(1)
-    return bev_pool_v3(one, feats, torch.zeros_like(points), points, cell[points], (*sizes, feats.shape[-1]))
+    shape = (*sizes, feats.shape[-1])
+    return bev_pool_v3(feats.new_ones(1), feats, torch.zeros_like(points), points, cell[points], shape)
 
 
-def _sorted(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
-    return _bevfusion(x, geom_feats, *sizes)
+def _pool_sorted(x: Tensor, geom_feats: Tensor, ranks: Tensor, *sizes: Any) -> Tensor:
+    return _pool_bevfusion(x, geom_feats, *sizes)
 
 
-def _bevdepth_in_inference(geom_xyz: Tensor, depth: Tensor, context: Tensor, voxel_num: Tensor) -> Tensor:
+def _pool_bevdepth_inference(geom_xyz: Tensor, depth: Tensor, context: Tensor, voxel_num: Tensor) -> Tensor:
     """Lift context [B * cams, C, H, W] by depth [B * cams, D, H, W], to [B, C, Y, X]."""
     sizes = [int(size) for size in voxel_num]
     shape = (geom_xyz.shape[0], 1, sizes[1], sizes[0], context.shape[1])
     return bev_pool_v3(depth, context.permute(0, 2, 3, 1), *lifted_points(geom_xyz, sizes), shape).squeeze(2)
 
 
-def _channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _put_channels_last(pool: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args: pool(*args).permute(0, 2, 3, 4, 1)
 
 
-def _lifted() -> tuple[Any, ...]:
+def _make_lifted() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     depth, feat = torch.rand(1, 2, 3, 2, 2, generator=generator), torch.rand(1, 2, 2, 2, 3, generator=generator) - 0.5
     of_depth = torch.randperm(24, generator=generator)[:20]
@@ -81,23 +81,23 @@ def _lifted() -> tuple[Any, ...]:
     return depth, feat, *(r.int() if isinstance(r, Tensor) else r for r in ranks)
 
 
-def _rows() -> tuple[Any, ...]:
+def _make_rows() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
-    places = torch.stack([torch.randint(most, (30,), generator=generator) for most in (3, 4, 2, 2)], 1)
-    return torch.rand(30, 3, generator=generator) - 0.5, places, 2, 2, 3, 4
+    coords = torch.stack([torch.randint(size, (30,), generator=generator) for size in (3, 4, 2, 2)], 1)
+    return torch.rand(30, 3, generator=generator) - 0.5, coords, 2, 2, 3, 4
 
 
-def _frustum() -> tuple[Any, ...]:
+def _make_frustum() -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(0)
     geometry = torch.randint(-1, 5, (2, 40, 3), generator=generator).int()
     return geometry, torch.rand(2, 40, 3, generator=generator) - 0.5, torch.tensor([4, 3, 2])
 
 
-def _sorted_rows() -> tuple[Any, ...]:
-    feats, places, *sizes = _rows()
-    ranks = places @ torch.tensor([16, 4, 2, 1])
+def _sort_rows() -> tuple[Any, ...]:
+    feats, coords, *sizes = _make_rows()
+    ranks = coords @ torch.tensor([16, 4, 2, 1])
     order = ranks.argsort()
-    return feats[order], places[order], ranks[order], *sizes
+    return feats[order], coords[order], ranks[order], *sizes
 
 
 _BEVDET = (
@@ -109,18 +109,24 @@ _VOXEL = ("geom_xyz", "input_features", "voxel_num")
 _LIFTED = ("geom_xyz", "depth_features", "context_features", "voxel_num")
 _CLASSES = "(?i)cumsum|pool"
 _FUNCTIONS = (
-    Pool(FUNCTION, _BEVDET, _bevdet, "bev_pool", example=_lifted),
-    Pool(FUNCTION, ("feats", "coords", *_SIZES), _bevfusion, "bev_pool", example=_rows),
-    Pool(FUNCTION, ("feats", "coords", "ranks", *_SIZES), _channels_last(_sorted), "(?i)cumsum", example=_sorted_rows),
-    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", example=_frustum),
+    Pool(FUNCTION, _BEVDET, _pool_bevdet, "bev_pool", example=_make_lifted),
+    Pool(FUNCTION, ("feats", "coords", *_SIZES), _pool_bevfusion, "bev_pool", example=_make_rows),
+    Pool(
+        FUNCTION,
+        ("feats", "coords", "ranks", *_SIZES),
+        _put_channels_last(_pool_sorted),
+        "(?i)cumsum",
+        example=_sort_rows,
+    ),
+    Pool(FUNCTION, _VOXEL, npu_voxel_pooling_train, "voxel_pooling", example=_make_frustum),
 )
 POOLS = (
     *_FUNCTIONS,
     *(replace(form, run=torch.no_grad()(form.run)) for form in _FUNCTIONS),  # MapTR's have no gradient
-    Pool(AUTOGRAD, _BEVDET, _channels_last(_bevdet), _CLASSES),
-    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _channels_last(_sorted), _CLASSES),
+    Pool(AUTOGRAD, _BEVDET, _put_channels_last(_pool_bevdet), _CLASSES),
+    Pool(AUTOGRAD, ("x", "geom_feats", "ranks", *_SIZES), _put_channels_last(_pool_sorted), _CLASSES),
     Pool(AUTOGRAD, _VOXEL, npu_voxel_pooling_train, _CLASSES),
-    Pool(AUTOGRAD, _LIFTED, _bevdepth_in_inference, _CLASSES),
+    Pool(AUTOGRAD, _LIFTED, _pool_bevdepth_inference, _CLASSES),
 )
 
 
@@ -130,15 +136,15 @@ def looks_like_one(name: str) -> bool:
 
 
 def calls_compiled(function: Any, seen: tuple[Any, ...] = ()) -> bool:
-    """Return whether a function, or one of its module that it calls, calls a compiled file."""
+    """Return whether a function, or a function of its module that it calls, calls a compiled file."""
     if not isinstance(function, types.FunctionType) or function in seen:
         return False
-    used = [function.__globals__.get(name) for name in function.__code__.co_names]
-    loaders = [getattr(getattr(one, "__spec__", None), "loader", None) for one in used if isinstance(one, types.ModuleType)]
-    if any(isinstance(one, importlib.machinery.ExtensionFileLoader) for one in loaders):
+    things = [function.__globals__.get(name) for name in function.__code__.co_names]
+    loaders = [getattr(getattr(m, "__spec__", None), "loader", None) for m in things if isinstance(m, types.ModuleType)]
+    if any(isinstance(loader, importlib.machinery.ExtensionFileLoader) for loader in loaders):
         return True
-    if any(isinstance(one, types.BuiltinFunctionType) for one in used):
+    if any(isinstance(thing, types.BuiltinFunctionType) for thing in things):
         return True
-    classes = [one.forward for one in used if isinstance(one, type) and issubclass(one, torch.autograd.Function)]
-    own = [one for one in (*used, *classes) if getattr(one, "__globals__", None) is function.__globals__]
-    return any(calls_compiled(one, (*seen, function)) for one in own)
+    things += [k.forward for k in things if isinstance(k, type) and issubclass(k, torch.autograd.Function)]
+    own = [thing for thing in things if getattr(thing, "__globals__", None) is function.__globals__]
+    return any(calls_compiled(thing, (*seen, function)) for thing in own)

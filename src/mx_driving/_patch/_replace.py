@@ -16,28 +16,28 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from ._forms import AUTOGRAD, MODULE, Form, by_role
-from ._parameters import STAND_IN, Parameters, undecorated
+from ._forms import AUTOGRAD, MODULE, Form, map_to_roles
+from ._parameters import STAND_IN, Parameters, unwrap
 
 # What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
 SERVED: dict[int, Callable[..., Any]] = {}
 _WIDTHS = {"half": 16, "float16": 16, "float": 32, "float32": 32, "double": 64, "float64": 64}  # names of casts in code
 
 
-def holder_of(thing: Any) -> Any:
+def find_holder(thing: Any) -> Any:
     """Return the object to change: an autograd function's class, or the function below the decorators."""
     if isinstance(thing, type) and not issubclass(thing, torch.autograd.Function):
-        return undecorated(vars(thing)["forward"])
+        return unwrap(vars(thing)["forward"])
     return thing
 
 
 def replace(form: Form, holder: Any) -> Callable[[], None]:
     """Change an object in place, and return a function that changes it back."""
     if form.kind == AUTOGRAD:
-        before, new = dict(vars(holder)), _methods(form, holder)
+        before, new = dict(vars(holder)), _make_methods(form, holder)
     else:
-        before, new = {"__code__": holder.__code__}, {"__code__": _code_that_calls(form, holder)}
-        new["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for as_written
+        before, new = {"__code__": holder.__code__}, {"__code__": _make_code(form, holder)}
+        new["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source
     for name, value in new.items():
         setattr(holder, name, value)
     return functools.partial(_give_back, holder, before, new)
@@ -53,12 +53,12 @@ def _give_back(holder: Any, before: dict[str, Any], new: dict[str, Any]) -> None
             delattr(holder, name)
 
 
-def _code_that_calls(form: Form, function: types.FunctionType) -> types.CodeType:
+def _make_code(form: Form, function: types.FunctionType) -> types.CodeType:
     """Return code for the function, which keeps its own defaults, globals and closure, and so imports what it calls."""
     names, code = Parameters(function), function.__code__
     original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
-    SERVED[id(function)] = in_place_of(original, form)
+    SERVED[id(function)] = make_stand_in(original, form)
     arguments = [*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic]
     text = f"""
 def make({", ".join(code.co_freevars)}):
@@ -73,7 +73,7 @@ def make({", ".join(code.co_freevars)}):
     return made["make"](*code.co_freevars).__code__.replace(co_name=code.co_name)
 
 
-def in_place_of(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
+def make_stand_in(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
     """Return a function with the original's parameters. The original answers what the form does not serve."""
     bound = int(form.kind == MODULE)
     parameters = Parameters(original, bound)
@@ -82,7 +82,7 @@ def in_place_of(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         named = bind(args[bound:], kwargs)
-        arguments = None if named is None else by_role(named)
+        arguments = None if named is None else map_to_roles(named)
         module = args[0] if bound else None
         if arguments is None or not form.serves(module, arguments):
             return original(*args, **kwargs)
@@ -95,7 +95,7 @@ def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.is_floating_point() else t
 
 
-def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
+def _read_casts(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
     """Return the casts of an autograd function: the `cast_inputs` of torch.amp.custom_fwd, then those in forward's code.
 
     The casts are a function, not an object that can be called: torch.compile takes such an object only from torch 2.13 on.
@@ -120,16 +120,16 @@ def _casts_of(forward: Any) -> Callable[..., tuple[Tensor, ...]]:
     return casts
 
 
-def _methods(form: Any, kind: Any) -> dict[str, staticmethod]:
+def _make_methods(form: Any, kind: Any) -> dict[str, staticmethod]:
     """Return the new methods of an autograd function, by name."""
     run = _dispatch.functions.as_compiled(form.run)
-    apply, forward, backward = (_around_an_operator if form.inputs else _around_a_function)(form, run, kind)
+    apply, forward, backward = (_wrap_operator if form.inputs else _wrap_function)(form, run, kind)
     wrapped = functools.wraps(kind.forward)(forward), functools.wraps(kind.backward)(backward)
     return {name: staticmethod(m) for name, m in zip(("apply", "forward", "backward"), (apply, *wrapped), strict=True)}
 
 
-def _around_an_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
-    casts = _casts_of(kind.forward)
+def _wrap_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
+    casts = _read_casts(kind.forward)
     operator_inputs, operator = form.inputs, form.run.__name__  # torch 2.6 compiles no function that reads a form
 
     def apply(*args: Any) -> Tensor:
@@ -148,7 +148,7 @@ def _around_an_operator(form: Any, run: Callable[..., Tensor], kind: Any) -> tup
     return apply, forward, backward
 
 
-def _around_a_function(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
+def _wrap_function(form: Any, run: Callable[..., Tensor], kind: Any) -> tuple[Callable[..., Any], ...]:
     """Return methods that run a function of several operators. Backward runs it again, and differentiates it."""
 
     def apply(*args: Any) -> Tensor:

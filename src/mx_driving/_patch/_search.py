@@ -1,5 +1,7 @@
-"""Find the cores of a target and the attention modules around them: in its Python modules, and for a known library in the files
-whose texts mention one."""
+"""Find the cores of a target and the attention modules around them.
+
+The Python modules of a target are searched; of a known library, also the files whose texts mention a core.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ import torch
 
 from .. import compat
 from .._operator import rules
-from ._attention import ATTENTION_FORMS, has_layers, refusal
+from ._attention import ATTENTION_FORMS, explain_refusal, has_layers
 from ._forms import AUTOGRAD, CORES, EXTENSIONS, FUNCTION, MODULE, Form
-from ._parameters import Parameters, undecorated
+from ._parameters import Parameters, unwrap
 from ._pools import POOLS, Pool, looks_like_one
 
 # where a library keeps its cores and attention modules, which it may import late; others are searched for what is loaded
@@ -39,9 +41,9 @@ _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets",
 
 
 class Candidates:
-    """What a target has, by name, with the forms that it may have: in turn its cores, the functions that call a core, and its
-    attention modules where `modules` asks for them. `unknown` has the reason for each thing that looks like one of these and
-    has no known form.
+    """The cores of a target, the functions that call a core, and its attention modules: name -> (possible forms, thing).
+
+    `unknown` has the reason for each thing that looks like one of these and has no known form.
     """
 
     def __init__(self, modules: bool) -> None:
@@ -60,7 +62,7 @@ class Candidates:
 
     def consider(self, thing: Any) -> bool:
         """Add the thing if it is a core or an attention module, under the name of the module that defines it."""
-        thing = undecorated(thing) if isinstance(thing, types.FunctionType) else thing
+        thing = unwrap(thing) if isinstance(thing, types.FunctionType) else thing
         described = _describe(thing)
         if described is None:
             return False
@@ -76,7 +78,7 @@ class Candidates:
         elif _looks_like_a_core(thing, parameters):
             self.unknown[name] = f"no known form of a core has the parameters {parameters}"
         elif kind == MODULE and self._with_modules and has_layers(thing):
-            if reason := refusal(parameters):
+            if reason := explain_refusal(parameters):
                 self.unknown[name] = reason
             else:
                 self.turns[2][name] = [f for f in ATTENTION_FORMS if f.fits(name, kind, parameters)], thing
@@ -102,7 +104,7 @@ def _describe(thing: Any) -> tuple[str, Parameters] | None:
         return None
     kind = MODULE if issubclass(thing, torch.nn.Module) else AUTOGRAD if issubclass(thing, torch.autograd.Function) else None
     forward = vars(thing).get("forward")
-    if kind is None or not isinstance(undecorated(forward), types.FunctionType):
+    if kind is None or not isinstance(unwrap(forward), types.FunctionType):
         return None
     return kind, Parameters(forward, bound=1)
 
@@ -125,8 +127,8 @@ def find(target: Any, modules: bool) -> Candidates:
     return candidates
 
 
-def elsewhere(candidates: Candidates) -> list[str]:
-    """Return the modules with a core, or what looks like one, from which the searched modules import something."""
+def find_elsewhere(candidates: Candidates) -> list[str]:
+    """Return the modules with a core from which the searched modules import something."""
     things = [thing for module in candidates.searched for thing in vars(module).values()]
     names = {thing.__name__ if isinstance(thing, types.ModuleType) else getattr(thing, "__module__", None) for thing in things}
     others = [sys.modules[name] for name in sorted(n for n in names if isinstance(n, str)) if name in sys.modules]
@@ -151,14 +153,14 @@ def _search_imported(name: str, candidates: Candidates) -> None:
             rules.no_library(name, error.name, sorted(_FILES))
         rules.broken_library(name, error, rules.import_failed(error, compat.NAMES))
     _search_loaded(name, candidates)
-    late = [] if len(candidates) else [module for module in _marked(name, "**/*.py") if module not in sys.modules]
+    late = [] if len(candidates) else [module for module in _find_marked(name, "**/*.py") if module not in sys.modules]
     if late:
         candidates.unknown[name] = f"import that of your model first, of {', '.join(late)}"
 
 
 def _search_files(name: str, candidates: Candidates) -> None:
     """Import and search the modules of a known library whose texts have a mark."""
-    for module_name in _marked(name, _FILES[name]):
+    for module_name in _find_marked(name, _FILES[name]):
         try:
             module = importlib.import_module(module_name)
         except Exception as error:  # an optional requirement of one model must not stop the others
@@ -169,7 +171,7 @@ def _search_files(name: str, candidates: Candidates) -> None:
                 candidates.unknown[module_name] = "its text mentions a core, but it has none of a known form"
 
 
-def _marked(library: str, files: str) -> Iterator[str]:
+def _find_marked(library: str, files: str) -> Iterator[str]:
     """Return the names of a library's modules whose texts have the marks of a core or of an attention module."""
     spec = importlib.util.find_spec(library)
     if spec is None:

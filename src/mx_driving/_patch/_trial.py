@@ -1,4 +1,4 @@
-"""Try a core or an attention module before it is replaced. Whatever its name, one with other numbers than ours is left alone.
+"""Try a core or an attention module before it is replaced. Code with other numbers than ours is left alone, whatever its name.
 
 There is no table of versions. A version that nobody has seen either gives the same numbers or is left alone.
 """
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._attention import LEVELS, Attention, Tried, heads_in, levels_in, options_of
-from ._forms import AUTOGRAD, FUNCTION, ROLES, ROWS, SPLIT, Arguments, Form, by_role, levels, role_of
-from ._parameters import Parameters, attributes_used, undecorated
+from ._attention import LEVELS, Attention, Tried, collect_options, get_heads, get_levels
+from ._forms import AUTOGRAD, FUNCTION, ROLES, ROWS, SPLIT, Arguments, Form, find_role, make_tables, map_to_roles
+from ._parameters import Parameters, collect_attributes, unwrap
 from ._pools import Pool, calls_compiled
 
 _Run = Callable[[Arguments], Any]  # of arguments by role, value in our layout
@@ -28,7 +28,7 @@ _COUNTS = [2, 4]
 _CLOSE = 1e-4  # float32 sums of 12 terms of size 1
 _LISTED = {"value_spatial_shapes", "value_shapes"}  # modules' names for shapes that are a list
 
-# A small module: what its constructor is given, by the names of its parameters. transformers' take a configuration.
+# The arguments of a small module's constructor, by name. Constructors of transformers take a configuration.
 _WIDTH, _HEADS, _POINTS = 12, 3, 4
 _MAPS = [(3, 2), (2, 4), (1, 3), (2, 1), (1, 1)]  # as many of them as a module has levels
 _CONFIG = {
@@ -61,8 +61,7 @@ class _TheirsRaises(Exception):
 def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
     """Return the first form that the thing agrees with, else None and the reason.
 
-    Different numbers are a better reason than that the thing does not run. That it does not run is a better reason than that a
-    form of ours does not.
+    Of several reasons, the numbers come first, then that the thing does not run, then that a form of ours does not.
     """
     if forms[0].kind == AUTOGRAD:  # its compiled extension may be missing, which is a reason to replace it
         return forms[0], ""
@@ -80,11 +79,11 @@ def choose(forms: Sequence[Form], thing: Any) -> tuple[Form | None, str]:
             except Exception as error:  # a form may raise anything over an unknown thing
                 ours.append(f"no known form fits it: {type(error).__name__}: {error}")
     if differences:
-        return None, f"its result on a small example differs from the operator's by {min(differences):.1e}{_unread(thing)}"
+        return None, f"its result on a small example differs from the operator's by {min(differences):.1e}{_name_unread(thing)}"
     return None, (theirs or ours)[0]
 
 
-def _unread(thing: Any) -> str:
+def _name_unread(thing: Any) -> str:
     """Return which usual arguments an attention module does not read, for a reason."""
     if not isinstance(thing, type):
         return ""
@@ -96,7 +95,7 @@ def _unread(thing: Any) -> str:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run on one thread: to wake others takes longer than these examples, on a busy machine ten times as long."""
+    """Run on one thread. To wake other threads takes longer than these examples, on a busy machine ten times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -105,7 +104,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int]]) -> tuple[_Run, _Run]:
+def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int]]) -> tuple[_Run, _Run]:
     """Return what the original and the form compute of arguments by role, with the same random numbers each time."""
     bound = [] if module is None else [module]
     parameters, layout = Parameters(function, len(bound)), getattr(form, "layout", ROWS)
@@ -115,23 +114,23 @@ def _runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int
         value = inputs.get("value")
         if value is not None and layout is not ROWS:
             inputs = {**inputs, "value": layout.theirs(value, sizes)}
-        return {name: inputs.get(role_of(name), parameters.defaults.get(name)) for name in parameters.all}
+        return {name: inputs.get(find_role(name), parameters.defaults.get(name)) for name in parameters.all}
 
     def theirs(inputs: Arguments) -> Any:
         return function(*bound, **named(inputs))
 
     def ours(inputs: Arguments) -> Any:
         arguments, names = named(inputs), parameters.all if form.reads_all else parameters.read
-        return form.answer(module, by_role({name: arguments[name] for name in names}))
+        return form.answer(module, map_to_roles({name: arguments[name] for name in names}))
 
     return theirs, ours
 
 
 def _try_core(form: Form, thing: Any) -> Form:
     """Return the form if a core or a pool gives our outputs and gradients; raise where it does not."""
-    function, module = (undecorated(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
-    theirs, ours = _runs(form, function, module, _SIZES)
-    for ways in _core_examples(form):
+    function, module = (unwrap(vars(thing)["forward"]), thing()) if isinstance(thing, type) else (thing, None)
+    theirs, ours = _make_runs(form, function, module, _SIZES)
+    for ways in _make_core_examples(form):
         refusals = []
         for inputs in ways:  # until the thing takes one of them
             try:
@@ -144,30 +143,30 @@ def _try_core(form: Form, thing: Any) -> Form:
     return form
 
 
-def _core_examples(form: Any) -> Iterator[list[Arguments]]:
+def _make_core_examples(form: Any) -> Iterator[list[Arguments]]:
     """Return an example of every kind that the form serves, each in the ways to write it."""
     if isinstance(form, Pool):
         yield [dict(zip(form.parameters, form.example(), strict=True))]
         return
-    shapes, starts = levels(_SIZES, torch.device("cpu"))
+    shapes, starts = make_tables(_SIZES, torch.device("cpu"))
     common = {"sizes": _SIZES, "starts": starts, "counts": _COUNTS, "step": 64, "value_shape": "default"}
     for axes, method in itertools.product(form.axes, form.methods):
         points = (sum(_COUNTS),) if form.uneven else (2, 2) if axes == SPLIT else (4,)
-        inputs = {**common, **_core_tensors(points), "method": method}
+        inputs = {**common, **_make_core_tensors(points), "method": method}
         if form.pixels:
             inputs["locations"] = (inputs["locations"] * 8).round().long() - 1
         tables = [[[*s] for s in _SIZES], shapes] if form.kind == FUNCTION else [shapes]
         yield [{**inputs, "shapes": table} for table in tables]
 
 
-def _core_tensors(points: Sequence[int]) -> dict[str, Any]:
+def _make_core_tensors(points: Sequence[int]) -> dict[str, Any]:
     """Return value, locations and weights of 2 batches, 5 queries, 3 heads; some locations lie outside the map."""
-    rand = _random(torch.float32)
+    rand = _make_random(torch.float32)
     value = rand(2, sum(h * w for h, w in _SIZES), 3, 4) - 0.5
     return {"value": value, "locations": rand(2, 5, 3, *points, 2) * 1.4 - 0.2, "weights": rand(2, 5, 3, *points)}
 
 
-def _random(dtype: torch.dtype) -> Callable[..., Tensor]:
+def _make_random(dtype: torch.dtype) -> Callable[..., Tensor]:
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.rand(*shape, generator=generator, dtype=dtype)
 
@@ -175,17 +174,17 @@ def _random(dtype: torch.dtype) -> Callable[..., Tensor]:
 def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention:
     """Try each shape of reference points, in training: a module's dropout draws the same numbers twice.
 
-    A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` has the modules
-    of earlier forms, by what their constructors were given.
+    A shape that the module itself refuses is no objection. In use it goes to the module's own code. `built` holds the modules
+    of earlier forms, by the arguments of their constructors.
     """
     if (key := str(form.constructor)) not in built:
         built[key] = _build(kind, form.constructor)
-    module, function = built[key], undecorated(vars(kind)["forward"])
+    module, function = built[key], unwrap(vars(kind)["forward"])
     if not form.reads_points_of(module):
         raise ValueError("it has its own number of points for each level, or one for all")
-    sizes, examples, refusals = _MAPS[: levels_in(module)], set(), []
-    theirs, ours = _runs(form, function, module, sizes)
-    for example, inputs in _module_examples(form, module, sizes):
+    sizes, examples, refusals = _MAPS[: get_levels(module)], set(), []
+    theirs, ours = _make_runs(form, function, module, sizes)
+    for example, inputs in _make_module_examples(form, module, sizes):
         if _LISTED & set(Parameters(function).all):
             inputs = {**inputs, "shapes": sizes}
         try:
@@ -195,12 +194,12 @@ def _try_module(form: Attention, kind: type, built: dict[str, Any]) -> Attention
             refusals.append(error)
     if not any(has_memory for _, has_memory in examples):
         raise refusals[0]
-    names = attributes_used(kind, function)
-    return dataclasses.replace(form, tried=Tried(kind, names, options_of(module, names), frozenset(examples)))
+    names = collect_attributes(kind, function)
+    return dataclasses.replace(form, tried=Tried(kind, names, collect_options(module, names), frozenset(examples)))
 
 
 def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
-    """Return an instance with random parameters of float64: a small one, or where its sizes are fixed one of these."""
+    """Return an instance with random parameters of float64: a small instance, or one of the class's own fixed sizes."""
     small = {**_ARGUMENTS, **constructor, "config": SimpleNamespace(**{**_CONFIG, **constructor})}
     parameters = inspect.signature(kind).parameters
     try:
@@ -209,28 +208,28 @@ def _build(kind: type, constructor: Mapping[str, Any]) -> Any:
             module = kind()
         module = module.to(torch.float64)
     except Exception as error:
-        raise _TheirsRaises(_raised(error)) from error
-    rand = _random(torch.float64)
+        raise _TheirsRaises(_describe_error(error)) from error
+    rand = _make_random(torch.float64)
     for p in module.parameters():
         p.data = 2 * rand(*p.shape) - 1
     return module
 
 
-def _module_examples(form: Attention, module: Any, sizes: Sequence[Any]) -> Iterator[tuple[tuple[int, bool], Arguments]]:
+def _make_module_examples(form: Attention, module: Any, sizes: Sequence[Any]) -> Iterator[tuple[tuple[int, bool], Arguments]]:
     """Return arguments by role: for each shape of the reference all of them, and only what is needed. There are as many
     queries as keys, because some modules look at themselves."""
-    rand, keys, width = _random(torch.float64), sum(h * w for h, w in sizes), module.sampling_offsets.in_features
+    rand, keys, width = _make_random(torch.float64), sum(h * w for h, w in sizes), module.sampling_offsets.in_features
     width = width // form.queue if getattr(module, "num_bev_queue", 1) == form.queue else width
-    shapes, starts = levels(sizes, torch.device("cpu"))
+    shapes, starts = make_tables(sizes, torch.device("cpu"))
     tables, batches = {"shapes": shapes, "sizes": sizes, "starts": starts}, 2 * form.queue
-    heads = (width,) if form.layout is ROWS else (heads_in(module), width // heads_in(module))
+    heads = (width,) if form.layout is ROWS else (get_heads(module), width // get_heads(module))
 
     def rows(batches: int, *sides: int) -> Tensor:
         made = rand(batches, keys, *sides) - 0.5
         return made if getattr(module, "batch_first", True) else made.transpose(0, 1)
 
     if "trajectories" in form.needs:
-        yield from (((2, True), {**tables, **inputs}) for inputs in _trajectory_inputs(rand, keys, width, len(sizes)))
+        yield from (((2, True), {**tables, **inputs}) for inputs in _make_trajectory_inputs(rand, keys, width, len(sizes)))
         return
     for count, numbers in form.references:
         reference = rand(batches, keys, len(sizes) if count == LEVELS else count, numbers)
@@ -241,7 +240,7 @@ def _module_examples(form: Attention, module: Any, sizes: Sequence[Any]) -> Iter
         yield (numbers, False), {**needed, **dict.fromkeys(optional), "mask": None}
 
 
-def _trajectory_inputs(rand: Callable[..., Tensor], keys: int, width: int, levels: int) -> Iterator[Arguments]:
+def _make_trajectory_inputs(rand: Callable[..., Tensor], keys: int, width: int, levels: int) -> Iterator[Arguments]:
     boxes = [(SimpleNamespace(gravity_center=20 * rand(2, 3) - 10),) + 4 * (None,) for _ in range(2)]
     query, identity, position = (rand(2, 2, 3, width) - 0.5 for _ in range(3))
     trajectories = 20 * rand(2, 2, 3, 2, levels, 2) - 10
@@ -250,7 +249,7 @@ def _trajectory_inputs(rand: Callable[..., Tensor], keys: int, width: int, level
     yield needed
 
 
-def _raised(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"it does not run on a small example: {type(error).__name__}: {error}"
 
 
@@ -258,17 +257,17 @@ def _compare(theirs: _Run, ours: _Run, inputs: Arguments, parameters: Sequence[T
     """Raise unless outputs and the gradients of all floating inputs and parameters agree."""
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            expected = _results(theirs, inputs, parameters)
+            expected = _compute_results(theirs, inputs, parameters)
         except Exception as error:  # an unknown core may raise anything
-            raise _TheirsRaises(_raised(error)) from error
-        results = _results(ours, inputs, parameters)
+            raise _TheirsRaises(_describe_error(error)) from error
+        results = _compute_results(ours, inputs, parameters)
     same = [t.shape for t in results] == [t.shape for t in expected]
     difference = max(float((a - b).abs().max()) for a, b in zip(results, expected, strict=True)) if same else math.inf
     if not difference < _CLOSE:  # a NaN, too
         raise _Differs(difference)
 
 
-def _results(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _compute_results(run: _Run, inputs: Arguments, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Return outputs and gradients; zeros where nothing that is returned has one. Trajectories have none."""
     floating = {n: i for n, i in inputs.items() if isinstance(i, Tensor) and i.is_floating_point() and n != "trajectories"}
     tensors = {n: i.clone().requires_grad_() for n, i in floating.items()}

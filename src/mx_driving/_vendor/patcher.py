@@ -47,7 +47,7 @@ class Patch:
 
 
 class Patcher:
-    """The result of a builder. As at the vendor's, patches stay after the `with` block."""
+    """The result of a builder. Patches stay after the `with` block, as the vendor's do."""
 
     def __init__(
         self, module_patches: dict[str, list[Patch]], blacklist: set[str], allow_internal_format: bool = False
@@ -64,9 +64,9 @@ class Patcher:
             except ImportError as error:
                 warnings.warn(f"mx_driving.patcher cannot import {name}: {error}", stacklevel=2)
                 continue
-            for one in patches:
-                if one.name not in self.blacklist and not one.is_applied:
-                    one._apply(module)
+            for entry in patches:
+                if entry.name not in self.blacklist and not entry.is_applied:
+                    entry._apply(module)
 
     def transfer_to_npu(self) -> None:
         """Let the names of CUDA be the stand-in's for torch_npu. Do nothing where it is not installed (`compat.install`)."""
@@ -124,7 +124,7 @@ def msda(module: types.ModuleType, options: dict[str, Any]) -> None:
 
 
 def patch_mmcv_version(expected_version: str) -> None:
-    """Import mmdet and mmdet3d while mmcv says that it is of the version they expect. Do nothing where one is not installed."""
+    """Import mmdet and mmdet3d while mmcv claims the version that they expect. Skip what is not installed."""
     try:
         mmcv: Any = importlib.import_module("mmcv")
     except ImportError:

@@ -56,7 +56,7 @@ class MultiScaleDeformableAttention(torch.nn.Module):
 
 @dataclass(frozen=True)
 class _Repository:
-    """What a mapping of `kernels` holds: it can load a layer, and is known by its value."""
+    """An entry of a mapping of `kernels`. It loads a layer, and compares by value."""
 
     layer_name: str = NAME
 
