@@ -27,12 +27,12 @@ def bench(
 ) -> None:
     """Measure the operators on the workloads of known models, beside plain torch.
 
-    Each row is checked against the float64 reference first. Then all implementations run in turn, round after round; the
-    figures are medians, and "times ours" is how many times longer an implementation takes than this package.
+    Each row is checked against the float64 reference first. Then all implementations run in turn, round after round. Times
+    are medians; "times ours" is the time of an implementation divided by ours.
 
-    Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
-    operator" is given locations and weights that are ready. `python benchmarks/bench.py`, in the repository, measures other
-    packages, modules and memory, too.
+    Only the gradients that the model needs are computed: reference points of a grid have none. "bare operator" is the
+    operator without logits, whose locations and weights are already in memory. `python benchmarks/bench.py`, in the
+    repository, measures other packages, modules and memory, too.
 
     Example: `mx-driving bench --only 'deformable-detr*' --csv mine.csv`
     """

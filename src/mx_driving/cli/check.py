@@ -86,11 +86,11 @@ def check(
     """Compare every operator and gradient on this machine with a float64 computation, and time it.
 
     Each row is a call from the vendor's documents or from a known model. Its error is the largest difference divided by the
-    largest true entry. Allowed is the error of the plain PyTorch reference in the same dtype, plus 16 units in the last
-    place. The time is one forward and backward, the best of four. The last column says how many times longer plain
-    PyTorch takes: grid_sample, which mmcv and transformers run on a CPU, or index_add_.
+    largest true entry. Allowed error: that of the plain PyTorch reference in the same dtype, plus 16 units in the last
+    place. The time is one forward and backward, the best of four. The last column is the time of plain PyTorch
+    (grid_sample, which mmcv and transformers use on a CPU, or index_add_) divided by ours.
 
-    Exit status 0 means: every error is within what is allowed, and a kernel (not the reference) serves the CPU.
+    Exit status 0: every error is allowed, and the CPU has kernels, not only the reference.
 
     Example: `mx-driving check --dtype float32 --dtype bfloat16 --quick`
     """

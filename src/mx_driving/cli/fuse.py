@@ -23,10 +23,10 @@ def fuse(
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
-    """Put our node in place of deformable attention made of GridSample or gathers, in an ONNX file that somebody else exported.
+    """Replace deformable attention made of GridSample or gathers in an ONNX file by one node.
 
-    Each match is tried in onnxruntime before it is replaced. The report says what was replaced, and what was left and why;
-    `--json` names the nodes, too. `--form` selects the target. Nodes of one form can be converted to another.
+    Each match is tested in onnxruntime before it is replaced. The report lists replaced matches, and skipped matches with the
+    reason; `--json` has the nodes, too. `--form` selects the target. Nodes of one form can be converted to another.
 
     Example: `mx-driving fuse detector.onnx fused.onnx --time`
     """

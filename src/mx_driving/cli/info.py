@@ -85,7 +85,7 @@ def _lines(facts: dict[str, Any]) -> list[str]:
 
 
 def info(as_json: Json = False) -> None:
-    """Print versions, the processor and the kernel that serves each operator: a block to paste into a bug report.
+    """Print versions, the processor and the kernel of each operator, as a block to paste into a bug report.
 
     Example: `mx-driving info --json`
     """

@@ -23,20 +23,21 @@ def replay(
     out: Annotated[Path | None, typer.Option("--csv", help="Write the rows to this file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Judge recorded calls: was it the operator?
+    """Check recorded calls of the operators against float64.
 
-    Each call of the recording is computed in float64, in float32 and by our kernels, on the recorded inputs. The table says
-    how far the device's output and gradients are from float64, in units of what their dtype may lose: up to 1 is right, as
-    for our own kernels in the tests. "float32" is the reference in the recorded dtypes, and "ours" our kernels.
+    Each call of the recording is computed in float64, in float32 and by our kernels, on the recorded inputs. The table has
+    the errors of the device's output and gradients against float64, in units of the tolerance of our own tests: up to 1 is
+    right. "float32" is the reference in the recorded dtypes, and "ours" our kernels.
 
-    A wrong result is compared with what known mistakes would give: differences of vendors' versions, x and y swapped, half a
-    pixel of shift, and more. The first that gives the same numbers is named. "Coarse" means: only as exact as sums in 16 bits.
+    A wrong result is compared with the results of known mistakes: differences of vendors' versions, x and y swapped, half a
+    pixel of shift, and more. The first mistake that gives the same numbers is named. "Coarse" means an error typical of
+    16-bit sums.
 
     Calls are recorded on the device's machine by `python record.py program.py`; the file is mx_driving_portable/record.py.
 
-    A remark names calls that the vendor's device would refuse, by the documented limits of Atlas A2: it changes no verdict.
+    A remark names calls that exceed the documented limits of Atlas A2; it does not change the verdict.
 
-    Exit status 0 means: every call could be read, and every result is right or coarse.
+    Exit status 0: every call could be read, and every result is right or coarse.
 
     Example: `mx-driving replay calls --csv calls.csv`
     """

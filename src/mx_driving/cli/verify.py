@@ -29,18 +29,17 @@ def verify(
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
-    """Judge a runtime on the deformable attention of an ONNX file.
+    """Check how a runtime computes the deformable attention of an ONNX file.
 
-    Each match of deformable attention, of standard operators or one node, runs on the runtime as a file of its own: on the
-    tensors that the whole file computes for it, and on random numbers whose locations lie across every border of the maps.
-    The output is compared with our operator in float64. Errors are in units of what the file's dtype may lose: up to 1 is
-    right. A wrong output is compared with known mistakes, such as align_corners, and the first that gives the same numbers
-    is named.
+    Each match of deformable attention (standard operators or one node) runs as a file of its own: on the inputs that it
+    gets in the whole file, and on random inputs with locations across every border of the maps. The output is compared
+    with our operator in float64. Errors are in units of the tolerance of the file's dtype: up to 1 is right. A wrong
+    output is compared with known mistakes, such as align_corners; the first that gives the same numbers is named.
 
-    Then the whole file runs, and its outputs are compared with onnxruntime's on the CPU. The tolerance is found by changing
-    weights and inputs by a few units in the last place.
+    Then the whole file runs, and its outputs are compared with onnxruntime's on the CPU. The tolerance is found by
+    perturbing weights and inputs by a few units in the last place.
 
-    Exit status 0 means: every match and every output is right, or only as coarse as the precision.
+    Exit status 0: every match and every output is right, or only as coarse as the precision.
 
     Example: `mx-driving verify detector.onnx --runtime openvino --inputs picture.npz`
     """

@@ -28,7 +28,7 @@ FUSED_FORMS = tuple(form for form in FORMS if form != "grid_sample")
 
 
 def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
-    """The `custom_translation_table` of torch.onnx.export for one form.
+    """Return the `custom_translation_table` of torch.onnx.export for one form.
 
     In every form an operator that has no node of its own is a gather. An operator with logits becomes standard operators that
     make locations and weights, and then the bare operator in the wanted form, except with "onnxruntime".
@@ -48,7 +48,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
                 where all three floating inputs have it. There is no plugin for the other operators, which stay gathers.
 
     Returns:
-        A dictionary from operator to function, to be merged with a table of your own. "gather" gives an empty one.
+        A dictionary from operator to function, which you can merge with your own. It is empty for "gather".
 
     Raises:
         ValueError: form is none of these.
@@ -69,7 +69,7 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
 
 
 def library() -> str:
-    """The path of the library with our operators for onnxruntime 1.16 or later, on a CPU.
+    """Return the path of the library with our operators for onnxruntime 1.16 or later, on a CPU.
 
         options = onnxruntime.SessionOptions()
         options.register_custom_ops_library(mx_driving.onnx.library())
@@ -89,7 +89,7 @@ def library() -> str:
 
 @contextmanager
 def register_library() -> Iterator[None]:
-    """Register our library in every session of onnxruntime that is made meanwhile, such as a quantiser's for calibration.
+    """Register our library in every session of onnxruntime that is created in the block, such as a quantiser's.
 
         with mx_driving.onnx.register_library():
             quantize_static("fused.onnx", "int8.onnx", reader, op_types_to_quantize=["Conv", "MatMul", "Gemm"])
@@ -119,14 +119,13 @@ def fuse(
     form: str = "onnxruntime",
     plugin_version: str | None = None,
 ) -> Fused:
-    """Write an ONNX file that somebody else exported again, with deformable attention in another form.
+    """Write an ONNX file with its deformable attention as one node, or in another form.
 
         print(mx_driving.onnx.fuse("detector.onnx", "fused.onnx"))
 
-    The attention may be made of GridSample, or of gathers that interpolate. Each place is tried before it is replaced: its
-    nodes run in onnxruntime on random inputs, and must give what the operator gives, but for rounding. Anything else stays as
-    it is, and the report says why. Nodes for the operator that are there in another form are written in this one.
-    Nodes that nothing reads are left out.
+    The attention may be made of GridSample, or of gathers that interpolate. Before a match is replaced, its nodes run in
+    onnxruntime on random inputs, and the result must equal the operator's within rounding. Other nodes stay, and the
+    report has the reason. Nodes of another form are converted. Unused nodes are removed.
 
     Args:
         path_in: an ONNX file whose levels have fixed sizes; batch and queries may be free.
@@ -139,11 +138,11 @@ def fuse(
         plugin_version: with "tensorrt", the attribute `plugin_version` of each node, "2" say; none by default.
 
     Returns:
-        What was replaced and what was left, each by a tensor's name: `replaced` and `left`. It prints as lines.
+        A report: `replaced` and `left`, by the name of a tensor. It prints as lines.
 
     Raises:
-        ValueError: path_in is no ONNX file or has nothing to replace, or path_out is a file that path_in reads. Nothing is
-            written.
+        ValueError: path_in is not an ONNX file or has nothing to replace, or path_out is a file that path_in reads. Nothing
+            is written.
         ImportError: onnx, onnxscript (the extra `onnx`) or onnxruntime is not installed.
     """
     if form not in FUSED_FORMS:
