@@ -76,24 +76,33 @@ def samples(facts: dict, call: int = 0) -> dict[tuple[int, int], list[tuple[int,
     return found
 
 
-def attention(bs: int = 1, queries: int = 4, heads: int = 2, sizes=((6, 8), (3, 4)), points: int = 2) -> viz.Look:
-    shapes, starts = cases.levels_of(*sizes)
-    axes = (bs, queries, heads, len(sizes), points)
-    rows = sum(h * w for h, w in sizes)
+def attention() -> viz.Look:
+    """Two cameras; some samples lie off their maps."""
+    shapes, starts = cases.levels_of((6, 8), (3, 4))
+    locations = torch.rand(2, 4, 2, 2, 2, 2) * 1.4 - 0.2
     with viz.recording() as looks:
-        mx_driving.multi_scale_deformable_attn(
-            torch.rand(bs, rows, heads, 4), shapes, starts, torch.rand(*axes, 2), torch.rand(axes) + 0.01
-        )
+        weights = torch.rand(2, 4, 2, 2, 2) + 0.01
+        mx_driving.multi_scale_deformable_attn(torch.rand(2, 60, 2, 4), shapes, starts, locations, weights)
     return looks[0]
 
 
-def aggregation(cameras: int = 3, anchors: int = 4, scales: int = 2, bs: int = 1) -> viz.Look:
-    maps = [torch.rand(bs, cameras, 8, 8 // 2**s, 12 // 2**s) for s in range(scales)]
-    weight = torch.rand(bs, anchors, 5, cameras, scales, 4) + 0.01
+def geometric() -> viz.Look:
+    """Two cameras; pixels are truncated and clamped."""
+    shapes, starts = cases.levels_of((4, 10))
+    locations = torch.rand(2, 4, 2, 1, 3, 2) * 14 - 2
+    locations[0, 0, 0, 0, 0] = torch.tensor([float("nan"), float("inf")])
     with viz.recording() as looks:
-        mx_driving.deformable_aggregation(
-            *mx_driving.nn.flatten_cameras(maps), torch.rand(bs, anchors, 5, cameras, 2) * 2 - 0.5, weight
-        )
+        weights = torch.rand(2, 4, 2, 1, 3) + 0.01
+        mx_driving.geometric_kernel_attention(torch.rand(2, 40, 2, 4), shapes, starts, locations, weights)
+    return looks[0]
+
+
+def aggregation() -> viz.Look:
+    """Three cameras; points count strictly inside the picture."""
+    maps = [torch.rand(1, 3, 8, 8 // 2**s, 12 // 2**s) for s in range(2)]
+    locations, weight = torch.rand(1, 4, 5, 3, 2) * 2 - 0.5, torch.rand(1, 4, 5, 3, 2, 4) + 0.01
+    with viz.recording() as looks:
+        mx_driving.deformable_aggregation(*mx_driving.nn.flatten_cameras(maps), locations, weight)
     return looks[0]
 
 

@@ -9,6 +9,7 @@ import cases
 import logits_cases
 import pytest
 import torch
+from pages import attention
 from programs import python
 from small_cases import GROWING
 
@@ -175,6 +176,14 @@ REFUSED = [
     (lambda: viz.bev(torch.rand(4, 5).to_sparse()), "view must have the layout torch.strided; got torch.sparse_coo"),
     (lambda: viz.bev(torch.rand(4, 5).cfloat()), "view must have a dtype of real numbers; got complex64"),
     (lambda: viz.bev([1]), "view must be a torch.Tensor, as torch.tensor(view) makes it; got list"),
+    (lambda: viz.page([], IMAGE, "x.html"), "looks must hold a call; got none"),
+    (lambda: viz.page(["x"], IMAGE, "x.html"), "looks must hold viz.Look, as recording() gives them; got str in call 1"),
+    (lambda: viz.page(attention(), [], "x.html"), "pictures must hold a picture for each camera; got none"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "/dev/full"),
+     "path must be a place to write to; got '/dev/full': No space left on device"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "x.html", max_mb=0), "max_mb must be a positive number; got 0"),
+    (lambda: viz.page(attention(), [IMAGE] * 2, "x.html", plane=viz.Plane((2, 3))),
+     "plane.places must be rows and columns of 4 queries; got (2, 3)"),
     (lambda: viz.bev(torch.rand(4, 5), extent=(1, 2)), "extent must be (x0, x1, y0, y1) in metres, rising; got (1, 2)"),
 ]  # fmt: skip
 
