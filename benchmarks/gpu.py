@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 
 import ceilings
 import torch
+from gpu_workloads import GPU_WORKLOADS
 from torch import Tensor
 
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._measure import plain
-from mx_driving._measure.workloads import AGGREGATION, GPU_WORKLOADS, MULTI_SCALE, POOL, WORKLOADS, Workload
+from mx_driving._measure.workloads import AGGREGATION, MULTI_SCALE, POOL, WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
 
 DRY = "--dry-run" in sys.argv

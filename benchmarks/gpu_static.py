@@ -23,9 +23,9 @@ import machine_code
 import torch
 import triton
 from cases import GEOMETRIC, MULTI_SCALE
+from gpu_workloads import GPU_WORKLOADS
 
 from mx_driving._backends.triton import launch
-from mx_driving._measure.workloads import GPU_WORKLOADS
 from mx_driving._operator.description import OPERATORS
 
 CHANNELS = 32  # of a head

@@ -32,7 +32,7 @@ class WorkloadErrors(NamedTuple):
 
     @property
     def failures(self) -> list[str]:
-        """What is wrong, in words; empty when all is well."""
+        """Sentences about what is wrong."""
         wrong = [
             f"{what} of {self.workload.operator} is off by {error:.2g}, allowed {self.allowed[what]:.2g}"
             for what, error in self.errors.items()
@@ -44,33 +44,33 @@ class WorkloadErrors(NamedTuple):
 
 
 def _pieces(workload: Workload) -> tuple[int, int]:
-    """How many queries (channels) the reference takes at a time, and how many --quick does."""
+    """Return how many queries (channels) the reference takes at a time, and how many --quick does."""
     return (CHUNK, QUICK) if workload.row.kind != "pooling" else (CHANNELS, CHANNELS)
 
 
 def _by_reference(workload: Workload, args: Args, grad: Tensor) -> list[Tensor]:
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     forward, backward = getattr(reference, workload.operator), getattr(reference, workload.operator + "_backward")
     return [forward(*args), *backward(grad, *args, [True] * len(workload.gradients))]
 
 
 def _in_float64(workload: Workload, args: Args, grad: Tensor, tick: Callable[[], None]) -> list[Tensor]:
-    """The reference in float64, some queries at a time. What belongs to queries is joined, gradients of the rest are added."""
+    """Return the reference in float64, some queries at a time. Join results that belong to queries; add the others."""
     wide, wide_grad = cast(args, torch.float64), grad.double()
     of_inputs = workload.row.axes[workload.row.queries]
     axes = (of_inputs[-1], *(of_inputs[i] for i in workload.differentiable))
-    found: list[list[Tensor]] = [[] for _ in axes]
+    parts_of: list[list[Tensor]] = [[] for _ in axes]
     step, _ = _pieces(workload)
     for begin in range(0, grad.shape[1], step):
         some = some_queries(workload.operator, wide, begin, begin + step)
         results = _by_reference(workload, some, wide_grad[:, begin : begin + step])
-        for axis, parts, result in zip(axes, found, results, strict=True):
+        for axis, parts, result in zip(axes, parts_of, results, strict=True):
             if axis is None and parts:
                 parts[0] += result
             else:
                 parts.append(result)
         tick()
-    return [parts[0] if axis is None else torch.cat(parts, axis) for axis, parts in zip(axes, found, strict=True)]
+    return [parts[0] if axis is None else torch.cat(parts, axis) for axis, parts in zip(axes, parts_of, strict=True)]
 
 
 def _errors(workload: Workload, got: list[Tensor], true: list[Tensor]) -> dict[str, float]:
@@ -87,7 +87,7 @@ def _synchronise(device: str) -> None:
 
 
 def _timed(function: Callable[[], Any], device: str) -> float:
-    """The best of four (of two where one takes over a second): forward and backward together."""
+    """Return the shortest of four calls, or of two if a call takes over a second."""
     best = float("inf")
     for turn in range(4):
         if turn > 1 and best > 1:
@@ -101,19 +101,19 @@ def _timed(function: Callable[[], Any], device: str) -> float:
 
 
 def _times(workload: Workload, args: Args, grad: Tensor, device: str) -> tuple[float, float]:
-    """Seconds of this package and of plain torch."""
-    op, places = getattr(torch.ops.mx_driving, workload.operator).default, workload.differentiable
-    ours = _timed(recorded(op, args, places, grad), device)
+    """Return the seconds of this package and of plain torch, forward and backward together."""
+    operator, differentiable = getattr(torch.ops.mx_driving, workload.operator).default, workload.differentiable
+    ours = _timed(recorded(operator, args, differentiable, grad), device)
     # grid_sample has no 16-bit form on a CPU: there people compute in float32
-    usual = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
-    usually = plain_form(workload.operator)
-    return ours, _timed(recorded(usually, usual, places, grad.to(usual[0].dtype)), device)
+    wide = args if args[0].dtype in (torch.float32, torch.float64) else cast(args, torch.float32)
+    plain = recorded(plain_form(workload.operator), wide, differentiable, grad.to(wide[0].dtype))
+    return ours, _timed(plain, device)
 
 
 def check_one(
     workload: Workload, dtype: str, device: str, quick: bool, tick: Callable[[], None] = lambda: None, timed: bool = True
 ) -> WorkloadErrors:
-    """Errors on all queries (some of them when quick), times on the same call."""
+    """Return the errors on all queries, or on some with `quick`, and the times of the same call."""
     args, (_, few) = workload.inputs(dtype), _pieces(workload)
     if quick:
         args = some_queries(workload.operator, args, 0, few)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
-    """The largest difference, as a fraction of the largest magnitude in its tensor. That magnitude counts as at least a
+    """Return the largest difference, as a fraction of the largest magnitude in its tensor. That magnitude counts as at least a
     thousandth of the largest in all tensors, because some gradients are zero but for rounding."""
     assert ours.keys() == theirs.keys()
     scales = {name: float(t.abs().nan_to_num(nan=0, posinf=0).max()) for name, t in theirs.items()}
@@ -18,16 +18,16 @@ def largest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
-    found = float((a - b).abs().max())
-    if math.isfinite(found):  # nearly always, in a third of the time
-        return found
+    """Return the largest difference. It is infinite if only one entry is finite, or if both are different infinities."""
+    difference = float((a - b).abs().max())
+    if math.isfinite(difference):  # nearly always, in a third of the time
+        return difference
     return float(torch.where(a == b, 0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf).max())
 
 
 def queries_off(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> Tensor:
-    """Which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank their queries by a score:
-    where two nearly tie, one rounding error decides which comes first, and both get another place's embedding."""
+    """Return which queries of outputs [1, queries, ..] differ by more than rounding. Two-stage models rank their queries by a
+    score: where two nearly tie, one rounding error decides which comes first, and both get another place's embedding."""
     off = torch.zeros(next(iter(theirs.values())).shape[1], dtype=torch.bool)
     for name, out in theirs.items():
         scale = float(out[out.isfinite()].abs().max())

@@ -26,14 +26,14 @@ PLAIN = "plain torch"
 
 @cache
 def _commit() -> str:
-    """The commit of the source that this package runs from; nothing if it was installed from a wheel. Cached, because a file
-    that is written and that git tracks makes the commit dirty."""
+    """Return the commit of the source that this package runs from; nothing for a wheel. Cached: writing a file that git tracks
+    makes the commit dirty."""
     try:
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        found = subprocess.run(git, capture_output=True, text=True, check=True)
+        described = subprocess.run(git, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
-    return f", commit {found.stdout.strip()}"
+    return f", commit {described.stdout.strip()}"
 
 
 def processor() -> str:
@@ -46,16 +46,16 @@ def processor() -> str:
 
 
 def machine() -> str:
-    """Date, machine, versions, commit: a number means nothing without them."""
+    """Return date, machine, versions and commit: a number means nothing without them."""
     versions = f"torch {torch.__version__}, Python {platform.python_version()}"
     return f"{date.today()}, {processor()}, {_backends.native.isa()}, {torch.get_num_threads()} threads, {versions}{_commit()}"
 
 
 def tables(rows: list[Row]) -> Iterator[Any]:
-    """A table for each workload and dtype, all of one width."""
-    for (workload, dtype), of_it in groupby(rows, lambda row: (row["workload"], row["dtype"])):
+    """Yield a table for each workload and dtype, all of one width."""
+    for (workload, dtype), of_workload in groupby(rows, lambda row: (row["workload"], row["dtype"])):
         shown = grid(f"{workload}, {dtype}", {"direction": 18, "implementation": 20}, {"ms": 10, "times ours": 10})
-        for direction, some in groupby(of_it, lambda row: row["direction"]):
+        for direction, some in groupby(of_workload, lambda row: row["direction"]):
             shown.add_section()
             for first, row in zip(chain([direction], repeat("")), some, strict=False):
                 shown.add_row(first, row["implementation"], f"{row['milliseconds']:.2f}", f"{row['times ours']:.2f}")

@@ -25,36 +25,36 @@ class Rival(NamedTuple):
 
 
 def plain_form(operator: str) -> Callable[..., Tensor]:
-    """The operator in plain torch; with logits, softmax and the arithmetic of locations before the form of the bare one."""
+    """Return the operator in plain torch; with logits, softmax and locations come before the bare form."""
     bare = OPERATORS[operator].bare
     return composition.forward(operator, getattr(plain, bare)) if bare else getattr(plain, operator)
 
 
 def recorded(function: Callable[..., Tensor], args: Args, differentiable: tuple[int, ...], grad: Tensor) -> Call:
-    """A forward that autograd records, and all gradients. Gives the output and the gradients."""
+    """Return a call of a forward that autograd records, and of its backward: the output and the gradients."""
     leaves = [a.detach().requires_grad_(i in differentiable) if isinstance(a, Tensor) else a for i, a in enumerate(args)]
-    wanted = [leaves[i] for i in differentiable]
+    tensors = [leaves[i] for i in differentiable]
 
     def run() -> tuple[Tensor, ...]:
         output = function(*leaves)
-        return (output.detach(), *torch.autograd.grad(output, wanted, grad))
+        return (output.detach(), *torch.autograd.grad(output, tensors, grad))
 
     return run
 
 
 def operator_of(name: str, args: Args, differentiable: tuple[int, ...] | None = None) -> Rival:
-    places = OPERATORS[name].differentiable if differentiable is None else differentiable
-    return Rival(getattr(torch.ops.mx_driving, name).default, args, places)
+    indices = OPERATORS[name].differentiable if differentiable is None else differentiable
+    return Rival(getattr(torch.ops.mx_driving, name).default, args, indices)
 
 
 def ours(workload: Workload, args: Args) -> dict[str, Rival]:
-    """The operator; for one with logits also its bare one, given locations and weights that somebody else has made."""
-    found = {OURS: operator_of(workload.operator, args, workload.learned)}
+    """Return the operator; beside one with logits, also the bare operator on locations and weights that are ready."""
+    implementations = {OURS: operator_of(workload.operator, args, workload.learned)}
     if workload.row.bare:
-        found[BARE] = operator_of(*workload.bare(args))
-    return found
+        implementations[BARE] = operator_of(*workload.bare(args))
+    return implementations
 
 
 def rivals(workload: Workload, args: Args) -> dict[str, Rival]:
-    """Other implementations by name: plain torch."""
+    """Return other implementations by name: plain torch."""
     return {PLAIN: Rival(plain_form(workload.operator), args, workload.learned)}

@@ -33,7 +33,8 @@ def _backward(operator: str, args: Args, grad: torch.Tensor, learned: tuple[int,
 
 
 def measure(workload: Workload, dtype: str, seconds: float, others: Others = lambda *_: {}) -> list[Row]:
-    """One row per direction and implementation; errors are checked first. `others` are timed beside ours and plain torch."""
+    """Return a row for each direction and implementation. Errors are checked first. `others` are timed beside ours and plain
+    torch."""
     failures = check_one(workload, dtype, "cpu", quick=True, timed=False).failures
     if failures:
         raise Problem("; ".join(failures))
@@ -52,7 +53,7 @@ def measure(workload: Workload, dtype: str, seconds: float, others: Others = lam
 
 
 def timed_rows(name: str, dtype: str, calls: Calls, seconds: float) -> list[Row]:
-    """All implementations of a direction in turn, round after round; directions are those of this package."""
+    """Time all implementations of a direction in turn, round after round. The directions are those of this package."""
     rows = []
     for direction in calls[OURS]:
         times = interleaved({one: by[direction] for one, by in calls.items() if direction in by}, seconds)

@@ -15,13 +15,13 @@ SHORT = 1.0  # seconds
 def interleaved(
     calls: dict[str, Call], seconds: float, within: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext()
 ) -> dict[str, list[float]]:
-    """Times of each call, in turn, round after round: at least 3 rounds, and about `seconds` if those are done before. Whatever
-    else the machine does falls on all calls alike. After 3 rounds a call sits out while it has taken more than twice the time
-    of another, so that quick calls are timed as often as slow ones let them. A short call is timed right after a run of its
-    own, for two reasons. It then finds the caches as it leaves them itself, not as its neighbour in the round does. And its
-    fresh memory was freed just before: memory that was freed seconds ago may be with the host of a virtual machine, which
-    gives it back twenty times slower. Each round has an order of its own, because a call after one that frees much memory is
-    slower for longer than that run. `within` makes the context that a call runs in; its beginning and end are not timed."""
+    """Return the times of each call, in turn, round after round: at least 3 rounds, and about `seconds` if those are done
+    before. Whatever else the machine does falls on all calls alike. After 3 rounds a call sits out while it has taken more than
+    twice the time of another, so that quick calls are timed as often as slow ones let them. A short call is timed right after a
+    run of its own, for two reasons. It then finds the caches as it leaves them itself, not as its neighbour in the round does.
+    And its fresh memory was freed just before: memory that was freed seconds ago may be with the host of a virtual machine,
+    which gives it back twenty times slower. Each round has an order of its own, because a call after one that frees much memory
+    is slower for longer than that run. `within` makes the context that a call runs in; its beginning and end are not timed."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     taken = dict.fromkeys(calls, 0.0)
     for name, call in calls.items():

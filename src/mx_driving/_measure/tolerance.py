@@ -21,7 +21,7 @@ import torch
 def allowed(
     result_dtype: torch.dtype, compute_dtype: torch.dtype, magnitude: Any, scale: float, terms: int, extent: int
 ) -> Any:
-    """The allowed error of each entry.
+    """Return the allowed error of each entry.
 
     Args:
         result_dtype: of the result.

@@ -46,23 +46,23 @@ class Workload(NamedTuple):
         return tuple(i for i in self.differentiable if self.row.inputs[i] not in self.constant)
 
     def inputs(self, dtype: str = "float32") -> Args:
-        """The arguments that every measurement is made with."""
+        """Return the arguments that every measurement is made with."""
         return cast(self.make(torch.Generator().manual_seed(0)), getattr(torch, dtype))
 
     def bare(self, args: Args) -> tuple[str, Args]:
-        """The bare operator that reads the same samples, and its arguments: locations and weights in the dtype of logits."""
+        """Return the bare operator of the same samples, and its arguments: locations and weights in the dtype of logits."""
         if not self.row.bare:
             return self.operator, args
         return self.row.bare, cast(composition.bare_inputs(self.operator, *args), args[self.row.weights].dtype)
 
 
 def cast(args: Args, dtype: torch.dtype) -> Args:
-    """Arguments whose floating tensors have this dtype."""
+    """Return arguments whose floating tensors have this dtype."""
     return tuple(a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args)
 
 
 def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
-    """The same call for some of its queries (anchors; channels of cells)."""
+    """Return the same call for some of its queries (anchors; channels of cells)."""
     row = OPERATORS[operator]
     axes = (*row.axes[row.queries][:-1], *(None for _ in row.options))
     return tuple(
@@ -72,7 +72,7 @@ def some_queries(operator: str, args: Args, begin: int, end: int) -> Args:
 
 
 def off_lattice(locations: Tensor, size: Tensor) -> Tensor:
-    """Locations moved at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
+    """Move locations at least 0.01 pixel away from pixel centres. The gradient of a location jumps there, and float32 and
     float64 may be on different sides."""
     pixels = geometry.pixels(locations.double(), size)
     whole = pixels.floor()
@@ -97,29 +97,29 @@ def _attention(generator: torch.Generator, bs: int, sizes: Sizes, centres: Tenso
 
 
 def pixel_centres(height: int, width: int) -> Tensor:
-    """Pixel centres, row by row, normalised (x, y)."""
+    """Return pixel centres, row by row, normalised (x, y)."""
     y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing="ij")
     return torch.stack([x, y], -1).view(-1, 2)
 
 
-def _encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
+def encoder(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> tuple[Tensor, ...]:
     """A query per pixel of every level, looking near its own position."""
     return _attention(generator, bs, sizes, torch.cat([pixel_centres(*size) for size in sizes]), 4, 3.0)
 
 
-def _decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
+def decoder(generator: torch.Generator, sizes: Sizes, queries: int) -> tuple[Tensor, ...]:
     """Object queries anywhere, points over a box of some pixels."""
     return _attention(generator, 1, sizes, torch.rand(1, queries, 2, generator=generator), 4, 4.0)
 
 
-def _bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
+def bevformer_spatial(generator: torch.Generator, queries: int) -> tuple[Tensor, ...]:
     """Six cameras; the queries of each are ground pillars in the order of the BEV grid, which sweep over the image."""
     sweep = torch.linspace(0, 1, queries)
     centres = torch.stack([(sweep * 50) % 1, 0.4 + 0.5 * sweep], -1).expand(6, -1, -1)
     return _attention(generator, 6, BEVFORMER, centres, 8, 4.0)
 
 
-def _sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
+def sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Tensor, ...]:
     """Six cameras of four scales, 256 channels in 8 groups; a point is seen by one camera, sometimes by its neighbour."""
     sizes = SPARSE4D
     shapes, starts = _pyramid(sizes * 6)
@@ -137,15 +137,15 @@ def _sparse4d(generator: torch.Generator, anchors: int, points: int) -> tuple[Te
     return features, shapes, starts, locations, weight.view(1, anchors, points, 6, 4, 8)
 
 
-def _maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
+def maptr(generator: torch.Generator, sizes: Sizes, bev: tuple[int, int], points: int) -> tuple[Tensor, ...]:
     """Each BEV cell reads a few pixels of six camera images near where it projects; integral locations."""
     centres = pixel_centres(*bev).flip(-1)[None]
     value, shapes, starts, locations, weights = _attention(generator, 6, sizes, centres, points, 3.0)
     return value, shapes, starts, (locations * shapes.flip(-1)[:, None]).long(), weights
 
 
-def _held(t: Tensor) -> Tensor:
-    """Rounded to numbers that every dtype holds. So a row in 16 bits samples where the same row in float32 does."""
+def _round_to_sixteen_bits(t: Tensor) -> Tensor:
+    """Round to numbers that every dtype holds, so that a row in 16 bits samples where the same row in float32 does."""
     return (t.bfloat16() * 4096).round().float() / 4096
 
 
@@ -157,14 +157,14 @@ def _attention_with_logits(
     shapes, starts = _pyramid(sizes)
     levels, queries = len(sizes), reference.shape[1]
     value = torch.randn(bs, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
-    reference = _held(reference.expand(bs, -1, -1, -1))
-    offsets = _held(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
+    reference = _round_to_sixteen_bits(reference.expand(bs, -1, -1, -1))
+    offsets = _round_to_sixteen_bits(torch.randn(bs, queries, 8, levels, points, 2, generator=generator) * spread)
     logits = torch.rand(bs, queries, 8, levels * points, generator=generator)
     of_samples = composition.MultiScale(shapes, reference.double(), offsets.double(), logits, axis)
     pixels = geometry.pixels(of_samples.locations, shapes.flip(-1)[:, None])
     near = (pixels - pixels.round()).abs() < 0.01
     offsets = torch.where(near, offsets + 0.125, offsets)  # bfloat16 has such steps up to 32 pixels
-    return value, shapes, starts, reference, _held(offsets), logits, axis
+    return value, shapes, starts, reference, _round_to_sixteen_bits(offsets), logits, axis
 
 
 def _encoder_with_logits(generator: torch.Generator, sizes: Sizes, bs: int = 1) -> Args:
@@ -191,7 +191,7 @@ def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int,
     shapes, starts = _pyramid(sizes)
     value = torch.randn(6, int(shapes.prod(-1).sum()), 8, 32, generator=generator)
     above = torch.stack([torch.zeros(8), torch.linspace(-0.2, 0.2, 8)], -1)
-    reference = _held((pixel_centres(*bev).flip(-1)[:, None] + above).expand(6, -1, -1, -1))
+    reference = _round_to_sixteen_bits((pixel_centres(*bev).flip(-1)[:, None] + above).expand(6, -1, -1, -1))
     y, x = (torch.arange(n) - n // 2 for n in window)
     points = torch.cartesian_prod(x, y)
     logits = torch.rand(6, reference.shape[1], 8, len(sizes) * len(points), generator=generator)
@@ -199,8 +199,9 @@ def _maptr_with_logits(generator: torch.Generator, sizes: Sizes, bev: tuple[int,
 
 
 def ring_of_cameras() -> tuple[Tensor, Tensor]:
-    """Projection [6, 4, 4] from metres to pixels, and image_size [6, 2], of six cameras that look outwards, 60 degrees apart,
-    1.5 metres above the ground. Focal length and picture are those of nuScenes as Sparse4D scales and crops it."""
+    """Return the projection [6, 4, 4] from metres to pixels, and image_size [6, 2], of six cameras that look outwards, 60
+    degrees apart, 1.5 metres above the ground. Focal length and picture are those of nuScenes as Sparse4D scales and crops
+    it."""
     yaw = torch.arange(6) * (torch.pi / 3)
     cos, sin, zero = yaw.cos(), yaw.sin(), 0 * yaw
     right, down, forward = (sin, -cos, zero), (zero, zero, zero - 1), (cos, sin, zero)
@@ -209,7 +210,7 @@ def ring_of_cameras() -> tuple[Tensor, Tensor]:
     projection = torch.zeros(6, 4, 4)
     projection[:, :3, :3], projection[:, :3, 3] = lens @ turn, lens @ torch.tensor([0, 1.5, 0])
     projection[:, 3, 3] = 1
-    return _held(projection), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
+    return _round_to_sixteen_bits(projection), torch.tensor([704.0, 256.0]).expand(6, -1).contiguous()
 
 
 def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int, sizes: Sizes) -> Args:
@@ -226,15 +227,16 @@ def _sparse4d_with_logits(generator: torch.Generator, anchors: int, points: int,
     again = torch.ones(1, anchors, points, dtype=torch.bool)
     while again.any():
         drawn = (torch.rand(1, anchors, points, 3, generator=generator) - 0.5) * torch.tensor([4.6, 1.9, 1.7])
-        key_points = torch.where(again[..., None], _held(centres + drawn), key_points)
+        key_points = torch.where(again[..., None], _round_to_sixteen_bits(centres + drawn), key_points)
         again = _near_a_jump(shapes, key_points, projection, logits, image_size)
     return features, shapes, starts, key_points, projection, logits, image_size, None
 
 
 def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits: Tensor, image_size: Tensor) -> Tensor:
-    """Which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location jumps."""
-    given = (key_points.double(), projection.double(), logits, image_size.double())
-    locations = composition.Aggregation(shapes, *given).locations  # [bs, anchor, pts, cam, 2]
+    """Return which points a camera sees at its picture's border, or within 0.002 pixel of where the gradient of a location
+    jumps."""
+    inputs = (key_points.double(), projection.double(), logits, image_size.double())
+    locations = composition.Aggregation(shapes, *inputs).locations  # [bs, anchor, pts, cam, 2]
     seen = ((locations > -1e-4) & (locations < 1 + 1e-4)).all(-1)
     border = ((locations.abs() < 1e-4) | ((locations - 1).abs() < 1e-4)).any(-1)
     pixels = geometry.pixels(locations[..., None, :], shapes.flip(-1))
@@ -245,8 +247,8 @@ def _near_a_jump(shapes: Tensor, key_points: Tensor, projection: Tensor, logits:
 def lifted(
     generator: torch.Generator, grid: tuple[int, int], depths: int, cells: int, reach: float, channels: int
 ) -> tuple[Any, ...]:
-    """The points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells` within
-    `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
+    """Return the points of six cameras, half a metre apart along each pixel's ray, that lie in a square of `cells` x `cells`
+    within `reach` metres. They are sorted by cell, as models have them; `grid` is (height, width) of a camera's features."""
     projection, image_size = ring_of_cameras()
     steps = 1 + torch.arange(depths) / 2
     pixel = pixel_centres(*grid) * image_size[0]
@@ -265,7 +267,7 @@ def lifted(
 
 
 def without_depth(args: Args) -> Args:
-    """The same points with a row of feat for each, as BEVFusion calls the operator."""
+    """Return the same points with a row of feat for each, as BEVFusion calls the operator."""
     feat, depth, ranks_feat, ranks_depth, *rest = args
     each = torch.arange(len(ranks_feat), dtype=torch.int32)
     return (depth[ranks_depth, None] * feat[ranks_feat], torch.ones(()).expand(len(each)), each, each, *rest)
@@ -329,17 +331,17 @@ WITH_LOGITS = (
     _from_logits("MapTR nano", GEOMETRIC, lambda g: _maptr_with_logits(g, [(10, 16)], (80, 40), (2, 4))),
 )
 WORKLOADS = (
-    Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: _encoder(g, DETR)),
-    Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 300)),
-    Workload("DINO decoder, 900 queries", MULTI_SCALE, lambda g: _decoder(g, DETR, 900)),
-    Workload("RT-DETR decoder", MULTI_SCALE, lambda g: _decoder(g, [(80, 80), (40, 40), (20, 20)], 300)),
-    Workload("Mask2Former pixel decoder", MULTI_SCALE, lambda g: _encoder(g, [(32, 32), (64, 64), (128, 128)])),
-    Workload("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: _encoder(g, [(200, 200)], 2)),
-    Workload("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: _bevformer_spatial(g, 2500)),
-    Workload("Sparse4D v3", AGGREGATION, lambda g: _sparse4d(g, 900, 13)),
-    Workload("SparseDrive map head", AGGREGATION, lambda g: _sparse4d(g, 100, 300)),
-    Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
-    Workload("MapTR nano", GEOMETRIC, lambda g: _maptr(g, [(10, 16)], (80, 40), 8)),
+    Workload("Deformable-DETR encoder", MULTI_SCALE, lambda g: encoder(g, DETR)),
+    Workload("Deformable-DETR decoder, 300 queries", MULTI_SCALE, lambda g: decoder(g, DETR, 300)),
+    Workload("DINO decoder, 900 queries", MULTI_SCALE, lambda g: decoder(g, DETR, 900)),
+    Workload("RT-DETR decoder", MULTI_SCALE, lambda g: decoder(g, [(80, 80), (40, 40), (20, 20)], 300)),
+    Workload("Mask2Former pixel decoder", MULTI_SCALE, lambda g: encoder(g, [(32, 32), (64, 64), (128, 128)])),
+    Workload("BEVFormer temporal self-attention", MULTI_SCALE, lambda g: encoder(g, [(200, 200)], 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 2500", MULTI_SCALE, lambda g: bevformer_spatial(g, 2500)),
+    Workload("Sparse4D v3", AGGREGATION, lambda g: sparse4d(g, 900, 13)),
+    Workload("SparseDrive map head", AGGREGATION, lambda g: sparse4d(g, 100, 300)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: maptr(g, [(15, 25)], (200, 100), 8)),
+    Workload("MapTR nano", GEOMETRIC, lambda g: maptr(g, [(10, 16)], (80, 40), 8)),
     Workload("BEVDet-R50, 64 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 64)),
     Workload("BEVDet-R50, 80 channels", POOL, lambda g: lifted(g, (16, 44), 118, 128, 51.2, 80)),
     Workload("BEVFusion", POOL, lambda g: lifted(g, (32, 88), 118, 360, 54.0, 80)),
@@ -355,21 +357,4 @@ CHECKED = (
     _from_logits("Sparse4D 2 scales", AGGREGATION, lambda g: _sparse4d_with_logits(g, 900, 13, SPARSE4D[2:])),
     *(w for w in WORKLOADS if w.name.startswith("BEVDet-R50, 80")),
     Workload("BEVFusion 8 x 22, without depth", POOL, lambda g: without_depth(lifted(g, (8, 22), 118, 90, 54.0, 80))),
-)
-
-
-def _batch(make: Callable[[torch.Generator], tuple[Tensor, ...]], g: torch.Generator, bs: int) -> tuple[Tensor, ...]:
-    """`bs` different calls of batch 1 as one."""
-    value, shapes, starts, locations, weights = zip(*(make(g) for _ in range(bs)), strict=True)
-    return torch.cat(value), shapes[0], starts[0], torch.cat(locations), torch.cat(weights)
-
-
-# The rows that GPU kernels are compared on; a 800 x 1333 image at strides 8 to 64.
-LARGE_DETR = [(100, 167), (50, 84), (25, 42), (13, 21)]
-GPU_WORKLOADS = (
-    Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: _encoder(g, LARGE_DETR, 2)),
-    Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: _bevformer_spatial(g, 9680)),
-    Workload("Decoder, batch 2, 900 queries", MULTI_SCALE, lambda g: _batch(lambda g: _decoder(g, LARGE_DETR, 900), g, 2)),
-    Workload("Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _batch(lambda g: _sparse4d(g, 900, 13), g, 6)),
-    Workload("MapTR tiny", GEOMETRIC, lambda g: _maptr(g, [(15, 25)], (200, 100), 8)),
 )

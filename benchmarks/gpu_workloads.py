@@ -1,0 +1,29 @@
+"""The rows that GPU kernels are compared on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mx_driving._measure import workloads
+from mx_driving._measure.workloads import AGGREGATION, GEOMETRIC, MULTI_SCALE, Args, Workload
+
+LARGE_DETR = [(100, 167), (50, 84), (25, 42), (13, 21)]  # a 800 x 1333 image at strides 8 to 64
+
+
+def _join(make: Callable[[torch.Generator], Args], g: torch.Generator, bs: int) -> Args:
+    """Return `bs` different calls of batch 1 as one."""
+    value, shapes, starts, locations, weights = zip(*(make(g) for _ in range(bs)), strict=True)
+    return torch.cat(value), shapes[0], starts[0], torch.cat(locations), torch.cat(weights)
+
+
+GPU_WORKLOADS = (
+    Workload("Encoder, batch 2, 22,223 queries", MULTI_SCALE, lambda g: workloads.encoder(g, LARGE_DETR, 2)),
+    Workload("BEVFormer spatial cross-attention, 6 x 9680", MULTI_SCALE, lambda g: workloads.bevformer_spatial(g, 9680)),
+    Workload(
+        "Decoder, batch 2, 900 queries", MULTI_SCALE, lambda g: _join(lambda g: workloads.decoder(g, LARGE_DETR, 900), g, 2)
+    ),
+    Workload("Sparse4D, batch 6, 900 x 13", AGGREGATION, lambda g: _join(lambda g: workloads.sparse4d(g, 900, 13), g, 6)),
+    Workload("MapTR tiny", GEOMETRIC, lambda g: workloads.maptr(g, [(15, 25)], (200, 100), 8)),
+)
