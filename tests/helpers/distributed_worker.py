@@ -25,8 +25,10 @@ SHARDED = {
     name: {axis: tuple(row.axes[axis][i] for i in (*FLOATING[name], -1)) for axis in row.sharded}
     for name, row in OPERATORS.items()
 }
-# The rules do not know how many processes there are: four try them for one operator of each kind of input.
-MEASURED = {2: cases.EVERY, 4: (MULTI_SCALE, AGGREGATION_LOGITS)}
+# The rules do not know how many processes there are, nor whether a call is traced: four processes, and compiled calls, try them
+# for one operator of each kind of input.
+KINDS = (MULTI_SCALE, AGGREGATION_LOGITS)
+MEASURED = {2: cases.EVERY, 4: KINDS}
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
 
 
@@ -232,7 +234,7 @@ def run(rank: int, world: int, folder: str) -> None:
         if operator in MEASURED[world]:
             layouts, wanted = [SHARDED[operator]["bs"]], (cases.WEIGHTS[operator],)
             found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, layouts, wanted)
-        if world == 2:
+        if world == 2 and operator in KINDS:
             found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
         if world == 4 and _needs.lacks(MESH):
             grid = init_device_mesh("cpu", (2, 2))

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from cases import EVERY
-from distributed_worker import MEASURED, MESH, SHARDED
+from distributed_worker import KINDS, MEASURED, MESH, SHARDED
 
 from mx_driving import _needs
 from mx_driving._operator.description import OPERATORS
@@ -17,6 +17,12 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("distributed")]
 
 AXES = [(operator, axis) for operator in EVERY for axis in SHARDED[operator]]
 SUMMED = [(operator, axis) for operator, axis in AXES if SHARDED[operator][axis][-1] is None]  # the output is a sum over it
+
+
+def on_one_dimension(names, rows):
+    """Marks a test of rows (operator, ...), with as many processes as measure the operator on a mesh of one dimension."""
+    rows = [(n, *row) for n in (2, 4) for row in rows if row[0] in MEASURED[n]]
+    return pytest.mark.parametrize(("world", *names), rows, indirect=["world"])
 
 
 two, four = (pytest.mark.parametrize("world", [n], ids=[f"{n} processes"], indirect=True) for n in (2, 4))
@@ -46,14 +52,6 @@ def found(world, worlds, tmp_path):
     return worlds[world]
 
 
-@pytest.fixture
-def measured(found, world, operator):
-    """What was found, where this world tries the operator on a mesh of one dimension."""
-    if operator not in MEASURED[world]:
-        pytest.skip("two processes try this operator")
-    return found
-
-
 def assert_same_numbers(result):
     """Sums over processes come in another order; all else is the same to the last bit."""
     allowed = 1e-14 * result["scale"]
@@ -66,19 +64,19 @@ def assert_silent(result):
     assert (result["forward"], result["backward"]) == (0, 0)
 
 
-@pytest.mark.parametrize(("operator", "axis"), AXES)
-def test_sharded_without_communication(measured, operator, axis):
-    result = measured[operator, axis]
+@on_one_dimension(("operator", "axis"), AXES)
+def test_sharded_without_communication(found, operator, axis):
+    result = found[operator, axis]
     assert_same_numbers(result)
     assert_silent(result)
     place = SHARDED[operator][axis][-1]
     assert result["placements"] == ["P(sum)" if place is None else f"S({place})"]
 
 
-@pytest.mark.parametrize(("operator", "axis"), [each for each in AXES if each not in SUMMED])
-def test_uneven_shards(measured, operator, axis):
+@on_one_dimension(("operator", "axis"), [each for each in AXES if each not in SUMMED])
+def test_uneven_shards(found, operator, axis):
     """Batch and queries may have uneven shards. Uneven heads and groups are gathered, since the output's would not fit."""
-    result = measured[operator, axis, "uneven"]
+    result = found[operator, axis, "uneven"]
     assert_same_numbers(result)
     if axis == OPERATORS[operator].blocks:
         assert result["forward"] > 0
@@ -86,10 +84,10 @@ def test_uneven_shards(measured, operator, axis):
         assert_silent(result)
 
 
-@pytest.mark.parametrize("operator", EVERY)
-def test_other_gradients_wanted(measured, operator):
+@on_one_dimension(("operator",), [(operator,) for operator in EVERY])
+def test_other_gradients_wanted(found, operator):
     """A cached sharding serves only calls that want the same gradients."""
-    result = measured[operator, "weights only"]
+    result = found[operator, "weights only"]
     assert_same_numbers(result)
     assert_silent(result)
     assert result["unwanted"] == []
@@ -106,7 +104,7 @@ def test_two_dimensional_mesh(found, operator, layout):
 
 @two
 @pytest.mark.needs("DTensor under torch.compile")
-@pytest.mark.parametrize("operator", EVERY)
+@pytest.mark.parametrize("operator", KINDS)
 def test_compiled(found, operator):
     assert found[operator, "compiled"] == 0
 
@@ -151,7 +149,7 @@ def test_modules_that_are_sharded_before_they_are_initialised(found):
     assert found["initialised"] == [0, 0]
 
 
-@pytest.mark.parametrize("operator", EVERY)
+@pytest.mark.parametrize("operator", KINDS)
 def test_an_older_torch_is_refused_in_a_sentence(found, world, operator):
     """At use, where DTensor itself would fail without saying why."""
     feature, key = ("DTensor under torch.compile", "compiled") if world == 2 else (MESH, "refused")
