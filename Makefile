@@ -69,7 +69,8 @@ test: $(STAMP) lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # `make test` executes a part of these. The Triton kernels of two targets cannot share a process.
-PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py large_maps.py with_logits.py) \
+PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py geometric_kernel_attention.py \
+	multi_scale_deformable_attn.py with_logits.py) \
 	tests/operators/test_autograd.py::test_only_wanted_gradients_are_computed
 .PHONY: test-ptx
 test-ptx: $(STAMP)

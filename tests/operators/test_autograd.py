@@ -7,7 +7,6 @@ import itertools
 import cases
 import pytest
 import torch
-from cases import GEOMETRIC
 from small_cases import SMALL, inputs_of
 from torch.autograd import gradcheck, gradgradcheck
 from values import assert_same_sums, everywhere_each, first
@@ -40,13 +39,6 @@ def test_only_the_gradients_asked_for(operator):
         function(*args).sum().backward()
         assert torch.equal(args[i].grad, everything[i].grad)
         assert all(args[j].grad is None for j in cases.DIFFERENTIABLE[operator] if j != i)
-
-
-def test_geometric_locations_have_no_gradient():
-    args = list(inputs_of(GEOMETRIC))
-    args[3] = args[3].double().requires_grad_()
-    mx_driving.geometric_kernel_attention(*args).sum().backward()
-    assert args[3].grad is None
 
 
 @everywhere_each(cases.EVERY)

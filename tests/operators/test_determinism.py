@@ -33,20 +33,6 @@ def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, d
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("points", [3, 4])
-def test_overlapping_levels_bitwise(implementation, every_thread, points):
-    """A row that two levels share has one owner at a time, and is summed in one order."""
-    args = cases.overlapping(points)
-    args = cases.cast(args, torch.float32)
-    grad = cases.grad_for(MULTI_SCALE, args).float()
-    first = None
-    for threads in (1, 2, 3, 8, 24):
-        torch.set_num_threads(threads)
-        found = cases.gradients_of(implementation, MULTI_SCALE, grad, args)
-        first = first or found
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
-
-
 # Larger than a band, which holds 6 MB of sums for a 16-bit gradient, or 16 MB of an aggregation's gradient in place.
 LONG = [
     Case(MULTI_SCALE, "9 MB a head", lambda: cases.multi_scale(1, 40, 256, 1, [(96, 96)], 4)),

@@ -8,7 +8,7 @@ import pytest
 import tolerance
 import torch
 from cases import AGGREGATION, GEOMETRIC, MULTI_SCALE
-from values import assert_same_sums, everywhere, everywhere_each, first, run, skip_unless_every_kernel
+from values import assert_same_sums, everywhere_each, first, run, skip_unless_every_kernel
 
 NAN, INF = float("nan"), float("inf")
 
@@ -86,52 +86,3 @@ def test_a_head_is_not_touched_by_what_another_one_holds(implementation, operato
     weights[:, :, 2] = NAN
     for got, expected in zip(by_head(weights), clean, strict=True):
         assert torch.equal(got[:, :, others], expected[:, :, others])
-
-
-@everywhere
-def test_corner_off_the_map_is_zero_next_to_infinity(implementation):
-    """A corner that is off the map is not read: its neighbour's infinity arrives as infinity, not as NaN."""
-    value = torch.tensor([INF, 1.0, 2.0, 3.0]).view(1, 4, 1, 1)
-    shapes, starts = torch.tensor([[2, 2]]), torch.tensor([0])
-    location = torch.tensor([0.125, 0.125]).view(1, 1, 1, 1, 1, 2)  # pixel (-0.25, -0.25): only corner 3 is on the map
-    weight = torch.ones(1, 1, 1, 1, 1)
-    out = cases.forward_of(implementation, MULTI_SCALE)(value, shapes, starts, location, weight)
-    assert out.item() == INF
-
-
-# x on a map of four columns, and the column that it reads
-FAR = [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)]
-COLUMNS = {
-    torch.int64: [(2**62, 3), (-(2**62), 0), (2**31, 3), (-(2**31), 0), (3, 3), (-5, 0)],
-    torch.uint8: [(0, 0), (1, 1), (3, 3), (200, 3), (255, 3)],
-    torch.float16: [(NAN, 0), (-INF, 0), (INF, 3), (6e4, 3), (-6e4, 0), (2.9, 2), (-0.9, 0)],
-    torch.float32: FAR,
-    torch.float64: FAR,
-    torch.bfloat16: FAR,
-}
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", COLUMNS, ids=str)
-def test_geometric_clamps_before_it_converts(implementation, dtype):
-    if dtype in (torch.uint8, torch.float16):
-        skip_unless_every_kernel(implementation)
-    xs, columns = zip(*COLUMNS[dtype], strict=True)
-    x = torch.tensor(xs, dtype=dtype)
-    locations = torch.stack([x, torch.zeros_like(x)], -1).view(1, -1, 1, 1, 1, 2)
-    weights, grad = torch.ones(1, len(xs), 1, 1, 1), torch.ones(1, len(xs), 1)
-    args = (torch.arange(4.0).view(1, 4, 1, 1), torch.tensor([[1, 4]]), torch.tensor([0]), locations, weights)
-    output, grad_value, grad_weight = run(implementation, GEOMETRIC, args, grad)
-    assert output.flatten().tolist() == grad_weight.flatten().tolist() == [*columns]
-    assert grad_value.flatten().tolist() == [columns.count(i) for i in range(4)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("channels", [1, 8, 26, 32])
-def test_a_nan_of_any_bits_stays_one_in_16_bits(implementation, channels, dtype):
-    """Rounded as a number, one whose bits are all set would become zero."""
-    bits = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7FC00000], dtype=torch.int32)
-    weights = bits.view(torch.float32).view(1, 4, 1, 1, 1)
-    value, shapes, starts = torch.ones(1, 6, 1, channels, dtype=dtype), torch.tensor([[2, 3]]), torch.tensor([0])
-    op = cases.forward_of(implementation, MULTI_SCALE)
-    assert op(value, shapes, starts, torch.full((1, 4, 1, 1, 1, 2), 0.5), weights).isnan().all()

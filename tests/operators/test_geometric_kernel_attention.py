@@ -1,14 +1,19 @@
-"""Maps of more pixels than float32 counts: the pixel is clamp(trunc(location), 0, size - 1) all the same, and nothing lies
-outside the map."""
+"""geometric_kernel_attention alone: the pixel is clamp(trunc(location), 0, size - 1) for locations of any dtype, also on maps of
+more pixels than float32 counts. Locations have no gradient."""
 
 from __future__ import annotations
 
 import cases
 import pytest
 import torch
-from values import covering, everywhere, last_pixels
+from cases import GEOMETRIC
+from small_cases import inputs_of
+from values import covering, everywhere, last_pixels, run, skip_unless_every_kernel
 
+import mx_driving
 from mx_driving import _backends
+
+NAN, INF = float("nan"), float("inf")
 
 SIZE = (1 << 24) + 8  # size - 1 rounds up to size in float32
 GUARD = 7777.0
@@ -48,7 +53,7 @@ def tables_of(axis):
 @covering("axis", [0, 1], DTYPES)
 def test_every_pixel_is_found(implementation, value, dtype, axis):
     """Numbers of points fill vectors or not; value is packed or not."""
-    forward = cases.forward_of(implementation, cases.GEOMETRIC)
+    forward = cases.forward_of(implementation, GEOMETRIC)
     for points, apart in [(1, False), (3, False), (3, True), (4, False), (5, False), (8, False), (8, True), (9, False)]:
         locations = locations_of(dtype, axis, points)
         expected = points * value[0, pixels_of(locations, axis), 0, 0]
@@ -62,7 +67,7 @@ def test_every_pixel_is_found(implementation, value, dtype, axis):
 def test_what_lies_beyond_the_map_goes_to_its_last_pixel(implementation, size):
     args = last_pixels(size)
     expected = torch.tensor([4, 4, 4, 4 if size % 8 == 5 else 2]).half()  # size is 2^26 in float32, or 2^26 + 8
-    assert torch.equal(cases.forward_of(implementation, cases.GEOMETRIC)(*args).flatten(), expected)
+    assert torch.equal(cases.forward_of(implementation, GEOMETRIC)(*args).flatten(), expected)
 
 
 @covering("axis", [0, 1], DTYPES)
@@ -72,7 +77,7 @@ def test_gradients_reach_the_same_pixels(implementation, value, dtype, axis):
     expected.index_add_(0, torch.tensor(pixels_of(locations, axis)), torch.full((locations.shape[1],), 3.0))
     grad, weights = torch.ones(1, locations.shape[1], 1), torch.ones(locations.shape[:-1])
     args = (value, *tables_of(axis), locations, weights)
-    of_value, of_weights = cases.gradients_of(implementation, cases.GEOMETRIC, grad, args)
+    of_value, of_weights = cases.gradients_of(implementation, GEOMETRIC, grad, args)
     assert torch.equal(of_value.flatten(), expected)
     assert torch.equal(of_weights[0, :, 0, 0, 0], value[0, pixels_of(locations, axis), 0, 0])
 
@@ -92,26 +97,6 @@ def test_the_c_interface_writes_no_row_behind_the_gradient(value, axis, threads)
     assert room[0, 1:-1].sum() == 3 * locations.shape[1]
 
 
-@pytest.mark.parametrize("axis", [0, 1], ids=["W", "H"])
-def test_bilinear_corners_stay_on_the_map(implementation, axis):
-    """No location brings in the NaN that lies behind a map of ones."""
-    size = (1 << 24) + 3  # rounds up in float32
-    padded = torch.full((1, size + 1, 1, 1), float("nan"))
-    padded[:, :-1] = 1
-    shapes = torch.tensor([[1, size] if axis == 0 else [size, 1]])
-    locations = torch.full((1, 9, 1, 1, 3, 2), 0.5)
-    edges = [1.0, 1 - 2**-24, 1 - 2**-23, 1 + 2**-23, 0.0, 2**-25, -(2**-25), 0.5, float("inf")]
-    locations[..., axis] = torch.tensor(edges).view(1, -1, 1, 1, 1)
-    weights = torch.ones(locations.shape[:-1])
-    args = (padded[:, :-1], shapes, torch.tensor([0]), locations, weights)
-    out = cases.forward_of(implementation, cases.MULTI_SCALE)(*args)
-    assert (out >= 0).all()
-    assert (out <= 3).all()
-    gradients = cases.gradients_of(implementation, cases.MULTI_SCALE, torch.ones_like(out), args)
-    assert all(g.isfinite().all() for g in gradients)
-    assert gradients[0].sum() == out.sum()
-
-
 @pytest.mark.skipif(_backends.native.why_not() is not None, reason=str(_backends.native.why_not()))
 @pytest.mark.parametrize(("dtype", "sum_of_ones"), [(torch.float32, 2**24), (torch.float64, 2**24 + 100)], ids=str)
 def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
@@ -122,3 +107,50 @@ def test_sums_of_more_than_2_to_the_24_ones(dtype, sum_of_ones):
     backward = torch.ops.mx_driving.geometric_kernel_attention_backward
     found = backward(one.expand(1, count, 1), *args, one.expand(1, count, 1, 1, 1), [True, False])
     assert found[0].item() == sum_of_ones
+
+
+# x on a map of four columns, and the column that it reads
+FAR = [(NAN, 0), (-INF, 0), (INF, 3), (1e30, 3), (-1e30, 0), (2.9, 2), (-0.9, 0)]
+COLUMNS = {
+    torch.int64: [(2**62, 3), (-(2**62), 0), (2**31, 3), (-(2**31), 0), (3, 3), (-5, 0)],
+    torch.uint8: [(0, 0), (1, 1), (3, 3), (200, 3), (255, 3)],
+    torch.float16: [(NAN, 0), (-INF, 0), (INF, 3), (6e4, 3), (-6e4, 0), (2.9, 2), (-0.9, 0)],
+    torch.float32: FAR,
+    torch.float64: FAR,
+    torch.bfloat16: FAR,
+}
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", COLUMNS, ids=str)
+def test_geometric_clamps_before_it_converts(implementation, dtype):
+    if dtype in (torch.uint8, torch.float16):
+        skip_unless_every_kernel(implementation)
+    xs, columns = zip(*COLUMNS[dtype], strict=True)
+    x = torch.tensor(xs, dtype=dtype)
+    locations = torch.stack([x, torch.zeros_like(x)], -1).view(1, -1, 1, 1, 1, 2)
+    weights, grad = torch.ones(1, len(xs), 1, 1, 1), torch.ones(1, len(xs), 1)
+    args = (torch.arange(4.0).view(1, 4, 1, 1), torch.tensor([[1, 4]]), torch.tensor([0]), locations, weights)
+    output, grad_value, grad_weight = run(implementation, GEOMETRIC, args, grad)
+    assert output.flatten().tolist() == grad_weight.flatten().tolist() == [*columns]
+    assert grad_value.flatten().tolist() == [columns.count(i) for i in range(4)]
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_whole_pixels_of_any_integer_dtype(implementation, dtype):
+    if dtype in (torch.int16, torch.int8):
+        skip_unless_every_kernel(implementation)
+    args = list(cases.cast(cases.geometric(2, 5, 8, 2, [(9, 11), (5, 7)], 4), torch.float32))
+    args[3] = torch.randint(0, 12, args[3].shape, generator=torch.Generator().manual_seed(0))
+    forward = cases.forward_of(implementation, GEOMETRIC)
+    expected = forward(*args)
+    args[3] = args[3].to(dtype)
+    assert torch.equal(forward(*args), expected)
+
+
+def test_geometric_locations_have_no_gradient():
+    args = list(inputs_of(GEOMETRIC))
+    args[3] = args[3].double().requires_grad_()
+    mx_driving.geometric_kernel_attention(*args).sum().backward()
+    assert args[3].grad is None
