@@ -73,12 +73,14 @@ class Parameters:
     def binder(self, returned: tuple[str, ...]) -> Binder:
         """Return a function from a call's arguments to the `returned` arguments by name. It returns None for a call that only
         the code itself can answer, because the code refuses the call or reads more than its parameters."""
-        everything, by_place, defaults = frozenset(self.all), self.names, self.defaults
+        everything, by_place, defaults = self.all, self.names, self.defaults  # torch 2.6 compiles no loop over a set
         ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)
 
         def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-            named = {**dict(zip(by_place, args, strict=False)), **kwargs}
-            if len(named) < len(args) + len(kwargs):  # too many arguments, or one of them twice
+            if len(args) > len(by_place):
+                return None
+            named = {**dict(zip(by_place[: len(args)], args, strict=True)), **kwargs}
+            if len(named) < len(args) + len(kwargs):  # one of them twice
                 return None
             if not ignores_more and any(name not in everything for name in kwargs):
                 return None
