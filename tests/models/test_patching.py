@@ -53,15 +53,6 @@ def test_a_function_changes_in_place_and_back():
     assert calls(imported) == 0
 
 
-def test_patches_may_overlap_and_end_in_any_order():
-    module = module_of(GOOD)
-    first, second = mx_driving.patch(module), mx_driving.patch(module)
-    first.restore()
-    assert calls(module.deformable) == 1
-    second.restore()
-    assert calls(module.deformable) == 0
-
-
 def test_an_exception_gives_the_original_back():
     module = module_of(GOOD)
     with pytest.raises(KeyError), mx_driving.patched(module):

@@ -310,12 +310,3 @@ def test_axes_that_the_core_cannot_take_are_its_own_matter():
     """What was not tried runs the core's own code, and fails as it does."""
     with mx_driving.patched(library(libraries.merged_core)), pytest.raises(RuntimeError, match="sizes"):
         libraries.merged_core(*given_to_a_core((2, 4), torch.clone, SIZES))
-
-
-def twice(value, value_spatial_shapes, sampling_locations, attention_weights):
-    return 2 * plain_core(value, value_spatial_shapes, sampling_locations, attention_weights)
-
-
-def test_the_reason_is_the_numbers_where_some_form_runs():
-    with pytest.warns(UserWarning, match="twice alone: its result on a small example differs"):
-        mx_driving.patch(library(twice, plain_core)).restore()

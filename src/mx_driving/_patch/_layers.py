@@ -35,13 +35,14 @@ def find_layers(model: torch.nn.Module, replaced: list[Any]) -> tuple[list[str],
 def _reaches(module: torch.nn.Module, ids: set[int]) -> bool:
     """Return whether the code of a module, without that of the modules in it, names one of these things."""
     seen: set[int] = set()
-    waiting = [unwrap(inspect.getattr_static(type(module), "forward"))]
+    things = [inspect.getattr_static(type(module), "forward")]
     for _ in range(_DEPTH):
-        things = [thing for function in waiting for thing in _list_named(function, module)]
+        functions = [t for t in map(unwrap, things) if isinstance(t, types.FunctionType) and id(t) not in seen]
+        seen |= set(map(id, functions))
+        own = [function for function in functions if function.__module__.partition(".")[0] != "torch"]
+        things = [thing for function in own for thing in _list_named(function, module)]
         if any(id(thing) in ids for thing in things):
             return True
-        waiting = [thing for thing in things if isinstance(thing, types.FunctionType) and id(thing) not in seen]
-        seen |= {id(thing) for thing in waiting}
     return False
 
 
