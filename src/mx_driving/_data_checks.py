@@ -1,7 +1,7 @@
 """Warnings about inputs that are legal but look like a mistake. They are off by default.
 
-Legal inputs cannot be refused, so a finding is a warning, and states the fact behind it. The checks run below the
-dispatcher, where tensors hold data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
+Legal inputs cannot be refused, so a finding is a warning with a fact. The checks run below the dispatcher, where tensors hold
+data: after torch.compile, vmap, autocast and DTensor, and never during tracing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ._operator.rules import flag
 
 # The number of open data_checks(), plus one if the environment turns them on. Process-wide, as in limits.py.
 _open = int(flag("MX_DRIVING_CHECK"))
-_when_enabled: list[Callable[[], None]] = []  # what is done once, when the checks are enabled first
-_given: set[tuple[str, str]] = set()  # (operator, kind) of the warnings given: each is given once
+_when_enabled: list[Callable[[], None]] = []  # actions at the first time that the checks are enabled
+_warned: set[tuple[str, str]] = set()  # (operator, kind) of warnings: each is given once
 
 _SOME = 0.1  # "some"
 _MOST = 0.5  # "most" of something is more than this fraction of it
@@ -66,14 +66,14 @@ def data_checks() -> Iterator[None]:
     >>> import torch, mx_driving
     >>> value, shapes, start = torch.ones(1, 16, 1, 1), torch.tensor([[4, 4]]), torch.tensor([0])
     >>> pixel = torch.tensor([3, 2.0]).view(1, 1, 1, 1, 1, 2)
-    >>> with warnings.catch_warnings(record=True) as found, data_checks():
+    >>> with warnings.catch_warnings(record=True) as caught, data_checks():
     ...     out = mx_driving.multi_scale_deformable_attn(value, shapes, start, pixel, torch.ones(1, 1, 1, 1, 1))
-    >>> print(str(found[0].message).partition(": ")[2])
+    >>> print(str(caught[0].message).partition(": ")[2])
     sampling_locations should be fractions of the map, 0..1; got 100 % that look like pixels, up to 3
     """
     global _open
     if not _open:
-        _given.clear()
+        _warned.clear()
     _open += 1
     while _when_enabled:
         _when_enabled.pop()()
@@ -88,7 +88,7 @@ def enabled() -> bool:
 
 
 def when_enabled(action: Callable[[], None]) -> None:
-    """Calls `action` once, as soon as the checks are enabled."""
+    """Call `action` once, as soon as the checks are enabled."""
     if _open:
         action()
     else:
@@ -96,7 +96,7 @@ def when_enabled(action: Callable[[], None]) -> None:
 
 
 def followed(operator: Operator, kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The kernel, which refuses illegal inputs, and then a look at the legal ones: at what the bare operator is given."""
+    """Return a kernel that also looks at its legal inputs; with logits, at those of the bare operator."""
 
     def run(*args: Any) -> Tensor:
         output = kernel(*args)
@@ -153,8 +153,8 @@ def _look(call: _Call | _Points) -> None:
 def _warn(call: _Call | _Points, kind: str, name: str, rule: str, fact: str) -> None:
     """Warn once, at the caller's line: the nearest that is neither ours nor torch's."""
     operator = call.operator.name
-    if (operator, kind) not in _given:
-        _given.add((operator, kind))
+    if (operator, kind) not in _warned:
+        _warned.add((operator, kind))
         warnings.warn(f"{operator}: {name} should {rule}; got {fact}", DataWarning, stacklevel=_caller())
 
 

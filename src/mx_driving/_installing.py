@@ -1,4 +1,4 @@
-"""How to install what is missing. No registry has the package's source; a clone installs its own extras."""
+"""Commands that install missing packages. No registry has the package's source; a clone installs its own extras."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _OURS = "mx-driving-portable"
 
 @functools.cache
 def _is_clone() -> bool:
-    """Whether the package runs from a source tree, or was installed from a folder, editable or not."""
+    """Return whether the package runs from a source tree, or was installed from a folder, editable or not."""
     try:
-        found = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
+        direct_url = importlib.metadata.distribution(_OURS).read_text("direct_url.json")
     except importlib.metadata.PackageNotFoundError:
         return True
-    return "dir_info" in json.loads(found or "{}")
+    return "dir_info" in json.loads(direct_url or "{}")
 
 
 def pip_install(*packages: str) -> str:
-    """The command that installs packages. One such as "[demo]" is an extra of ours."""
+    """Return the command that installs packages. A name such as "[demo]" is an extra of ours."""
     ours = "." if _is_clone() else _OURS
     return "pip install " + " ".join(shlex.quote(ours + name if name.startswith("[") else name) for name in packages)

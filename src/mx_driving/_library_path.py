@@ -7,8 +7,8 @@ import sys
 
 
 def library_path() -> pathlib.Path:
-    """The shared library: beside this file, or, in an editable installation, in the package's other folder."""
+    """Return the path of the shared library: beside this file, or in the other folder of an editable installation."""
     suffix = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
     name = ("" if sys.platform == "win32" else "lib") + "mx_driving" + suffix
-    places = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
-    return next((place for place in places if place.exists()), places[0])
+    paths = [pathlib.Path(folder, name) for folder in sys.modules["mx_driving"].__path__]
+    return next((path for path in paths if path.exists()), paths[0])

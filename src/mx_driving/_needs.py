@@ -1,4 +1,4 @@
-"""Which torch a feature needs, beyond what the whole package needs. Tests skip by this table; the support page shows it."""
+"""Features that need a newer torch than the package. Tests skip by this table; the support page shows it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _number(version: str) -> tuple[int, ...]:
 
 
 def lacks(feature: str) -> str | None:
-    """Why this torch does not have a feature, in a sentence; None if it has it."""
+    """Return why this torch does not have a feature, as a sentence; None if it has it."""
     need = NEEDS[feature]
     if _number(torch.__version__) >= _number(need.torch):
         return None
@@ -35,7 +35,7 @@ def lacks(feature: str) -> str | None:
 
 
 def check(feature: str) -> None:
-    """Refuse what this torch cannot do."""
+    """Raise NotImplementedError if this torch lacks a feature."""
     sentence = lacks(feature)
     if sentence is not None:
         raise NotImplementedError(sentence)

@@ -1,4 +1,4 @@
-"""Things of others that are replaced and given back: attributes, modules, and what follows the import of a module."""
+"""Reversible monkey-patching: attributes, modules without files, and actions after an import."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ABSENT = object()
 
 
 class Changes:
-    """Sets attributes and remembers what was there."""
+    """Attributes that are set, and their former values."""
 
     def __init__(self) -> None:
         self._before: list[tuple[Any, str, Any]] = []
@@ -24,7 +24,7 @@ class Changes:
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Give all of them back, the last one first. What a class inherited is inherited again."""
+        """Restore all attributes, the last one first. A class inherits again what it had inherited."""
         while self._before:
             owner, name, value = self._before.pop()
             if value is _ABSENT:
@@ -34,7 +34,7 @@ class Changes:
 
 
 class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import finder of modules without a file. `contents(name)` is what a module has; None where it is not one of them."""
+    """An import finder of modules without a file. `contents(name)` returns a module's attributes, or None for other names."""
 
     def __init__(self, contents: Callable[[str], dict[str, Any] | None], *, packages: bool = False) -> None:
         self._contents, self._packages = contents, packages
@@ -52,11 +52,11 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return self in sys.meta_path
 
     def install(self, *, first: bool) -> None:
-        """Before all other finders, or after them."""
+        """Put the finder before all other finders, or after them."""
         sys.meta_path.insert(0 if first else len(sys.meta_path), self)
 
     def uninstall(self) -> None:
-        """Code that has imported one of the modules keeps it."""
+        """Remove our finder, and its modules from sys.modules. References that callers hold stay."""
         if self.installed:
             sys.meta_path.remove(self)
         for name, module in list(sys.modules.items()):
@@ -65,8 +65,8 @@ class MadeModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Calls `action` now if the module is imported already, and right after its import otherwise: a slow module of torch need
-    not be imported for a registration."""
+    """Call `action` now if the module is imported already, else right after its import: a registration need not import a slow
+    module of torch."""
     if name in sys.modules:
         action()
     else:

@@ -66,11 +66,11 @@ def main(arguments: list[str] | None = None) -> None:
         option = "--" + answer.__name__.replace("_", "-")
         parser.add_argument(option, action="store_true", help=(answer.__doc__ or "").rstrip("."))
     options = parser.parse_args(arguments)
-    wanted = [answer for answer in answers if getattr(options, answer.__name__)]
-    if not wanted:
+    chosen = [answer for answer in answers if getattr(options, answer.__name__)]
+    if not chosen:
         parser.error("one of --cflags, --libs, --cmakedir, --torch-library is required")
     try:
-        print(*(answer() for answer in wanted))
+        print(*(answer() for answer in chosen))
     except RuntimeError as error:
         raise SystemExit(f"mx_driving.config: {error}") from None
 

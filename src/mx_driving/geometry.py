@@ -152,9 +152,9 @@ def bev_ranks(
     """
     _check(("points", points, ("B", "cam", "D", "H", "W", 3)))
     batch, _, depths, height, width, _ = points.shape
-    place = ((points - points.new_tensor(lower)) / points.new_tensor(cell)).floor()
-    x, y, z = place.unbind(-1)
-    inside = ((place >= 0) & (place < points.new_tensor(cells))).all(-1)
+    voxel = ((points - points.new_tensor(lower)) / points.new_tensor(cell)).floor()
+    x, y, z = voxel.unbind(-1)
+    inside = ((voxel >= 0) & (voxel < points.new_tensor(cells))).all(-1)
     b = torch.arange(batch, device=points.device).view(-1, 1, 1, 1, 1)
     nx, ny, nz = cells
     ranks_depth = inside.flatten().nonzero()[:, 0]
@@ -167,7 +167,7 @@ def bev_ranks(
 
 
 def _shift(like: Tensor, by: float) -> Tensor:
-    """The matrix that adds `by` to u and v."""
+    """Return the matrix that adds `by` to u and v."""
     matrix = torch.eye(3, dtype=like.dtype, device=like.device)
     matrix[:2, 2] = by
     return matrix
@@ -179,6 +179,6 @@ def _check(*rows: tuple[str, Tensor, tuple[int | str, ...]]) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(tensor).__name__}")
         last = tuple(tensor.shape[-len(sizes) :])
-        if len(last) < len(sizes) or any(isinstance(n, int) and n != found for n, found in zip(sizes, last, strict=True)):
+        if len(last) < len(sizes) or any(isinstance(n, int) and n != size for n, size in zip(sizes, last, strict=True)):
             shape = ", ".join(map(str, sizes))
             raise ValueError(f"{name} must have the last axes [{shape}]; got {tuple(tensor.shape)}")

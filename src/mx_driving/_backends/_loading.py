@@ -22,7 +22,7 @@ _KERNELS, _NOTHING = 1, 2  # enum mxd_torch: what is registered in C++
 
 @functools.cache
 def _load() -> ctypes.CDLL | str:
-    """The library, or why there is none."""
+    """Return the library, or why there is none."""
     path = library_path()
     if not path.exists():
         return f"{path.name} is not in the package: it was not built or not installed"
@@ -47,8 +47,8 @@ _ELF_LOADED = 1
 
 
 def _is_cut_off(path: pathlib.Path) -> bool:
-    """Whether a Linux library is shorter than what is mapped of it, which kills the process that touches the rest. The loaders
-    of other systems look themselves, and so does this one for everything else.
+    """Return whether a Linux library is shorter than its mapped segments: a process that touches the rest is killed. Loaders of
+    other systems check this themselves.
 
     Neither size nor hash would do: strip, patchelf and signatures change them after the build.
     """
@@ -65,7 +65,7 @@ def _is_cut_off(path: pathlib.Path) -> bool:
             return True
         file.seek(first)
         segments = struct.iter_unpack(order + _ELF_SEGMENT, file.read(length * count))
-    return any(kind == _ELF_LOADED and offset + held > size for kind, offset, held in segments)
+    return any(kind == _ELF_LOADED and offset + length > size for kind, offset, length in segments)
 
 
 _FUNCTIONS = (
@@ -77,7 +77,7 @@ _FUNCTIONS = (
 
 
 def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
-    """Why a library that could be loaded is not that of this package, or None when it is."""
+    """Return why a loaded library is not that of this package, or None when it is."""
     missing = next((function for function in _FUNCTIONS if not hasattr(library, function)), None)
     if missing:
         return f"{name} is not this package's, or older: it has no function {missing}"
@@ -89,14 +89,14 @@ def _not_ours(name: str, library: ctypes.CDLL) -> str | None:
 
 
 def why_not() -> str | None:
-    """Why the native kernels cannot be used, or None when they can."""
+    """Return why the native kernels cannot be used, or None when they can."""
     library = _load()
     return library if isinstance(library, str) else None
 
 
 @functools.cache
 def why_by_ctypes() -> str | None:
-    """Why torch calls the kernels through Python, or None when they are registered with it in C++, which this does."""
+    """Register the kernels with torch in C++. Return why torch calls them through Python instead, or None."""
     if _BY_CTYPES:
         return "MX_DRIVING_CTYPES is on"
     if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST_STABLE:

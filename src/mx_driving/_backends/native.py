@@ -45,16 +45,16 @@ def serves(value: Tensor) -> bool:
 
 
 def isa() -> str:
-    """The instruction set in use: "baseline", "avx2" or "avx512"."""
+    """Return the instruction set in use: "baseline", "avx2" or "avx512"."""
     return loaded().mxd_isa().decode()
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that this build and this machine both have, best last."""
+    """Return the instruction sets that this build and this machine both have, best last."""
     before = isa()
-    found = tuple(name for name in _ISAS if loaded().mxd_use_isa(name.encode()) == 0)
+    names = tuple(name for name in _ISAS if loaded().mxd_use_isa(name.encode()) == 0)
     loaded().mxd_use_isa(before.encode())
-    return found
+    return names
 
 
 @contextlib.contextmanager
@@ -70,9 +70,7 @@ def use_isa(name: str) -> Iterator[None]:
 
 
 def threads() -> str:
-    """Whose threads a call with several runs on: "threads of libgomp.so.1", torch's OpenMP runtime, or "threads of its own".
-    Starts no thread.
-    """
+    """Return whose threads calls run on: "threads of libgomp.so.1", torch's OpenMP runtime, or "threads of its own"."""
     return loaded().mxd_threads().decode()
 
 
@@ -84,13 +82,13 @@ def _pack(t: Tensor | None) -> bytes:
 
 
 def _pack_apart(t: Tensor, sizes: tuple[int, ...]) -> bytes:
-    """A tensor whose last axis is the product of two, with an axis for each; no view of the tensor is made."""
+    """Pack a tensor whose last axis is the product of two as if it had both. A view would cost more."""
     *shape, _ = t.shape
     *strides, last = t.stride()
     return _PACK[len(shape) + 2](t.data_ptr(), _DTYPE[t.dtype], *shape, *sizes, *strides, sizes[1] * last, last)
 
 
-# Runs a C function: its name, its tensors, and its other numbers -> a status
+# Runs a C function: its name, tensors and other numbers -> a status
 Run = Callable[[bytes, list[bytes], Sequence[int]], int]
 
 
@@ -100,7 +98,7 @@ def _run(name: bytes, tensors: list[bytes], numbers: Sequence[int]) -> int:
 
 
 class _Function:
-    """A C function of an operator, of the tensors and options that the dispatcher has."""
+    """A C function of an operator, called with the tensors and options of the dispatcher."""
 
     def __init__(self, operator: Operator, backward: bool, run: Run):
         self.operator, self.run = operator, run
@@ -118,21 +116,21 @@ class _Function:
 
     def call(self, inputs: Sequence[Any], options: Sequence[str], tensors: list[Tensor | None]) -> None:
         apart = {}
-        for place, (axes, factors) in self.products.items():
-            t = tensors[place]
+        for i, (axes, factors) in self.products.items():
+            t = tensors[i]
             if t is not None and t.dim() == axes:
                 sizes = checks.sizes_of(self.operator, inputs)
-                apart[place], tensors[place] = _pack_apart(t, tuple(sizes[factor] for factor in factors)), None
+                apart[i], tensors[i] = _pack_apart(t, tuple(sizes[factor] for factor in factors)), None
         packed = [*map(_pack, tensors)]
-        for place, t in apart.items():
-            packed[place] = t
-        numbers = [known.index(o) for known, o in zip(self.choices, options, strict=True)] if options else ()
+        for i, t in apart.items():
+            packed[i] = t
+        numbers = [words.index(word) for words, word in zip(self.choices, options, strict=True)] if options else ()
         status = self.run(self.name, packed, numbers)
         if status:
             _refuse(status, self.operator, inputs)
 
     def split(self, args: tuple[Any, ...]) -> tuple[Sequence[Any], Sequence[str]]:
-        """The inputs, integer locations in a dtype that the C interface has, and the options."""
+        """Return the inputs, integer locations in a dtype of the C interface, and the options."""
         inputs = args[: self.count]
         for i in self.numbers:
             if inputs[i].dtype not in _DTYPE:
@@ -159,10 +157,10 @@ class _Autocast(_Forward):
 class _Backward(_Function):
     def __call__(self, grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         (inputs, options), mask = self.split(rest[:-1]), rest[-1]
-        found = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
-        wanted = [g if needed else None for g, needed in zip(found, mask, strict=True)]
-        self.call(inputs, options, [grad, *inputs, *wanted])
-        return tuple(found)
+        gradients = empty_gradients([inputs[i] for i in self.operator.differentiable], mask)
+        outputs = [g if needed else None for g, needed in zip(gradients, mask, strict=True)]
+        self.call(inputs, options, [grad, *inputs, *outputs])
+        return tuple(gradients)
 
 
 def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
@@ -175,7 +173,7 @@ def _refuse(status: int, operator: Operator, inputs: Sequence[Any]) -> NoReturn:
 
 
 def kernel(operator: str, backward: bool, run: Run = _run) -> Callable[..., Any]:
-    """The kernel of an operator: of its inputs; or of a gradient, the inputs, and which gradients are wanted."""
+    """Return the kernel of an operator, of its inputs; or its backward, of grad_output, the inputs and output_mask."""
     return (_Backward if backward else _Forward)(OPERATORS[operator], backward, run)
 
 
@@ -185,11 +183,11 @@ def autocast_kernel(operator: str) -> Callable[..., Tensor]:
 
 
 def describe_plan(operator: str, inputs: Sequence[Any], mask: list[bool] | None = None) -> dict[str, str]:
-    """How a call would be done: each decision by its name, as mxd_describe_plan writes it.
+    """Return the plan of a call: each decision by its name, as mxd_describe_plan writes it.
 
     Args:
         inputs: the operator's inputs, and its options.
-        mask: which gradients are wanted; None for the forward direction.
+        mask: the gradients that are needed; None for the forward direction.
     """
     text = ctypes.create_string_buffer(1024)
 

@@ -1,4 +1,4 @@
-"""DTensor: how an operator's inputs may be sharded so that every process works with what it has.
+"""DTensor: shardings of an operator's inputs with which every process computes from its own shards.
 
 The rules are registered at the first call with a DTensor, because importing torch.distributed.tensor takes many times
 longer than importing this package.
@@ -63,63 +63,62 @@ def _register() -> None:
         autocast = getattr(torch.ops.mx_driving, name + "_autocast").default
         register_sharding(autocast)(functools.partial(_forward_rules, name))
         register_sharding(backward)(functools.partial(_backward_rules, name))
-        # cached for each mask, since a gradient that is not wanted has another shape
+        # cached for each mask: a gradient that is not needed is empty
         propagator.op_to_schema_info[backward] = RuntimeSchemaInfo(1 + len(operator.inputs), needs_pytree=True)
 
 
 def _axes(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[int | None, ...]]:
-    """The axes that can be sharded: `blocks` only with even shards, because only then the output's shards match value's."""
-    return [places for axis, places in operator.axes.items() if axis != operator.blocks or _even(operator, places, inputs)]
+    """Return the dimensions of each axis that can be sharded: `blocks` only evenly, else the output's shards differ."""
+    return [dims for axis, dims in operator.axes.items() if axis != operator.blocks or _even(operator, dims, inputs)]
 
 
-def _even(operator: Operator, places: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
-    """Whether some input is sharded along the block axis, with all shards of one size."""
+def _even(operator: Operator, dims: tuple[int | None, ...], inputs: tuple[Any, ...]) -> bool:
+    """Return whether an input is sharded along the block axis, with shards of one size."""
     from torch.distributed.tensor import Shard
 
     mesh = inputs[0].mesh
     cut = set()
-    for spec, at in zip(inputs, places, strict=False):
-        if spec is not None and at is not None:
-            cut |= {i for i, placement in enumerate(spec.placements) if placement == Shard(at)}
-    size = inputs[operator.weights].shape[places[operator.weights]]
+    for spec, dim in zip(inputs, dims, strict=False):
+        if spec is not None and dim is not None:
+            cut |= {i for i, placement in enumerate(spec.placements) if placement == Shard(dim)}
+    size = inputs[operator.weights].shape[dims[operator.weights]]
     return bool(cut) and size % math.prod(mesh.size(i) for i in cut) == 0
 
 
-def _placement(at: int | None) -> Any:
+def _placement(dim: int | None) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
-    return Replicate() if at is None else Shard(at)
+    return Replicate() if dim is None else Shard(dim)
 
 
-def _sum(at: int | None) -> Any:
+def _sum(dim: int | None) -> Any:
     from torch.distributed.tensor import Partial
 
-    return Partial() if at is None else _placement(at)
+    return Partial() if dim is None else _placement(dim)
 
 
 def _rules(operator: Operator, inputs: tuple[Any, ...]) -> list[tuple[tuple[int | None, ...], list[Any]]]:
-    """Each axis that can be sharded, and where that puts the inputs; one that is None has no place."""
-    found = []
-    for places in ((None,) * (len(inputs) + 1), *_axes(operator, inputs)):
-        given = [_placement(at) for at, spec in zip(places, inputs, strict=False) if spec is not None]
-        found.append((places, given))
-    return found
+    """Return the dimensions of each axis that can be sharded, and the placements of the inputs that are not None."""
+    return [
+        (dims, [_placement(dim) for dim, spec in zip(dims, inputs, strict=False) if spec is not None])
+        for dims in ((None,) * (len(inputs) + 1), *_axes(operator, inputs))
+    ]
 
 
 def _forward_rules(name: str, *args: Any) -> list[tuple[list[Any], list[Any]]]:
     operator = OPERATORS[name]
     (_, whole), *rest = _rules(operator, args[: len(operator.inputs)])
-    return [([_placement(None)], whole), *(([_sum(at[-1])], given) for at, given in rest)]
+    return [([_placement(None)], whole), *(([_sum(dims[-1])], placements) for dims, placements in rest)]
 
 
 def _backward_rules(name: str, grad: Any, *rest: Any) -> list[tuple[list[Any], list[Any]]]:
-    """If every process has an input whole, its gradient is a partial sum. A gradient that is not wanted is empty everywhere."""
+    """Return the rules of a backward. The gradient of an input that every process has whole is a partial sum."""
     operator = OPERATORS[name]
     inputs, mask = rest[: len(operator.inputs)], rest[-1]
     everywhere = _placement(None)
     (_, whole), *shards = _rules(operator, inputs)
     rules = [([everywhere] * len(mask), [everywhere, *whole])]
-    for at, given in shards:
-        gradients = [_sum(at[i]) if wanted else everywhere for i, wanted in zip(operator.differentiable, mask, strict=True)]
-        rules.append((gradients, [_placement(at[-1]), *given]))
+    for dims, placements in shards:
+        gradients = [_sum(dims[i]) if needed else everywhere for i, needed in zip(operator.differentiable, mask, strict=True)]
+        rules.append((gradients, [_placement(dims[-1]), *placements]))
     return rules

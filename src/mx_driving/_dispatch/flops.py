@@ -3,8 +3,8 @@
 Every sample counts, on the map or not. Work once per sample (coordinates, coefficients) does not count: it does not grow with
 channels.
 
-The formulas are registered when the counter is imported. It imports Triton if that is installed, which takes ten times as
-long as importing this package.
+The formulas are registered when the counter is imported: it imports Triton if installed, which takes ten times as long as
+importing this package.
 """
 
 from __future__ import annotations

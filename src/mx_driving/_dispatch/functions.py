@@ -24,7 +24,7 @@ class OperatorFunction(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """The operator: arguments by position or by name, with everything that the public function can do."""
+        """Call the operator, with arguments by position or by name, and everything that the public function can do."""
         base = next(c for c in cls.__mro__ if "public" in vars(c))
         if cls.forward is base.forward and cls.backward is base.backward:
             return cls.public(*args, **kwargs)
@@ -32,20 +32,20 @@ class OperatorFunction(torch.autograd.Function):
 
 
 def without_graph() -> contextlib.AbstractContextManager[Any]:
-    """Around a forward that may be called outside of `apply`, by a caller that calls backward itself. torch.export keeps
-    no_grad in its program, which would have no gradient then."""
+    """Return a context without gradients, for a forward outside of `apply` whose caller calls backward itself. torch.export
+    keeps no_grad in its program, which would then have no gradient."""
     return contextlib.nullcontext() if torch.compiler.is_compiling() else torch.no_grad()
 
 
 def forward(ctx: Any, public: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """The output; the inputs are saved in ctx."""
+    """Save the inputs in ctx, and return the output."""
     ctx.save_for_backward(*inputs)
     with without_graph():
         return public(*inputs)
 
 
 def backward(ctx: Any, operator: str, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-    """A gradient or None for each input of forward. `ctx` is torch's, or anything that has saved_tensors."""
+    """Return a gradient or None for each input of forward. `ctx` is torch's, or any object with saved_tensors."""
     registered = REGISTERED[operator]
     needs = getattr(ctx, "needs_input_grad", None)
     if isinstance(needs, tuple):
@@ -62,7 +62,7 @@ def autocasts(device: str) -> bool:
 
 
 def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operator as an extension has it: autocast does not reach a compiled function, so the output has value's dtype."""
+    """Return the operator of an extension: autocast does not reach compiled functions, so the output has value's dtype."""
 
     def function(*inputs: Any) -> Tensor:
         # Torch 2.6 cannot compile next with a default.
@@ -76,9 +76,9 @@ def as_compiled(public: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def backward_as_compiled(operator: str, gather: type[list[Tensor]] | type[tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """The backward as an extension has it: the five inputs and grad_output -> a list or tuple of all gradients.
+    """Return the backward of an extension: the five inputs and grad_output -> a list or tuple of all gradients.
 
-    Callers pass more, mmcv's im2col_step or the vendor's zeros for an aggregation; that is not used.
+    Further arguments are not used: mmcv's im2col_step, the vendor's zeros for an aggregation.
     """
     backward_op = getattr(torch.ops.mx_driving, operator + "_backward").default
     mask = [True] * len(OPERATORS[operator].differentiable)

@@ -1,9 +1,8 @@
-"""The operators with logits, as compositions: samples from what linear layers give, then a bare operator.
+"""The operators with logits, as compositions: locations and weights from the outputs of linear layers, then a bare operator.
 
-One program serves the references, the kernels and the exporters, which differ in the bare operator alone. It is in the
-dtype of the arithmetic: float64 as soon as one floating input is, else float32. In the other direction the gradients of
-locations and weights go back to the inputs. A sample that is not valid has gradients of exactly 0, and what is multiplied
-with them is made finite first, or 0 x infinity would be NaN.
+References, kernels and exporters share this program and differ in the bare operator. It computes in float64 as soon as one
+floating input is float64, else in float32. The backward carries the gradients of locations and weights back to the inputs. A
+sample that is not valid has gradients of exactly 0; their factors are made finite first, because 0 x infinity is NaN.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ def _finite(t: Tensor) -> Tensor:
     return torch.where(t.isfinite(), t, 0)
 
 
-def _softmax_gradient(weights: Tensor, of_weights: Tensor, axis: int) -> Tensor:
-    return weights * (of_weights - (weights * of_weights).sum(axis, keepdim=True))
+def _softmax_gradient(weights: Tensor, grad_weights: Tensor, axis: int) -> Tensor:
+    return weights * (grad_weights - (weights * grad_weights).sum(axis, keepdim=True))
 
 
 def _sum_to(t: Tensor, shape: torch.Size) -> Tensor:
-    """The gradient of a tensor of `shape` that was broadcast to t's."""
+    """Return the gradient of a tensor of `shape` that was broadcast to t's shape."""
     axes = [i for i, (size, whole) in enumerate(zip(shape, t.shape, strict=True)) if size == 1 and whole != 1]
     return t.sum(axes, keepdim=True) if axes else t
 
@@ -54,30 +53,25 @@ class MultiScale:
         self.locations = self.centre + step
         self.weights = logits.flatten(3).softmax(-1).unflatten(3, (self.levels, self.points))
 
-    @staticmethod
-    def wanted(mask: Sequence[bool]) -> list[bool]:
-        """Which of the bare operator's gradients are needed."""
-        return [mask[0], mask[1] or mask[2], mask[3]]
-
-    def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
+    def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> Gradients:
         return (
-            self._of_reference(of_locations) if mask[1] else None,
-            self._of_offsets(of_locations) if mask[2] else None,
-            _softmax_gradient(self.weights.flatten(3), of_weights.flatten(3), -1) if mask[3] else None,
+            self._grad_reference(grad_locations) if mask[1] else None,
+            self._grad_offsets(grad_locations) if mask[2] else None,
+            _softmax_gradient(self.weights.flatten(3), grad_weights.flatten(3), -1) if mask[3] else None,
         )
 
-    def _of_offsets(self, of_locations: Tensor) -> Tensor:
-        return of_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else of_locations / self.size
+    def _grad_offsets(self, grad_locations: Tensor) -> Tensor:
+        return grad_locations * _finite(self.box) / (2 * self.points) if self.box.shape[-1] else grad_locations / self.size
 
-    def _of_reference(self, of_locations: Tensor) -> Tensor:
-        parts = [_sum_to(of_locations, self.centre.shape)]
+    def _grad_reference(self, grad_locations: Tensor) -> Tensor:
+        parts = [_sum_to(grad_locations, self.centre.shape)]
         if self.box.shape[-1]:
-            parts.append(_sum_to(of_locations * _finite(self.offsets) / (2 * self.points), self.box.shape))
-        found = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
-        return found.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
+            parts.append(_sum_to(grad_locations * _finite(self.offsets) / (2 * self.points), self.box.shape))
+        gradient = torch.cat(parts, -1).flatten(2, -2)  # [bs, queries, levels or points, 2 or 4]
+        return gradient.unflatten(2, (self.repeats, self.reference.shape[2])).sum(2)
 
 
-_NEAREST = 1e-5  # what is nearer to a camera, or behind it, is taken to be this far away
+_NEAREST = 1e-5  # the least depth of a point; points behind a camera have it, too
 
 
 class Aggregation:
@@ -101,47 +95,43 @@ class Aggregation:
         self.depth = projected[..., 2:].clamp(min=_NEAREST)
         self.plane = projected[..., :2] / self.depth
         self.locations = self.plane if self.image_size is None else self.plane / self.image_size
-        self.softmax, self.weights = self.of_logits(logits, pair_scale)
+        self.softmax, self.weights = self.softmax_weights(logits, pair_scale)
 
     @staticmethod
-    def of_logits(logits: Tensor, pair_scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The softmax [bs, anchor, cam * scale * pts, group], and the weights [bs, anchor, pts, cam, scale, group]."""
+    def softmax_weights(logits: Tensor, pair_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the softmax [bs, anchor, cam * scale * pts, group], and the weights [bs, anchor, pts, cam, scale, group]."""
         softmax = logits.flatten(2, 4).softmax(2)
         weights = softmax.unflatten(2, logits.shape[2:5]).permute(0, 1, 4, 2, 3, 5)
         scale = _over_weights(pair_scale)
         return softmax, weights if scale is None else weights * scale
 
-    @staticmethod
-    def wanted(mask: Sequence[bool]) -> list[bool]:
-        return [mask[0], mask[1] or mask[2], mask[3]]
-
-    def gradients(self, mask: Sequence[bool], of_locations: Tensor, of_weights: Tensor) -> Gradients:
-        projected = self._of_projected(of_locations)[..., None] if mask[1] or mask[2] else of_locations
+    def gradients(self, mask: Sequence[bool], grad_locations: Tensor, grad_weights: Tensor) -> Gradients:
+        grad_projected = self._grad_projected(grad_locations)[..., None] if mask[1] or mask[2] else grad_locations
         return (
-            (projected * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
-            self._of_projection(projected) if mask[2] else None,
-            self._of_logits(of_weights) if mask[3] else None,
+            (grad_projected * _finite(self.matrix[..., :3])).sum((3, 4)) if mask[1] else None,
+            self._grad_projection(grad_projected) if mask[2] else None,
+            self._grad_logits(grad_weights) if mask[3] else None,
         )
 
-    def _of_projected(self, of_locations: Tensor) -> Tensor:
-        """The gradient of (u, v, d), 0 where the camera does not see the point."""
+    def _grad_projected(self, grad_locations: Tensor) -> Tensor:
+        """Return the gradient of (u, v, d), 0 where the camera does not see the point."""
         seen = geometry.inside(self.locations)[..., None]
-        of_plane = of_locations if self.image_size is None else of_locations / self.image_size
+        grad_plane = grad_locations if self.image_size is None else grad_locations / self.image_size
         depth, plane = torch.where(seen, self.depth, 1), torch.where(seen, self.plane, 0)
-        of_depth = torch.where(self.in_front, -(of_plane * plane).sum(-1, keepdim=True), 0)
-        return torch.where(seen, torch.cat([of_plane, of_depth], -1) / depth, 0)
+        grad_depth = torch.where(self.in_front, -(grad_plane * plane).sum(-1, keepdim=True), 0)
+        return torch.where(seen, torch.cat([grad_plane, grad_depth], -1) / depth, 0)
 
-    def _of_projection(self, of_projected: Tensor) -> Tensor:
+    def _grad_projection(self, grad_projected: Tensor) -> Tensor:
         points = torch.cat([self.points, torch.ones_like(self.points[..., :1])], -1)
-        return torch.nn.functional.pad((of_projected * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
+        return torch.nn.functional.pad((grad_projected * _finite(points)).sum((1, 2)), (0, 0, 0, 1))
 
-    def _of_logits(self, of_weights: Tensor) -> Tensor:
-        scaled = of_weights if self.pair_scale is None else of_weights * self.pair_scale
+    def _grad_logits(self, grad_weights: Tensor) -> Tensor:
+        scaled = grad_weights if self.pair_scale is None else grad_weights * self.pair_scale
         return _softmax_gradient(self.softmax, scaled.permute(0, 1, 3, 4, 2, 5).flatten(2, 4), 2)
 
 
 def _over_weights(pair_scale: Tensor | None) -> Tensor | None:
-    """pair_scale over [bs, anchor, pts, cam, scale, group]."""
+    """Return pair_scale over [bs, anchor, pts, cam, scale, group]."""
     return None if pair_scale is None else pair_scale.transpose(2, 3)[..., None, None]
 
 
@@ -154,16 +144,12 @@ class Geometric:
 
     @staticmethod
     def pixels(shapes: Tensor, reference: Tensor, window: Tensor) -> Tensor:
-        """[bs, queries, heads, levels, points, 2]"""
+        """Return [bs, queries, heads, levels, points, 2]."""
         centre = reference[:, :, :, None] * shapes.flip(-1).to(reference.dtype)
         return (centre[..., None, :] + window).round()
 
-    @staticmethod
-    def wanted(mask: Sequence[bool]) -> list[bool]:
-        return list(mask)
-
-    def gradients(self, mask: Sequence[bool], of_weights: Tensor) -> Gradients:
-        return (_softmax_gradient(self.weights.flatten(3), of_weights.flatten(3), -1) if mask[1] else None,)
+    def gradients(self, mask: Sequence[bool], grad_weights: Tensor) -> Gradients:
+        return (_softmax_gradient(self.weights.flatten(3), grad_weights.flatten(3), -1) if mask[1] else None,)
 
 
 _RULES: dict[str, Any] = {
@@ -174,7 +160,7 @@ _RULES: dict[str, Any] = {
 
 
 def _like(gradient: Tensor | None, t: Tensor) -> Tensor:
-    """A gradient as the dispatcher requires it: in its input's shape and dtype, or an empty tensor if it is not wanted."""
+    """Return a gradient in its input's shape and dtype, as the dispatcher requires it; an empty tensor instead of None."""
     return t.new_empty(0) if gradient is None else gradient.reshape(t.shape).to(t.dtype).contiguous()
 
 
@@ -183,32 +169,33 @@ def _samples(operator: str, shapes: Tensor, inputs: Sequence[Any], dtype: torch.
 
 
 def sampling(operator: str, shapes: Tensor, *inputs: Any) -> tuple[Tensor, Tensor]:
-    """The locations and weights of an operator's inputs, without its value."""
+    """Return the locations and weights that an operator's inputs, without its value, describe."""
     samples = _samples(operator, shapes, inputs, _compute_dtype(inputs))
     return samples.locations, samples.weights
 
 
 def bare_inputs(operator: str, value: Tensor, shapes: Tensor, starts: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    """What the bare operator is given."""
+    """Return the inputs of the bare operator."""
     samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
     return value, shapes, starts, samples.locations, samples.weights
 
 
 def forward(operator: str, bare: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The operator, over a bare operator of the same inputs as those of the dispatcher."""
+    """Return the operator as a function, over a bare operator whose inputs are those of the dispatcher."""
     return lambda *args: bare(*bare_inputs(operator, *args))
 
 
 def backward(operator: str, bare: Callable[..., Any]) -> Callable[..., tuple[Tensor, ...]]:
-    """The operator's backward, over the bare operator's: of grad_output, the inputs, and which gradients are wanted."""
+    """Return the operator's backward, over the bare operator's, as a function of grad_output, the inputs and output_mask."""
 
     def run(grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *inputs, mask = rest
         samples = _samples(operator, shapes, inputs, _compute_dtype((value, *inputs)))
         tensors = (value, shapes, starts, samples.locations, samples.weights)
-        of_value, *of_samples = bare(grad, *tensors, samples.wanted(mask))
-        found = samples.gradients(mask, *of_samples)
+        bare_mask = [mask[0], mask[1] or mask[2], mask[3]] if len(mask) == 4 else list(mask)  # two inputs make the locations
+        grad_value, *grad_samples = bare(grad, *tensors, bare_mask)
+        gradients = samples.gradients(mask, *grad_samples)
         likes = [(value, shapes, starts, *inputs)[i] for i in OPERATORS[operator].differentiable[1:]]
-        return (of_value, *(_like(g, t) for g, t in zip(found, likes, strict=True)))
+        return (grad_value, *(_like(g, t) for g, t in zip(gradients, likes, strict=True)))
 
     return run

@@ -1,8 +1,8 @@
 """The operators for exporters: gathers and sums of standard torch operations, without loops over levels.
 
-Rows are read with `index_select` alone, which every runtime does right: no `grid_sample`, no data-dependent shapes. Batch,
-queries and map sizes stay free. The numbers are the reference's. Comparisons are of floating numbers alone, because there are
-compilers that compute comparisons of int64 wrongly: an index outside its table is clamped to a row of zeros instead.
+`index_select` reads the rows, because every runtime computes it right: no `grid_sample`, no data-dependent shapes. Batch,
+queries and map sizes stay free. The numbers are the reference's. Only floating numbers are compared, because some compilers
+compute comparisons of int64 wrongly; an index outside its table is clamped to a row of zeros instead.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _pad_rows(value: Tensor) -> Tensor:
 
 
 def _padded_row(row: Tensor, num_keys: int) -> Tensor:
-    """Return the place of a row among `_pad_rows`; a row outside of value is a row of zeros."""
+    """Return the index of a row among `_pad_rows`; a row outside of value is a row of zeros."""
     return row.clamp(min=-1).clamp(max=num_keys) + 1
 
 
@@ -63,14 +63,14 @@ def _sum_by_head(value: Tensor, corners: Corners, weights: Tensor) -> Tensor:
     batch = torch.arange(bs, device=value.device).view(-1, 1, 1, 1, 1)
     head = torch.arange(heads, device=value.device).view(-1, 1, 1)
     rows = value.shape[1] + 2
-    of_head = [
+    head_corners = [
         (((batch * rows + row) * heads + head).flatten(-2), (coefficient * weights).flatten(-2)) for row, coefficient in corners
     ]
-    return _weighted_rows(_pad_rows(value).flatten(0, 2), of_head).flatten(2)
+    return _weighted_rows(_pad_rows(value).flatten(0, 2), head_corners).flatten(2)
 
 
 def _columns(shapes: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """The index tables with (H, W) as first axis and an axis of 1 for points at the end."""
+    """Return the index tables with (H, W) as first axis and an axis of 1 for points at the end."""
     return shapes.transpose(0, 1)[..., None], starts[:, None]
 
 
@@ -103,19 +103,19 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
     weights = torch.where(seen[..., None], weight.to(dtype), 0)
     batch = torch.arange(bs, device=weight.device).view(-1, 1, 1, 1, 1)
     group = torch.arange(groups, device=weight.device)
-    of_group = []
+    group_corners = []
     for row, coefficient in corners:
         index = (batch * (num_feat + 2) + row)[..., None] * groups + group
         both = (index, coefficient[..., None] * weights)
-        of_group.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in both))  # [bs, anchor, group, samples]
+        group_corners.append(tuple(t.flatten(2, 4).transpose(2, 3) for t in both))  # [bs, anchor, group, samples]
     rows = _pad_rows(feature_maps.to(dtype)).unflatten(-1, (groups, channels // groups)).flatten(0, 2)
-    return _weighted_rows(rows, of_group).flatten(2).to(feature_maps.dtype)
+    return _weighted_rows(rows, group_corners).flatten(2).to(feature_maps.dtype)
 
 
 def bev_pool_v3(
     feat: Tensor, depth: Tensor, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor, bs: int, d: int, h: int, w: int
 ) -> Tensor:
-    """A point with a rank that has no row goes to one more cell, which is cut off: times 0 it might still be NaN."""
+    """Points with a rank that has no row go to one more cell, which is cut off: 0 x NaN is NaN."""
     dtype, cells = reference._compute_dtype(feat, depth), bs * d * h * w
     feat_row, no_feat = geometry.clamp_index(ranks_feat, feat.shape[0])
     depth_row, no_depth = geometry.clamp_index(ranks_depth, depth.shape[0])
@@ -129,7 +129,7 @@ def bev_pool_v3(
 
 
 def find(name: str) -> Callable[..., Tensor]:
-    """Return how an operator is made of others. One with logits is made of its bare operator, which may have an ONNX node."""
+    """Return the decomposition of an operator. An operator with logits calls its bare operator, which may have an ONNX node."""
     bare = OPERATORS[name].bare
     composed = composition.forward(name, lambda *inputs: getattr(torch.ops.mx_driving, bare)(*inputs)) if bare else None
     return composed or globals()[name]

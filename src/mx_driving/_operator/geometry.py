@@ -1,4 +1,4 @@
-"""Where samples lie, for all that looks at them: locations are (x, y), sizes (W, H), shapes (H, W)."""
+"""Positions of samples. Locations are (x, y), sizes (W, H), shapes (H, W)."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from torch import Tensor
 
 
 def pixels(locations: Tensor, sizes: Tensor) -> Tensor:
-    """Normalised locations in pixels: the centre of the first pixel is 0."""
+    """Return normalised locations in pixels. The centre of the first pixel is 0."""
     return locations * sizes - 0.5
 
 
 def on_map(pixels: Tensor, sizes: Tensor) -> Tensor:
-    """Where a bilinear sample has a corner on its map; NaN has none."""
+    """Return whether a bilinear sample has a corner on its map. NaN has none."""
     return ((pixels > -1) & (pixels < sizes)).all(-1)
 
 
 def inside(locations: Tensor) -> Tensor:
-    """Strictly inside the picture; NaN is not."""
+    """Return whether locations are strictly inside the picture. NaN is not."""
     return ((locations > 0) & (locations < 1)).all(-1)
 
 
 def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
     """Return index clamped to 0..size, and a flag that is 1 where it was not one of 0..size - 1, and 0 elsewhere.
 
-    size is a number or a tensor.
-
-    It has no comparison: there are compilers that compute comparisons of int64 wrongly.
+    size is a number or a tensor. There is no comparison, because some compilers compute comparisons of int64 wrongly.
     """
     index = index.long().clamp(min=-1).clamp(max=size)
     clamped = index.clamp(min=0)
@@ -35,6 +33,6 @@ def clamp_index(index: Tensor, size: Any) -> tuple[Tensor, Tensor]:
 
 
 def starts_of(shapes: Tensor) -> Tensor:
-    """The starts of maps that lie one after the other."""
+    """Return the starts of maps that lie one after the other."""
     rows = shapes.prod(-1).flatten()
     return (rows.cumsum(0) - rows).view(shapes.shape[:-1])

@@ -1,7 +1,7 @@
-"""The form of all errors, *name* must *rule*; got *fact*, and the rules that checks are made of.
+"""The form of all errors, *name* must *rule*; got *fact*, and the rules of checks.
 
-A check is a plain `if ...: raise`, because torch.compile takes that with static and dynamic shapes. The good path is a
-handful of comparisons; a sentence is made only when one of them fails.
+A check is a plain `if ...: raise`, which torch.compile takes with static and dynamic shapes. A sentence is made only when a
+comparison fails.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def need_dtype(name: str, t: Tensor, allowed: frozenset[torch.dtype], rule: str)
 
 
 def need_axes(name: str, t: Tensor, axes: str) -> None:
-    """t has as many axes as `axes` has names."""
+    """Check that t has as many axes as `axes` has names."""
     if t.dim() != axes.count(",") + 1:
         fail(ValueError, name, f"have shape {shape_text(axes.split(', '))}", tuple(t.shape))
 
@@ -79,7 +79,7 @@ def need_shape(name: str, t: Tensor, axes: str, *sizes: int) -> None:
 
 
 def need_some_sizes(name: str, t: Tensor, axes: str, *sizes: int | None) -> None:
-    """As `need_shape`, but a size may be anything where None is given."""
+    """Check a shape as `need_shape` does. None stands for any size."""
     if t.dim() != len(sizes) or any(size is not None and t.shape[i] != size for i, size in enumerate(sizes)):
         fail_shape(name, t, axes, sizes)
 
@@ -113,13 +113,13 @@ def patch_target(target: object) -> NoReturn:
     fail(TypeError, "target", "be a library's name, a module or a torch.nn.Module", fact)
 
 
-def no_library(name: str, missing: str | None, known: Sequence[str]) -> NoReturn:
-    """Raise ModuleNotFoundError for a module that is not installed; a name that nearly is a known library's may be a slip."""
+def no_library(name: str, missing: str | None, libraries: Sequence[str]) -> NoReturn:
+    """Raise ModuleNotFoundError for a module that is not installed. A name like that of a known library may be a slip."""
     import difflib
 
-    meant = difflib.get_close_matches(name, known, n=1)
-    remark = f"; is it {meant[0]!r}?" if meant and name not in known else ""
-    remark += f" Libraries that are known by name: {', '.join(known)}" if name not in known else ""
+    meant = difflib.get_close_matches(name, libraries, n=1)
+    remark = f"; is it {meant[0]!r}?" if meant and name not in libraries else ""
+    remark += f" Libraries that are known by name: {', '.join(libraries)}" if name not in libraries else ""
     fact = f"{name!r}, which is not{remark}"
     raise ModuleNotFoundError(f"target must be installed; got {fact}", name=missing)
 
@@ -136,7 +136,7 @@ def nothing_to_patch(name: str, skipped: dict[str, str], elsewhere: Sequence[str
 
 
 def import_failed(error: Exception, stand_ins: tuple[str, ...]) -> str:
-    """Why an import failed, with advice if an extension is missing that compat stands in for."""
+    """Return why an import failed, with advice if compat stands in for the missing extension."""
     missing = isinstance(error, ImportError) and any(name in str(error) for name in stand_ins)
     return f"{error}; call mx_driving.compat.install() first, which stands in for it" if missing else str(error)
 

@@ -181,7 +181,7 @@ class DeformableFeatureAggregation(nn.Module):
         A group's weights sum to 1 over points, cameras and scales, unless pairs are left out in training.
         """
         logits = self._logits(feature, projection_mat)
-        return composition.Aggregation.of_logits(logits, self._pair_scale(logits))[1]
+        return composition.Aggregation.softmax_weights(logits, self._pair_scale(logits))[1]
 
     def _logits(self, feature: Tensor, projection_mat: Tensor) -> Tensor:
         """[bs, anchor, cam, scale, pts, group]"""
