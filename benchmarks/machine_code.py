@@ -279,12 +279,12 @@ def pool(n: int, rows: int, depths: int, cells: int, channels: int, dtype: torch
 
 
 def pool_kernels(args: tuple[Any, ...], target: Target) -> dict[str, Any]:
-    """Of the output, of the gradients of feat and of depth. The gradient of feat is a sum of other rows by the same kernel."""
+    """Of the output, and of the gradients of feat and depth."""
     backward, cotangent = _backends.triton.kernel("bev_pool_v3", True), torch.ones(1, args[0].shape[1], 1, 1, args[-1])
     with compiling(target) as kernels:
         _backends.triton.kernel("bev_pool_v3", False)(*args)
         backward(cotangent.to(args[0].dtype), *args, [True, True])
-    return dict(zip(("output", "feat", "depth"), kernels, strict=True))
+    return dict(zip(("output", "gradients"), kernels, strict=True))
 
 
 def pool_rows() -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
-"""bev_pool_v3 on a GPU: points are sorted by cell, and a program sums the points of one cell.
+"""bev_pool_v3 on a GPU: points are sorted by cell, and a program sums the points of a cell.
 
-The gradient of feat is the same sum with cells and rows of feat exchanged. No program adds to what another writes, so the
-bits are the same in every run; the gradient of an element of depth that several points have is PyTorch's `index_add`.
+The gradient of feat is the same sum with cells and rows of feat exchanged; the same program has all that the gradient of depth
+needs of a point. No program adds to what another writes, so the bits are the same in every run; PyTorch's `index_add` sums the
+gradient of an element of depth that several points have.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ def _ranks(ranks, point, here, count):
 
 @triton.jit(do_not_specialize=["num_rows", "num_depth"])
 def _sums(
-    rows, depth, ranks_row, ranks_depth, order, starts, output, num_rows, num_depth,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    rows, depth, ranks_row, ranks_depth, order, starts, others, sums, dots, num_rows, num_depth,
+    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SUMS: tl.constexpr, DOTS: tl.constexpr,
 ):  # fmt: skip
-    """output[target] = sum of depth * row over the points of a target. A rank that has no row counts as zero.
+    """sums[target] = sum of depth * row over the points of a target; dots[point] = product of its row and of others[target].
 
-    The order, the ranks and the rows of a point are read one after the other. They are read for three rounds at once, so that a
-    round waits for one read and not for three.
+    A rank that has no row counts as zero. The order, the ranks and the rows of a point are read one after the other. They are
+    read for three rounds at once, so that a round waits for one read and not for three.
     """
     target = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, COLUMNS)[None, :]
@@ -39,39 +40,29 @@ def _sums(
     end = tl.load(starts + target + 1)
     i = first + tl.arange(0, ROWS)[:, None]
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if DOTS:
+        other = tl.load(others + target * CHANNELS + c, mask=c < CHANNELS, other=0.0).to(tl.float32)
     point = tl.load(order + i, mask=i < end, other=0)
     row, in_rows = _ranks(ranks_row, point, i < end, num_rows)
     at, in_depth = _ranks(ranks_depth, point, i < end, num_depth)
-    point = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
+    following = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
     left = end - first
     while left > 0:
         here = in_rows & in_depth
-        coefficient = tl.load(depth + at, mask=here, other=0.0).to(tl.float32)
         values = tl.load(rows + row * CHANNELS + c, mask=here & (c < CHANNELS), other=0.0).to(tl.float32)
+        if SUMS:
+            total += tl.load(depth + at, mask=here, other=0.0).to(tl.float32) * values
+        if DOTS:
+            tl.store(dots + point, tl.sum(values * other, 1)[:, None], mask=i < end)
         i += ROWS
         left -= ROWS
+        point = following
         row, in_rows = _ranks(ranks_row, point, i < end, num_rows)
         at, in_depth = _ranks(ranks_depth, point, i < end, num_depth)
-        point = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
-        total += coefficient * values
-    sums = tl.sum(total, 0)[None, :]
-    tl.store(output + target * CHANNELS + c, sums.to(output.dtype.element_ty), mask=c < CHANNELS)
-
-
-@triton.jit(do_not_specialize=["count", "num_cells", "num_feat"])
-def _dots(
-    cells, feat, ranks_bev, ranks_feat, dots, count, num_cells, num_feat,
-    CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """dots[point] = product of its cell and its row of feat."""
-    point = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    c = tl.arange(0, COLUMNS)[None, :]
-    cell, in_cells = _ranks(ranks_bev, point, point < count, num_cells)
-    row, in_feat = _ranks(ranks_feat, point, point < count, num_feat)
-    here = in_cells & in_feat & (c < CHANNELS)
-    g = tl.load(cells + cell * CHANNELS + c, mask=here, other=0.0).to(tl.float32)
-    v = tl.load(feat + row * CHANNELS + c, mask=here, other=0.0).to(tl.float32)
-    tl.store(dots + point, tl.sum(g * v, 1)[:, None], mask=point < count)
+        following = tl.load(order + i + ROWS, mask=i + ROWS < end, other=0)
+    if SUMS:
+        result = tl.sum(total, 0)[None, :].to(sums.dtype.element_ty)
+        tl.store(sums + target * CHANNELS + c, result, mask=c < CHANNELS)
 
 
 _FEWEST_ROWS = 4  # points of a cell whose three reads, one after the other, are in flight together
@@ -94,14 +85,15 @@ def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
 
 
-def _sum(rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, targets: Tensor, output: Tensor) -> None:
-    """Writes output [targets, channels]."""
-    if not output.numel():
-        return
-    order, starts = _sorted(targets, len(output))
-    options = _options(output.shape[1], rows.element_size(), launch.gpu().lanes)
-    tensors = (rows, depth, ranks, ranks_depth, order, starts, output)
-    launch.run(_sums, len(output), tensors, (len(rows), len(depth)), options)
+def _run(
+    rows: Tensor, depth: Tensor, ranks: Tensor, ranks_depth: Tensor, targets: Tensor, others: Tensor, sums: Tensor, dots: Tensor
+) -> None:
+    """Write sums [targets, channels] and dots [points], as far as they have elements."""
+    order, starts = _sorted(targets, len(others))
+    options = _options(others.shape[1], rows.element_size(), launch.gpu().lanes)
+    tensors = (rows, depth, ranks, ranks_depth, order, starts, others, sums, dots)
+    flags = {"SUMS": sums.numel() > 0, "DOTS": dots.numel() > 0}
+    launch.run(_sums, len(others), tensors, (len(rows), len(depth)), options, **flags)
 
 
 def forward(
@@ -116,9 +108,10 @@ def forward(
     w: int,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    cells = torch.empty((bs * d * h * w, feat.shape[1]), dtype=dtype or feat.dtype, device=feat.device)
-    ranks = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
-    _sum(feat.contiguous(), depth.contiguous(), *ranks, cells)
+    cells = feat.new_empty((bs * d * h * w, feat.shape[1]), dtype=dtype)
+    if cells.numel():
+        ranks = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
+        _run(feat.contiguous(), depth.contiguous(), *ranks, cells, cells, depth.new_empty(0))
     return cells.view(bs, d, h, w, feat.shape[1]).movedim(-1, 1).contiguous()
 
 
@@ -138,25 +131,15 @@ def backward(
     cells = grad_output.movedim(1, -1).reshape(bs * d * h * w, feat.shape[1])
     cells, feat, depth = cells.contiguous(), feat.contiguous(), depth.contiguous()
     ranks_feat, ranks_depth, ranks_bev = (t.contiguous() for t in (ranks_feat, ranks_depth, ranks_bev))
-    grad_feat, grad_depth = feat.new_empty(0), depth.new_empty(0)
-    if output_mask[0]:
-        grad_feat = torch.empty_like(feat)
-        _sum(cells, depth, ranks_bev, ranks_depth, ranks_feat, grad_feat)
-    if output_mask[1]:
-        grad_depth = _of_depth(cells, feat, len(depth), ranks_feat, ranks_depth, ranks_bev).to(depth.dtype)
-    return grad_feat, grad_depth
+    grad_feat = torch.empty_like(feat) if output_mask[0] else feat.new_empty(0)
+    dots = torch.zeros(len(ranks_bev) if output_mask[1] else 0, device=feat.device)
+    if feat.numel() and any(output_mask):
+        _run(cells, depth, ranks_bev, ranks_depth, ranks_feat, feat, grad_feat, dots)
+    return grad_feat, _of_depth(dots, ranks_depth, depth) if output_mask[1] else depth.new_empty(0)
 
 
-def _of_depth(
-    cells: Tensor, feat: Tensor, num_depth: int, ranks_feat: Tensor, ranks_depth: Tensor, ranks_bev: Tensor
-) -> Tensor:
-    """Points of one depth are added up by PyTorch, those of none behind the last."""
-    count = len(ranks_bev)
-    dots = torch.zeros(count, device=feat.device)
-    options = _options(feat.shape[1], feat.element_size(), launch.gpu().lanes) if feat.shape[1] else {}
-    if count and options:
-        tensors = (cells, feat, ranks_bev, ranks_feat, dots)
-        launch.run(_dots, triton.cdiv(count, options["ROWS"]), tensors, (count, len(cells), len(feat)), options)
-    ranks = ranks_depth.long()
-    ranks = torch.where((ranks >= 0) & (ranks < num_depth), ranks, num_depth)
-    return dots.new_zeros(num_depth + 1).index_add(0, ranks, dots)[:num_depth]
+def _of_depth(dots: Tensor, ranks: Tensor, depth: Tensor) -> Tensor:
+    """Return the gradient of depth: the sums of each element's points. Points of none go behind the last."""
+    ranks = ranks.long()
+    ranks = torch.where((ranks >= 0) & (ranks < len(depth)), ranks, len(depth))
+    return dots.new_zeros(len(depth) + 1).index_add(0, ranks, dots)[:-1].to(depth.dtype)
