@@ -138,6 +138,7 @@ MODELS = corpus()
 KEPT = [
     ("unequal points", 14350),  # a part of a constant whose sizes come from an input
     ("summed", 3762913),  # one query's weights for all queries
+    ("summed", 1768623638),  # two queries' weights, and locations of one
 ]
 
 

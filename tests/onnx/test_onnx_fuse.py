@@ -299,30 +299,31 @@ def test_no_cut_of_a_free_axis_is_lost(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("writing", "tensor", "axis", "name"),
+    ("writing", "tensor", "axis", "size", "narrow"),
     [
-        ("summed", "w", 1, ""),
-        ("summed", "l", 1, ""),
-        ("summed", "w", 1, "other"),
-        ("stacked", "w", 1, ""),
-        ("stacked", "v", 0, ""),
+        ("summed", "w", 1, 1, "w"),
+        ("summed", "l", 1, 1, "l"),
+        ("summed", "w", 1, "other", "w"),
+        ("summed", "w", 1, 11, "l"),
+        ("stacked", "w", 1, 1, "w"),
+        ("stacked", "v", 0, 1, "v"),
     ],
 )
 @pytest.mark.parametrize("form", ["onnxruntime", "gather"])
-def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, name, form, tmp_path):
-    """An input has size 1, fixed or with a name of its own, where another has a free size."""
+def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, narrow, form, tmp_path):
+    """A tensor has size 1, fixed or with a name of its own, where another has more. The new file runs where the source does."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     export(WRITINGS[writing], before, "older")
     model = onnx.load(before)
     (changed,) = (i for i in model.graph.input if i.name == tensor)
-    size = changed.type.tensor_type.shape.dim[axis]
-    size.Clear()
-    setattr(size, *(("dim_param", name) if name else ("dim_value", 1)))
+    dimension = changed.type.tensor_type.shape.dim[axis]
+    dimension.Clear()
+    setattr(dimension, "dim_param" if isinstance(size, str) else "dim_value", size)
     del model.graph.value_info[:]
     onnx.save(model, before)
     mx_driving.onnx.fuse(before, after, form)
     arguments = dict(zip("vlw", inputs(3, 11), strict=True))
-    arguments[tensor] = arguments[tensor].narrow(axis, 0, 1)
+    arguments[narrow] = arguments[narrow].narrow(axis, 0, 1)
     if writing == "stacked":
         with pytest.raises(Exception, match=r"Grid batch size|Reshape"):
             run(before, arguments.values())

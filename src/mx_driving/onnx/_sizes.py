@@ -71,7 +71,8 @@ def names(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
 
 def broadcasts(sampling: Sampling) -> Iterator[Shapes]:
     """Yield shapes with sizes of 1 on some axes, where the file does not say that these axes have equal sizes."""
-    bs, queries = (max(few, fixed(sampling, axis)[0] or 0) for axis, few in enumerate(FEW))
+    numbers = [fixed(sampling, axis)[0] for axis in (0, 1)]
+    bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
     groups: dict[Any, list[tuple[int, int]]] = {}
     for i, tensor in enumerate(sampling.ends):
         for axis, size in enumerate(dims(tensor)[: 1 if i == 0 else None]):
