@@ -6,6 +6,7 @@ with a sentence, and writes nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import tempfile
@@ -26,7 +27,7 @@ from strategies import SEEDS, change_model, fuzz
 
 import mx_driving.onnx
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 MOST = 2**26  # numbers of an input
 CORPUS: dict[str, Callable[[Path], Any]] = {
     "stacked": lambda path: export(Stacked(), path, "older"),
@@ -44,12 +45,13 @@ FREE = [{"bs": 2, "q": 7}, {"bs": 1, "q": 150}, {"bs": 5, "q": 1}, {"bs": 3, "q"
 DTYPES = {"tensor(float)": np.float32, "tensor(double)": np.float64, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
-def corpus() -> dict[str, onnx.ModelProto]:
+@functools.cache
+def model(name: str) -> onnx.ModelProto:
+    """Return a file of the corpus. Its own name is that of other tests, so that these share the export."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for number, write in enumerate(CORPUS.values()):
-            write(Path(folder, f"{number}.onnx"))
-        return {name: onnx.load(Path(folder, f"{number}.onnx")) for number, name in enumerate(CORPUS)}
+        CORPUS[name](path := Path(folder, "before.onnx"))
+        return onnx.load(path)
 
 
 def session(path: Path) -> onnxruntime.InferenceSession:
@@ -132,9 +134,6 @@ def fuse(data: bytes, seed: int, folder: Path) -> str:
     return "written"
 
 
-MODELS = corpus()
-
-
 KEPT = [
     ("unequal points", 14350),  # a part of a constant whose sizes come from an input
     ("summed", 3762913),  # one query's weights for all queries
@@ -144,7 +143,7 @@ KEPT = [
 
 def try_file(name: str, seed: int) -> str:
     """Written or refused, in less than a minute of processor time."""
-    data, number = change_model(MODELS[name], random.Random(seed))
+    data, number = change_model(model(name), random.Random(seed))
     began = time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         outcome = fuse(data, number, Path(folder))
@@ -161,7 +160,7 @@ def test_a_changed_file_is_fused_right_or_refused():
     outcomes = []
 
     @fuzz(20)
-    @given(st.sampled_from(list(MODELS)), SEEDS)
+    @given(st.sampled_from(list(CORPUS)), SEEDS)
     def try_files(name, seed):
         outcomes.append(try_file(name, seed))
 
