@@ -186,6 +186,20 @@ def test_a_derived_class_that_changes_what_forward_calls_keeps_its_code(kind, ca
     answers(Base, module, given_to(module), called, (Base,))
 
 
+def test_classes_that_share_a_forward_are_both_served():
+    kinds = [type(name, (libraries.RtDetr,), {"forward": Base.forward, "__module__": __name__}) for name in ("First", "Second")]
+    modules = [build(kind) for kind in kinds]
+    inputs = given_to(modules[0])
+    expected = [module(**inputs) for module in modules]
+    for order in (kinds, kinds[::-1], kinds[:1]):
+        with mx_driving.patched(library(*order)), mx_driving.patched(library(*kinds)) as done:
+            assert set(done.replaced) == {f"{__name__}.{kind.__name__}" for kind in kinds}
+            for module, out in zip(modules, expected, strict=True):
+                assert operators(module, **inputs) == [WITH_LOGITS]
+                close(module(**inputs), out)
+    assert [operators(module, **inputs) for module in modules] == [[], []]
+
+
 class WithOptions(libraries.Paper):
     """A factor and a switch that the trial leaves at their defaults."""
 

@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,18 +20,21 @@ from .._operator import rules
 from ._attention import find_passed_limits
 from ._forms import Form
 from ._layers import find_layers
-from ._replace import find_holder, replace
+from ._replace import add_form, find_holder, replace
 from ._search import find, find_elsewhere
 from ._trial import choose
 
 
 @dataclass
 class _Change:
-    """A changed object, its undo, and a reference count. Holds the object so that `id()` stays unique."""
+    """A changed object, its undo, and the things that patches hold it for: classes may share a forward."""
 
     holder: Any
     undo: Callable[[], None]
-    patches: int = 0
+    things: list[Any] = field(default_factory=list)
+
+    def serves(self, thing: Any) -> bool:
+        return any(thing is other for other in self.things)
 
 
 _lock = threading.RLock()
@@ -145,10 +148,10 @@ def patched(target: str | types.ModuleType | torch.nn.Module, *, modules: bool =
 
 def _take(candidates: dict[str, Any], replaced: dict[str, Any], skipped: dict[str, str]) -> None:
     """Try all that is not replaced already, then replace what agrees."""
-    agreed = {
-        name: choose(forms, thing) if id(find_holder(thing)) not in _changes else (None, "")
-        for name, (forms, thing) in candidates.items()
-    }
+    agreed = {}
+    for name, (forms, thing) in candidates.items():
+        change = _changes.get(id(find_holder(thing)))
+        agreed[name] = (None, "") if change and change.serves(thing) else choose(forms, thing)
     for name, (form, reason) in agreed.items():
         if reason:
             skipped[name] = reason
@@ -165,15 +168,18 @@ def _get_name(target: Any) -> str:
 
 def _hold(form: Form | None, thing: Any) -> None:
     holder = find_holder(thing)
-    if id(holder) not in _changes:
-        assert form is not None
-        _changes[id(holder)] = _Change(holder, replace(form, holder))
-    _changes[id(holder)].patches += 1
+    change = _changes.get(id(holder))
+    if form is not None and change is None:
+        _changes[id(holder)] = change = _Change(holder, replace(form, holder))
+    elif form is not None:
+        add_form(form, holder)
+    assert change is not None
+    change.things.append(thing)
 
 
 def _release(holder: Any) -> None:
     change = _changes[id(holder)]
-    change.patches -= 1
-    if change.patches == 0:
+    change.things.pop()
+    if not change.things:
         del _changes[id(holder)]
         change.undo()
