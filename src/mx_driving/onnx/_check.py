@@ -180,7 +180,7 @@ class _Checker:
             output = _output(inputs, run(), name)
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
-        call = RecordedCall(match.name, {"operator": match.bare}, inputs, (), {"output": output.to(inputs[0].dtype)})
+        call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
         return Comparison(match, words, judge(call))
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:
