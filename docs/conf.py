@@ -70,6 +70,7 @@ def break_names(app: Any, page: str, template: str, context: dict[str, Any], doc
     for part in {"body", "toc"} & set(context):
         names = re.compile(r'(?<=<span class="pre">)[^<]+|(?<=<h1>)\w+(?=<)')
         context[part] = names.sub(lambda name: re.sub(r"([_.])(?=\w)", r"\1<wbr>", name[0]), context[part])
+        context[part] = context[part].replace('<span class="pre">-', '<span class="pre option">-')
 
 
 def make(app: Any) -> None:
