@@ -105,7 +105,7 @@ class Attention(Form):
             return False
         # some libraries multiply values by their mask, which may have other numbers, or use the fractions of their tables
         masks = mask is None or (self.masked and isinstance(mask, Tensor) and mask.dtype == torch.bool)
-        shapes_and_starts = (arguments.get(role) for role in ("shapes", "starts"))
+        shapes_and_starts = arguments.get("shapes"), arguments.get("starts")
         if not masks or not all(is_table(t) for t in shapes_and_starts if isinstance(t, Tensor)):
             return False
         reference = arguments.get("reference", arguments.get("trajectories"))
