@@ -355,7 +355,7 @@ class _GradientHooks:
             node.register_hook(functools.partial(self._arrive, node is last, hits[id(node)]))  # pyright: ignore
 
     def _arrive(self, last: bool, hits: list[tuple[int, str]], grad_inputs: Any, grad_outputs: Any) -> None:
-        if not self.left or self.recorder.stopped:
+        if not self.left or not self.recorder.is_active():
             return  # `left` is 0 in a second backward through the same graph
         import torch
 
@@ -442,7 +442,7 @@ class Recorder:
         self.started, self.finished, self.process = _now(), "", os.getpid()
         self.num_bytes, self.reserved = 0, 0  # written, and written or awaited: gradients arrive later
         self.why = ""  # why no more calls are sampled
-        self.failed = self.stopped = False
+        self.failed = self._stopped = False
         self._numbers, self._local, self._lock = itertools.count(), threading.local(), threading.Lock()
         self._wrappers: dict[int, tuple[Any, Any]] = {}  # of originals and of wrappers, so that none is wrapped twice
         self._undo: list[tuple[Any, str, Any]] = []
@@ -458,12 +458,16 @@ class Recorder:
         atexit.register(self.stop)
         return self
 
+    def is_active(self) -> bool:
+        """Return whether the recording goes on here: a forked child's files would have its parent's names."""
+        return not self._stopped and os.getpid() == self.process
+
     def stop(self) -> None:
         """Restore the functions, and print a summary."""
         atexit.unregister(self.stop)
-        if self._finder not in sys.meta_path or os.getpid() != self.process:
+        if not self.is_active():
             return
-        self.stopped, self.finished = True, _now()
+        self._stopped, self.finished = True, _now()
         sys.meta_path.remove(self._finder)
         for owner, name, before in reversed(self._undo):
             delattr(owner, name) if before is _ABSENT else setattr(owner, name, before)
@@ -573,7 +577,7 @@ class Recorder:
 
     def _call(self, function: _WrappedFunction, original: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Return or raise what the original does, and record the call if it is its turn."""
-        if self.stopped or getattr(self._local, "inside", False) or os.getpid() != self.process:
+        if not self.is_active() or getattr(self._local, "inside", False):
             return original(*args, **kwargs)
         index = next(function.number)
         function.calls = index + 1
