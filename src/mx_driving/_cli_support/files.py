@@ -40,13 +40,13 @@ def writing(name: str, path: Path) -> Iterator[None]:
 
 
 def read_arrays(name: str, path: Path) -> dict[str, Any]:
-    """What an .npz file holds, by name."""
+    """Return the arrays of an .npz file by name."""
     import numpy
 
     try:
-        found: Any = numpy.load(path)
-        if isinstance(found, numpy.lib.npyio.NpzFile):
-            return dict(found)
+        loaded: Any = numpy.load(path)
+        if isinstance(loaded, numpy.lib.npyio.NpzFile):
+            return dict(loaded)
     except (BadZipFile, EOFError, OSError, ValueError) as error:
         raise Problem(f"{name} must be an .npz file; got {path}: {error}") from None
     raise Problem(f"{name} must be an .npz file, of arrays by name; got {path}, an array")

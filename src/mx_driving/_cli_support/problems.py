@@ -81,17 +81,17 @@ def need(what: str, install: str, *modules: str) -> None:
 
 
 def matching(option: str, patterns: Sequence[str] | None, names: Iterable[str]) -> list[str]:
-    """The names that equal or match a pattern; all names if there is no pattern. Each pattern must match a name."""
+    """Return the names that equal or match a pattern; all names if there is no pattern. Each pattern must match a name."""
     names = list(names)
     if not patterns:
         return names
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
-        of_it = {n for n in names if pattern == n or fnmatchcase(n.lower(), pattern.lower())}
-        if not of_it:
+        of_pattern = {n for n in names if pattern == n or fnmatchcase(n.lower(), pattern.lower())}
+        if not of_pattern:
             alike = difflib.get_close_matches(pattern, names, n=3, cutoff=0) or names[:3]
             raise Problem(
                 f"{option} must match one of {len(names)} names, such as {', '.join(map(repr, alike))}; got {pattern!r}"
             )
-        found |= of_it
-    return [n for n in names if n in found]
+        matches |= of_pattern
+    return [n for n in names if n in matches]

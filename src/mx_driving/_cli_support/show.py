@@ -26,13 +26,13 @@ def say(console: Any, text: str) -> None:
 
 def show(console: Any, table: Any) -> None:
     """Print a table as wide as it must be. A narrow terminal then wraps its lines, and cuts nothing."""
-    wanted = console.measure(table, options=console.options.update(max_width=1000)).maximum
-    console.width = max(console.width, wanted)
+    width = console.measure(table, options=console.options.update(max_width=1000)).maximum
+    console.width = max(console.width, width)
     console.print(table)
 
 
 def grid(title: str | None, left: dict[str, int], right: dict[str, int]) -> Any:
-    """A table of columns of text and columns of numbers: header -> least width, so that tables in a row line up."""
+    """Make a table of columns of text and columns of numbers, header -> least width, so that tables in a row line up."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")

@@ -104,13 +104,14 @@ def _marked(out: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def _floats(outputs: list[Any]) -> dict[str, torch.Tensor]:
-    """Outputs that are floats. Boxes, scores and classes beside one another have magnitudes of their own: a column each."""
-    found = {}
+    """Return the outputs that are floats. Boxes, scores and classes beside one another have magnitudes of their own: make an
+    entry of each column."""
+    columns_by_name = {}
     for index, out in enumerate(outputs):
         if out.dtype.kind == "f" and out.size:
             columns = out.shape[-1] if out.ndim == 3 and out.shape[-1] <= _FEW else 1
-            found |= {f"{index}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
-    return found
+            columns_by_name |= {f"{index}.{column}": part for column, part in enumerate(_marked(out).tensor_split(columns, -1))}
+    return columns_by_name
 
 
 def _difference(before: list[Any], after: list[Any]) -> tuple[float, int]:
@@ -129,6 +130,6 @@ def compare(before: Path, after: Path, seconds: float, arrays: Arrays | None = N
     running = {"before": session(before), "after": session(after)}
     fed = inputs(running["before"], arrays or {})
     difference, off = _difference(*(one.run(None, fed) for one in running.values()))
-    found = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
-    earlier, later = (1e3 * statistics.median(times) for times in found.values())
-    return Compared(difference, off, earlier, later, min(map(len, found.values())))
+    times = interleaved({name: lambda one=one: one.run(None, fed) for name, one in running.items()}, seconds)
+    earlier, later = (1e3 * statistics.median(of_file) for of_file in times.values())
+    return Compared(difference, off, earlier, later, min(map(len, times.values())))

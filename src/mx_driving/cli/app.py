@@ -40,8 +40,8 @@ class Group(_HidesTypesOfFlags, TyperGroup): ...
 app = typer.Typer(name="mx-driving", cls=Group, no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 
-def _say_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
         kernels = "reference" if _backends.native.why_not() else _backends.native.isa()
         print(f"mx-driving {__version__}, torch {torch.__version__}, {kernels}")
         raise typer.Exit
@@ -50,7 +50,7 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print versions and instruction set.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and instruction set.")
     ] = False,
 ) -> None:
     """The deformable sampling operators of mx_driving: check them on this machine, measure them, judge recorded calls,

@@ -98,8 +98,8 @@ def check(
     from rich.progress import Progress
 
     device = _usable(device)
-    wanted = matching("--only", only, [w.name for w in CHECKED])
-    chosen = [w for w in CHECKED if w.name in wanted]
+    names = matching("--only", only, [w.name for w in CHECKED])
+    chosen = [w for w in CHECKED if w.name in names]
     use_threads(threads)
     console = (
         Console(stderr=True)

@@ -42,6 +42,6 @@ def arrays(path: Path | None) -> dict[str, Any]:
     """Return the arrays of --inputs by name; none without it."""
     if path is None:
         return {}
-    if found := read_arrays("--inputs", path):
-        return found
+    if by_name := read_arrays("--inputs", path):
+        return by_name
     raise Problem(f"--inputs must have an array for each input of the file; got {path}, which has none")

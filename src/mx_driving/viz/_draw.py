@@ -53,12 +53,12 @@ def sampling_points(
     height, width = picture.shape[:2]
     ax.imshow(picture.numpy())
     levels = locations.shape[-3]
-    places = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
+    at = locations.detach().float().cpu().movedim(-3, 0).reshape(levels, -1, 2)
     parts = weights.detach().float().cpu().movedim(-2, 0).reshape(levels, -1)
     largest = max(float(parts.nan_to_num(0).max()), 1e-12)
     for level in range(levels):
-        shown = geometry.inside(places[level]) & (parts[level] >= least)
-        x, y = geometry.pixels(places[level][shown], torch.tensor([width, height])).unbind(-1)
+        shown = geometry.inside(at[level]) & (parts[level] >= least)
+        x, y = geometry.pixels(at[level][shown], torch.tensor([width, height])).unbind(-1)
         area = (parts[level][shown] / largest).clamp_min(0.01) * 60
         colour = COLOURS[level % len(COLOURS)]
         ax.scatter(x, y, area, color=colour, edgecolors="black", linewidths=0.4, label=f"level {level}", alpha=0.85)

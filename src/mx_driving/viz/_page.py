@@ -147,12 +147,12 @@ def _calls(looks: Any, cameras: int, scene: int) -> list[SampledCall]:
 
 
 def _looks_of(name: str, entry: Any) -> tuple[Look, ...]:
-    found = (entry,) if isinstance(entry, Look) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
-    wrong = [type(look).__name__ for look in found if not isinstance(look, Look)]
-    if wrong or not found:
+    looks = (entry,) if isinstance(entry, Look) else tuple(entry) if isinstance(entry, (list, tuple)) else ()
+    wrong = [type(look).__name__ for look in looks if not isinstance(look, Look)]
+    if wrong or not looks:
         kind = wrong[0] if wrong else "an empty list" if isinstance(entry, (list, tuple)) else type(entry).__name__
         rules.fail(TypeError, "looks", "hold viz.Look, as recording() gives them", f"{kind} in {name}")
-    return found
+    return looks
 
 
 def _check_levels(calls: Sequence[SampledCall], cameras: Sequence[_pictures.Camera]) -> None:
@@ -284,7 +284,7 @@ def _filled(facts: dict[str, Any]) -> bytes:
         "script hash": _hash(script),
         "data": data,
     }
-    return re.sub(r"\{\{(.+?)\}\}", lambda found: fills[found[1]], parts["page.html"]).encode("utf-8", "xmlcharrefreplace")
+    return re.sub(r"\{\{(.+?)\}\}", lambda match: fills[match[1]], parts["page.html"]).encode("utf-8", "xmlcharrefreplace")
 
 
 def _template(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The samples of a call, camera by camera, in one form for all operators: places on the picture, and weights."""
+"""The samples of a call, camera by camera, in one form for all operators: locations on the picture, and weights."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ class SampledCall(NamedTuple):
 def _one_form(look: Look, entry: int, camera: int) -> tuple[Tensor, Tensor]:
     """Locations and weights of all queries in one camera."""
     if OPERATORS[look.operator].kind == "aggregation":
-        places = look.locations[entry, :, :, camera].cpu().float()
-        within = geometry.inside(places)[..., None]
+        locations = look.locations[entry, :, :, camera].cpu().float()
+        within = geometry.inside(locations)[..., None]
         weights = look.weights[entry, :, :, camera].permute(0, 3, 2, 1)
-        return places.where(within, torch.nan)[:, None, None], weights.cpu().float()
-    places, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
+        return locations.where(within, torch.nan)[:, None, None], weights.cpu().float()
+    locations, weights = look.locations[entry].cpu().float(), look.weights[entry].cpu().float()
     sizes = look.shapes.cpu().flip(-1).float()[:, None]  # (W, H) of each level
     if OPERATORS[look.operator].rows == 1:  # whole pixels, truncated and clamped
-        return ((places.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
-    shown = geometry.on_map(geometry.pixels(places, sizes), sizes)
-    return places.where(shown[..., None], torch.nan), weights
+        return ((locations.nan_to_num(0.0).trunc().clamp_min(0).minimum(sizes - 1)) + 0.5) / sizes, weights
+    shown = geometry.on_map(geometry.pixels(locations, sizes), sizes)
+    return locations.where(shown[..., None], torch.nan), weights
 
 
 def check(calls: Sequence[SampledCall], seen: Tensor | None) -> None:
@@ -154,11 +154,11 @@ def _check_seen(call: SampledCall, seen: Tensor) -> None:
     counts = seen.sum(0).tolist()
     for camera, look in enumerate(call.looks):
         rows = look.weights.shape[1]
-        wanted = counts[camera] if len(call.looks) > 1 else max(counts)
-        packed = rows == wanted and OPERATORS[look.operator].kind != "aggregation"
+        num_seen = counts[camera] if len(call.looks) > 1 else max(counts)
+        packed = rows == num_seen and OPERATORS[look.operator].kind != "aggregation"
         if rows != len(seen) and not packed:
             rule = f"have as many rows as {call.name} has queries, or mark as many as it samples {_whom(call, camera)} for"
-            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {wanted} marked, and {rows} queries")
+            rules.fail(ValueError, "plane.seen", rule, f"{len(seen)} rows, {num_seen} marked, and {rows} queries")
 
 
 def _whom(call: SampledCall, camera: int) -> str:
