@@ -38,7 +38,7 @@ WORDS = {
     "border padding": "samples beyond the border read the border's pixels",
     "swapped axes": "x and y are swapped in the locations",
     "half a pixel": "samples lie half a pixel too far right and down",
-    "a level out of order": "levels of weights are read in reverse",
+    "a level out of order": "levels of weights are read in the order 1, 0",
 }
 
 
