@@ -59,15 +59,15 @@ def covering(
     """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation, and on every
     other one with the first dtype and another in turn. `make compare` compares instruction sets with each other. The names of
     implementations begin with `start`."""
-    wanted = [name for name in cases.wanted_implementations() if name.startswith(start)]
-    whole = next((i for i in reversed(wanted) if i.startswith("native")), wanted[0])
-    found = []
+    implementations = [name for name in cases.wanted_implementations() if name.startswith(start)]
+    best = next((i for i in reversed(implementations) if i.startswith("native")), implementations[0])
+    rows = []
     for k, item in enumerate(items):
-        for n, implementation in enumerate(wanted):
+        for n, implementation in enumerate(implementations):
             other = dtypes[1 + (k + n) % (len(dtypes) - 1)]
-            for dtype in dtypes if implementation == whole else (dtypes[0], other):
-                found.append(pytest.param(implementation, item, dtype, id=f"{implementation}-{id_of(item)}-{dtype}"))
-    return pytest.mark.parametrize(("implementation", name, "dtype"), found, indirect=["implementation"])
+            for dtype in dtypes if implementation == best else (dtypes[0], other):
+                rows.append(pytest.param(implementation, item, dtype, id=f"{implementation}-{id_of(item)}-{dtype}"))
+    return pytest.mark.parametrize(("implementation", name, "dtype"), rows, indirect=["implementation"])
 
 
 def compare(implementation, operator, args, grad, skip=(), some_seen=True):
