@@ -83,27 +83,3 @@ def skip_unless_every_kernel(implementation: str) -> None:
     """Skip kernels that only `make test-ptx` compiles where there is no GPU: each takes a third of a second."""
     if implementation == "triton" and not cases.EVERY_KERNEL:
         pytest.skip("make test-ptx compiles this kernel")
-
-
-def strided(t: torch.Tensor, how: str) -> torch.Tensor:
-    """The same numbers in another layout."""
-    if how == "reversed axes":
-        axes = list(range(t.dim()))[::-1]
-        return t.permute(axes).contiguous().permute(axes)
-    if how == "every second element":
-        wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 7)
-        wide[..., ::2] = t
-        return wide[..., ::2]
-    padded = t.new_full([n + 2 for n in t.shape], 7)
-    inner = padded[tuple(slice(1, 1 + n) for n in t.shape)]
-    inner.copy_(t)
-    return inner
-
-
-def last_pixels(size):
-    """A map of one row whose last four pixels are told apart, looked at from its end and from beyond."""
-    value = torch.zeros(1, size, 1, 1, dtype=torch.float16)
-    value[0, -4:] = torch.arange(1, 5).half().view(4, 1, 1)
-    locations = torch.zeros(1, 4, 1, 1, 1, 2)
-    locations[..., 0] = torch.tensor([float("inf"), 2.0**30, size + 100, size]).view(1, 4, 1, 1, 1)
-    return value, torch.tensor([[1, size]]), torch.tensor([0]), locations, torch.ones(1, 4, 1, 1, 1)

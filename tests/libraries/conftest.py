@@ -6,6 +6,7 @@ import csv
 import importlib.metadata
 import pathlib
 import platform
+import subprocess
 import sys
 from datetime import date
 
@@ -14,7 +15,6 @@ import torch
 
 sys.path.append(str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 import torchvision_names
-from commit import commit
 
 torchvision_names.declare()
 torch.set_num_threads(1)
@@ -55,3 +55,17 @@ def _version(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def commit() -> str:
+    """Return the commit a record is made at, "changed" where the package or its tests differ; nothing where there is no git."""
+    try:
+        name, changes = (
+            subprocess.run(
+                ["git", *words], cwd=pathlib.Path(__file__).parent, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for words in (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "../../src", "../../native", ".."])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return f", commit {name}{' changed' if changes else ''}"

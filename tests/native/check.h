@@ -18,7 +18,6 @@
 
 // In test_*.cpp.
 void known_answer();
-void instruction_sets();
 void pooling();
 void handles();
 void any_number();

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import GEOMETRIC
 from small_cases import inputs_of
-from values import covering, everywhere, last_pixels, run, skip_unless_every_kernel
+from values import covering, everywhere, run, skip_unless_every_kernel
 
 import mx_driving
 from mx_driving import _backends
@@ -60,6 +60,15 @@ def test_every_pixel_is_found(implementation, value, dtype, axis):
         given = torch.stack([locations] * 2, -1)[..., 0] if apart else locations
         found = forward(value, *tables_of(axis), given, torch.ones(locations.shape[:-1]))
         assert torch.equal(found.flatten(), expected), (points, apart)
+
+
+def last_pixels(size):
+    """A map of one row whose last four pixels are told apart, looked at from its end and from beyond."""
+    value = torch.zeros(1, size, 1, 1, dtype=torch.float16)
+    value[0, -4:] = torch.arange(1, 5).half().view(4, 1, 1)
+    locations = torch.zeros(1, 4, 1, 1, 1, 2)
+    locations[..., 0] = torch.tensor([float("inf"), 2.0**30, size + 100, size]).view(1, 4, 1, 1, 1)
+    return value, torch.tensor([[1, size]]), torch.tensor([0]), locations, torch.ones(1, 4, 1, 1, 1)
 
 
 @everywhere

@@ -17,7 +17,7 @@ from cases import (
     OPERATORS,
 )
 from small_cases import GOOD
-from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel, strided
+from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each, first, run, skip_unless_every_kernel
 
 from mx_driving._operator import description
 
@@ -80,6 +80,21 @@ def test_mixed_dtypes(implementation, operator, dtypes):
         args[i] = args[i].to(dtype)
     args[1], args[2] = args[1].int(), args[2].int()
     compare(implementation, operator, tuple(args), cases.grad_for(operator, tuple(args)).to(dtypes[0]))
+
+
+def strided(t: torch.Tensor, how: str) -> torch.Tensor:
+    """The same numbers in another layout."""
+    if how == "reversed axes":
+        axes = list(range(t.dim()))[::-1]
+        return t.permute(axes).contiguous().permute(axes)
+    if how == "every second element":
+        wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1]), 7)
+        wide[..., ::2] = t
+        return wide[..., ::2]
+    padded = t.new_full([n + 2 for n in t.shape], 7)
+    inner = padded[tuple(slice(1, 1 + n) for n in t.shape)]
+    inner.copy_(t)
+    return inner
 
 
 @everywhere_each(EVERY)
