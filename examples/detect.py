@@ -27,7 +27,7 @@ AT_RANDOM = ("d_fine", "deformable_detr", "rt_detr", "rt_detr_v2")
 
 
 def load_photo(path: Path | None) -> Any:
-    """A Pillow image."""
+    """Return a Pillow image."""
     from PIL import Image
 
     if path is not None:
@@ -38,7 +38,7 @@ def load_photo(path: Path | None) -> Any:
 
 
 def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A trained model and its inputs, from files alone."""
+    """Return a trained model and its inputs, from local files."""
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
     rule = f"--checkpoint={folder} must be the folder of a saved detector"
@@ -53,7 +53,7 @@ def from_checkpoint(folder: Path, photo: Any) -> tuple[torch.nn.Module, dict[str
 
 
 def at_random(name: str, photo: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """A detector in its default configuration with random weights, and the photograph, in sides that 32 divides."""
+    """Return a detector in its default configuration with random weights, and the photograph with sides divisible by 32."""
     if name not in AT_RANDOM:
         raise ValueError(f"--model must be one of {', '.join(AT_RANDOM)}; got {name}")
     from transformers import AutoConfig, AutoModelForObjectDetection, ResNetConfig
@@ -79,7 +79,7 @@ def median_ms(run: Any, rounds: int) -> float:
 
 
 def of_decoder(looks: list[mx_driving.viz.Look], queries: int) -> list[mx_driving.viz.Look]:
-    """The looks of the decoder's layers, which have a query for each box."""
+    """Return the looks of the decoder's layers, which have a query for each box."""
     fitting = [look for look in looks if look.locations.shape[1] == queries]
     if not fitting:
         raise ValueError(f"the model's decoder must sample deformably for its {queries} boxes; got {len(looks)} other layers")
@@ -87,14 +87,14 @@ def of_decoder(looks: list[mx_driving.viz.Look], queries: int) -> list[mx_drivin
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries with the highest scores, their scores and classes."""
+    """Return the queries with the highest scores, their scores and classes."""
     scores, classes = logits.sigmoid().max(-1)
     order = scores.argsort(descending=True)[:count]
     return order, scores[order], classes[order]
 
 
 def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, str], count: int, path: Path) -> None:
-    """The boxes on the photograph, and for each of them the points its query read in the last layer."""
+    """Draw the boxes on the photograph, and the points that the query of each box read in the last layer."""
     from matplotlib.figure import Figure
 
     width, height = photo.size
@@ -119,7 +119,7 @@ def draw(photo: Any, outputs: Any, look: mx_driving.viz.Look, names: dict[int, s
 
 
 def write_page(photo: Any, outputs: Any, looks: list[mx_driving.viz.Look], names: dict[int, str], path: Path) -> None:
-    """Every box, and the points its query read in each layer of the decoder."""
+    """Write a page of every box, and the points that its query read in each layer of the decoder."""
     scores, classes = outputs.logits[0].float().sigmoid().max(-1)
     found = zip(classes.tolist(), scores.tolist(), strict=True)
     labels = [f"{names.get(kind, f'class {kind}')}, {score:.2f}" for kind, score in found]

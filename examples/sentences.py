@@ -1,4 +1,4 @@
-"""What the programs of this folder share: an error is one sentence on standard error, and is noticed before the work."""
+"""Errors of the programs of this folder: one message on standard error, raised before the work begins."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     python examples/train_bev.py --transform multi_scale --out runs/multi_scale --resume
     torchrun --nproc-per-node 2 examples/train_bev.py --transform geometric --out runs/geometric
     python examples/train_bev.py --transform lift --out runs/lift      # by depths that it learns
-    python examples/train_bev.py --page looks.html      # and a page on which one sees where each cell of the map looks
+    python examples/train_bev.py --page looks.html      # and a page with the points that each cell reads
 
 Scenes are rendered: the demo's street from a random place and heading, with random vehicles. A step's scenes depend on the
 step alone, so that a resumed run and a run on several processes follow the same curve. The folder --out holds
@@ -53,13 +53,13 @@ class Scenes:
 
 
 def cell_centres(cells: int) -> Tensor:
-    """Ground points [cells, cells, 2] of the car's frame; both axes grow: x forward, y left."""
+    """Return ground points [cells, cells, 2] of the car's frame; both axes grow: x forward, y left."""
     line = (torch.arange(cells) + 0.5) * (2 * REACH / cells) - REACH
     return torch.stack(torch.meshgrid(line, line, indexing="ij"), -1)
 
 
 def random_traffic(pose: Tensor, generator: torch.Generator) -> list[scene.Box]:
-    """Six to twelve vehicles within reach of the car, none on it and none on another."""
+    """Return six to twelve vehicles within reach of the car, none on it and none on another."""
 
     def uniform(low: float, high: float) -> float:
         return low + (high - low) * float(torch.rand((), generator=generator))
@@ -78,7 +78,7 @@ def random_traffic(pose: Tensor, generator: torch.Generator) -> list[scene.Box]:
 
 
 def true_map(pose: Tensor, boxes: list[scene.Box], cells: int) -> Tensor:
-    """Which cells' centres lie on the road, and which under a vehicle: [class, cells, cells]."""
+    """Return whether the centre of each cell lies on the road, and under a vehicle: [class, cells, cells]."""
     world = cell_centres(cells).double() @ pose[:2, :2].T + pose[:2, 3]
     x, y = world.unbind(-1)
     road = ((y > -7.4) & (y < 11.6)) | ((x > 12) & (x < 24))
@@ -90,7 +90,7 @@ def true_map(pose: Tensor, boxes: list[scene.Box], cells: int) -> Tensor:
 
 
 def render(count: int, seed: int, cells: int, tick=lambda: None) -> Scenes:
-    """Scenes of the seed: the same ones on every machine, one by one."""
+    """Yield the scenes of a seed, the same on every machine."""
     images, maps = [], []
     ground = scene.street(per_metre=16, traffic=())
     for index in range(count):
@@ -109,7 +109,7 @@ def render(count: int, seed: int, cells: int, tick=lambda: None) -> Scenes:
 
 
 def projections(cameras: tuple[Camera, ...]) -> Tensor:
-    """From metres of the car's frame to 0..1 of each image, times depth: [cam, 4, 4]."""
+    """Return matrices from metres of the car's frame to 0..1 of each image, times depth: [cam, 4, 4]."""
     matrix = torch.eye(4).repeat(len(cameras), 1, 1)
     for row, camera in zip(matrix, cameras, strict=True):
         height, width = camera.size
@@ -119,7 +119,7 @@ def projections(cameras: tuple[Camera, ...]) -> Tensor:
 
 
 def block(inside: int, outside: int, stride: int = 1) -> nn.Sequential:
-    """Normalised by groups: nothing depends on how scenes are shared out over processes."""
+    """A convolution with group normalisation, so that results do not depend on the number of processes."""
     return nn.Sequential(nn.Conv2d(inside, outside, 3, stride, 1), nn.GroupNorm(8, outside), nn.ReLU(inplace=True))
 
 
@@ -137,7 +137,7 @@ class Backbone(nn.Module):
 
 
 class Aggregation(nn.Module):
-    """Sparse4D's: a cell is an anchor, a box that stands on it; all cameras in one call."""
+    """Sparse4D's view transform: an anchor, a box, for each cell; all cameras in one call."""
 
     def __init__(self, channels: int, cells: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Aggregation(nn.Module):
 
 
 class PerCamera(nn.Module):
-    """BEVFormer's and MapTR's: all cells query every camera, and a cell takes the mean of those that see it."""
+    """BEVFormer's and MapTR's view transform: all cells query every camera; a cell is the mean of the cameras that see it."""
 
     def __init__(self, channels: int, cells: int, geometric: bool) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class PerCamera(nn.Module):
 
 
 class Lift(nn.Module):
-    """BEVDet's: a pixel spreads its feature over the depths that it finds likely, and a cell sums what lies above it."""
+    """BEVDet's view transform: a pixel spreads its feature over depths by probability, and a cell sums its points."""
 
     def __init__(self, channels: int, cells: int) -> None:
         super().__init__()
@@ -237,14 +237,14 @@ class Network(nn.Module):
 
 
 def loss_of(logits: Tensor, truth: Tensor) -> Tensor:
-    """Cross entropy, vehicles' cells weighted up because there are few."""
+    """Return the cross entropy, with a larger weight for cells of vehicles, which are few."""
     weight = torch.tensor([1.0, 4.0]).view(1, -1, 1, 1)
     return F.binary_cross_entropy_with_logits(logits, truth.float(), pos_weight=weight)
 
 
 @torch.no_grad()
 def intersection_over_union(model: nn.Module, scenes: Scenes, batch: int = 8) -> dict[str, float]:
-    """Intersection over union of each class over all scenes."""
+    """Return the intersection over union of each class over all scenes."""
     hits, either = torch.zeros(len(CLASSES)), torch.zeros(len(CLASSES))
     for start in range(0, len(scenes), batch):
         guess = model(scenes.images[start : start + batch] / 255) > 0
@@ -255,7 +255,7 @@ def intersection_over_union(model: nn.Module, scenes: Scenes, batch: int = 8) ->
 
 
 def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 3) -> None:
-    """The front camera, the true map and the prediction of the first scenes, one row each."""
+    """Draw the front camera, the true map and the prediction of the first scenes, a row for each scene."""
     from matplotlib.figure import Figure
 
     count = min(count, len(scenes))
@@ -274,7 +274,7 @@ def draw(model: nn.Module, scenes: Scenes, path: Path, title: str, count: int = 
 
 
 def draw_looks(look: mx_driving.viz.Look, scenes: Scenes, path: Path) -> None:
-    """Where the cell of a vehicle ahead looks in the front camera's picture."""
+    """Draw the points that the cell of a vehicle ahead reads in the front camera's picture."""
     front, cells = 1, scenes.maps.shape[-1]
     cell = vehicle_ahead(scenes.maps[0, 1])
     ax = mx_driving.viz.sampling_points(scenes.images[0, front], *seen_by(look, front, cell))
@@ -284,7 +284,7 @@ def draw_looks(look: mx_driving.viz.Look, scenes: Scenes, path: Path) -> None:
 
 
 def write_page(model: Network, look: mx_driving.viz.Look, scenes: Scenes, guess: Tensor, path: Path) -> None:
-    """Where each cell of the first scene's map looks, in every camera."""
+    """Write a page with the points that each cell of the first scene's map reads in every camera."""
     share = getattr(model.lift, "share", None)  # cells that a camera does not see ask it all the same, for nothing
     extent = (-REACH, REACH, -REACH, REACH)
     seen = None if share is None else share.T > 0
@@ -294,13 +294,13 @@ def write_page(model: Network, look: mx_driving.viz.Look, scenes: Scenes, guess:
 
 
 def vehicle_ahead(vehicle: Tensor) -> int:
-    """The cell under a vehicle that is nearest to a point 9 m ahead."""
+    """Return the cell under a vehicle that is nearest to a point 9 m ahead."""
     distance = (cell_centres(len(vehicle)) - torch.tensor([9.0, 0.0])).norm(dim=-1)
     return int(torch.where(vehicle, distance, distance + 100).argmin())
 
 
 def seen_by(look: mx_driving.viz.Look, camera: int, cell: int) -> tuple[Tensor, Tensor]:
-    """Locations [..., level, point, 2] in 0..1 of the camera's picture, and weights, of the first scene."""
+    """Return locations [..., level, point, 2] in 0..1 of the camera's picture, and weights, of the first scene."""
     if look.operator == "deformable_aggregation":
         weights = look.weights[0, cell, :, camera].mean(-1).T  # [scale, pts]
         return look.locations[0, cell, :, camera].expand(len(weights), -1, -1), weights
@@ -311,21 +311,21 @@ def seen_by(look: mx_driving.viz.Look, camera: int, cell: int) -> tuple[Tensor, 
 
 
 def _coloured(shares: Tensor) -> Tensor:
-    """Road grey, vehicles orange, by probability: [class, cells, cells] to [cells, cells, 3]."""
+    """Return a picture [cells, cells, 3] of probabilities [class, cells, cells]: road grey, vehicles orange."""
     road, vehicle = shares[..., None]
     ground = torch.tensor([0.13, 0.19, 0.16]) * (1 - road) + torch.tensor([0.55, 0.57, 0.60]) * road
     return ground * (1 - vehicle) + torch.tensor([1.0, 0.55, 0.1]) * vehicle
 
 
 def batch_of(step: int, count: int, size: int, rank: int, world: int) -> Tensor:
-    """The scenes of a step, shared out over the processes: a function of the step alone."""
+    """Return this process's scenes of a step; they depend only on the step."""
     epoch, place = divmod(step * size, count - count % size)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     return order[place : place + size][rank::world]
 
 
 def cached(folder: Path, count: int, seed: int, cells: int, progress: Progress) -> Scenes:
-    """The scenes, rendered once per folder by the first process."""
+    """Return the scenes, which the first process renders once for each folder."""
     path = folder / f"scenes-{seed}-{count}-{cells}.pt"
     if not path.exists() and _rank() == 0:
         task = progress.add_task(f"rendering {count} scenes", total=count)
@@ -417,7 +417,7 @@ def report(model: Network, held_out: Scenes, losses: list[float], seconds: float
 
 
 def _mean(loss: Tensor) -> float:
-    """The mean over the processes, whose shares of a batch are equal."""
+    """Return the mean over the processes, which have equal shares of a batch."""
     value = loss.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(value)

@@ -21,7 +21,7 @@ Hidden = Callable[[Tensor, Tensor], Tensor]  # (camera position [3], points [...
 
 @dataclass(frozen=True)
 class Lift:
-    """Everything deformable_aggregation needs except the features: where each cell looks, and how much it counts."""
+    """All inputs of deformable_aggregation except the features: locations and weights of each cell."""
 
     spatial_shape: Tensor  # [cam, scale, 2]
     scale_start_index: Tensor  # [cam, scale]
@@ -32,23 +32,23 @@ class Lift:
 
     @property
     def num_feat(self) -> int:
-        """Rows of the feature tensor."""
+        """Return the number of rows of the feature tensor."""
         return int(self.spatial_shape.prod(-1).sum())
 
     def __call__(self, feature_maps: Tensor) -> Tensor:
-        """Features [1, num_feat, c] to the bird's-eye view [cells, c]."""
+        """Return the bird's-eye view [cells, c] of features [1, num_feat, c]."""
         return deformable_aggregation(
             feature_maps, self.spatial_shape, self.scale_start_index, self.sample_locations, self.weight
         )[0]
 
 
 def shapes(cameras: tuple[Camera, ...]) -> Tensor:
-    """(H, W) of each camera's pyramid, halved from scale to scale: [cam, scale, 2]."""
+    """Return (H, W) of each camera's pyramid, halved from scale to scale: [cam, scale, 2]."""
     return torch.tensor([[[math.ceil(n / 2**s) for n in c.size] for s in range(SCALES)] for c in cameras])
 
 
 def pyramid(cameras: tuple[Camera, ...]) -> Tensor:
-    """The images, each averaged down to every scale and laid out row by row: [1, num_feat, 3]."""
+    """Return the images, averaged down to every scale and flattened to rows: [1, num_feat, 3]."""
     rows = []
     for camera, sizes in zip(cameras, shapes(cameras).tolist(), strict=True):
         assert camera.image is not None
@@ -59,13 +59,13 @@ def pyramid(cameras: tuple[Camera, ...]) -> Tensor:
 
 
 def unpack(features: Tensor, shape: Tensor) -> list[list[Tensor]]:
-    """Features [num_feat, c] as maps [c, H, W] per camera and scale."""
+    """Return features [num_feat, c] as maps [c, H, W] per camera and scale."""
     blocks = iter(features.split(shape.prod(-1).flatten().tolist()))
     return [[next(blocks).T.unflatten(1, size) for size in sizes] for sizes in shape.tolist()]
 
 
 def footprint(camera: Camera, points: Tensor, step: tuple[float, float]) -> Tensor:
-    """Pixels that one step on the ground covers, along the shorter axis of its image: [...].
+    """Return the pixels that one step on the ground covers, along the shorter axis of its image: [...].
 
     The Jacobian of (u, v) by (x, y) has rows (P[i, :2] - u_i P[2, :2]) / depth; its smaller singular value is taken.
     """
@@ -81,7 +81,7 @@ def footprint(camera: Camera, points: Tensor, step: tuple[float, float]) -> Tens
 
 
 def scale_weights(pixels: Tensor) -> Tensor:
-    """Shares of the two scales whose pixels are nearest in size to the footprint: [..., scale], summing to 1."""
+    """Return the shares of the two scales whose pixels are nearest in size to the footprint: [..., scale], summing to 1."""
     level = pixels.clamp_min(1e-6).log2().clamp(0, SCALES - 1)
     return (1 - (level[..., None] - torch.arange(SCALES, dtype=pixels.dtype)).abs()).clamp_min(0)
 

@@ -34,7 +34,7 @@ FALL = 1000.0  # times the loss must fall; 157 thousand measured on the example 
 
 @dataclass(frozen=True)
 class Result:
-    """What was measured. psnr is None with a user's rig, which has no true map."""
+    """Measurements. psnr is None for a user's rig, which has no true map."""
 
     psnr: float | None
     recovered_psnr: float
@@ -43,14 +43,14 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether the view is good enough and the descent descended."""
+        """Return whether the view is good enough and the loss has decreased."""
         return (self.psnr is None or self.psnr >= FLOOR) and self.losses[-1] * FALL <= self.losses[0]
 
 
 def run(
     out: Path, rig: Path | None = None, page: Path | None = None, width: int = 800, cells: int = 200, steps: int = 60
 ) -> Result:
-    """Make the views, recover them, draw the picture, and write the page."""
+    """Compute the views, recover them, draw the picture, and write the page."""
     if rig is None:
         print("rendering a street", flush=True)
         ground, extent, hidden = scene.street(), replace(Extent(), cells=cells), scene.hidden

@@ -1,4 +1,4 @@
-"""The picture of the demonstration: what the cameras saw, the view from above, and how gradient descent found it again."""
+"""The picture of the example: camera images, the view from above, and its recovery by gradient descent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = ("#ff8a65", "#ffd54f", "#81c784", "#4fc3f7", "#9575cd", "#f06292")
 
 @dataclass(frozen=True)
 class Story:
-    """Everything that the picture shows."""
+    """The contents of the picture."""
 
     cameras: tuple[Camera, ...]
     extent: Extent
@@ -33,7 +33,7 @@ class Story:
 
 
 def draw(story: Story, out: Path) -> None:
-    """Draw the story and write it to a picture file."""
+    """Draw the picture and write it to a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,7 +59,7 @@ def _save(figure: Any, out: Path) -> None:
 
 
 def _top(figure: Any, place: Any, story: Story) -> None:
-    """The cameras' images on the left, the loss curve on the right."""
+    """Draw the cameras' images on the left, the loss curve on the right."""
     left, right = place.subgridspec(1, 2, width_ratios=(2.62, 1), wspace=0.09)
     count = len(story.cameras)
     columns = count if count < 3 else -(-count // 2)
@@ -89,7 +89,7 @@ def _curve(axes: Any, losses: list[float]) -> None:
 
 
 def _views(figure: Any, place: Any, story: Story) -> None:
-    """Three maps: lifted, true (or how many cameras see each cell), recovered."""
+    """Draw three maps: lifted, true (or how many cameras see each cell), recovered."""
     cells, lift = story.extent.cells, story.lift
     mask = lift.seen.view(cells, cells, 1)
     empty = torch.tensor(EMPTY)
@@ -110,7 +110,7 @@ def _coverage(lift: Lift, cells: int) -> Tensor:
 
 
 def _map(axes: Any, view: Tensor, story: Story, title: str, note: str, dim: Tensor | None = None) -> None:
-    """A bird's-eye view with forward up and left on the left, the car and each camera's field of view."""
+    """Draw a bird's-eye view with forward up and left on the left, the car and each camera's field of view."""
     if dim is not None:
         view = torch.where(dim, view * 0.35, view)
     (x0, x1), (y0, y1) = story.extent.x, story.extent.y
@@ -128,14 +128,14 @@ def _map(axes: Any, view: Tensor, story: Story, title: str, note: str, dim: Tens
 
 
 def _sees_own_car(story: Story) -> bool:
-    """Whether the cameras see the ground where the car would be drawn."""
+    """Return whether the cameras see the ground where the car would be drawn."""
     (x0, x1), (y0, y1), cells = story.extent.x, story.extent.y, story.extent.cells
     row, column = int((1.35 - x0) / (x1 - x0) * cells), int(-y0 / (y1 - y0) * cells)
     return bool(story.lift.seen.view(cells, cells)[row, column])
 
 
 def _wedge(axes: Any, camera: Camera, colour: str, reach: float) -> None:
-    """The two edges of a camera's field of view, seen from above."""
+    """Return the two edges of a camera's field of view, seen from above."""
     inverse = torch.linalg.inv(camera.intrinsics)
     x, y = camera.position[:2].tolist()
     for u in (-0.5, camera.size[1] - 0.5):
@@ -145,7 +145,7 @@ def _wedge(axes: Any, camera: Camera, colour: str, reach: float) -> None:
 
 
 def _strip(figure: Any, place: Any, pictures: list[Any], cameras: tuple[Camera, ...], prefix: str) -> None:
-    """The recovered camera images in one row."""
+    """Draw the recovered camera images in one row."""
     panes = place.subgridspec(1, max(len(pictures), 4), wspace=0.04)
     for i, picture in enumerate(pictures):
         axes = figure.add_subplot(panes[i])

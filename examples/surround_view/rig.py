@@ -1,4 +1,4 @@
-"""Pinhole cameras round a car: their calibration, and the rig file a person writes."""
+"""Pinhole cameras around a car: their calibration, and rig files."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Camera:
 
     @property
     def position(self) -> Tensor:
-        """Where the camera is, in the ego frame: [3]."""
+        """Return the position of the camera in the ego frame: [3]."""
         return self.camera_to_ego[:3, 3]
 
     @property
     def projection(self) -> Tensor:
-        """Ego points to pixels, [4, 4]."""
+        """Return the matrix from ego points to pixels, [4, 4]."""
         ego_to_camera = torch.linalg.inv(self.camera_to_ego)
         return geometry.projection_matrix(self.intrinsics, ego_to_camera[:3, :3], ego_to_camera[:3, 3])
 
     def scaled(self, height: int, width: int) -> Camera:
-        """The same view on a sensor of another resolution."""
+        """Return the same view on a sensor of another resolution."""
         sx, sy = width / self.size[1], height / self.size[0]
         shift = torch.tensor([[sx, 0, sx / 2 - 0.5], [0, sy, sy / 2 - 0.5], [0, 0, 1]], dtype=torch.float64)
         return replace(self, size=(height, width), intrinsics=shift @ self.intrinsics, image=None)
@@ -54,7 +54,7 @@ class Extent:
     cells: int = 200
 
     def ground(self, points: int = 1) -> Tensor:
-        """Ground points [cells * cells, points * points, 3]: an even lattice inside each cell; row 0 is the smallest x."""
+        """Return ground points [cells * cells, points * points, 3]: a lattice in each cell; row 0 is the smallest x."""
         n = self.cells * points
         x, y = (low + (torch.arange(n, dtype=torch.float64) + 0.5) * (high - low) / n for low, high in (self.x, self.y))
         grid = torch.stack([*torch.meshgrid(x, y, indexing="ij"), torch.zeros(n, n, dtype=torch.float64)], -1)
@@ -63,19 +63,19 @@ class Extent:
 
     @property
     def cell(self) -> tuple[float, float]:
-        """Size of a cell in metres."""
+        """Return the size of a cell in metres."""
         return (self.x[1] - self.x[0]) / self.cells, (self.y[1] - self.y[0]) / self.cells
 
 
 def project(camera: Camera, points: Tensor) -> tuple[Tensor, Tensor]:
-    """Ego points [..., 3] to normalised image locations [..., 2] (x first; 0..1 is the image) and depths [...] in metres."""
+    """Return normalised image locations [..., 2] (x first; 0..1) and depths [...] in metres of ego points [..., 3]."""
     size = torch.tensor([camera.size[1], camera.size[0]], dtype=points.dtype)
     locations, depths = geometry.image_locations(points, camera.projection[None], size)
     return locations[..., 0, :], depths[..., 0]
 
 
 def looking(x: float, y: float, z: float, yaw: float, pitch: float = 0.0) -> Tensor:
-    """Camera-to-ego matrix of a camera at (x, y, z) that looks along yaw (degrees, left positive), pitch degrees down."""
+    """Return the camera-to-ego matrix of a camera at (x, y, z) with yaw (degrees, left positive) and pitch (degrees down)."""
     a, b = math.radians(yaw), math.radians(pitch)
     forward = [math.cos(a) * math.cos(b), math.sin(a) * math.cos(b), -math.sin(b)]
     right = [math.sin(a), -math.cos(a), 0.0]
@@ -103,7 +103,7 @@ def surround(height: int = 450, width: int = 800) -> tuple[Camera, ...]:
 
 
 def load_rig(path: Path) -> tuple[tuple[Camera, ...], Extent]:
-    """Read a rig file (JSON) and its photographs. Raises ValueError with a sentence where something is wrong."""
+    """Read a rig file (JSON) and its photographs. Raise ValueError if the file is wrong."""
     try:
         data = json.loads(path.read_text(encoding="utf-8-sig"))
         rows, bev = data["cameras"], data.get("bev", {})
