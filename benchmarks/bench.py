@@ -55,7 +55,7 @@ def floors(workload: Workload, dtype: str, args: Args) -> speed.Calls:
 def measure(one: Workload | ModuleWorkload, dtype: str, peers: bool, seconds: float) -> list[Row]:
     """The rows of a workload."""
     if isinstance(one, ModuleWorkload):
-        return measure_module(one, peers, seconds)
+        return measure_module(one, peers, seconds, dtype)
 
     def others(workload: Workload, dtype: str, args: Args, grad: torch.Tensor) -> speed.Calls:
         rivals = peers_of(workload, args) if peers and dtype in ("float32", "float64") else {}
@@ -99,9 +99,9 @@ def bench(
     writes the channels of a cell side by side. `make native` in a clone builds the loops.
 
     Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
-    operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, always in
-    float32: its forward without gradients, and forward and backward with those of its parameters. "layers + operator" runs
-    its linear layers and its bare operator apart, on inputs that are ready.
+    operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, in
+    float32 or, with --dtype bfloat16, under autocast: its forward without gradients, and forward and backward with those of
+    its parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are ready.
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
     """
@@ -113,7 +113,7 @@ def bench(
     chosen = [w for w in WORKLOADS if w.name in wanted]
     modules = [w for w in MODULES if w.name in wanted]
     calls = [(w, d) for d in dtypes for w in chosen]
-    work = [*calls, *((w, d) for w in modules for d in dtypes if d == DType.float32.value)]
+    work = [*calls, *((w, d) for w in modules for d in dtypes if d in (DType.float32.value, DType.bfloat16.value))]
     use_threads(threads)
     if explain:
         console = open_console(f"bench.py --explain: {report.machine()}")

@@ -22,10 +22,14 @@ from mx_driving._measure.timing import Call
 CLOSE, CLOSE_GRADIENTS = 1e-4, 1e-2
 
 
-def measure_module(workload: ModuleWorkload, peers: bool, seconds: float) -> list[Row]:
+def measure_module(workload: ModuleWorkload, peers: bool, seconds: float, dtype: str = "float32") -> list[Row]:
     """A row per direction and implementation: "forward" without gradients, and "forward + backward" with those of all
-    parameters and of the inputs that layers before it make. Everybody computes the same in float32; that is checked first."""
+    parameters and of the inputs that layers before it make. Everybody computes the same in float32; that is checked first.
+    In bfloat16 the module runs under autocast, beside its parts alone."""
     subject = workload.make(torch.Generator().manual_seed(0))
+    if dtype == "bfloat16":
+        ours = {way: _under_autocast(call) for way, call in _directions(subject.module, subject.module, subject).items()}
+        return timed_rows(workload.name, dtype, {OURS: ours} | _parts_under_autocast(subject), seconds)
     implementations = {OURS: (subject.module, subject.module), "plain torch": (subject.module, subject.plainly)}
     if peers:
         others = implementations | subject.packages()
@@ -96,17 +100,42 @@ def _of_norm(got: Tensor, expected: Tensor) -> float:
 def _parts(subject: Subject) -> Calls:
     """The linear layers and the bare operator, each on inputs that are ready: the time below which only fusing gets. And the
     layers with the gather loop instead of the operator."""
-    with torch.no_grad(), mx_driving.viz.recording() as looks:
-        subject.module(*subject.inputs)
-    calls = [
-        (look.operator, (look.table.contiguous(), look.shapes, look.starts, look.locations, look.weights)) for look in looks
-    ]
-    layers = _in_turn(_directions(layer, layer, _alone(layer, x)) for layer, x in subject.layers)
+    calls = _operators_of(subject)
+    layers = _layers_of(subject)
     operators = _in_turn(_operator(name, args) for name, args in calls)
     found = {PARTS: _in_turn([layers, operators])}
     if floor.why_not() is None:
         found[LAYERS_AND_FLOOR] = _in_turn([layers, *(_floor(name, args) for name, args in calls)])
     return found
+
+
+def _parts_under_autocast(subject: Subject) -> Calls:
+    """The linear layers under autocast, which converts their weights in each run, and the bare operator on bfloat16 tensors
+    that are ready."""
+    layers = {way: _under_autocast(call) for way, call in _layers_of(subject).items()}
+    calls = [(name, tuple(t.bfloat16() if t.is_floating_point() else t for t in args)) for name, args in _operators_of(subject)]
+    return {PARTS: _in_turn([layers, *(_operator(name, args) for name, args in calls)])}
+
+
+def _under_autocast(call: Call) -> Call:
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            call()
+
+    return run
+
+
+def _operators_of(subject: Subject) -> list[tuple[str, tuple[Tensor, ...]]]:
+    """The bare operators that a module calls, with inputs that are ready."""
+    with torch.no_grad(), mx_driving.viz.recording() as looks:
+        subject.module(*subject.inputs)
+    return [
+        (look.operator, (look.table.contiguous(), look.shapes, look.starts, look.locations, look.weights)) for look in looks
+    ]
+
+
+def _layers_of(subject: Subject) -> dict[str, Call]:
+    return _in_turn(_directions(layer, layer, _alone(layer, x)) for layer, x in subject.layers)
 
 
 def _alone(layer: nn.Module, x: Tensor) -> Subject:

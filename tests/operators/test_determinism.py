@@ -18,6 +18,29 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 PAIRS = [(i, dtype) for i in cases.wanted_implementations() for dtype in DTYPES if i != "reference" or dtype == torch.float64]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bits_do_not_depend_on_where_a_sample_stands(dtype):
+    """Samples that are worked out sixteen at once have the bits of eight at a time: eight samples off the map shift them."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(1, 35, 2, 40, generator=generator).to(dtype)
+    edges = torch.tensor(
+        [-0.5, -0.1, -0.0, 0.0, 0.1, 0.3, 0.5, 0.9, 1.0, 1.1, 1.5, 1e9, -1e9, float("nan"), float("inf"), 1e-9]
+    )
+    locations = (edges[torch.randint(16, (1, 300, 2, 1, 16, 2), generator=generator)] / torch.tensor([7, 5]) * 5).to(dtype)
+    weights = torch.rand(1, 300, 2, 1, 16, generator=generator).to(dtype)
+    off_map = torch.full((1, 300, 2, 1, 8, 2), -3.0, dtype=dtype), torch.zeros(1, 300, 2, 1, 8, dtype=dtype)
+    shifted = torch.cat([off_map[0], locations], 4), torch.cat([off_map[1], weights], 4)
+    operator, tables = torch.ops.mx_driving.multi_scale_deformable_attn, (torch.tensor([[5, 7]]), torch.tensor([0]))
+    grad = torch.randn(1, 300, 80, generator=generator).to(dtype)
+    assert torch.equal(operator(value, *tables, locations, weights), operator(value, *tables, *shifted))
+    backward = torch.ops.mx_driving.multi_scale_deformable_attn_backward
+    grad_value, *of_samples = backward(grad, value, *tables, locations, weights, [True] * 3)
+    shifted_value, *of_shifted = backward(grad, value, *tables, *shifted, [True] * 3)
+    assert torch.equal(grad_value, shifted_value)
+    for gradient, shifted_gradient in zip(of_samples, of_shifted, strict=True):
+        assert torch.equal(gradient, shifted_gradient[:, :, :, :, 8:])
+
+
 @pytest.mark.parametrize(("implementation", "dtype"), PAIRS, indirect=["implementation"], ids=str)
 @pytest.mark.parametrize("case", LARGE, ids=cases.case_id)
 def test_bitwise_for_any_number_of_threads(implementation, every_thread, case, dtype):

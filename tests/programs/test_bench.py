@@ -398,6 +398,14 @@ def test_rows_of_a_module(name, eager, mmcv_is_forgotten):
     assert {(r["direction"], r["implementation"]) for r in rows} == {(d, i) for d in directions for i in implementations}
 
 
+def test_rows_of_a_module_under_autocast():
+    rows = modules.measure_module(module_workloads.ModuleWorkload("m", SMALL_MODULES["geometric"]), False, 0, "bfloat16")
+    ours, parts = ([r for r in rows if r["implementation"] == i] for i in ("mx_driving", "layers + operator"))
+    assert [r["direction"] for r in ours] == [r["direction"] for r in parts] == ["forward", "forward + backward"]
+    assert {r["dtype"] for r in rows} == {"bfloat16"}
+    assert len(rows) == 4
+
+
 @pytest.mark.parametrize("name", SMALL_MODULES)
 def test_the_layers_of_a_module_are_all_it_has(name):
     """Every parameter belongs to one of them, and each is given an input as wide as it is."""

@@ -28,9 +28,8 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
         const QueryRows outputs(output, b, h, this->n.channels);
         this->find_value(job, b, h);
         this->reader.open(b, h);
-        this->queries(
+        this->template queries<true>(
             blocks.begin(item), blocks.end(item),
-            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
             [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
                 T *const computed = as_value ? nullptr : as_computed ? reinterpret_cast<T *>(out) : sum;

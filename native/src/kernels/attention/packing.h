@@ -21,11 +21,11 @@ struct HeadRows {
 inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head, const PackedLevels &levels,
                         const char *packed, int64_t row_bytes, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
-        const int64_t level = first_level + l, first = l * n.points, last = first + n.points;
+        const int64_t level = first_level + l, first = l * n.points, last = first + n.points, width = call.levels[level].width;
         if (packed && levels.offset[level] >= 0)
-            rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes);
+            rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes, width);
         else
-            rows.set(first, last, head.first, head.step);
+            rows.set(first, last, head.first, head.step, width);
     }
     rows.set(n.levels * n.points, padded_samples(n), reinterpret_cast<const void *>(rows.zero_row), 0); // padding
 }

@@ -61,6 +61,11 @@ template <class T> class Query {
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
+    MXD_INLINE Vec<T, 16> sixteen_weights(int64_t sample) const { return raw_load<T, 16>(weights + sample); }
+    MXD_INLINE void sixteen_locations(int64_t sample, Vec<T, 16> &x, Vec<T, 16> &y) const {
+        const T *pairs = static_cast<const T *>(xy) + 2 * sample;
+        separate<T, 16>(raw_load<T, 16>(pairs), raw_load<T, 16>(pairs + 16), x, y);
+    }
     // Integer locations stay integers, because T cannot represent all of them: whole_location() reads them.
     bool in_whole_numbers() const { return whole; }
     MXD_INLINE void whole_location(int64_t sample, IntLanes<T> &x, IntLanes<T> &y) const {

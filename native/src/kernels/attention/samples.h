@@ -129,13 +129,13 @@ template <class V, class T, template <class> class Rule> class SampleGradients :
         this->find_value(job, b, h);
         this->reader.open(b, h);
         samples.open(b, h);
-        this->queries(
-            blocks.begin(item), blocks.end(item), [](T *, int64_t, const auto &) {},
-            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
-                const T *g = grad_output.of(q);
-                dots<V, T>(prepared.address, next.address, this->num_rows, this->n.channels, g, samples.dot);
-                samples.write(q, prepared.query, this->reader);
-            });
+        this->template queries<false>(blocks.begin(item), blocks.end(item),
+                                      [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
+                                          const T *g = grad_output.of(q);
+                                          dots<V, T>(prepared.address, next.address, this->num_rows, this->n.channels, g,
+                                                     samples.dot);
+                                          samples.write(q, prepared.query, this->reader);
+                                      });
     }
 
   private:

@@ -23,13 +23,11 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         const int64_t part = item % parts(plan), h = item / parts(plan) % this->n.heads, b = item / parts(plan) / this->n.heads;
         const OutputGradient<T> grad_output(call, b, h, this->row);
         open(b, h, call.sizes.levels * part / parts(plan), call.sizes.levels * (part + 1) / parts(plan));
-        this->queries(
-            0, this->n.queries,
-            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
-            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
-                scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows, this->n.channels,
-                               grad_output.of(q));
-            });
+        this->template queries<true>(0, this->n.queries,
+                                     [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
+                                         scatter_add<T>(prepared.address, prepared.coefficient, next.address, this->num_rows,
+                                                        this->n.channels, grad_output.of(q));
+                                     });
         unpack_as<T>(call, plan.packed_gradient, packed, b, h);
     }
 

@@ -27,10 +27,8 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
         const OtherRows gradient{open_rows(b, h), reinterpret_cast<int64_t>(this->zero_row)};
         this->reader.open(b, h);
         samples.open(b, h);
-        this->queries(
-            0, this->n.queries,
-            [](T *coefficients, int64_t i, const auto &sampled) { Base::put_coefficients(coefficients, i, sampled); },
-            [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
+        this->template queries<true>(
+            0, this->n.queries, [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 const T *g = grad_output.of(q);
                 dots_and_scatter_add<T, !PACKED>(prepared.address, prepared.coefficient, next.address, gradient, this->num_rows,
                                                  this->n.channels, g, samples.dot);

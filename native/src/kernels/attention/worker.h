@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/attention/packing.h"
+#include "kernels/attention/sixteen_samples.h"
 
 namespace mxd::MXD_ISA {
 namespace {
@@ -48,10 +49,9 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                     rows);
     }
 
-    // For queries begin..end-1 of the open (batch, head): prepare(coefficients, first of LANES samples, their rows) for
-    // all samples of a query, and PIPELINE_DEPTH queries later finish(query, it as prepared, the query prepared last).
-    template <class Prepare, class Finish>
-    MXD_INLINE void queries(int64_t begin, int64_t end, Prepare &&prepare, Finish &&finish) {
+    // For queries begin..end-1 of the open (batch, head): finds the rows of all samples of a query, with or without
+    // their coefficients, and PIPELINE_DEPTH queries later finish(query, it as prepared, the query prepared last).
+    template <bool COEFFICIENTS, class Finish> MXD_INLINE void queries(int64_t begin, int64_t end, Finish &&finish) {
         ahead(
             begin, end,
             [&](int64_t q, int64_t number) __attribute__((always_inline)) {
@@ -63,19 +63,21 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
                 int64_t *const address = prepared.address;
                 T *const coefficient = prepared.coefficient;
                 const int64_t padded = reader.padded;
-                for (int64_t i = 0; i < padded; i += LANES) {
+                int64_t i = 0;
+                if constexpr (CORNERS == 4 && SIXTEEN_AT_ONCE<T>) {
+                    if (!to.far)
+                        for (; i + 16 <= padded; i += 16) put_sixteen<COEFFICIENTS>(query, i, to, address, coefficient);
+                }
+                for (; i < padded; i += LANES) {
                     const auto sampled = Rule<T>::rows(query, i);
                     to.put<CORNERS>(address, i, sampled);
-                    prepare(coefficient, i, sampled);
+                    MXD_UNROLL
+                    for (int k = 0; COEFFICIENTS && k < CORNERS; ++k)
+                        put_entries<CORNERS>(coefficient, i, k, sampled.coefficient[k]);
                 }
             },
             [&](int64_t q, int64_t number, int64_t next)
                 __attribute__((always_inline)) { finish(q, prepared_queries[number], prepared_queries[next]); });
-    }
-
-    template <class Sampled> static MXD_INLINE void put_coefficients(T *coefficients, int64_t i, const Sampled &sampled) {
-        MXD_UNROLL
-        for (int k = 0; k < CORNERS; ++k) put_entries<CORNERS>(coefficients, i, k, sampled.coefficient[k]);
     }
 };
 

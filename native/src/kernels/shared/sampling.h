@@ -18,36 +18,43 @@ inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1)
 // Of a query and head.
 inline int64_t padded_samples(const Sizes &n) { return round_up(n.levels * n.points, LANES); }
 
-// The maps that LANES samples are taken from. All facts about them lie together, so that one register addresses them.
-template <class T> struct MapLanes {
-    T width[LANES], height[LANES];
-    Int<T> row[LANES];                   // pixels of a row
-    Int<T> last_x[LANES], last_y[LANES]; // -1 on an empty map
-    Int<T> start[LANES];
+// The maps that N samples are taken from. All facts about them lie together, so that one register addresses them.
+template <class T, int N = LANES> struct MapLanes {
+    T width[N], height[N];
+    Int<T> row[N];               // pixels of a row
+    Int<T> last_x[N], last_y[N]; // -1 on an empty map
+    Int<T> start[N];
+
+    void set(int64_t lane, const Level &level) {
+        width[lane] = T(level.width);
+        height[lane] = T(level.height);
+        row[lane] = Int<T>(level.width);
+        last_x[lane] = Int<T>(level.width - 1);
+        last_y[lane] = Int<T>(level.height - 1);
+        start[lane] = Int<T>(level.start);
+    }
 };
 
 // For each sample of one query (level by level, point by point), the map it is taken from.
 template <class T> class Maps {
   public:
-    Maps(Arena &arena, int64_t samples) : lanes(arena.take<MapLanes<T>>(samples / LANES)) {}
+    Maps(Arena &arena, int64_t samples)
+        : lanes(arena.take<MapLanes<T>>(samples / LANES)), sixteens(arena.take<MapLanes<T, 16>>(samples / 16)),
+          of_sixteens(samples / 16 * 16) {}
 
     // Of samples i..i+LANES-1, i a multiple of LANES: lanes[i / LANES], but a loop counts this address up.
     MXD_INLINE const MapLanes<T> &at(int64_t i) const {
         return *reinterpret_cast<const MapLanes<T> *>(reinterpret_cast<const char *>(lanes) +
                                                       i * int64_t(sizeof(MapLanes<T>) / LANES));
     }
+    // Of samples i..i+15, i a multiple of 16.
+    MXD_INLINE const MapLanes<T, 16> &sixteen_at(int64_t i) const { return sixteens[i / 16]; }
     T width(int64_t sample) const { return lanes[sample / LANES].width[sample % LANES]; }
     T height(int64_t sample) const { return lanes[sample / LANES].height[sample % LANES]; }
 
     void set(int64_t sample, const Level &level) {
-        MapLanes<T> &to = lanes[sample / LANES];
-        const int64_t lane = sample % LANES;
-        to.width[lane] = T(level.width);
-        to.height[lane] = T(level.height);
-        to.row[lane] = Int<T>(level.width);
-        to.last_x[lane] = Int<T>(level.width - 1);
-        to.last_y[lane] = Int<T>(level.height - 1);
-        to.start[lane] = Int<T>(level.start);
+        lanes[sample / LANES].set(sample % LANES, level);
+        if (sample < of_sixteens) sixteens[sample / 16].set(sample % 16, level);
     }
     // `points` samples on each of the levels first..last-1; an empty map for the padding.
     void set_levels(const Level *levels, int64_t first, int64_t last, int64_t points, int64_t padded) {
@@ -59,6 +66,8 @@ template <class T> class Maps {
 
   private:
     MapLanes<T> *lanes;
+    MapLanes<T, 16> *sixteens;
+    int64_t of_sixteens; // samples
 };
 
 // For each sample of one query, the range of y on its map in which it may read rows of a band. The range has two pixels
@@ -200,17 +209,19 @@ inline bool is_far(int64_t step) { return step != int32_t(step); }
 // The addresses of rows: pixel i of sample s lies at base[s] + i * stride[s] bytes. A corner that is not on the map
 // lies at the zero row. A coefficient of 0 for some row of the map would not do: 0 * infinity is NaN.
 struct RowAddresses {
-    int64_t *base, *stride, zero_row;
+    int64_t *base, *stride, *row_bytes, zero_row;
     bool far = false; // some stride is
 
     RowAddresses(Arena &arena, int64_t samples, const void *zero_row_at)
-        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)),
+        : base(arena.take<int64_t>(samples)), stride(arena.take<int64_t>(samples)), row_bytes(arena.take<int64_t>(samples)),
           zero_row(reinterpret_cast<int64_t>(zero_row_at)) {}
 
-    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes) {
+    // On maps of `width` pixels in a row.
+    void set(int64_t first, int64_t last, const void *pixel0, int64_t bytes, int64_t width = 0) {
         for (int64_t i = first; i < last; ++i) {
             base[i] = reinterpret_cast<int64_t>(pixel0);
             stride[i] = bytes;
+            row_bytes[i] = width * bytes;
         }
         far = far || is_far(bytes);
     }
