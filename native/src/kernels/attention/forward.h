@@ -27,6 +27,7 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
         const bool as_computed = side_by_side && output.dtype == OWN<T>;
         const QueryRows outputs(output, b, h, this->n.channels);
         this->find_value(job, b, h);
+        this->reader.reads_16_bits = Rule<T>::CORNERS == 4 && SIXTEEN_AT_ONCE<T> && !this->rows.far;
         this->reader.open(b, h);
         this->template queries<true>(
             blocks.begin(item), blocks.end(item),

@@ -61,10 +61,25 @@ template <class T> class Query {
     MXD_INLINE void location(int64_t sample, RealLanes<T> &x, RealLanes<T> &y) const {
         load_pairs<T>(reinterpret_cast<const T *>(xy) + 2 * sample, x, y);
     }
-    MXD_INLINE Vec<T, 16> sixteen_weights(int64_t sample) const { return raw_load<T, 16>(weights + sample); }
+    // Of samples sample..sample+15. Their elements may have 16 bits. Two bfloat16 are one word: the upper half is a float
+    // as it stands, the lower half needs a shift.
+    MXD_INLINE Vec<T, 16> sixteen_weights(int64_t sample) const {
+        if (stored == MXD_BFLOAT16) return load<T, 16>(reinterpret_cast<const BFloat16 *>(weights) + sample);
+        if (stored == MXD_FLOAT16) return load<T, 16>(reinterpret_cast<const Half *>(weights) + sample);
+        return raw_load<T, 16>(weights + sample);
+    }
     MXD_INLINE void sixteen_locations(int64_t sample, Vec<T, 16> &x, Vec<T, 16> &y) const {
-        const T *pairs = static_cast<const T *>(xy) + 2 * sample;
-        separate<T, 16>(raw_load<T, 16>(pairs), raw_load<T, 16>(pairs + 16), x, y);
+        if (stored == MXD_BFLOAT16) {
+            const auto words = raw_load<uint32_t, 16>(static_cast<const uint32_t *>(xy) + sample);
+            x = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words << 16));
+            y = bits_as<Vec<T, 16>>(Vec<uint32_t, 16>(words & 0xffff0000u));
+        } else if (stored == MXD_FLOAT16) {
+            const Half *pairs = static_cast<const Half *>(xy) + 2 * sample;
+            separate<T, 16>(load<T, 16>(pairs), load<T, 16>(pairs + 16), x, y);
+        } else {
+            const T *pairs = static_cast<const T *>(xy) + 2 * sample;
+            separate<T, 16>(raw_load<T, 16>(pairs), raw_load<T, 16>(pairs + 16), x, y);
+        }
     }
     // Integer locations stay integers, because T cannot represent all of them: whole_location() reads them.
     bool in_whole_numbers() const { return whole; }
@@ -85,6 +100,7 @@ template <class T> class Query {
     T reference_copy[2];
     const void *xy = nullptr; // T, or int64_t where they are whole
     const T *weights = nullptr;
+    int64_t stored = OWN<T>; // the dtype of weights, and of xy that are not whole
     bool whole = false;
     void *xy_copy; // T or int64_t
     T *weight_copy;
@@ -93,7 +109,8 @@ template <class T> class Query {
 // Reads the queries of one (batch, head) one after the other, on some or all levels.
 template <class T> class QueryReader {
   public:
-    int64_t padded = 0; // samples of a query
+    int64_t padded = 0;         // samples of a query
+    bool reads_16_bits = false; // queries are read by sixteen samples at once alone, as they are stored
 
     QueryReader(const Call &c, Arena &arena)
         : call(c), n(c.sizes), locations(c.locations, {LEVEL, POINT, XY}), weights(c.weights, {LEVEL, POINT}),
@@ -134,7 +151,10 @@ template <class T> class QueryReader {
         whole = call.locations.dtype == MXD_INT32 || call.locations.dtype == MXD_INT64;
         const bool own_locations = call.has_window || call.locations.dtype == (whole ? int64_t(MXD_INT64) : OWN<T>);
         const bool own = own_locations && call.weights.dtype == OWN<T>;
-        const int64_t until = !own ? -1 : locations_until < weights_until ? locations_until : weights_until;
+        const bool own16 = reads_16_bits && padded % 16 == 0 && !call.with_logits && element_size(call.weights.dtype) == 2 &&
+                           call.locations.dtype == call.weights.dtype;
+        stored_in_place = own16 ? call.weights.dtype : OWN<T>;
+        const int64_t until = !own && !own16 ? -1 : locations_until < weights_until ? locations_until : weights_until;
         in_place_until = call.with_logits ? -1 : until;
         logits.open(b, location_rows, weight_rows, until);
     }
@@ -142,10 +162,12 @@ template <class T> class QueryReader {
         const char *location = location_rows.at_in_turn(q), *weight = weight_rows.at_in_turn(q);
         query.whole = whole;
         query.xy = location;
+        query.stored = stored_in_place;
         if (q <= in_place_until) { // nearly always: one test for both
             query.weights = reinterpret_cast<const T *>(weight);
             return;
         }
+        query.stored = OWN<T>;
         if (call.with_logits) return read_computed(q, location, query);
         if (whole)
             query.xy = values(locations, location, q <= locations_until, 2 * samples, 2 * padded, int64_t(0),
@@ -172,6 +194,7 @@ template <class T> class QueryReader {
     QueryRows location_rows, weight_rows;
     int64_t locations_until = -1, weights_until = -1; // the last query whose elements may be read in whole vectors
     int64_t in_place_until = -1;                      // the last query of which nothing is copied
+    int64_t stored_in_place = OWN<T>;                 // the dtype of those
     bool whole = false;                               // locations are whole numbers
 
     MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
