@@ -96,7 +96,7 @@ _COMPUTE: dict[str, Callable[..., Array]] = {
 }  # fmt: skip
 _LAST = {"selp": ["pred"], "shl": ["u32"], "shr": ["u32"], "bfe": ["u32", "u32"]}  # types of the last operands
 _KNOWN = re.compile(
-    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|bfe|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\d+"
+    r"(mov|add|sub|neg|min|max|and|or|xor|not|shl|shr|selp|bfe|rem)\.\w+|div\.[su]\d+|(add|sub|mul|fma|div)\.rn\.\w+|mul\.f\w+"
     r"|(mul|mad)\.(lo|wide|hi)\.[su]\d+|setp\.(eq|ne|lt|le|gt|ge)u?\.\w+|cvt\.(rn\.|r[nzmp]i\.)?(ftz\.)?([su]\d+|b?f(16|32)(x2)?)\.\w+"
     r"|bra(\.uni)?|ret|bar(\.warp)?\.sync|shfl\.sync\.(bfly|idx)\.b32|redux\.sync\.add\.s32|atom\.global\.gpu\.relaxed\.add(\.v\d)?\.f32"
     r"|ld\.param\.\w+|(ld|st)\.(global|shared)(\.v\d)?\.b\d+|(ld|st)matrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16"

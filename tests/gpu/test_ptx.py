@@ -88,6 +88,7 @@ ARITHMETIC = {
     "cvt.rzi.s32.f32 %r3, 0f7F800000;": [2**31 - 1] * 64,
     "cvt.rzi.s32.f32 %r3, 0fC0300000;": [-2] * 64,
     "cvt.rn.bf16x2.f32 %r3, 0f3F808000, 0f3F818000;": [0x3F803F82] * 64,
+    "mov.b64 %rd5, 0x400000003F800000; mul.f32x2 %rd6, %rd5, %rd5; mov.b64 {%r4, %r3}, %rd6;": [0x40800000] * 64,
     "shfl.sync.bfly.b32 %r3, %r1, 5, 31, -1;": [i ^ 5 for i in LANE],
     "redux.sync.add.s32 %r3, %r1, -1;": [sum(LANE[:32])] * 32 + [sum(LANE[32:])] * 32,
     "mov.b32 %r3, 7; setp.lt.u32 %p1, %r1, 9; @%p1 bra $L1; add.s32 %r3, %r3, %r1; $L1:\nmov.b32 %r4, 0;": [
