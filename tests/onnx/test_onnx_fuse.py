@@ -330,3 +330,14 @@ def test_a_size_of_one_that_the_source_broadcasts(writing, tensor, axis, size, n
     else:
         np.testing.assert_allclose(run(after, arguments.values()), run(before, arguments.values()), rtol=0, atol=1e-5)
         assert "Expand" in kinds(after)
+
+
+def test_a_sum_that_is_added_to_itself_stays(tmp_path):
+    before = tmp_path / "before.onnx"
+    export(WRITINGS["summed"], before, "older")
+    model = onnx.load(before)
+    (total,) = (node for node in model.graph.node if node.op_type == "Add" and "ReduceSum" in node.input[0] + node.input[1])
+    total.input[1] = total.input[0]
+    onnx.save(model, before)
+    with pytest.raises(ValueError, match="path_in must hold deformable attention"):
+        mx_driving.onnx.fuse(before, tmp_path / "after.onnx")

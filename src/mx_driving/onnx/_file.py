@@ -93,13 +93,11 @@ def _read(path: Path) -> ir.Model:
 
 def _sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    yield from (tensor.values.name for tensor in getattr(graph, "sparse_initializer", ()))
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("sparse_tensor") or attribute.sparse_tensors:
+    for one in _graphs(graph):
+        yield from (tensor.values.name for tensor in getattr(one, "sparse_initializer", ()))
+        for node in one.node:
+            if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
                 yield node.output[0]
-            for subgraph in (attribute.g, *attribute.graphs):
-                yield from _sparse(subgraph)
 
 
 def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -130,7 +128,7 @@ def _set_defaults_aside(model: ir.Model) -> None:
 
 def _name_plugins(proto: onnx.ModelProto) -> bool:
     """Give nodes of TensorRT's plugins, which exporters leave in onnx's own domain, that of onnxruntime's provider."""
-    nodes = [node for graph in (proto.graph, *proto.functions) for node in _all_nodes(graph)]
+    nodes = (node for root in (proto.graph, *proto.functions) for graph in _graphs(root) for node in graph.node)
     plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
     for node in plugins:
         node.metadata_props.add(key=_DOMAIN, value=node.domain)
@@ -152,12 +150,13 @@ def restore_plugins(model: ir.Model) -> bool:
     return bool(plugins)
 
 
-def _all_nodes(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
+def _graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+    """Yield the graph and its subgraphs."""
+    yield graph
     for node in graph.node:
-        yield node
         for attribute in node.attribute:
             for subgraph in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(subgraph)
+                yield from _graphs(subgraph)
 
 
 def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -13,7 +13,7 @@ from ._nodes import nodes
 from ._quantized import has_quantizers, reason, without_quantizers
 from ._search import Sampling, candidates, nearest, sums
 from ._table import find_tables, table_candidates
-from ._trial import part_nodes, prove
+from ._trial import part, prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
@@ -78,8 +78,8 @@ def explain_quantized(model: ir.Model, left: dict[str, str]) -> None:
     copy, removed = without_quantizers(model)
     for name, sampling in find_samplings(copy):
         if isinstance(sampling, Sampling):
-            nodes = part_nodes(sampling)
-            if why := reason(nodes, {sampling.value, sampling.locations, sampling.weights}, removed):
+            nodes, _ = part(sampling)
+            if why := reason(nodes, {*sampling.ends}, removed):
                 for node in nodes:
                     left.pop(str(node.outputs[0].name), None)
                 left[name] = why

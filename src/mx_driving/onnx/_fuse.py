@@ -22,7 +22,7 @@ from ._nodes import nodes, rewrite
 from ._save import save
 from ._search import Sampling
 from ._table import find_tables
-from ._trial import padding, part_nodes, tables
+from ._trial import padding, part, tables
 from ._writer import Writer, open_writer
 
 
@@ -114,7 +114,7 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
-            names = tuple(str(node.name) for node in part_nodes(sampling))
+            names = tuple(str(node.name) for node in part(sampling)[0])
             _replace(model, sampling, form, **options)
             report.replaced[name], report.nodes[name] = sampling.words, names
         except Unfit as unfit:

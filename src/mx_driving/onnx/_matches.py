@@ -85,12 +85,10 @@ def _is_sampler(node: ir.Node) -> bool:
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
-    inputs = {"value": sampling.value, "locations": sampling.locations, "weights": sampling.weights}
-    sizes = _trial.sizes_read(sampling)
-    part = _trial.cut(model, sampling, sizes)
-    tables = {str(v.name): v for v in sizes}
-    nodes = tuple(str(node.name) for node in _trial.part_nodes(sampling))
-    return Match(str(sampling.output.name), sampling.words, inputs, tables, nodes, part, sampling)
+    inputs: dict[str, ir.Value] = dict(zip(("value", "locations", "weights"), sampling.ends, strict=True))
+    nodes, sizes = _trial.part(sampling)
+    tables, names = {str(v.name): v for v in sizes}, tuple(str(node.name) for node in nodes)
+    return Match(str(sampling.output.name), sampling.words, inputs, tables, names, _trial.cut(model, sampling, sizes), sampling)
 
 
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:

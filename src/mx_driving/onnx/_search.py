@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,18 +67,28 @@ def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
     return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
+def add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
+    """Return each node that has a leaf, or Add of such nodes, with the leaves in order."""
+    totals: dict[ir.Node, list[Any]] = {}
+    for node in graph:
+        if first := leaf(node):
+            totals[node] = [first]
+        added: list[Any] = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
+        if added and all(one in totals for one in added):
+            totals[node] = [first for one in added for first in totals[one]]
+            for one in {*added}:
+                del totals[one]
+    return totals
+
+
 def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], list[ir.Value]]]:
     """Return each ReduceSum over weighted samples, or Add of such sums, with samples and weights in the order of levels."""
-    totals = {}
-    for node in graph:
-        levels = ((parts(samples), [weights]) for samples, weights in _factors(node))
-        if first := next((both for both in levels if both[0]), None):
-            totals[node] = first
-        added = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
-        samples = [part for one in added for part in totals.get(one, ([], []))[0]]
-        if samples and all(one in totals for one in added):
-            totals[node] = samples, [weights for one in added for weights in totals.pop(one)[1]]
-    return totals
+    totals = add_up(graph, _weighted).items()
+    return {node: ([v for samples, _ in pairs for v in samples], [weights for _, weights in pairs]) for node, pairs in totals}
+
+
+def _weighted(node: ir.Node) -> tuple[list[ir.Value], ir.Value] | None:
+    return next(((samples, weights) for one, weights in _factors(node) if (samples := parts(one))), None)
 
 
 def nearest(graph: ir.Graph) -> list[ir.Node]:

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from ._graph import INTEGER, VIEWS, Unfit, before, common, constant, dims, is_node, number, sources
 from ._levels import indices_of_rows
-from ._search import Sampling, outputs_of_sum
+from ._search import Sampling, add_up, outputs_of_sum
 
 _OF_WEIGHTS = VIEWS | {"Mul", "Where", "Cast"}
 _OF_TABLE = VIEWS | {"Concat", "Cast"}
@@ -25,13 +25,7 @@ Maps = tuple[tuple[int, int], ...]
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
     """Return the last Add of each sum of four corners, and the corners' ReduceSum nodes."""
-    corners: dict[ir.Node, list[ir.Node]] = {}
-    for node in graph:
-        if is_node(node, "ReduceSum") and _row(node) is not None:
-            corners[node] = [node]
-        added = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
-        if added and all(one in corners for one in added):
-            corners[node] = [corner for one in added for corner in corners.pop(one)]  # pyright: ignore[reportArgumentType]
+    corners = add_up(graph, lambda node: node if is_node(node, "ReduceSum") and _row(node) is not None else None)
     return {node: sums for node, sums in corners.items() if len(sums) == 4 and _are_of_attention(sums)}
 
 

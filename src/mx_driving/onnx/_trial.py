@@ -47,8 +47,8 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def _part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
-    """Return the nodes between the operator's inputs and output, checked and in order, and sizes that the file says."""
+def part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Return the nodes between the operator's inputs and output, checked and in order, and sizes read outside them."""
     ends, names = {*sampling.ends}, _sizes.names(sampling, _sizes.shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
@@ -172,20 +172,9 @@ def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
-def sizes_read(sampling: Sampling) -> list[ir.Value]:
-    """Return sizes that the part of the graph reads from tensors outside it."""
-    return _part(sampling)[1]
-
-
-def part_nodes(sampling: Sampling) -> list[ir.Node]:
-    """Return the nodes between the operator's inputs and its output."""
-    return _part(sampling)[0]
-
-
 def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
     """Return the part of the graph between the operator's inputs and its output as a model. Sizes are inputs, too."""
-    ends = [sampling.value, sampling.locations, sampling.weights, *sizes]
-    graph = ir.convenience.extract(model.graph, ends, [sampling.output])
+    graph = ir.convenience.extract(model.graph, [*sampling.ends, *sizes], [sampling.output])
     for value in graph.inputs:
         graph.initializers.pop(str(value.name), None)
         value.const_value = None
@@ -204,7 +193,7 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
 
 def _dtypes(sampling: Sampling) -> list[Any]:
     """Return the dtypes of value, locations and weights."""
-    dtypes = [end.dtype for end in (sampling.value, sampling.locations, sampling.weights)]
+    dtypes = [end.dtype for end in sampling.ends]
     for dtype in dtypes:
         if dtype is None or dtype not in (ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16):
             raise Unfit(f"its values are {dtype}; a trial needs float32, float64 or float16")
@@ -227,7 +216,7 @@ def _run(
 
 def prove(model: ir.Model, sampling: Sampling) -> Sampling:
     """Return the sampling if the part of the graph gives what the operator gives, but for rounding; else raise Unfit."""
-    nodes, sizes = _part(sampling)
+    nodes, sizes = part(sampling)
     _dtypes(sampling)
     pairs = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
     session = _session(model, sampling, sizes)
