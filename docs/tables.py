@@ -157,16 +157,15 @@ def attention_modules() -> str:
 
 
 def plain(file: str, last: str = "machine") -> str:
-    """A file's rows. The column `last` is the same in every row, and stands once below the table."""
+    """Return a file's rows. The values of the column `last` are listed once, below the table."""
     rows = read(file)
     columns = {name: name for name in rows[0] if name != last}
     return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
 
 
 def made(rows: list[Row], column: str = "machine") -> str:
-    """The date, machine and versions that all rows share."""
-    (words,) = {row[column] for row in rows}
-    return f"*{words}*"
+    """Return dates, machines and versions of the rows, each once."""
+    return f"*{'; '.join(dict.fromkeys(row[column] for row in rows))}*"
 
 
 def _rows(name: str) -> list[Row]:

@@ -226,6 +226,7 @@ def test_what_is_cited_is_this_version():
 def test_pages_draw_the_tables_there_are(tables):
     included = {name for text in TEXTS.values() for name in re.findall(r"\{include\} _generated/(\w+)\.md", text)}
     assert included == set(tables.TABLES)
+    assert all(draw().strip() for draw in tables.TABLES.values())
     assert "9 of the 15 rows gain 6 % or less" in tables.whole_models()
 
 
