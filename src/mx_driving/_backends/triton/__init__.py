@@ -81,6 +81,6 @@ def serves(value: Tensor, *others: Tensor) -> bool:
 
 @functools.cache
 def kernel(operator: str, backward: bool) -> Callable[..., Any]:
-    """The operator's forward or backward function. The first call imports Triton."""
+    """Return the operator's forward or backward function. The first call imports Triton."""
     module = importlib.import_module(f"{__name__}.{operator}")
     return module.backward if backward else module.forward

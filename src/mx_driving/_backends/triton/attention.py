@@ -31,8 +31,8 @@ def tile_of(
     value, queries, batch_stride, head_stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """What this program owns: the batch, the head, which rows of the tile exist, their numbers among [bs, queries, heads], the
-    channels, and pointers to these channels of value's first row.
+    """Return the program's batch, head, which rows of its tile exist, their numbers among [bs, queries, heads], its channels,
+    and pointers to these channels of value's first row.
 
     Programs are numbered head by head, so that those that run together read the same part of value.
     """
@@ -105,7 +105,7 @@ class Kernels(NamedTuple):
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, int], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """How to launch for a value of this layout, sampled at `samples` = (levels, points)."""
+    """Return the plan for a value of this layout, sampled at `samples` = (levels, points)."""
     heads, channels = shape[2:]
     layout = launch.layout(shape, stride, itemsize, channels)
     if backward:

@@ -103,7 +103,7 @@ def _backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANE: tl.constexpr, KEY: tl.constexpr,
     VALUE: tl.constexpr, LOCATIONS: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes nothing for a camera that does not see the point: the caller has set all gradients to zero."""
+    """Write nothing for a camera that does not see the point: the caller has set all gradients to zero."""
     point = tl.program_id(0).to(tl.int64)
     anchor = point // POINTS
     batch = anchor // anchors
@@ -154,7 +154,7 @@ def _backward(
 def _plan(
     shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, samples: tuple[int, ...], gpu: launch.Gpu, backward: bool
 ) -> launch.Plan:
-    """How to launch for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
+    """Return the plan for feature maps of this layout, sampled at `samples` = (points, cameras, scales, groups)."""
     points, cams, scales, groups = samples
     width = shape[2] // groups
     layout = launch.layout(shape, stride, itemsize, width)

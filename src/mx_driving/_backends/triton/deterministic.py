@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import launch
-from .sampling import ADDED, NOT_WANTED, RECORDED
+from .sampling import ADDED, NOT_NEEDED, RECORDED
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def _ordered_sums(
 class Sums:
     """How the gradient of `value` is made, and the memory that the operator's kernel writes for it."""
 
-    def __init__(self, value: Tensor, wanted: bool, corners: int) -> None:
+    def __init__(self, value: Tensor, needed: bool, corners: int) -> None:
         self.value, device = value, value.device
-        ordered = wanted and torch.are_deterministic_algorithms_enabled()
-        self.how = (RECORDED if ordered else ADDED if wanted else NOT_WANTED).value
+        ordered = needed and torch.are_deterministic_algorithms_enabled()
+        self.how = (RECORDED if ordered else ADDED if needed else NOT_NEEDED).value
         # 16-bit gradients are summed in float32 and rounded once
         self.buffer = torch.zeros(value.shape if self.how == ADDED.value else 0, dtype=torch.float32, device=device)
         self.targets = self.parts = self.buffer  # not read or written
@@ -60,10 +60,10 @@ class Sums:
             self.parts = torch.empty(corners, dtype=torch.float32, device=device)
 
     def finish(self, grad: Tensor, weights: Tensor, per_row: int, groups: int = 1) -> Tensor:
-        """The gradient in value's dtype; an empty tensor when it is not wanted. `grad` and `weights` must be contiguous."""
+        """Return the gradient in value's dtype, or an empty tensor. `grad` and `weights` must be contiguous."""
         if self.how == ADDED.value:
             return self.buffer.to(self.value.dtype)
-        if self.how == NOT_WANTED.value:
+        if self.how == NOT_NEEDED.value:
             return torch.empty(0, dtype=self.value.dtype, device=self.value.device)
         return self._ordered(grad, weights, per_row, groups)
 

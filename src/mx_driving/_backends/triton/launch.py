@@ -51,7 +51,7 @@ class Layout(NamedTuple):
 
 
 def packed(value: Tensor) -> Tensor:
-    """`value` with channels side by side. It is copied where they are not, or each channel would cost a read at each corner.
+    """Return `value` with neighbouring channels. Copy it where they are not: each channel would cost a read at each corner.
 
     Other strides are read in place.
     """
@@ -59,7 +59,7 @@ def packed(value: Tensor) -> Tensor:
 
 
 def layout(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int, run: int) -> Layout:
-    """The layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
+    """Return the layout of a value [bs, num_keys, ..., channels], of which a head or group has `run` neighbouring channels."""
     strides = [step if size > 1 else 0 for step, size in zip(stride[:-1], shape[:-1], strict=True)]
     lane = math.gcd(16 // itemsize, run, *strides)
     row = math.prod(shape[2:])
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def _power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
@@ -87,14 +87,14 @@ class Tile(NamedTuple):
 
 
 def tile(channels: int, held: int, warps: int, lanes: int) -> Tile:
-    """A tile for `warps` warps, or for more where one row needs them. A thread holds `held` channels of a row."""
+    """Return a tile for `warps` warps, or for more where a row needs them. A thread holds `held` channels of a row."""
     columns = _power_of_two(channels)
     rows = max(1, min(lanes // 2 * warps, lanes * warps * held // columns))
     return Tile(rows, columns, max(warps, _warps(columns, held, lanes)))
 
 
 def grouped_tile(groups: int, width: int, held: int, lanes: int) -> Tile:
-    """A tile of all groups of a row, in as many warps as it takes."""
+    """Return a tile of all groups of a row, in as many warps as it takes."""
     rows, columns = _power_of_two(groups), _power_of_two(width)
     return Tile(rows, columns, max(1, _warps(rows * columns, held, lanes)))
 
@@ -104,7 +104,7 @@ def _warps(elements: int, held: int, lanes: int) -> int:
 
 
 def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
-    """`sizes` are the operator's own constants. `capped` allows 64 registers at most.
+    """Return a plan. `sizes` are the operator's own constants; `capped` allows 64 registers at most.
 
     The cap is for kernels that ask for 65 or 66 on some target. Elsewhere it does harm: the compiler takes 64 registers where
     40 are enough, and it has spilled. Triton has no such option on AMD.
@@ -115,7 +115,7 @@ def plan(layout: Layout, tile: Tile, capped: bool, **sizes: int) -> Plan:
 
 
 def unroll(points: int) -> int:
-    """How many points a loop takes at a time: up to four, so that their reads are in flight together. More would spill."""
+    """Return how many points a loop takes at a time: up to four, whose reads are in flight together. More would spill."""
     return max(n for n in (1, 2, 3, 4) if points % n == 0)
 
 
@@ -157,6 +157,6 @@ def _launches_are_watched() -> bool:
 
 
 def check(shapes_name: str, starts_name: str, shapes: Tensor, starts: Tensor, num_keys: int) -> None:
-    """Inside data_checks(), reads the index tables, which waits for the device, and refuses what a CPU refuses."""
+    """Inside data_checks(), check the index tables as on a CPU. Reading them waits for the device."""
     if _data_checks.enabled():
         checks.levels(shapes_name, starts_name, shapes, starts, num_keys)

@@ -17,7 +17,7 @@ MOST_ROWS = 1 << 30
 _MOST_ROWS = tl.constexpr(MOST_ROWS)
 
 # What a backward kernel does with the gradient of value.
-NOT_WANTED = tl.constexpr(0)
+NOT_NEEDED = tl.constexpr(0)
 ADDED = tl.constexpr(1)  # by atomics, in the order in which programs happen to run
 RECORDED = tl.constexpr(2)  # as (target, coefficient) pairs, for deterministic.py
 
@@ -97,25 +97,25 @@ def corners(base, row, width, key, in00, in01, in10, in11):
 
 
 @triton.jit
-def add(pointers, what, here):
+def add(pointers, addend, here):
     # relaxed: the default order puts a fence around every reduction
-    tl.atomic_add(pointers, what, mask=here, sem="relaxed")
+    tl.atomic_add(pointers, addend, mask=here, sem="relaxed")
 
 
 @triton.jit
-def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, what):
-    """Adds `what` times each corner's coefficient to its row."""
+def add_corners(base, row, width, key, in00, in01, in10, in11, s00, s01, s10, s11, addend):
+    """Add `addend` times each corner's coefficient to its row."""
     top = base + row.to(tl.int64) * key
     bottom = base + (row + width).to(tl.int64) * key
-    add(top, s00 * what, in00)
-    add(top + key, s01 * what, in01)
-    add(bottom, s10 * what, in10)
-    add(bottom + key, s11 * what, in11)
+    add(top, s00 * addend, in00)
+    add(top + key, s01 * addend, in01)
+    add(bottom, s10 * addend, in10)
+    add(bottom + key, s11 * addend, in11)
 
 
 @triton.jit
 def record(targets, parts, at, first, step, row, width, right, below, in00, in01, in10, in11):
-    """Records for sample `at` the four rows it adds to, numbered in the whole of value, and their coefficients."""
+    """Record for sample `at` the four rows it adds to, numbered in the whole of value, and their coefficients."""
     s00, s01, s10, s11 = coefficients(right, below, 1.0)
     record_one(targets, parts, 4 * at, first, step, row, s00, in00)
     record_one(targets, parts, 4 * at + 1, first, step, row + 1, s01, in01)
