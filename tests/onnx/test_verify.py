@@ -115,6 +115,19 @@ def test_right_runtimes(name, runtime, tmp_path):
     assert all(one.verdict.results[0].device < 0.2 for one in report.comparisons)
 
 
+def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
+    path, arrays = tmp_path / "before.onnx", given()
+    writings.export(writings.Summed(), path, "older")
+    model = onnx.load(path)
+    (size,) = (i.type.tensor_type.shape.dim[1] for i in model.graph.input if i.name == "w")
+    size.dim_value = 1
+    del model.graph.value_info[:]
+    onnx.save(model, path)
+    report = check(path, _runtimes.named("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
+    assert report.right
+    assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
+
+
 def test_what_is_no_match_is_named(tmp_path):
     writings.export(writings.Both(), tmp_path / "before.onnx", "older")
     report = check(tmp_path / "before.onnx", _runtimes.named("onnxruntime"), given())
