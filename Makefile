@@ -68,7 +68,8 @@ test: $(STAMP) lint
 	@echo "Running the tests: 6 to 12 minutes on 2 cores"
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
-# `make test` executes a part of these. The Triton kernels of two targets cannot share a process.
+# `make test` executes a part of these. The Triton kernels of two targets cannot share a process. sm_90 runs
+# whole, sm_100 its attention kernels; stack and spills of sm_86 and sm_120 are looked at.
 PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py values.py bev_pool_v3.py geometric_kernel_attention.py \
 	multi_scale_deformable_attn.py with_logits.py) \
 	tests/operators/test_autograd.py::test_only_wanted_gradients_are_computed
@@ -76,6 +77,9 @@ PTX_TESTS := tests/gpu $(addprefix tests/operators/test_,nonfinite.py memory.py 
 test-ptx: $(STAMP)
 	MX_DRIVING_TEST_BACKENDS=triton $(BIN)/python -m pytest -n 2 --dist loadgroup $(PTX_TESTS)
 	MX_DRIVING_TEST_BACKENDS=triton MX_DRIVING_TEST_PTX=100 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/gpu/test_triton.py
+	for target in 86 120; do \
+		MX_DRIVING_TEST_BACKENDS=triton MX_DRIVING_TEST_PTX=$$target $(BIN)/python -m pytest tests/gpu/test_machine_code.py || exit 1; \
+	done
 
 # The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
 BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
