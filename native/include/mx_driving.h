@@ -162,7 +162,7 @@ MXD_API const char *mxd_last_error(void);
  * of the function's own checks, or MXD_BAD_NAME. */
 MXD_API int mxd_describe_plan(const char *name, const mxd_tensor *const *arguments, int num_threads, char *text, int64_t size);
 
-/* The version of the package that the library was built for, "0.2.0". */
+/* The version of the package that the library was built for, "0.3.0". */
 MXD_API const char *mxd_version(void);
 /* The instruction set in use: "baseline", "avx2" or "avx512". The best one this machine has is chosen at the first
  * call. */
