@@ -27,6 +27,7 @@ class Subject(NamedTuple):
     layers: tuple[tuple[nn.Module, Tensor], ...]  # its linear layers, each with an input; there may be others in `layers`
     plainly: Forward  # of the inputs: the module in plain torch
     packages: Callable[[], dict[str, tuple[nn.Module, Forward]]] = dict  # other packages' modules, and how they are called
+    maps: tuple[int, ...] = ()  # which inputs convolutions make: under autocast they have 16 bits
 
 
 class ModuleWorkload(NamedTuple):
@@ -271,7 +272,7 @@ def _aggregation(generator: torch.Generator, anchors: int, sizes: list[tuple[int
         (module.output_proj, torch.randn(feature.shape, generator=generator)),
     )
     inputs = (feature, anchor, embed, *mx_driving.nn.flatten_cameras(maps), projection, image_size)
-    return Subject(module, inputs, (0, 2, 3), layers, _plain_aggregation(module))
+    return Subject(module, inputs, (0, 2, 3), layers, _plain_aggregation(module), maps=(3,))
 
 
 def _plain_aggregation(module: Any) -> Forward:

@@ -28,6 +28,8 @@ def measure_module(workload: ModuleWorkload, peers: bool, seconds: float, dtype:
     In bfloat16 the module runs under autocast, beside its parts alone."""
     subject = workload.make(torch.Generator().manual_seed(0))
     if dtype == "bfloat16":
+        inputs = tuple(t.bfloat16() if i in subject.maps else t for i, t in enumerate(subject.inputs))
+        subject = subject._replace(inputs=inputs)
         ours = {way: _under_autocast(call) for way, call in _directions(subject.module, subject.module, subject).items()}
         return timed_rows(workload.name, dtype, {OURS: ours} | _parts_under_autocast(subject), seconds)
     implementations = {OURS: (subject.module, subject.module), "plain torch": (subject.module, subject.plainly)}

@@ -72,7 +72,7 @@ def test_older_function():
 def test_stand_ins_know_mmcvs_names(operator):
     """Stand-ins take the names that mmcv's compiled functions take."""
     args = GOOD[operator]()
-    forward = compat._forward(getattr(mx_driving, operator))
+    forward = compat._make_forward(getattr(mx_driving, operator))
     found = forward(**dict(zip(NAMES, args, strict=True)), im2col_step=64)
     assert torch.equal(found, getattr(mx_driving, operator)(*args))
 
