@@ -242,10 +242,10 @@ fuzz-onnx: build/asan $(STAMP)
 		FUZZ_LIBRARY=build/asan/libmx_driving.so $(BIN)/python -m pytest -q --noconftest -c /dev/null --rootdir . \
 		tests/onnx/test_fuzz_nodes.py
 
-# Files that `mx-driving replay` and `mx-driving fuse` read; tests/helpers/strategies.py. Examples are the same in each run, but
+# Files that `mx-driving fuse` reads; tests/helpers/strategies.py. Examples are the same in each run, but
 # with FUZZ_RANDOM=1. A finding is printed with its seed.
 fuzz-files: $(STAMP)
-	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/programs/test_fuzz_recordings.py tests/onnx/test_fuzz_fuse.py
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/onnx/test_fuzz_fuse.py
 
 # Tools of their own environment: the compiler alone takes 0.4 GB. Building fetches nothing once they are there.
 TOOLS := .venv-wheels
