@@ -1,4 +1,4 @@
-"""The layer for Hugging Face's `kernels`, without that package: tests/libraries/test_kernels.py has it."""
+"""The layer for Hugging Face's `kernels`, without that package: tests/libraries/test_huggingface_kernels.py has it."""
 
 from __future__ import annotations
 
