@@ -18,6 +18,7 @@ OTHERS = {
     "zen3": ("epyc-zen3-2-cores.csv", "epyc-zen3-2-cores.csv"),
 }
 MODELS = "epyc-zen4-2-cores-models.csv"
+BY_MODE = "xeon-207-2-cores-models-by-mode.csv"
 ZEN3_MODULES = "epyc-zen3-2-cores-modules-memory-kept.csv"
 Row = dict[str, str]
 
@@ -139,6 +140,16 @@ def whole_models() -> str:
         "core speed-up": "speed-up",
     }
     return f"{renamed(rows, columns)}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
+
+
+def models_by_mode() -> str:
+    """Seconds of every model before and after `patch` in three modes, and the speed-up."""
+    cells: dict[str, list[str]] = {}
+    for row in read(BY_MODE):
+        before, after = (f"{float(row[when]):.2f}" for when in ("before s", "after s"))
+        cells.setdefault(row["model"], []).append(f"{before} -> {after} ({row['speed-up']})")
+    heads = ["model", "float32", "autocast to bfloat16", "`.bfloat16()`"]
+    return f"{markdown(heads, [[name, *three] for name, three in cells.items()])}\n{made(read(BY_MODE))}\n"
 
 
 def attention_modules() -> str:
@@ -345,6 +356,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "measured": lambda: made(read(BENCH)) + "\n",
     "whole_models": whole_models,
     "attention_modules": attention_modules,
+    "models_by_mode": models_by_mode,
     "libraries": libraries,
     "onnx_files": onnx_files,
     "onnx_forms": onnx_forms,
