@@ -31,6 +31,9 @@ if not cases.ON_GPU and importlib.util.find_spec("triton"):
     os.environ.setdefault("TRITON_DISABLE_LINE_INFO", "1")  # compiling takes a tenth less
     driver.set_active(ptx.Driver(int(os.environ.get("MX_DRIVING_TEST_PTX", "90"))))
 
+for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):  # typer would colour what tests read
+    os.environ.pop(name, None)
+
 collect_ignore = ["libraries"]  # `make test-libraries` runs these in an environment of its own
 
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:

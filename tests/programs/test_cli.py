@@ -15,6 +15,7 @@ import bench as benchmark
 import pytest
 import torch
 import typer
+import typer.rich_utils  # before a test sets FORCE_COLOR, which is read when this is imported
 from programs import python
 from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner
