@@ -60,12 +60,16 @@ def check_inside(platform: Platform, folder: pathlib.Path) -> None:
 # ---- what a library imports and exports; the oldest system
 
 
+HEADERS = {"_mh_dylib_header", "__dso_handle", "_dso_handle"}  # the linker puts them into every Mach-O library
+
+
 def imports_and_exports(library: pathlib.Path) -> tuple[set[str], set[str]]:
     image = lief.parse(library)
     exported = image.get_export().entries if isinstance(image, lief.PE.Binary) else image.exported_symbols
     names = {symbol.name for symbol in exported}
     if isinstance(image, lief.MachO.Binary):
-        return {one.name for one in image.libraries}, {name.removeprefix("_") for name in names}
+        own = lief.MachO.LoadCommand.TYPE.ID_DYLIB  # the library's own name is a command of the same form
+        return {one.name for one in image.libraries if one.command != own}, {name.removeprefix("_") for name in names} - HEADERS
     return set(image.libraries), names
 
 
