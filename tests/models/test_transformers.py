@@ -141,32 +141,18 @@ def test_a_difference_is_found(ours, difference):
     assert models.largest({"a": theirs["a"], "b": torch.tensor([1, 0.5])}, theirs) == 0.5
 
 
-def _unwatch(monkeypatch):
-    """Nobody looks at the weights from now on, so every module may call the operator with logits while it learns."""
-    monkeypatch.setattr(mx_driving._patch._attention, "weights_may_be_watched", lambda module: False)
-
-
-PASS_WEIGHTS_ON = {"grounding_dino", "mm_grounding_dino", "mask2former", "oneformer", "omdet_turbo"}  # their layers, unasked
-
-
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 @per_carrier
-def test_outputs_and_gradients_in_float64(name, monkeypatch):
+def test_outputs_and_gradients_in_float64(name):
     """Nothing but rounding may differ. In float32 it would hide a wrong coefficient. Of cores alone the outputs are compared
-    here; the next tests have their gradients. Layers that drop the weights go on with the operator with logits while the model
-    learns."""
+    here; the next tests have their gradients."""
     subject = _in_double(name)
     outputs, gradients = subject.backward()
     with mx_driving.patched(subject.model, modules=False), mx_driving.viz.recording() as looks, torch.no_grad():
         models.forget(subject.model)
         of_cores = subject.forward()
     with mx_driving.patched(subject.model):
-        with _Calls() as unasked:
-            models.forget(subject.model)
-            subject.forward()
-        _unwatch(monkeypatch)
         of_modules, found = subject.backward()
-    assert {"_with_logits" in func._opname for func, _, _ in unasked.kept} == {name not in PASS_WEIGHTS_ON}
     assert len(looks) >= 2
     assert all(float(look.table.std(1).mean()) > 1e-4 for look in looks)  # the models are alive: a wrong sample would show
     assert max(models.largest(ours, outputs) for ours in (of_cores, of_modules)) < 1e-13
@@ -176,22 +162,19 @@ def test_outputs_and_gradients_in_float64(name, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", in_one_process(FIRST))
 def test_weights_have_the_operators_gradients(name):
-    """Weights on request are what the operator was given: the output's gradient reaches them. Without a gradient the operator
-    with logits serves, and they are the same."""
+    """Weights on request are what a core's operator was given: the output's gradient reaches them. Modules return the same."""
     subject = _in_double(name)
     models.forget(subject.model)
     subject = models.Subject(name, copy.deepcopy(subject.model), subject.inputs)  # it keeps the hooks of what it was asked for
     weights, gradients = _weights_and_gradients(subject)
+    with mx_driving.patched(subject.model, modules=False):
+        found = _weights_and_gradients(subject)
     with mx_driving.patched(subject.model):
-        with _Calls() as asked:
-            found = _weights_and_gradients(subject)
-        with torch.no_grad():
-            without_graph = _asked_for_weights(subject)[1]
-    assert not any("_with_logits" in func._opname for func, _, _ in asked.kept)
+        of_modules = _asked_for_weights(subject)[1]
     assert any(g is not None for g in gradients)  # Mask2Former of two layers returns one layer's
     assert name not in ("deformable_detr", "grounding_dino") or any(t.dim() == 5 for t in weights)  # [..., levels, points]
     torch.testing.assert_close(found[1], gradients, rtol=1e-8, atol=1e-11)
-    for ours in (found[0], without_graph):
+    for ours in (found[0], of_modules):
         torch.testing.assert_close(ours, weights, rtol=1e-9, atol=1e-9)
 
 
@@ -316,11 +299,10 @@ def _clear_of_centres(func, inputs):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modules", [False, True], ids=["cores", "modules"])
 @pytest.mark.parametrize("name", in_one_process(FIRST))
-def test_outputs_and_gradients_in_float32(name, modules, monkeypatch):
+def test_outputs_and_gradients_in_float32(name, modules):
     """Each operator gets the float32 model's inputs. Ours may be four times as far from float64 as plain torch is, because two
     draws of the same rounding errors differ. The model's end would say less: on some processor a ranking, or the threshold
     of a mask, turns a rounding error into another picture."""
-    _unwatch(monkeypatch)
     subject = _in_single(name)
     with mx_driving.patched(subject.model, modules=modules), _Calls() as calls:
         outputs, _ = subject.backward()

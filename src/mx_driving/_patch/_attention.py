@@ -21,7 +21,6 @@ from torch import Tensor
 from .._operator import checks, limits
 from ..nn._pyramid import split_heads
 from ..ops.multi_scale_deformable_attn_with_logits import multi_scale_deformable_attn_with_logits
-from ._callers import weights_may_be_watched
 from ._forms import (
     BY_LEVEL,
     IMAGES,
@@ -112,7 +111,7 @@ class Attention(Form):
         example = isinstance(reference, Tensor) and (reference.shape[-1], arguments.get("value") is not None)
         if example not in tried.examples or any(getattr(module, name, None) != value for name, value in tried.options):
             return False
-        return self.usual(module, arguments) and not (self.weights and weights_may_be_watched(module))
+        return self.usual(module, arguments)
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         query, identity = arguments["query"], arguments.get("identity")

@@ -104,7 +104,8 @@ def patch(target: str | types.ModuleType | torch.nn.Module, *, modules: bool = T
     Args:
         target: the name of a library ("transformers", "mmcv") or of any module ("models.ops.functions"), a module, or a
             model, whose classes' files are searched.
-        modules: whether attention modules are replaced, too, or cores alone.
+        modules: whether attention modules are replaced, too, or cores alone. A replaced module that returns its weights makes
+            them beside the output: take cores alone where the gradient of the output for these weights is needed.
 
     Returns:
         A `Patch`: `replaced`, `skipped`, `limits`, `layers`, `restore()`.

@@ -21,6 +21,15 @@ from ._parameters import STAND_IN, Parameters, unwrap
 
 # What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
 SERVED: dict[int, Callable[..., Any]] = {}
+# A function takes only code with as many free variables as its own. Code whose bytecode does not begin with them, as
+# CodeType.replace makes it, ends the process in a debugger.
+_SOURCE = f"""
+def make({{free}}):
+    def stand_in(*args, **kwargs):
+        from {__name__} import SERVED
+        return SERVED[{{key}}](*args, **kwargs)
+        {{free}}
+"""
 _WIDTHS = {"half": 16, "float16": 16, "float": 32, "float32": 32, "double": 64, "float64": 64}  # names of casts in code
 
 
@@ -34,13 +43,14 @@ def find_holder(thing: Any) -> Any:
 def replace(form: Form, holder: Any) -> Callable[[], None]:
     """Change an object in place, and return a function that changes it back."""
     if form.kind == AUTOGRAD:
-        before, new = dict(vars(holder)), _make_methods(form, holder)
+        originals, replacements = dict(vars(holder)), _make_methods(form, holder)
     else:
-        before, new = {"__code__": holder.__code__}, {"__code__": _make_code(form, holder)}
-        new["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source
-    for name, value in new.items():
+        originals = {name: getattr(holder, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
+        replacements = {"__code__": _make_code(form, holder), "__defaults__": None, "__kwdefaults__": None}
+        replacements["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source, and for signatures
+    for name, value in replacements.items():
         setattr(holder, name, value)
-    return functools.partial(_give_back, holder, before, new)
+    return functools.partial(_give_back, holder, originals, replacements)
 
 
 def add_form(form: Form, function: types.FunctionType) -> None:
@@ -48,34 +58,26 @@ def add_form(form: Form, function: types.FunctionType) -> None:
     SERVED[id(function)] = make_stand_in(SERVED[id(function)], form)
 
 
-def _give_back(holder: Any, before: dict[str, Any], new: dict[str, Any]) -> None:
-    for name, value in new.items():
+def _give_back(holder: Any, originals: dict[str, Any], replacements: dict[str, Any]) -> None:
+    for name, value in replacements.items():
         if vars(holder).get(name, value) is not value:  # a wrapper that others have put over a method stays
             continue
-        if name in before:
-            setattr(holder, name, before[name])
+        if name in originals:
+            setattr(holder, name, originals[name])
         else:
             delattr(holder, name)
 
 
 def _make_code(form: Form, function: types.FunctionType) -> types.CodeType:
-    """Return code for the function, which keeps its own defaults, globals and closure, and so imports what it calls."""
-    names, code = Parameters(function), function.__code__
+    """Return code that calls what SERVED has for the function, which keeps its own globals and closure."""
+    code = function.__code__
     original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     SERVED[id(function)] = make_stand_in(original, form)
-    arguments = [*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic]
-    text = f"""
-def make({", ".join(code.co_freevars)}):
-    def core{names}:
-        from {__name__} import SERVED
-        return SERVED[{id(function)}]({", ".join(arguments)})
-        {", ".join(code.co_freevars)}
-    return core
-"""
-    made: dict[str, Any] = {}
-    exec(compile(text, STAND_IN, "exec"), made)
-    return made["make"](*code.co_freevars).__code__.replace(co_name=code.co_name)
+    nested = compile(_SOURCE.format(free=", ".join(code.co_freevars), key=id(function)), STAND_IN, "exec")
+    for _ in range(2):
+        nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
+    return nested.replace(co_name=code.co_name)
 
 
 def make_stand_in(original: Callable[..., Any], form: Form) -> Callable[..., Any]:
