@@ -1,12 +1,9 @@
 // The C interface: tensors in an array, checks, one call.
-#include <algorithm>
 #include <climits>
 #include <initializer_list>
 
-#include "call/make_call.h"
 #include "call/make_plan.h"
 #include "call/prepare.h"
-#include "call/words.h"
 #include "run.h"
 #include "threads/threads.h"
 
@@ -28,18 +25,15 @@ int refuse(const Function &function, const Refusal &why) { return refuse(why.sta
 // The tensors of one call, in order.
 struct Request {
     const Function &function;
-    const mxd_tensor *tensors[MOST_ARGUMENTS]; // null: not given
-    TensorInfo infos[MOST_ARGUMENTS] = {};
+    TensorInfo infos[MOST_ARGUMENTS] = {}; // without a shape: not given
     AxisSizes sizes;
 
-    // tensor(i): argument i. Memory for a gradient may be left out, too.
+    // tensor(i): argument i, or null. Memory for a gradient may be left out, too.
     template <class Of> Request(const Function &f, Of &&tensor) : function(f) {
         for (int i = 0; i < count(); ++i) {
-            const Argument &argument = f.arguments[i];
             const mxd_tensor *t = tensor(i);
-            if (t && !t->data && i >= f.first_written && !argument.required) t = nullptr;
-            tensors[i] = t;
-            if (t) infos[i] = {t->shape, argument.split.count, t->dtype, t->data, t->strides};
+            if (t && (t->data || i < f.first_written || f.arguments[i].required))
+                infos[i] = {t->shape, f.arguments[i].split.count, t->dtype, t->data, t->strides};
         }
     }
     int count() const { return function.arguments.count; }
@@ -53,7 +47,7 @@ struct Request {
         const Refusal memory = check_memory(function, infos);
         return memory.status == MXD_OK ? MXD_OK : refuse(function, memory);
     }
-    Call call(int64_t option, int num_threads) const { return make_call(function, tensors, sizes, option, num_threads); }
+    Call call(int64_t option, int num_threads) const { return make_call(function, infos, sizes, option, num_threads); }
 };
 
 int run_call(const Function &function, Call &call) {
@@ -111,7 +105,7 @@ int describe_by_name(const char *name, const mxd_tensor *const *tensors, int num
     if (num_threads < 0) call.num_threads = threads_that_pay(call, -std::max(num_threads, -INT_MAX));
     Prepared prepared;
     PlanLists lists;
-    status = query_is_too_large(call) ? int(MXD_OUT_OF_MEMORY) : prepare(call, prepared, false);
+    status = prepare(call, prepared, false);
     if (status != MXD_OK) return refuse(status, sentence_of(status, *function, call));
     text = describe(call, make_plan(call, lists));
     return MXD_OK;

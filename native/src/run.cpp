@@ -6,8 +6,7 @@
 
 #include "call/make_plan.h"
 #include "call/prepare.h"
-#include "call/ranks.h"
-#include "call/words.h"
+#include "call/tables.h"
 #include "kernels/kernels.h"
 #ifdef MXD_HAVE_AVX2
 #include "processor.h"
@@ -46,7 +45,6 @@ std::atomic<const Isa *> &chosen_isa() {
 }
 
 int prepared_run(Call &call) {
-    if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
     Prepared prepared;
     PlanLists lists;
     const int status = prepare(call, prepared, true);

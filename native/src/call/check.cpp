@@ -1,13 +1,6 @@
-// What memory safety needs of a call's tensors. The good path is a loop of comparisons; a sentence is made only when
-// one of them fails.
+// Checks shapes, dtypes and sizes. The good path is a loop of comparisons; a sentence is made only when one of them
+// fails.
 #include "call/check.h"
-
-#include <algorithm>
-#include <vector>
-
-#include "call/memory.h"
-#include "call/tensor.h"
-#include "call/words.h"
 
 namespace mxd {
 namespace {
@@ -32,21 +25,13 @@ bool too_many_elements(const TensorInfo &t) {
     return elements >= double(TOO_MANY);
 }
 
-// -1: a factor is not known.
-int64_t product_of(const NamedAxis &axis, const AxisSizes &sizes) {
-    const int64_t first = sizes.of[axis.size], second = axis.times == sizes::NONE ? 1 : sizes.of[axis.times];
-    if (first < 0 || second < 0) return -1;
-    int64_t product;
-    return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
-}
-
 // Learns sizes that are not known yet.
 bool shape_fits(const Argument &argument, const TensorInfo &t, AxisSizes &sizes) {
     const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(t.axes);
     for (int a = 0; a < t.axes; ++a) {
         if (!axes || t.shape[a] < 0) return false;
         const NamedAxis &axis = (*axes)[a];
-        const int64_t size = product_of(axis, sizes);
+        const int64_t size = sizes.product(axis);
         if (size >= 0 && size != t.shape[a]) return false;
         if (axis.times == sizes::NONE) sizes.of[axis.size] = t.shape[a];
     }
@@ -128,17 +113,28 @@ std::string name_of(const TensorInfo &t) {
     }
 }
 
-// The tensors of a call that does not fit. Inputs are looked at in order, then the output or gradients; a tensor that
-// disagrees with those before it is refused.
-class Judge {
-  public:
-    Judge(const Function &f, const TensorInfo *g, int c, int64_t o) : function(f), tensors(g), count(c), option(o) {}
+std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
+    const int64_t size = axis.size < sizes::TWO ? sizes.product(axis) : -1;
+    std::string text = SIZE_NAMES[axis.size];
+    if (axis.times != sizes::NONE) text += std::string(" * ") + SIZE_NAMES[axis.times];
+    return size < 0 ? text : text + "=" + std::to_string(size);
+}
+
+// The tensors of a call that does not fit. Inputs are looked at first; a tensor that disagrees with those before it is
+// refused.
+struct Judge {
+    const Function &function;
+    const TensorInfo *tensors;
+    int count;
+    int64_t option;
 
     Refusal refusal() const {
         for (int i = 0; i < count; ++i)
             if (function.arguments[i].required && !is_present(tensors[i])) return {MXD_BAD_MEMORY, i, "be given", "no tensor"};
         AxisSizes sizes = NUMBERS;
-        for (int i : in_order()) {
+        for (int k = 0; k < count; ++k) {
+            const int i = (function.first_input + k) % count; // grad_output, which is before the inputs, comes last
+            if (!is_present(tensors[i])) continue;
             if (!shape_fits(function.arguments[i], tensors[i], sizes)) return refuse_shape(i);
             if (too_many_elements(tensors[i]))
                 return {MXD_BAD_SHAPE, i, "have fewer than 2**48 elements", "shape " + text_of_shape(tensors[i])};
@@ -154,63 +150,30 @@ class Judge {
                     "have " + std::string(SIZE_NAMES[rows]) + " < " + std::to_string(MOST_ROWS),
                     std::to_string(sizes.of[rows])};
         }
-        for (int i : in_order())
-            if (!dtype_fits(function.arguments[i].elements, tensors[i].dtype, value().dtype))
-                return {MXD_BAD_DTYPE, i, dtypes(function.arguments[i].elements), name_of(tensors[i])};
+        for (int k = 0; k < count; ++k) {
+            const int i = (function.first_input + k) % count;
+            const Elements elements = function.arguments[i].elements;
+            if (is_present(tensors[i]) && !dtype_fits(elements, tensors[i].dtype, value().dtype))
+                return {MXD_BAD_DTYPE, i, rule_of(elements), name_of(tensors[i])};
+        }
         return {};
     }
 
-  private:
-    const Function &function;
-    const TensorInfo *tensors;
-    const int count;
-    const int64_t option;
-
     const TensorInfo &value() const { return tensors[function.first_input]; }
-    bool is_input(int i) const { return i >= function.first_input && i < function.first_input + function.num_inputs; }
-
-    // The tensors that are given: inputs first.
-    std::vector<int> in_order() const {
-        std::vector<int> all;
-        for (bool inputs : {true, false})
-            for (int i = 0; i < count; ++i)
-                if (is_input(i) == inputs && is_present(tensors[i])) all.push_back(i);
-        return all;
-    }
 
     int first_with(sizes::Name size) const {
-        const auto has = [&](int i) {
-            const auto &split = function.arguments[i].split;
-            return std::any_of(split.begin(), split.end(), [&](const NamedAxis &axis) { return axis.size == size; });
+        const auto has_size = [&](const Argument &argument) {
+            return std::any_of(argument.split.begin(), argument.split.end(),
+                               [&](const NamedAxis &a) { return a.size == size; });
         };
-        int i = function.first_input;
-        while (!has(i)) ++i;
-        return i;
-    }
-
-    // The sizes that the other inputs have; of as many that disagree, the first.
-    AxisSizes sizes_but(int i) const {
-        AxisSizes sizes = NUMBERS;
-        for (int other = 0; other < count; ++other) {
-            if (other == i || !is_input(other) || !is_present(tensors[other])) continue;
-            const List<NamedAxis, MOST_AXES> *axes = function.arguments[other].axes_of(tensors[other].axes);
-            for (int a = 0; axes && a < axes->count; ++a) {
-                int64_t &size = sizes.of[(*axes)[a].size];
-                if ((*axes)[a].times == sizes::NONE && size < 0) size = tensors[other].shape[a];
-            }
-        }
-        return sizes;
-    }
-
-    static std::string with_size(const NamedAxis &axis, const AxisSizes &sizes) {
-        const int64_t size = axis.size < sizes::TWO ? product_of(axis, sizes) : -1;
-        std::string text = SIZE_NAMES[axis.size];
-        if (axis.times != sizes::NONE) text += std::string(" * ") + SIZE_NAMES[axis.times];
-        return size < 0 ? text : text + "=" + std::to_string(size);
+        const Argument *const inputs = function.arguments.begin() + function.first_input;
+        return int(std::find_if(inputs, inputs + function.num_inputs, has_size) - function.arguments.begin());
     }
 
     Refusal refuse_shape(int i) const {
-        const AxisSizes others = sizes_but(i);
+        AxisSizes others = NUMBERS; // the sizes that the other inputs have; where they disagree, the first
+        for (int other = function.first_input; other < function.first_input + function.num_inputs; ++other)
+            if (other != i && is_present(tensors[other])) shape_fits(function.arguments[other], tensors[other], others);
         const Argument &argument = function.arguments[i];
         const List<NamedAxis, MOST_AXES> *axes = argument.axes_of(tensors[i].axes);
         std::string text;
@@ -226,7 +189,7 @@ class Judge {
         return {MXD_BAD_SHAPE, i, "have shape (" + text + (argument.axes.count == 1 ? ",)" : ")"), text_of_shape(tensors[i])};
     }
 
-    std::string dtypes(Elements elements) const {
+    std::string rule_of(Elements elements) const {
         switch (elements) {
         case Elements::FLOATING: return "have dtype float32, float64, float16 or bfloat16";
         case Elements::INDEX: return "have dtype int32 or int64";
@@ -241,7 +204,11 @@ class Judge {
 } // namespace
 
 Refusal refusal_of(const Function &function, const TensorInfo *tensors, int count, int64_t option) {
-    return Judge(function, tensors, count, option).refusal();
+    return Judge{function, tensors, count, option}.refusal();
+}
+
+std::string sentence(const std::string &name, const std::string &rule, const std::string &fact) {
+    return name + " must " + rule + "; got " + fact;
 }
 
 std::string sentence(const Function &function, const Refusal &why) {
@@ -249,70 +216,25 @@ std::string sentence(const Function &function, const Refusal &why) {
     return sentence(name(why.argument), why.other < 0 ? why.rule : why.rule + " " + name(why.other), why.fact);
 }
 
-Refusal check_memory(const Function &function, const TensorInfo *tensors) {
-    const int all = function.arguments.count;
-    Extent extents[MOST_ARGUMENTS];
-    const auto view = [&](int i) {
-        return View{tensors[i].data, element_size(tensors[i].dtype), tensors[i].axes, tensors[i].shape, tensors[i].strides};
-    };
-    const auto strides = [&](int i) { return text_of(tensors[i].strides, size_t(tensors[i].axes)); };
-    for (int i = 0; i < all; ++i) {
-        const TensorInfo &t = tensors[i];
-        if (!is_present(t) || t.side_by_side == 0) continue;
-        if (t.side_by_side > 0)
-            extents[i] = Extent(t.data, t.side_by_side * element_size(t.dtype));
-        else if (!find_extent(view(i), extents[i]))
-            return {MXD_BAD_MEMORY, i, "lie in memory that has addresses", "strides " + strides(i)};
-        if (!t.data && extents[i].exists()) return {MXD_BAD_MEMORY, i, "have memory for its elements", "NULL"};
-    }
-    for (int i = function.first_written; i < all; ++i) {
-        if (!extents[i].exists()) continue;
-        if (tensors[i].side_by_side < 0 && !has_distinct_elements(view(i)))
-            return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
-        for (int other = 0; other < i; ++other)
-            if (extents[i].meets(extents[other]) && !lie_apart(view(i), view(other)))
-                return {MXD_BAD_MEMORY, i, "share no memory with", "addresses that both have", other};
-    }
-    return {};
+std::string text_of(const int64_t *numbers, size_t count) {
+    std::string text;
+    for (size_t i = 0; i < count; ++i) text += (i ? ", " : "") + std::to_string(numbers[i]);
+    return "(" + text + (count == 1 ? ",)" : ")");
 }
 
-namespace {
-
-// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
-constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
-// A list of points has 32 bits for each.
-constexpr int64_t MOST_POINTS = UINT32_MAX;
-
-bool too_many_samples(const Call &call, const Tensor &t) {
-    if (is_empty(t)) return false;
-    int64_t samples = 1;
-    for (int a = call.op == AGGREGATION ? KEY_POINT : LEVEL; a < t.axes; ++a) samples *= t.shape[a];
-    return samples > MOST_SAMPLES;
+List<int64_t, MOST_AXES> output_shape(const Function &function, const AxisSizes &sizes) {
+    List<int64_t, MOST_AXES> shape;
+    for (const NamedAxis &axis : function.arguments[function.first_written].axes) shape.push_back(sizes.product(axis));
+    return shape;
 }
 
-// With logits, no tensor has the pairs (point, camera) of an anchor where there is no scale.
-bool too_many_pairs(const Call &call) {
-    int64_t pairs;
-    return call.op == AGGREGATION && call.with_logits &&
-           (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
-}
-
-// Backward without samples: value's gradient is zero for any number of queries, so the kernel gets no query.
-void forget_queries_without_samples(Call &call) {
-    if (!call.backward || !is_empty(call.weights)) return;
-    for (const Tensor *wanted : {&call.grad_locations, &call.grad_reference})
-        if (wanted->data && !is_empty(*wanted)) return;
-    const int point = call.op == AGGREGATION ? KEY_POINT : POINT;
-    for (Tensor *t : {&call.locations, &call.weights}) t->shape[QUERY] = t->shape[point] = 0;
-    call.sizes.queries = call.sizes.points = 0;
-}
-
-} // namespace
-
-bool query_is_too_large(Call &call) {
-    if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
-    forget_queries_without_samples(call);
-    return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
+std::string fault_of_output(const List<int64_t, MOST_AXES> &shape) {
+    double elements = 1;
+    for (int64_t size : shape) elements *= double(std::max<int64_t>(size, 1));
+    if (elements < double(TOO_MANY)) return "";
+    const bool empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
+    return sentence("output", std::string("have fewer than 2**48 elements") + (empty ? ", an axis of 0 counted as 1" : ""),
+                    text_of(shape.begin(), size_t(shape.count)));
 }
 
 } // namespace mxd

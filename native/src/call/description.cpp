@@ -134,8 +134,6 @@ constexpr Argument argument_of(const char *name, Elements elements, bool require
         if (axis.times != NONE) argument.split.push_back(axis.times);
     }
     argument.layout = layout_of(tensor, argument.split);
-    argument.in_layout = argument.layout.count == argument.split.count;
-    for (int a = 0; a < argument.layout.count; ++a) argument.in_layout = argument.in_layout && argument.layout[a] == a;
     return argument;
 }
 

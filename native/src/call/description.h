@@ -62,12 +62,6 @@ extern const char *const SIZE_NAMES[sizes::COUNT];
 // Null: a call has no member for this size.
 extern int64_t Sizes::*const SIZE_MEMBERS[sizes::TWO];
 
-// By sizes::Name; -1: not known.
-struct AxisSizes {
-    int64_t of[sizes::COUNT];
-};
-extern const AxisSizes NUMBERS; // only numbers are known
-
 // A size, or the product of two.
 struct NamedAxis {
     sizes::Name size = sizes::NONE, times = sizes::NONE;
@@ -75,6 +69,19 @@ struct NamedAxis {
     constexpr NamedAxis() = default;
     constexpr NamedAxis(sizes::Name one, sizes::Name other = sizes::NONE) : size(one), times(other) {}
 };
+
+// By sizes::Name; -1: not known.
+struct AxisSizes {
+    int64_t of[sizes::COUNT];
+
+    int64_t product(const NamedAxis &axis) const {
+        const int64_t first = of[axis.size], second = axis.times == sizes::NONE ? 1 : of[axis.times];
+        int64_t product;
+        if (first < 0 || second < 0) return -1;
+        return __builtin_mul_overflow(first, second, &product) ? INT64_MAX : product;
+    }
+};
+extern const AxisSizes NUMBERS; // only numbers are known
 
 enum class Elements { FLOATING, INDEX, NUMBER, OF_VALUE }; // OF_VALUE: the dtype of the operator's first input
 
@@ -86,7 +93,6 @@ struct Argument {
     List<NamedAxis, MOST_AXES> axes;  // as they are described
     List<NamedAxis, MOST_AXES> split; // as the C interface has them: both factors of a product
     List<int, MOST_AXES> layout;      // the axes of `tensor`, which axes.h names, among `split`; -1: one element
-    bool in_layout = false;           // they are those of `split`
 
     // `axes` or `split`, whichever has so many; null: neither.
     const List<NamedAxis, MOST_AXES> *axes_of(int number) const {

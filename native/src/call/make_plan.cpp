@@ -3,7 +3,7 @@
 
 #include <atomic>
 
-#include "call/tensor.h"
+#include "call/check.h"
 
 namespace mxd {
 namespace {

@@ -1,40 +1,72 @@
-// Overlap of strided views, by their strides alone.
-#include "call/memory.h"
+// Where tensors lie in memory, and whether two overlap: by their strides alone.
+#include "call/check.h"
 
-#include <algorithm>
 #include <cstdlib>
 
 namespace mxd {
 namespace {
 
+// Addresses of a tensor's first and last byte; of one without elements, none that meets another.
+struct Extent {
+    int64_t first = INT64_MAX, last = INT64_MIN;
+
+    bool exists() const { return first <= last; }
+    bool meets(const Extent &other) const { return first <= other.last && other.first <= last; }
+};
+
+int64_t address_of(const TensorInfo &t) { return int64_t(reinterpret_cast<intptr_t>(t.data)); }
+
+// False: memory has no such addresses.
+bool find_extent(const TensorInfo &t, Extent &extent) {
+    const int64_t element = element_size(t.dtype);
+    int64_t first = address_of(t), last, length;
+    if (t.side_by_side >= 0) {
+        if (t.side_by_side > 0) extent = {first, first + t.side_by_side * element - 1};
+        return true;
+    }
+    if (__builtin_add_overflow(first, element, &last)) return false;
+    for (int a = 0; a < t.axes; ++a) {
+        if (t.shape[a] == 0) return true;
+        if (t.shape[a] == 1) continue;
+        int64_t reach;
+        if (__builtin_mul_overflow(t.strides[a], element, &reach) || __builtin_mul_overflow(reach, t.shape[a] - 1, &reach))
+            return false;
+        int64_t &end = reach < 0 ? first : last;
+        if (__builtin_add_overflow(end, reach, &end)) return false;
+    }
+    extent = {first, last - 1};
+    return !__builtin_sub_overflow(last, first, &length);
+}
+
+// Below, tensors have elements and extents.
+
 struct Step {
     int64_t bytes, count;
 };
 
-// A view whose axes of one element are left out, and whose strides are made positive.
+// A tensor whose axes of one element are left out, and whose strides are made positive.
 struct Footprint {
     int64_t first, element, length; // bytes; `length` of them from the first to the last
-    Step steps[View::MOST_AXES];    // the smallest first
+    Step steps[MOST_AXES];          // the smallest first
     int axes = 0;
 
-    explicit Footprint(const View &v)
-        : first(int64_t(reinterpret_cast<intptr_t>(v.data))), element(v.element), length(v.element) {
-        for (int a = v.axes; a-- > 0;) { // of contiguous tensors the last axis has the smallest stride
-            if (v.shape[a] <= 1) continue;
-            const int64_t bytes = v.strides[a] * element;
-            first += std::min<int64_t>(bytes, 0) * (v.shape[a] - 1);
-            add({std::abs(bytes), v.shape[a]});
+    explicit Footprint(const TensorInfo &t) : first(address_of(t)), element(element_size(t.dtype)), length(element) {
+        for (int a = t.axes; a-- > 0;) { // of contiguous tensors the last axis has the smallest stride
+            if (t.shape[a] <= 1) continue;
+            const int64_t bytes = t.strides[a] * element;
+            first += std::min<int64_t>(bytes, 0) * (t.shape[a] - 1);
+            add({std::abs(bytes), t.shape[a]});
         }
     }
 
     void add(const Step &step) {
-        int place = axes++;
-        for (; place > 0 && steps[place - 1].bytes > step.bytes; --place) steps[place] = steps[place - 1];
-        steps[place] = step;
+        int at = axes++;
+        for (; at > 0 && steps[at - 1].bytes > step.bytes; --at) steps[at] = steps[at - 1];
+        steps[at] = step;
         length += step.bytes * (step.count - 1);
     }
 
-    // Without the steps that come back to the same place modulo a period.
+    // Leave out the steps that come back to the same address modulo a period.
     Footprint modulo(int64_t period) const {
         Footprint rest = *this;
         rest.axes = 0;
@@ -45,9 +77,23 @@ struct Footprint {
     }
 };
 
+// Whether the strides alone prove that no two elements share memory: from the smallest stride to the largest, each axis
+// must step over everything that the axes before it cover. True for every slice and permutation of a contiguous tensor.
+bool has_distinct_elements(const TensorInfo &t) {
+    const Footprint all(t);
+    int64_t covered = all.element;
+    for (int a = 0; a < all.axes; ++a) {
+        if (all.steps[a].bytes < covered) return false;
+        covered += all.steps[a].bytes * (all.steps[a].count - 1);
+    }
+    return true;
+}
+
+// Whether the strides alone prove that two tensors share no memory, though their extents meet. True for every two slices
+// of a contiguous tensor that share no element.
 bool lie_apart(const Footprint &a, const Footprint &b);
 
-// Addresses modulo a period that both fit into: the second has two places beside the first.
+// Addresses modulo a period that both fit into: the second is compared twice, behind the first and before it.
 bool lie_apart_modulo(const Footprint &a, const Footprint &b, int64_t period) {
     int64_t ahead;
     if (period == 0 || __builtin_sub_overflow(b.first, a.first, &ahead)) return false;
@@ -70,33 +116,25 @@ bool lie_apart(const Footprint &a, const Footprint &b) {
 
 } // namespace
 
-bool find_extent(const View &v, Extent &extent) {
-    int64_t first = int64_t(reinterpret_cast<intptr_t>(v.data)), last, length;
-    if (__builtin_add_overflow(first, v.element, &last)) return false;
-    for (int a = 0; a < v.axes; ++a) {
-        if (v.shape[a] == 0) return extent = Extent(), true;
-        if (v.shape[a] == 1) continue;
-        int64_t reach;
-        if (__builtin_mul_overflow(v.strides[a], v.element, &reach) || __builtin_mul_overflow(reach, v.shape[a] - 1, &reach))
-            return false;
-        int64_t &end = reach < 0 ? first : last;
-        if (__builtin_add_overflow(end, reach, &end)) return false;
+Refusal check_memory(const Function &function, const TensorInfo *tensors) {
+    const int all = function.arguments.count;
+    Extent extents[MOST_ARGUMENTS];
+    const auto strides = [&](int i) { return text_of(tensors[i].strides, size_t(tensors[i].axes)); };
+    for (int i = 0; i < all; ++i) {
+        if (!tensors[i].shape) continue;
+        if (!find_extent(tensors[i], extents[i]))
+            return {MXD_BAD_MEMORY, i, "lie in memory that has addresses", "strides " + strides(i)};
+        if (!tensors[i].data && extents[i].exists()) return {MXD_BAD_MEMORY, i, "have memory for its elements", "NULL"};
     }
-    extent.first = first;
-    extent.last = last - 1;
-    return !__builtin_sub_overflow(last, first, &length);
-}
-
-bool has_distinct_elements(const View &view) {
-    const Footprint all(view);
-    int64_t covered = all.element;
-    for (int a = 0; a < all.axes; ++a) {
-        if (all.steps[a].bytes < covered) return false;
-        covered += all.steps[a].bytes * (all.steps[a].count - 1);
+    for (int i = function.first_written; i < all; ++i) {
+        if (!extents[i].exists()) continue;
+        if (tensors[i].side_by_side < 0 && !has_distinct_elements(tensors[i]))
+            return {MXD_BAD_MEMORY, i, "have strides that keep its elements apart", strides(i)};
+        for (int other = 0; other < i; ++other)
+            if (extents[i].meets(extents[other]) && !lie_apart(Footprint(tensors[i]), Footprint(tensors[other])))
+                return {MXD_BAD_MEMORY, i, "share no memory with", "addresses that both have", other};
     }
-    return true;
+    return {};
 }
-
-bool lie_apart(const View &a, const View &b) { return lie_apart(Footprint(a), Footprint(b)); }
 
 } // namespace mxd

@@ -1,12 +1,11 @@
-// Levels from their tables, and value as kernels can read it.
+// Makes a call from tensors, and what kernels read of it readable.
 #include "call/prepare.h"
 
 #include <cmath>
 #include <cstring>
 #include <new>
 
-#include "call/ranks.h"
-#include "call/tensor.h"
+#include "call/tables.h"
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -15,28 +14,80 @@
 namespace mxd {
 namespace {
 
-// copy(from, to) for each element of value; those that are written lie side by side and have `size` bytes.
-template <class Copy> void copy_in_order(const Tensor &t, char *to, int64_t size, Copy &&copy) {
-    const int64_t *shape = t.shape, *strides = t.strides, read = floating_size(t.dtype);
-    if (is_empty(t)) return;
-    for (int64_t b = 0; b < shape[BATCH]; ++b)
-        for (int64_t i = 0; i < shape[KEY]; ++i)
-            for (int64_t h = 0; h < shape[HEAD]; ++h) {
-                const int64_t run = b * strides[BATCH] + i * strides[KEY] + h * strides[HEAD];
-                const char *from = static_cast<const char *>(t.data) + run * read;
-                for (int64_t c = 0; c < shape[CHANNEL]; ++c, to += size) copy(from + c * strides[CHANNEL] * read, to);
-            }
+void set_tensor(Tensor &t, const TensorInfo &from, const Argument &argument, const AxisSizes &sizes) {
+    const List<NamedAxis, MOST_AXES> &axes = *argument.axes_of(from.axes);
+    int64_t shape[MOST_AXES], strides[MOST_AXES]; // with both factors of a product
+    for (int at = 0, a = 0; at < axes.count; ++at, ++a) {
+        shape[a] = from.shape[at];
+        strides[a] = from.strides[at];
+        if (axes[at].times == sizes::NONE) continue;
+        shape[a + 1] = sizes.of[axes[at].times];
+        strides[a + 1] = strides[a];
+        shape[a] = sizes.of[axes[at].size];
+        strides[a] *= shape[a + 1];
+        ++a;
+    }
+    t.data = const_cast<void *>(from.data);
+    t.dtype = from.dtype;
+    t.axes = argument.layout.count;
+    for (int a = 0; a < t.axes; ++a) {
+        const int axis = argument.layout[a];
+        t.shape[a] = axis < 0 ? 1 : shape[axis];
+        t.strides[a] = axis < 0 ? 0 : strides[axis];
+    }
 }
 
-Tensor contiguous(Tensor t, int64_t dtype) {
-    t.dtype = dtype;
-    for (int64_t a = t.axes - 1, expected = 1; a >= 0; expected *= t.shape[a--]) t.strides[a] = expected;
-    return t;
+Sizes sizes_of(const AxisSizes &sizes) {
+    Sizes n{};
+    n.heads = n.cameras = 1;
+    for (int size = 0; size < sizes::TWO; ++size)
+        if (SIZE_MEMBERS[size] && sizes.of[size] >= 0) n.*SIZE_MEMBERS[size] = sizes.of[size];
+    n.levels = n.cameras * n.scales;
+    n.group_channels = n.groups > 0 ? n.channels / n.groups : 0;
+    return n;
 }
 
-void copy_elements(const Tensor &t, char *to) {
-    const int64_t size = floating_size(t.dtype);
-    copy_in_order(t, to, size, [&](const char *from, char *at) { std::memcpy(at, from, size_t(size)); });
+// Without channels there may be any number of them: INT64_MAX is no number that a call may have.
+int64_t cells_of(const Tensor &t) {
+    int64_t cells = 1;
+    for (Axis axis : {BATCH, CELL_D, CELL_H, CELL_W})
+        if (__builtin_mul_overflow(cells, t.shape[axis], &cells)) return INT64_MAX;
+    return cells;
+}
+
+// Kernels have scratch memory for all that a query reads, some 300 bytes a sample.
+constexpr int64_t MOST_SAMPLES = int64_t(1) << 32;
+// A list of points has 32 bits for each.
+constexpr int64_t MOST_POINTS = UINT32_MAX;
+
+bool too_many_samples(const Call &call, const Tensor &t) {
+    if (is_empty(t)) return false;
+    int64_t samples = 1;
+    for (int a = call.op == AGGREGATION ? KEY_POINT : LEVEL; a < t.axes; ++a) samples *= t.shape[a];
+    return samples > MOST_SAMPLES;
+}
+
+// With logits, no tensor has the pairs (point, camera) of an anchor where there is no scale.
+bool too_many_pairs(const Call &call) {
+    int64_t pairs;
+    return call.op == AGGREGATION && call.with_logits &&
+           (__builtin_mul_overflow(call.sizes.points, call.sizes.cameras, &pairs) || pairs > MOST_SAMPLES);
+}
+
+// Whether a query needs scratch memory that no machine has.
+bool query_is_too_large(const Call &call) {
+    if (call.op == POOLING) return call.sizes.points > MOST_POINTS || call.sizes.cells >= TOO_MANY;
+    return too_many_samples(call, call.locations) || too_many_samples(call, call.weights) || too_many_pairs(call);
+}
+
+// Backward without samples: value's gradient is zero for any number of queries, so the kernel gets no query.
+void forget_queries_without_samples(Call &call) {
+    if (call.op == POOLING || !call.backward || !is_empty(call.weights)) return;
+    for (const Tensor *gradient : {&call.grad_locations, &call.grad_reference})
+        if (gradient->data && !is_empty(*gradient)) return;
+    const int point = call.op == AGGREGATION ? KEY_POINT : POINT;
+    for (Tensor *t : {&call.locations, &call.weights}) t->shape[QUERY] = t->shape[point] = 0;
+    call.sizes.queries = call.sizes.points = 0;
 }
 
 template <class T> T loaded(const char *from) {
@@ -64,11 +115,20 @@ double as_double(const char *from, int64_t dtype) {
     }
 }
 
-void copy_as_doubles(const Tensor &t, char *to) {
-    copy_in_order(t, to, 8, [&](const char *from, char *at) {
-        const double element = as_double(from, t.dtype);
-        std::memcpy(at, &element, sizeof element);
-    });
+// Copy value's elements side by side, as doubles or as they are.
+void copy_elements(const Tensor &t, bool as_doubles, char *to) {
+    const int64_t *shape = t.shape, *strides = t.strides, size = floating_size(t.dtype);
+    for (int64_t b = 0; b < shape[BATCH]; ++b)
+        for (int64_t i = 0; i < shape[KEY]; ++i)
+            for (int64_t h = 0; h < shape[HEAD]; ++h) {
+                const int64_t row = b * strides[BATCH] + i * strides[KEY] + h * strides[HEAD];
+                const char *from = static_cast<const char *>(t.data) + row * size;
+                for (int64_t c = 0; c < shape[CHANNEL]; ++c, from += strides[CHANNEL] * size, to += as_doubles ? 8 : size) {
+                    const double element = as_doubles ? as_double(from, t.dtype) : 0;
+                    std::memcpy(to, as_doubles ? reinterpret_cast<const char *>(&element) : from,
+                                size_t(as_doubles ? 8 : size));
+                }
+            }
 }
 
 // Requests huge pages for a large result that is about to be written. With small pages every 4 KB costs a page fault,
@@ -89,32 +149,6 @@ void prefer_huge_pages(const Tensor &t) {
 #endif
 }
 
-} // namespace
-
-bool nothing_to_do(const Call &call) {
-    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
-                                 &call.grad_projection, &call.grad_depth})
-        if (result->data && !is_empty(*result)) return false;
-    return true;
-}
-
-Level read_level(const Call &call, int64_t camera, int64_t scale) {
-    const auto element = [&](const Tensor &table, int64_t which) {
-        const int64_t place =
-            camera * table.strides[MAP_CAMERA] + scale * table.strides[MAP_SCALE] + which * table.strides[HEIGHT_WIDTH];
-        return table.dtype == MXD_INT32 ? static_cast<const int32_t *>(table.data)[place]
-                                        : static_cast<const int64_t *>(table.data)[place];
-    };
-    return {element(call.shapes, 0), element(call.shapes, 1), element(call.starts, 0)};
-}
-
-bool level_fits(const Level &level, int64_t keys) {
-    if (level.height <= 0 || level.width <= 0 || level.start < 0 || level.start > keys) return false;
-    return level.width <= keys && level.height <= (keys - level.start) / level.width;
-}
-
-namespace {
-
 int read_levels(Call &call, Prepared &prepared) {
     const Sizes &n = call.sizes;
     if (n.levels > prepared.FEW) prepared.more_levels.resize(size_t(n.levels));
@@ -128,54 +162,65 @@ int read_levels(Call &call, Prepared &prepared) {
     return MXD_OK;
 }
 
-Tensor readable_value(const Call &call) {
-    const Tensor &value = call.value;
-    bool wide = false;
-    for (const Tensor *t : {&value, &call.locations, &call.weights, &call.reference, &call.projection, &call.image_size,
-                            &call.pair_scale, &call.depth})
-        wide = wide || t->dtype == MXD_FLOAT64;
-    const int64_t dtype = wide ? int64_t(MXD_FLOAT64) : value.dtype;
-    return channels_lie_apart(value) || dtype != value.dtype ? contiguous(value, dtype) : value;
-}
-
-int copy_value(Call &call, Tensor readable, Prepared &prepared) {
-    const bool widened = readable.dtype != call.value.dtype;
-    if (!widened && !channels_lie_apart(call.value)) return MXD_OK;
-    prepared.value.reset(new (std::nothrow) char[size_t(contiguous_bytes(readable))]);
+// Copy value where kernels cannot read it as it lies.
+int make_readable(Call &call, Prepared &prepared, bool reads_value) {
+    const Tensor given = call.value;
+    bool widens = false;
+    for (const Tensor *t :
+         {&call.locations, &call.weights, &call.reference, &call.projection, &call.image_size, &call.pair_scale, &call.depth})
+        widens = widens || (t->dtype == MXD_FLOAT64 && given.dtype != MXD_FLOAT64);
+    if (!widens && (given.shape[CHANNEL] <= 1 || given.strides[CHANNEL] == 1 || is_empty(given))) return MXD_OK;
+    Tensor &value = call.value;
+    int64_t elements = 1;
+    for (int a = value.axes; a-- > 0; elements *= value.shape[a]) value.strides[a] = elements;
+    if (widens) value.dtype = MXD_FLOAT64;
+    if (!reads_value) return MXD_OK;
+    prepared.value.reset(new (std::nothrow) char[size_t(elements * floating_size(value.dtype))]);
     if (!prepared.value) return MXD_OUT_OF_MEMORY;
-    readable.data = prepared.value.get();
-    (widened ? copy_as_doubles : copy_elements)(call.value, prepared.value.get());
-    call.value = readable;
+    value.data = prepared.value.get();
+    if (elements > 0) copy_elements(given, widens, prepared.value.get());
     return MXD_OK;
 }
 
 } // namespace
 
+Call make_call(const Function &function, const TensorInfo *tensors, const AxisSizes &sizes, int64_t option, int num_threads) {
+    Call call{};
+    call.op = function.kernel;
+    call.with_logits = function.with_logits;
+    call.has_window = call.with_logits && call.op == GEOMETRIC;
+    call.backward = function.backward;
+    call.num_threads = num_threads;
+    call.reference_by_point = option == 1;
+    for (const Argument &each : function.arguments) {
+        if (tensors->shape) set_tensor(call.*each.tensor, *tensors, each, sizes);
+        ++tensors;
+    }
+    call.sizes = sizes_of(sizes);
+    if (call.op == POOLING) call.sizes.cells = cells_of(call.backward ? call.grad_output : call.output);
+    call.sizes.coordinates = call.reference.shape[COORDINATE];
+    return call;
+}
+
+bool nothing_to_do(const Call &call) {
+    for (const Tensor *result : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights, &call.grad_reference,
+                                 &call.grad_projection, &call.grad_depth})
+        if (result->data && !is_empty(*result)) return false;
+    return true;
+}
+
 int prepare(Call &call, Prepared &prepared, bool reads_value) {
+    forget_queries_without_samples(call);
+    if (query_is_too_large(call)) return MXD_OUT_OF_MEMORY;
     const int status = read_levels(call, prepared);
     if (status != MXD_OK) return status;
-    const Tensor readable = readable_value(call);
-    if (!reads_value) return call.value = readable, MXD_OK;
-    if (nothing_to_do(call)) return MXD_OK;
-    if (!ranks_fit(call)) return MXD_BAD_RANK;
-    for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights}) prefer_huge_pages(*t);
-    return copy_value(call, readable, prepared);
-}
-
-bool channels_lie_apart(const Tensor &value) {
-    return value.shape[CHANNEL] > 1 && value.strides[CHANNEL] != 1 && !is_empty(value);
-}
-
-int64_t contiguous_bytes(const Tensor &t) {
-    int64_t bytes = floating_size(t.dtype);
-    for (int a = 0; a < t.axes; ++a) bytes *= t.shape[a];
-    return bytes;
-}
-
-void make_contiguous(Tensor &value, char *memory) {
-    copy_elements(value, memory);
-    value = contiguous(value, value.dtype);
-    value.data = memory;
+    if (reads_value) {
+        if (nothing_to_do(call)) return MXD_OK;
+        if (!ranks_fit(call)) return MXD_BAD_RANK;
+        for (const Tensor *t : {&call.output, &call.grad_value, &call.grad_locations, &call.grad_weights})
+            prefer_huge_pages(*t);
+    }
+    return make_readable(call, prepared, reads_value);
 }
 
 } // namespace mxd

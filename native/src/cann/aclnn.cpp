@@ -1,11 +1,10 @@
 // aclnnMultiScaleDeformableAttentionGrad and its forward, aclnnMultiScaleDeformableAttnFunction: phase one checks and
 // makes an executor, phase two runs it.
-#include "call/make_call.h"
 #include "call/make_plan.h"
 #include "call/prepare.h"
-#include "cann/check.h"
-#include "cann/error.h"
-#include "cann/handles.h"
+#include "call/tables.h"
+#include "cann/runtime.h"
+#include "cann/tensor.h"
 #include "run.h"
 
 #include "aclnnop/aclnn_multi_scale_deformable_attention_grad.h"
@@ -25,8 +24,7 @@ namespace acl {
 namespace {
 
 // Phase one reads no data, because on a device the index tables may not be there yet. Phase two copies the levels to the
-// start of the workspace, and checks and uses the copy, so a program that writes to its tables meanwhile does no harm. A
-// contiguous copy of value follows, where value's channels are not contiguous.
+// workspace, and checks and uses the copy, so a program that writes to its tables meanwhile does no harm.
 int64_t bytes_of_levels(const mxd::Call &call) { return call.sizes.levels * int64_t(sizeof(mxd::Level)); }
 
 // Makes an index table the numbers inside an array of levels, from `first` on.
@@ -43,8 +41,6 @@ void run(aclOpExecutor task, void *workspace) {
     for (int64_t l = 0; l < call.sizes.levels; ++l) levels[l] = mxd::read_level(call, 0, l);
     point_to(call.shapes, &levels->height);
     point_to(call.starts, &levels->start);
-    if (mxd::channels_lie_apart(call.value))
-        mxd::make_contiguous(call.value, static_cast<char *>(workspace) + bytes_of_levels(call));
     call.num_threads = mxd::threads_that_pay(call, mxd::usable_threads());
     const int status = mxd::run(call);
     if (status == MXD_OUT_OF_MEMORY) throw std::bad_alloc();
@@ -52,19 +48,6 @@ void run(aclOpExecutor task, void *workspace) {
         throw Outcome{ACL_ERROR_RT_AICORE_EXCEPTION, mxd::fault_of_levels(call, "spatialShape", "levelStartIndex")};
     require(status == MXD_OK, ACL_ERROR_INTERNAL_ERROR, "executor", "hold what the kernels take",
             "mxd_status " + std::to_string(status));
-}
-
-mxd::Call prepare_call(const Arguments &a) {
-    mxd_tensor tensors[mxd::MOST_ARGUMENTS];
-    const mxd_tensor *pointers[mxd::MOST_ARGUMENTS];
-    for (size_t i = 0; i < a.tensors.size(); ++i) {
-        tensors[i] = mxd::split_products(a.function.arguments[int(i)], a.infos[i], a.sizes);
-        // An axis of one element may have any stride, even one that overflows when it is added up.
-        for (int axis = 0; axis < mxd::MOST_AXES; ++axis)
-            if (tensors[i].shape[axis] <= 1) tensors[i].strides[axis] = 0;
-        pointers[i] = &tensors[i];
-    }
-    return mxd::make_call(a.function, pointers, a.sizes, 0, 1);
 }
 
 aclnnStatus phase_one(bool backward, const std::vector<const aclTensor *> &handles, uint64_t *workspace_size,
@@ -76,10 +59,8 @@ aclnnStatus phase_one(bool backward, const std::vector<const aclTensor *> &handl
         task->backward = backward;
         task->nothing_to_do = std::any_of(tensors.begin(), tensors.end(), is_empty);
         if (!task->nothing_to_do) {
-            task->call = prepare_call(arguments);
+            task->call = mxd::make_call(arguments.function, arguments.infos, arguments.sizes, 0, 1);
             task->workspace_bytes = uint64_t(bytes_of_levels(task->call));
-            if (mxd::channels_lie_apart(task->call.value))
-                task->workspace_bytes += uint64_t(mxd::contiguous_bytes(task->call.value));
         }
         *workspace_size = task->workspace_bytes;
         *executor = registry<aclOpExecutor>().add(std::move(task));

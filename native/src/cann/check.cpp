@@ -1,7 +1,7 @@
 // Phase one: handles, formats, dtypes, shapes, limits, memory.
-#include "cann/check.h"
+#include "cann/tensor.h"
 
-#include "cann/error.h"
+#include "cann/runtime.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -108,13 +108,14 @@ void check_limits(const Arguments &a) {
 
 // A tensor with elements has aligned memory, and its view stays inside its storage.
 void check_view(Arguments &a, int argument) {
-    const aclTensor &t = a.tensors[size_t(argument)];
+    aclTensor &t = a.tensors[size_t(argument)];
     a.infos[argument].strides = t.strides;
     if (is_empty(t)) return;
     const std::string layout =
         "shape " + text_of(t.shape, t) + ", strides " + text_of(t.strides, t) + ", offset " + std::to_string(t.offset);
     require(t.data, ACLNN_ERR_PARAM_NULLPTR, a.names[size_t(argument)], "have memory for its elements", "NULL");
-    if (reinterpret_cast<uintptr_t>(t.data) % uintptr_t(element_size(t.dtype)))
+    const int64_t element = mxd::element_size(t.dtype);
+    if (reinterpret_cast<uintptr_t>(t.data) % uintptr_t(element))
         refuse(a, argument, "have memory aligned to its elements", "an address that is not");
     int64_t first, last;
     if (!find_elements(t, first, last)) refuse(a, argument, "lie in memory that has addresses", layout);
@@ -123,7 +124,10 @@ void check_view(Arguments &a, int argument) {
         refuse(a, argument, "lie in its storage" + size,
                "elements " + std::to_string(first) + " to " + std::to_string(last) + " of " + layout);
     }
-    a.infos[argument].data = static_cast<char *>(t.data) + t.offset * element_size(t.dtype);
+    a.infos[argument].data = static_cast<char *>(t.data) + t.offset * element;
+    // An axis of one element may have any stride, even one that overflows when it is added up.
+    for (int axis = 0; axis < t.axes; ++axis)
+        if (t.shape[axis] == 1) t.strides[axis] = 0;
 }
 
 } // namespace

@@ -1,7 +1,6 @@
 // The runtime of the CANN-style interface: devices, memory, streams and error messages. Every device is the host, and all
 // memory is the host's.
-#include "cann/error.h"
-#include "cann/handles.h"
+#include "cann/runtime.h"
 
 #include <atomic>
 #include <cstring>

@@ -1,8 +1,7 @@
 // Descriptions of tensors: made, destroyed, and what their strides reach.
 #include "cann/tensor.h"
 
-#include "cann/error.h"
-#include "cann/handles.h"
+#include "cann/runtime.h"
 
 #include <algorithm>
 
@@ -26,34 +25,18 @@ int64_t set_strides(const int64_t *shape, int axes, int64_t *strides) {
     return std::all_of(shape, shape + axes, [](int64_t size) { return size > 0; }) ? count : 0;
 }
 
-struct Dtype {
-    aclDataType number;
-    const char *name;
-    int64_t bytes; // 0: operators do not take it
-};
-
-const Dtype *find_dtype(aclDataType dtype) {
-    static const Dtype ALL[] = {{ACL_FLOAT, "ACL_FLOAT", 4}, {ACL_FLOAT16, "ACL_FLOAT16", 2}, {ACL_BF16, "ACL_BF16", 2},
-                                {ACL_INT32, "ACL_INT32", 4}, {ACL_INT64, "ACL_INT64", 8},     {ACL_DOUBLE, "ACL_DOUBLE", 0},
-                                {ACL_INT8, "ACL_INT8", 0},   {ACL_INT16, "ACL_INT16", 0},     {ACL_UINT8, "ACL_UINT8", 0},
-                                {ACL_BOOL, "ACL_BOOL", 0}};
-    for (const Dtype &each : ALL)
-        if (each.number == dtype) return &each;
-    return nullptr;
-}
-
 } // namespace
 
 bool copy_tensor(const aclTensor *handle, aclTensor &to) { return registry<aclTensor>().copy(handle, to); }
 
-int64_t element_size(aclDataType dtype) {
-    const Dtype *entry = find_dtype(dtype);
-    return entry ? entry->bytes : 0;
-}
-
 std::string dtype_name(aclDataType dtype) {
-    const Dtype *entry = find_dtype(dtype);
-    return entry ? entry->name : "aclDataType " + std::to_string(int(dtype));
+    static const std::pair<aclDataType, const char *> NAMES[] = {
+        {ACL_FLOAT, "ACL_FLOAT"}, {ACL_FLOAT16, "ACL_FLOAT16"}, {ACL_BF16, "ACL_BF16"}, {ACL_INT32, "ACL_INT32"},
+        {ACL_INT64, "ACL_INT64"}, {ACL_DOUBLE, "ACL_DOUBLE"},   {ACL_INT8, "ACL_INT8"}, {ACL_INT16, "ACL_INT16"},
+        {ACL_UINT8, "ACL_UINT8"}, {ACL_BOOL, "ACL_BOOL"}};
+    for (const auto &[number, name] : NAMES)
+        if (number == dtype) return name;
+    return "aclDataType " + std::to_string(int(dtype));
 }
 
 bool is_empty(const aclTensor &t) { return std::count(t.shape, t.shape + t.axes, 0) > 0; }

@@ -1,10 +1,10 @@
-// aclTensor is a program's description of a view. The functions below answer questions about it.
+// aclTensor is a program's description of a view. Phase one checks the tensors of a call.
 #pragma once
 
 #include "acl/acl.h"
+#include "call/check.h"
 
-#include <cstdint>
-#include <string>
+#include <vector>
 
 constexpr int ACL_MOST_AXES = 8;
 
@@ -27,12 +27,24 @@ constexpr int64_t MOST_ELEMENTS = int64_t(1) << 47, UNKNOWN_STORAGE = MOST_ELEME
 // Copies a live tensor. False: the handle is no live tensor.
 bool copy_tensor(const aclTensor *handle, aclTensor &to);
 
-// Bytes of an element; 0 for a dtype that the operators do not take.
-int64_t element_size(aclDataType dtype);
 std::string dtype_name(aclDataType dtype);
 
 bool is_empty(const aclTensor &t);
 // First and last element of a view that is not empty, counted from data. False: memory has no such addresses.
 bool find_elements(const aclTensor &t, int64_t &first, int64_t &last);
+
+// In the order of mxd_multi_scale_deformable_attn's arguments or of its backward's.
+struct Arguments {
+    bool backward;
+    const mxd::Function &function;
+    std::vector<const char *> names; // CANN's
+    std::vector<aclTensor> tensors;  // copies
+    mxd::TensorInfo infos[mxd::MOST_ARGUMENTS] = {};
+    mxd::AxisSizes sizes;
+};
+
+// handles: in the order of the C function. Throws a Refusal. Reads no tensor's elements.
+Arguments check_phase_one(bool backward, std::vector<const aclTensor *> handles, const void *workspace_size,
+                          const void *executor);
 
 } // namespace acl

@@ -2,7 +2,6 @@
 //
 // A runtime is given each operator once for each dtype of value, which is the output's. Its other inputs may have any
 // dtype that the operator takes, and all checks are made when the node runs.
-#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <cstring>
@@ -14,9 +13,8 @@
 #include <thread>
 #include <vector>
 
-#include "call/make_call.h"
 #include "call/make_plan.h"
-#include "call/words.h"
+#include "call/prepare.h"
 #include "onnxruntime/api.h"
 #include "run.h"
 #include "threads/lent_threads.h"
@@ -111,39 +109,37 @@ std::vector<int64_t> numbers_of(const Function &op, const OrtApi *api, const Ort
     return numbers;
 }
 
-// A tensor that a node is given; without a shape where it is an optional one that is not.
-struct Input {
+// A contiguous tensor; without a shape where it is an optional input that is not given.
+struct NodeTensor {
     TensorInfo info{};
-    std::vector<int64_t> shape;
-    void *data = nullptr;
+    std::vector<int64_t> shape, strides;
+
+    // `shape` has at least one entry, because a scalar has a shape, too.
+    void describe(int axes, int64_t dtype, const char *dtype_name, const void *data) {
+        strides.assign(shape.size(), 1);
+        for (int a = axes - 1; a-- > 0;) strides[size_t(a)] = strides[size_t(a) + 1] * shape[size_t(a) + 1];
+        info = {shape.data(), axes, dtype, data, strides.data(), -1, dtype_name};
+    }
 };
 
-struct Dtype {
-    const char *name;
-    int64_t dtype; // or -1: no operator takes it
-};
+// By OrtType. An operator takes those that dtype_of knows.
+constexpr const char *TYPE_NAMES[] = {"no type", "float32", "uint8",     "int8",       "uint16",  "int16",
+                                      "int32",   "int64",   "string",    "bool",       "float16", "float64",
+                                      "uint32",  "uint64",  "complex64", "complex128", "bfloat16"};
 
-// By OrtType.
-constexpr Dtype DTYPES[] = {{"no type", -1},
-                            {"float32", MXD_FLOAT32},
-                            {"uint8", -1},
-                            {"int8", -1},
-                            {"uint16", -1},
-                            {"int16", -1},
-                            {"int32", MXD_INT32},
-                            {"int64", MXD_INT64},
-                            {"string", -1},
-                            {"bool", -1},
-                            {"float16", MXD_FLOAT16},
-                            {"float64", MXD_FLOAT64},
-                            {"uint32", -1},
-                            {"uint64", -1},
-                            {"complex64", -1},
-                            {"complex128", -1},
-                            {"bfloat16", MXD_BFLOAT16}};
-constexpr Dtype UNKNOWN{"another type", -1};
+int64_t dtype_of(OrtType type) {
+    switch (type) {
+    case ORT_FLOAT32: return MXD_FLOAT32;
+    case ORT_FLOAT64: return MXD_FLOAT64;
+    case ORT_FLOAT16: return MXD_FLOAT16;
+    case ORT_BFLOAT16: return MXD_BFLOAT16;
+    case ORT_INT32: return MXD_INT32;
+    case ORT_INT64: return MXD_INT64;
+    default: return -1;
+    }
+}
 
-void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index, Input &to) {
+void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index, NodeTensor &to) {
     const OrtValue *value = nullptr;
     need(ort::input(api, context, index, &value));
     if (!value) return;
@@ -153,14 +149,13 @@ void read_input(const OrtApi *api, const OrtKernelContext *context, size_t index
     const std::unique_ptr<OrtTensorInfo, decltype(release)> owner(info, release);
     OrtType type;
     size_t axes;
+    void *data;
     need(ort::element_type(api, info, &type));
     need(ort::number_of_axes(api, info, &axes));
-    to.shape.resize(std::max<size_t>(axes, 1)); // a scalar has a shape, too
+    to.shape.resize(std::max<size_t>(axes, 1));
     need(ort::sizes(api, info, to.shape.data(), axes));
-    need(ort::tensor_data(api, const_cast<OrtValue *>(value), &to.data));
-    const Dtype &dtype = size_t(type) < std::size(DTYPES) ? DTYPES[type] : UNKNOWN;
-    to.info = {to.shape.data(), int(axes), dtype.dtype};
-    to.info.dtype_name = dtype.name;
+    need(ort::tensor_data(api, const_cast<OrtValue *>(value), &data));
+    to.describe(int(axes), dtype_of(type), size_t(type) < std::size(TYPE_NAMES) ? TYPE_NAMES[type] : "another type", data);
 }
 
 // The sizes that no input has: attributes, or the elements of one more input, which follows the operator's.
@@ -168,14 +163,14 @@ std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelConte
     const OrtApi *api = instance.runtime.api;
     const Function &op = instance.function;
     std::vector<int64_t> numbers = instance.numbers;
-    Input input;
+    NodeTensor input;
     if (count > size_t(instance.function.num_inputs)) read_input(api, context, size_t(instance.function.num_inputs), input);
     if (input.info.shape) {
         const std::string dtype = input.info.dtype_name, shape = text_of(input.shape.data(), size_t(input.info.axes));
         if (input.info.dtype != MXD_INT64 || input.info.axes != 1 || input.shape.front() != int64_t(numbers.size()))
             refuse(api, sentence("sizes", "have dtype int64 and shape (" + std::to_string(numbers.size()) + ",)",
                                  dtype + " and " + shape));
-        const int64_t *elements = static_cast<const int64_t *>(input.data);
+        const int64_t *elements = static_cast<const int64_t *>(input.info.data);
         numbers.assign(elements, elements + numbers.size());
     }
     for (size_t i = 0; i < numbers.size(); ++i)
@@ -185,71 +180,36 @@ std::vector<int64_t> read_numbers(const Instance &instance, const OrtKernelConte
     return numbers;
 }
 
-// A node's inputs, and how large their axes are.
-struct Inputs {
-    std::vector<Input> all;
-    AxisSizes sizes;
-
-    Inputs(const Instance &instance, const OrtKernelContext *context) : all(size_t(instance.function.num_inputs)) {
-        const OrtApi *api = instance.runtime.api;
-        const Function &function = instance.function;
-        size_t count;
-        need(ort::number_of_inputs(api, context, &count));
-        TensorInfo infos[MOST_ARGUMENTS] = {};
-        for (size_t i = 0; i < all.size(); ++i) {
-            if (i < count) read_input(api, context, i, all[i]);
-            infos[i] = all[i].info;
-        }
-        if (fits(function, infos, function.num_inputs, instance.option, sizes)) {
-            if (instance.numbers.empty()) return;
-            const std::vector<int64_t> numbers = read_numbers(instance, context, count);
-            for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.numbers[int(i)]] = numbers[i];
-            return;
-        }
-        refuse(api, sentence(function, refusal_of(function, infos, function.num_inputs, instance.option)));
-    }
-    int64_t size(const NamedAxis &axis) const {
-        return sizes.of[axis.size] * (axis.times == sizes::NONE ? 1 : sizes.of[axis.times]);
-    }
-};
-
-// The tensor of an argument, with both factors of a product.
-mxd_tensor contiguous(const Argument &argument, const Inputs &inputs, const TensorInfo &info, void *data) {
-    mxd_tensor t{data, info.dtype, {}, {}};
-    const bool is_split = info.axes == argument.split.count;
-    int64_t stride = 1;
-    for (int a = argument.split.count; a-- > 0; stride *= t.shape[a]) {
-        t.shape[a] = is_split ? info.shape[a] : inputs.size(argument.split[a]);
-        t.strides[a] = stride;
-    }
-    return t;
-}
-
-mxd_tensor make_output(const OrtApi *api, OrtKernelContext *context, const Argument &output, const Inputs &inputs) {
-    std::vector<int64_t> shape;
-    for (const NamedAxis &axis : output.axes) shape.push_back(inputs.size(axis));
-    const std::string fault = fault_of_output(shape.data(), shape.size());
-    if (!fault.empty()) refuse(api, fault);
-    OrtValue *made = nullptr;
-    void *data = nullptr;
-    need(ort::output(api, context, 0, shape.data(), shape.size(), &made));
-    need(ort::tensor_data(api, made, &data));
-    return contiguous(output, inputs, {shape.data(), int(shape.size()), inputs.all.front().info.dtype}, data);
-}
-
 Call call_of_node(const Instance &instance, OrtKernelContext *context) {
+    const OrtApi *api = instance.runtime.api;
     const Function &function = instance.function;
-    const Inputs inputs(instance, context);
-    mxd_tensor tensors[MOST_ARGUMENTS];
-    const mxd_tensor *arguments[MOST_ARGUMENTS] = {};
-    for (size_t i = 0; i < inputs.all.size(); ++i) {
-        if (!inputs.all[i].info.shape) continue;
-        tensors[i] = contiguous(function.arguments[int(i)], inputs, inputs.all[i].info, inputs.all[i].data);
-        arguments[i] = &tensors[i];
+    const int inputs = function.num_inputs;
+    NodeTensor tensors[MOST_ARGUMENTS]; // the inputs, then the output
+    TensorInfo infos[MOST_ARGUMENTS] = {};
+    size_t count;
+    need(ort::number_of_inputs(api, context, &count));
+    for (int i = 0; i < inputs; ++i) {
+        if (size_t(i) < count) read_input(api, context, size_t(i), tensors[i]);
+        infos[i] = tensors[i].info;
     }
-    const mxd_tensor output = make_output(instance.runtime.api, context, function.arguments[function.num_inputs], inputs);
-    arguments[inputs.all.size()] = &output;
-    return make_call(function, arguments, inputs.sizes, instance.option, 1);
+    AxisSizes sizes;
+    if (!fits(function, infos, inputs, instance.option, sizes))
+        refuse(api, sentence(function, refusal_of(function, infos, inputs, instance.option)));
+    if (!instance.numbers.empty()) {
+        const std::vector<int64_t> numbers = read_numbers(instance, context, count);
+        for (size_t i = 0; i < numbers.size(); ++i) sizes.of[function.numbers[int(i)]] = numbers[i];
+    }
+    const List<int64_t, MOST_AXES> shape = output_shape(function, sizes);
+    const std::string fault = fault_of_output(shape);
+    if (!fault.empty()) refuse(api, fault);
+    OrtValue *output = nullptr;
+    void *data = nullptr;
+    need(ort::output(api, context, 0, shape.begin(), size_t(shape.count), &output));
+    need(ort::tensor_data(api, output, &data));
+    tensors[inputs].shape.assign(shape.begin(), shape.end());
+    tensors[inputs].describe(shape.count, infos[0].dtype, nullptr, data);
+    infos[inputs] = tensors[inputs].info;
+    return make_call(function, infos, sizes, instance.option, 1);
 }
 
 // ---- threads: those of the session, which lends them and does not say how many

@@ -1,7 +1,7 @@
 // Finds the functions of torch's stable C interface in the process.
 #include "torch/api.h"
 
-#include "call/words.h"
+#include "call/check.h"
 #include "threads/loaded_library.h"
 
 namespace mxd::torch {

@@ -7,9 +7,8 @@
 #include <mutex>
 #include <utility>
 
-#include "call/make_call.h"
 #include "call/make_plan.h"
-#include "call/words.h"
+#include "call/prepare.h"
 #include "mx_driving_torch.h"
 #include "run.h"
 #include "torch/api.h"
@@ -235,18 +234,13 @@ class BoxedCall {
         if (!rule.empty()) throw Refused{sentence(std::string(function.option), rule, "'" + word + "'")};
     }
 
-    int64_t size(const NamedAxis &axis) const {
-        return sizes.of[axis.size] * (axis.times == sizes::NONE ? 1 : sizes.of[axis.times]);
-    }
-
     void make_output() {
-        const int place = function.first_written;
-        int64_t shape[MOST_AXES], *next = shape;
-        for (const NamedAxis &axis : argument(place).axes) *next++ = size(axis);
-        const std::string fault = fault_of_output(shape, size_t(next - shape));
+        const List<int64_t, MOST_AXES> shape = output_shape(function, sizes);
+        const std::string fault = fault_of_output(shape);
         if (!fault.empty()) throw Refused{fault};
-        tensors[place] = made("output", tensors[function.first_input], output_dtype(), shape, int(next - shape));
-        infos[place] = tensors[place].info();
+        Tensor &output = tensors[function.first_written];
+        output = made("output", tensors[function.first_input], output_dtype(), shape.begin(), shape.count);
+        infos[function.first_written] = output.info();
     }
 
     int32_t output_dtype() const {
@@ -277,15 +271,9 @@ class BoxedCall {
     void compute() {
         const Refusal memory = check_memory_of_inputs();
         if (memory.status != MXD_OK) refuse(memory);
-        mxd_tensor all[MOST_ARGUMENTS];
-        const mxd_tensor *places[MOST_ARGUMENTS] = {};
-        for (int i = 0; i < count(); ++i) {
-            if (!infos[i].shape) continue;
-            if (i >= function.first_written) infos[i].data = tensors[i].memory();
-            all[i] = split_products(argument(i), infos[i], sizes);
-            places[i] = &all[i];
-        }
-        Call call = make_call(function, places, sizes, option, 1);
+        for (int i = function.first_written; i < count(); ++i)
+            if (infos[i].shape) infos[i].data = tensors[i].memory();
+        Call call = make_call(function, infos, sizes, option, 1);
         uint32_t threads = 1;
         need(api->torch_get_num_threads(&threads), "count its threads");
         call.num_threads = threads_that_pay(call, int(threads));

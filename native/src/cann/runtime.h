@@ -1,9 +1,9 @@
-// Errors of the CANN-style interface. The code inside throws a status with a sentence; a C function returns the status
-// and keeps the sentence for aclGetRecentErrMsg. A stream remembers an error until somebody synchronises.
+// Errors, streams and live objects of the CANN-style interface. The code inside throws a status with a sentence; a C
+// function returns the status and keeps the sentence for aclGetRecentErrMsg.
 #pragma once
 
 #include "acl/acl.h"
-#include "call/words.h"
+#include "call/check.h"
 #include "threads/threads.h"
 
 #include <memory>
@@ -11,6 +11,7 @@
 #include <new>
 #include <string>
 #include <system_error>
+#include <unordered_set>
 #include <utility>
 
 namespace acl {
@@ -45,7 +46,7 @@ template <class Fn> Outcome outcome_of(Fn &&fn) noexcept {
 // Runs the body of a C function: what the body throws becomes the status that the function returns.
 template <class Fn> aclError guarded(Fn &&fn) noexcept { return report(outcome_of(fn)); }
 
-// Runs a task at once, on its caller's thread, and remembers the first failure.
+// Runs a task at once, on its caller's thread, and remembers the first failure until somebody synchronises.
 class Stream {
   public:
     const int64_t process = mxd::this_process();
@@ -70,5 +71,45 @@ class Stream {
 
 // The stream behind a handle; NULL is the default stream.
 std::shared_ptr<Stream> find_stream(aclrtStream handle);
+
+// The live objects behind the interface's pointers. Every function looks up the pointers that it gets: a pointer to a
+// destroyed object is an error with a sentence, not a crash.
+template <class T> class Handles {
+  public:
+    T *add(std::unique_ptr<T> object) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        keys.insert(key(object.get()));
+        return object.release();
+    }
+    // Copies the object under the lock, because another thread may destroy it at any time. False: the object is not
+    // live.
+    bool copy(const void *handle, T &to) {
+        return change(const_cast<void *>(handle), [&](const T &object) { to = object; });
+    }
+    template <class Fn> bool change(void *handle, Fn &&fn) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!keys.count(key(handle))) return false;
+        fn(*static_cast<T *>(handle));
+        return true;
+    }
+    std::unique_ptr<T> remove(const void *handle) {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (!keys.erase(key(handle))) return nullptr;
+        return std::unique_ptr<T>(static_cast<T *>(const_cast<void *>(handle)));
+    }
+
+  private:
+    std::mutex mutex;
+    std::unordered_set<uintptr_t> keys;
+
+    // The complement of the address. A leak checker would take plain addresses in this set for owners, and would not
+    // report an object that a program forgot to destroy.
+    static uintptr_t key(const void *handle) { return ~reinterpret_cast<uintptr_t>(handle); }
+};
+
+template <class T> Handles<T> &registry() {
+    static Handles<T> handles;
+    return handles;
+}
 
 } // namespace acl
