@@ -69,23 +69,47 @@ def mapped(function: Function, copy: Function | None = None) -> Function:
     return call
 
 
-def _without_devices(function: Function) -> Function:
-    """Wrap a function of devices that it runs on: leave out those that name the CPU, or give an index."""
+def _rewritten(function: Function, rewrite: Callable[[dict[str, Any]], None]) -> Function:
+    """Return `function` with its arguments, a dictionary by name, changed by `rewrite`."""
     signature = inspect.signature(function)
-
-    def is_here(devices: Any) -> bool:
-        devices = devices if isinstance(devices, (list, tuple)) else [devices]
-        return all(_is_index(d) or stands_for_cpu(d) or str(d) == "cpu" for d in devices)
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         bound = signature.bind(*args, **named)
-        for name in {"device_ids", "output_device", "device_id"} & bound.arguments.keys():
-            if is_here(bound.arguments[name]):
-                del bound.arguments[name]
+        rewrite(bound.arguments)
         return function(*bound.args, **bound.kwargs)
 
     return call
+
+
+def _leave_out_devices(arguments: dict[str, Any]) -> None:
+    """Leave out devices that name the CPU, or are indices, and take gloo for a backend that needs the device."""
+    for name in {"device_ids", "output_device", "device_id"} & arguments.keys():
+        devices = arguments[name] if isinstance(arguments[name], (list, tuple)) else [arguments[name]]
+        if all(_is_index(d) or stands_for_cpu(d) or str(d) == "cpu" for d in devices):
+            del arguments[name]
+    backends = {"hccl"} | ({"nccl"} if "cuda" in _types else set())
+    backend = arguments.get("backend")
+    if isinstance(backend, str) and any(part.rpartition(":")[2] in backends for part in backend.split(",")):
+        arguments["backend"] = "gloo"
+
+
+def _choose_float16(arguments: dict[str, Any]) -> None:
+    """Give torch.autocast its default on the device, float16, which is bfloat16 on a CPU."""
+    if stands_for_cpu(arguments["device_type"]):
+        arguments.update(device_type="cpu", dtype=arguments.get("dtype") or torch.float16)
+
+
+def _fork_cpu(arguments: dict[str, Any]) -> None:
+    """Let torch.random.fork_rng keep the CPU's state alone, which is the device's."""
+    if stands_for_cpu(arguments.get("device_type")):
+        arguments.update(devices=(), device_type="cpu")
+
+
+def _set_no_default(arguments: dict[str, Any]) -> None:
+    """Let the CPU be the default device without torch's mode, through which torch.compile traces no wrapper."""
+    device = arguments["device"]
+    arguments["device"] = None if _is_index(device) or str(on_cpu(device)) == "cpu" else device
 
 
 def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = False) -> torch.Tensor:
@@ -96,50 +120,6 @@ def tensor_npu(self: torch.Tensor, device: Any = None, non_blocking: bool = Fals
 def module_npu(self: torch.nn.Module, device: Any = None) -> torch.nn.Module:
     """Module.npu: parameters and buffers get memory of their own; the parameters stay the same objects."""
     return self._apply(torch.clone)
-
-
-def _autocast(start: Function) -> Function:
-    """Wrap autocast.__init__. Its default on the device is float16, on a CPU bfloat16."""
-
-    @functools.wraps(start)
-    def begin(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **named: Any) -> None:
-        if dtype is None and stands_for_cpu(device_type):
-            dtype = torch.float16
-        start(self, on_cpu(device_type), dtype, *args, **named)
-
-    return begin
-
-
-def _with_gloo(start: Function) -> Function:
-    """Wrap init_process_group or new_group: a backend that needs the device is gloo instead."""
-
-    def on_cpu_backend(name: Any) -> Any:
-        backends = {"hccl"} | ({"nccl"} if "cuda" in _types else set())
-        is_device = isinstance(name, str) and any(part.rpartition(":")[2] in backends for part in name.split(","))
-        return "gloo" if is_device else name
-
-    @functools.wraps(start)
-    def begin(*args: Any, **named: Any) -> Any:
-        return start(*map(on_cpu_backend, args), **{name: on_cpu_backend(a) for name, a in named.items()})
-
-    return begin
-
-
-def _fork_rng(fork: Function) -> Function:
-    """Wrap torch.random.fork_rng: keep the CPU's state, which is the device's, whatever the devices are."""
-
-    @functools.wraps(fork)
-    def keep(devices: Any = None, enabled: bool = True, *args: Any, **named: Any) -> Any:
-        return fork((), enabled) if stands_for_cpu(named.get("device_type")) else fork(devices, enabled, *args, **named)
-
-    return keep
-
-
-def _set_default_device(function: Function) -> Function:
-    """Wrap torch.set_default_device. The CPU is the default without the mode, through which torch.compile traces no wrapper."""
-    return functools.wraps(function)(
-        lambda device: function(None if _is_index(device) or str(on_cpu(device)) == "cpu" else device)
-    )
 
 
 def _data_parallel(self: Any, module: torch.nn.Module, *args: Any, **named: Any) -> None:
@@ -194,7 +174,7 @@ _package = (5, lambda storage: None, lambda storage, location: storage if stands
 
 
 def _replace(changes: Changes, owner: Any, name: str, stand_in: Any) -> None:
-    """Set an attribute that torch.jit.script compares by identity, and register the new one."""
+    """Set an attribute, and register it with torch.jit.script, which compares by identity: torch.distributed.optim scripts."""
     operator = _builtins._find_builtin(getattr(owner, name))
     changes.set(owner, name, stand_in)
     if operator is not None:
@@ -216,22 +196,21 @@ def install(changes: Changes) -> None:
             if isinstance(function, types.BuiltinFunctionType | types.FunctionType) and function in constructors:
                 _wrap(changes, owner, mapped, name, copy=torch.clone if name in ("as_tensor", "asarray") else None)
     _wrap(changes, torch, mapped, *_LIKE, *_AUTOCAST, "load")
-    _wrap(changes, torch, _set_default_device, "set_default_device")
+    _wrap(changes, torch, _rewritten, "set_default_device", rewrite=_set_no_default)
     _wrap(changes, torch.amp, mapped, "custom_fwd", "custom_bwd", "is_autocast_available")
     _wrap(changes, torch.Tensor, mapped, *_NEW)
     _wrap(changes, torch.Tensor, mapped, "to", copy=torch.clone)
     _wrap(changes, torch.nn.Module, mapped, "to", copy=module_npu)
     _wrap(changes, torch.nn.Module, mapped, "to_empty")
-    _wrap(changes, torch.autocast, _autocast, "__init__")
+    _wrap(changes, torch.autocast, _rewritten, "__init__", rewrite=_choose_float16)
     _wrap(changes, torch.amp.GradScaler, mapped, "__init__")
-    _wrap(changes, torch.random, _fork_rng, "fork_rng")
+    _wrap(changes, torch.random, _rewritten, "fork_rng", rewrite=_fork_cpu)
     parallel = torch.nn.parallel
     changes.set(parallel.DataParallel, "__init__", _data_parallel)
     changes.set(parallel, "data_parallel", _call_module)
     if torch.distributed.is_available():
-        _wrap(changes, parallel.DistributedDataParallel, _without_devices, "__init__")
-        _wrap(changes, torch.distributed, _without_devices, "init_process_group", "new_group", "barrier")
-        _wrap(changes, torch.distributed, _with_gloo, "init_process_group", "new_group")
+        _wrap(changes, parallel.DistributedDataParallel, _rewritten, "__init__", rewrite=_leave_out_devices)
+        _wrap(changes, torch.distributed, _rewritten, "init_process_group", "new_group", "barrier", rewrite=_leave_out_devices)
         _wrap(changes, torch.distributed, mapped, "init_device_mesh")
     changes.set(torch.Tensor, "pin_memory", lambda self, device=None: self)
     changes.set(torch.Tensor, "is_pinned", lambda self, device=None: False)
