@@ -17,6 +17,7 @@ from .calls import RecordedCall
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
 SOME = 605  # queries that stand for all where the largest term is looked for
+_ATTENTION = "multi_scale_deformable_attn"
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
@@ -119,29 +120,36 @@ def _largest(t: Tensor) -> float:
 
 def _largest_slope(call: RecordedCall, axis: int) -> float:
     """Return the largest size * weight * |corner . g|, summed over the two corners of a sample's slope: the gradient that the
-    weight would have at the whole pixels before and behind the sample. Scales of an aggregation share their locations, and
-    are taken one after another. SOME evenly spread queries are enough: more could only raise the largest term."""
-    total: Any = 0.0
+    weight would have at the whole pixels before and behind the sample. SOME evenly spread queries are enough: more could only
+    raise the largest term."""
     queries = torch.arange(0, call.num_queries, -(-call.num_queries // SOME) or 1)
-    value, shapes, starts, locations, weights = call.inputs
-    locations, weights = locations[:, queries].double(), weights[:, queries]
-    locations = torch.where(counted_samples(call)[:, queries, ..., None], locations, torch.nan)
-    is_aggregation = call.row.kind == "aggregation"
-    for scale in range(shapes.shape[1]) if is_aggregation else (slice(None),):
-        tables = [shapes[:, [scale]], starts[:, [scale]]] if is_aggregation else [shapes, starts]
-        weight = weights[:, :, :, :, [scale]] if is_aggregation else weights
-        size = tables[0].double().flip(-1)[..., axis]
-        size = size[:, 0] if is_aggregation else size[:, None]
-        before = (locations[..., axis] * size - 0.5).floor()
-        for step in (0, 1):
-            moved = locations.clone()
-            moved[..., axis] = torch.where(before.isfinite(), (before + step + 0.5) / size, torch.nan)
-            grad = call.grad_output[:, queries] if call.grad_output is not None else None
-            one = replace(call, inputs=(value, *tables, moved, weight), grad_output=grad)
-            slopes = compute(one, torch.float64, differentiable=(call.row.weights,))["grad_weights"]
-            terms = (weight * slopes).sum((-1, -2)) if is_aggregation else weight * slopes
-            total = total + terms * size
+    locations = torch.where(counted_samples(call)[..., None], call.sampling.locations.double(), torch.nan)
+    value, shapes, starts, _, weights = call.sampling
+    value, shapes, starts, locations, weights = as_attention(value, shapes, starts, locations[:, queries], weights[:, queries])
+    grad = None if call.grad_output is None else call.grad_output[:, queries]
+    size = shapes.double().flip(-1)[:, None, axis]
+    before, total = (locations[..., axis] * size - 0.5).floor(), torch.zeros(())
+    for step in (0, 1):
+        moved = locations.clone()
+        moved[..., axis] = torch.where(before.isfinite(), (before + step + 0.5) / size, torch.nan)
+        about = {**call.about, "operator": _ATTENTION}
+        at_pixels = replace(call, about=about, inputs=(value, shapes, starts, moved, weights), grad_output=grad)
+        slopes = compute(at_pixels, torch.float64, differentiable=(at_pixels.row.weights,))["grad_weights"]
+        total = total + size * weights * slopes
+    if call.row.kind == "aggregation":  # groups and scales share a location
+        total = total.unflatten(3, (-1, call.sampling.shapes.shape[1])).sum((2, 4))
     return _largest(total)
+
+
+def as_attention(v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    """Return an aggregation's inputs as attention's: groups are heads, the maps of all cameras are levels, and points beyond a
+    picture count, too. Return attention's as they are."""
+    if s.dim() == 2:
+        return v, s, t, l, w
+    groups, scales = w.shape[-1], s.shape[1]
+    at = l.permute(0, 1, 3, 2, 4)[:, :, None, :, None].expand(-1, -1, groups, -1, scales, -1, -1).flatten(3, 4)
+    weights = w.permute(0, 1, 5, 3, 4, 2).flatten(3, 4)
+    return v.unflatten(2, (groups, -1)), s.flatten(0, 1), t.flatten(), at, weights
 
 
 def counted_samples(call: RecordedCall) -> Tensor:

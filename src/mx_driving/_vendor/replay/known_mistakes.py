@@ -17,30 +17,20 @@ from torch import Tensor
 
 from ..._measure import plain
 from ..._operator import geometry
-from .compute import Core, core_of
+from .compute import Core, as_attention, core_of
 
 _SCALE, _AGGREGATION, _GEOMETRIC = "multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"
 Mistake = Callable[..., Tensor]
 
 
-def _size(shapes: Tensor, locations: Tensor) -> Tensor:
-    """Return (width, height) of each sample's map; of scales that share their locations, of the first."""
-    size = shapes.flip(-1).to(locations.dtype)
-    return size[:, 0] if shapes.dim() == 3 else size[:, None]
-
-
 def _move(move: Callable[[Tensor, Tensor], Tensor]) -> Mistake:
-    """Move locations by a function of them and of their maps' sizes. Scales of an aggregation are summed one by one."""
+    """Move locations by a function of them and of their maps' (width, height)."""
 
-    def run(core: Core, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-        if shapes.dim() == 2:
-            return core(value, shapes, starts, move(locations, _size(shapes, locations)), weights)
-        total = torch.zeros((), dtype=value.dtype)
-        for s in range(shapes.shape[1]):
-            tables = shapes[:, s : s + 1], starts[:, s : s + 1]
-            moved = torch.where(geometry.inside(locations)[..., None], move(locations, _size(tables[0], locations)), torch.nan)
-            total = total + core(value, *tables, moved, weights[:, :, :, :, s : s + 1])
-        return total
+    def run(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
+        if s.dim() == 3:
+            l = torch.where(geometry.inside(l)[..., None], l, torch.nan)
+        v, s, t, l, w = as_attention(v, s, t, l, w)
+        return core_of(_SCALE)(v, s, t, move(l, s.flip(-1)[:, None].to(l.dtype)), w)
 
     return run
 
@@ -55,14 +45,6 @@ def _interleave(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tenso
     groups = w.shape[-1]
     blocks = v.unflatten(2, (-1, groups)).transpose(2, 3).flatten(2)
     return core(blocks, s, t, l, w).unflatten(2, (groups, -1)).transpose(2, 3).flatten(2)
-
-
-def _count_points_beyond(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
-    """An aggregation as attention: groups are heads, maps of all cameras are levels."""
-    groups, scales = w.shape[-1], s.shape[1]
-    at = l.permute(0, 1, 3, 2, 4)[:, :, None, :, None].expand(-1, -1, groups, -1, scales, -1, -1).flatten(3, 4)
-    weights = w.permute(0, 1, 5, 3, 4, 2).flatten(3, 4)
-    return core_of(_SCALE)(v.unflatten(2, (groups, -1)), s.flatten(0, 1), t.flatten(), at, weights)
 
 
 def _poison(core: Core, v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> Tensor:
@@ -125,7 +107,9 @@ _MISTAKES: dict[tuple[str, ...], dict[str, Mistake]] = {  # the first that gives
         "NaN are not masked: samples off the map must not count; the vendor's masks them since 7.2": _poison,
     },
     (_AGGREGATION,): {
-        "points beyond the picture count; only 0 < x < 1 and 0 < y < 1 must": _count_points_beyond,
+        "points beyond the picture count; only 0 < x < 1 and 0 < y < 1 must": (
+            lambda core, *inputs: core_of(_SCALE)(*as_attention(*inputs))
+        ),
         "channels take the groups' weights in turn, where groups are blocks of channels": _interleave,
     },
     (_SCALE, _GEOMETRIC): {
