@@ -90,7 +90,7 @@ def test_a_module_that_reads_a_parameter_of_no_known_form_is_left_alone_and_name
         done = mx_driving.patch(library(kind, plain_core))
     done.restore()
     (reason,) = done.skipped.values()
-    assert "two parameters of one meaning" in reason if kind is TwoMasks else "depth, which its forward reads" in reason
+    assert "two parameters of one meaning" in reason if kind is TwoMasks else "depth, which its code reads" in reason
 
 
 BY_PLACE = (

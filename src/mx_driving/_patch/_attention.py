@@ -29,17 +29,15 @@ from ._forms import (
     Arguments,
     Form,
     ValueLayout,
-    collect_roles,
     is_table,
     put_keys_last,
     read_tables,
     repeat_levels,
 )
-from ._parameters import Parameters, find_source, overrides
+from ._parameters import find_source, overrides
 
 LEVELS = 0  # in a shape: as many as there are levels
 LINEAR_LAYERS = {"sampling_offsets", "attention_weights"}  # the linear layers that the code of every such forward names
-_KNOWN = {"query", "position", "value", "mask", "reference", "shapes", "sizes", "starts", "identity", "trajectories", "boxes"}
 # attributes that forms read themselves, or that change nothing but the way
 _READ_BY_FORMS = {"batch_first", "method", "decoder_method", "offset_scale", "output_proj", "value_proj", "training"}
 _READ_BY_FORMS |= {"_fused_offset_weight", "_export", "fp16_enabled", "disable_custom_kernels"}
@@ -50,19 +48,6 @@ Sampled = tuple[Tensor, Tensor, tuple[int, ...]]  # output [bs, num_queries, cha
 def has_layers(kind: type) -> bool:
     """Return whether the forward of a class calls the linear layers of deformable attention."""
     return set(find_source(vars(kind)["forward"]).__code__.co_names) >= LINEAR_LAYERS
-
-
-def explain_refusal(parameters: Parameters) -> str:
-    """Return why no form can have the parameters of a forward, or nothing."""
-    roles = collect_roles(parameters.all)
-    if not any(form.needs <= roles for form in ATTENTION_FORMS):
-        return f"no known form of an attention module has the parameters {parameters}"
-    more = [name for name in parameters.read if not collect_roles([name]) <= _KNOWN]
-    if more:
-        return f"no known form of an attention module has the parameters {', '.join(more)}, which its forward reads"
-    if len(collect_roles(parameters.read)) < len(parameters.read):
-        return f"its forward reads two parameters of one meaning: {', '.join(parameters.read)}"
-    return ""
 
 
 @dataclass(frozen=True)
@@ -94,9 +79,9 @@ class Attention(Form):
     tried: Tried | None = None
     kind: str = MODULE
     reads_all = False
-
-    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        return kind == MODULE and self.needs <= collect_roles(parameters.all)
+    roles = frozenset(
+        ("query", "position", "value", "mask", "reference", "shapes", "sizes", "starts", "identity", "trajectories", "boxes")
+    )
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         tried, mask = self.tried, arguments.get("mask")

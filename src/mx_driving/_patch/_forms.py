@@ -53,8 +53,8 @@ ROLES = {
     "acceleration": ("allow_acceleration",),
 }
 _ROLE = {name: role for role, names in ROLES.items() for name in names}
-_NEEDED = {"value", "shapes", "locations", "weights"}
-_KNOWN = _NEEDED | {"sizes", "starts", "counts", "method", "value_shape", "step", "acceleration"}
+_NEEDED = frozenset(("value", "shapes", "locations", "weights"))
+_OPTIONAL = frozenset(("sizes", "starts", "method", "value_shape", "step", "acceleration"))
 
 
 def find_role(name: str) -> str:
@@ -76,10 +76,21 @@ class Form:
 
     kind: str
     reads_all: bool  # whether arguments that the original's code does not read count
+    needs: frozenset[str] = frozenset()  # roles that parameters must have
+    roles: frozenset[str] = frozenset()  # roles that parameters which the code reads may have
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
         """Return whether something of this kind, with this name and these parameters, may be written in this form."""
-        raise NotImplementedError
+        return kind == self.kind and not self.explain_refusal(parameters)
+
+    def explain_refusal(self, parameters: Parameters) -> str:
+        """Return why the form cannot have these parameters, or nothing."""
+        if not self.needs <= collect_roles(parameters.all):
+            return f"the parameters {parameters}"
+        if unknown := [name for name in parameters.read if find_role(name) not in self.roles]:
+            return f"the parameters {', '.join(unknown)}, which its code reads"
+        used = parameters.all if self.reads_all else parameters.read
+        return f"two parameters of one meaning: {', '.join(used)}" if len(collect_roles(used)) < len(used) else ""
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         """Return whether the form was tried on such arguments. The original's own code does the rest."""
@@ -102,8 +113,12 @@ class Exact(Form):
     reads_all = True
 
     def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        named = kind == self.kind and re.search(self.called, name) is not None
-        return named and parameters.all == self.parameters and not parameters.variadic
+        has_name = kind == self.kind and re.search(self.called, name) is not None
+        return has_name and not self.explain_refusal(parameters)
+
+    def explain_refusal(self, parameters: Parameters) -> str:
+        is_same = parameters.all == self.parameters and not parameters.variadic
+        return "" if is_same else f"the parameters {parameters}"
 
     def answer(self, module: Any, arguments: Arguments) -> Any:
         return self.run(*arguments.values())
@@ -221,7 +236,7 @@ class Core(Form):
     layout: ValueLayout
     axes: tuple[int, ...]  # the numbers of axes that sampling_locations may have
     methods: tuple[str, ...] = ("default",)  # "discrete" is RT-DETR v2's: the nearest pixel, clamped to the border
-    uneven: bool = False  # a level has its own number of points
+    needs: frozenset[str] = _NEEDED
     pixels: bool = False  # locations are whole pixels, as MapTR's
     kind: str = FUNCTION
 
@@ -230,10 +245,14 @@ class Core(Form):
         """transformers' layer reads the list alone. The tensors beside it save the time of making a table."""
         return self.kind == MODULE
 
-    def fits(self, name: str, kind: str, parameters: Parameters) -> bool:
-        roles = collect_roles(parameters.all)
-        needed = kind == self.kind and roles >= _NEEDED and self.uneven == ("counts" in roles)
-        return needed and len(roles) == len(parameters.all) and collect_roles(parameters.read) <= _KNOWN
+    @property
+    def roles(self) -> frozenset[str]:  # type: ignore[override]
+        return self.needs | _OPTIONAL
+
+    @property
+    def uneven(self) -> bool:
+        """Whether a level has its own number of points."""
+        return "counts" in self.needs
 
     def serves(self, module: Any, arguments: Arguments) -> bool:
         locations, starts = arguments["locations"], arguments.get("starts")
@@ -264,7 +283,7 @@ CORES = (
     Core(ROWS, (SPLIT,), kind=MODULE),
     Core(ROWS, (SPLIT,), pixels=True),
     *(
-        Core(layout, (_MERGED,), methods, uneven=True)
+        Core(layout, (_MERGED,), methods, _NEEDED | {"counts"})
         for methods in (("default", "discrete"), ("default",))
         for layout in LAYOUTS
     ),

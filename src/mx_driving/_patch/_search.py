@@ -17,7 +17,7 @@ import torch
 
 from .. import compat
 from .._operator import rules
-from ._attention import ATTENTION_FORMS, explain_refusal, has_layers
+from ._attention import ATTENTION_FORMS, has_layers
 from ._forms import AUTOGRAD, CORES, EXTENSIONS, FUNCTION, MODULE, Form
 from ._parameters import Parameters, unwrap
 from ._pools import POOLS, Pool, looks_like_one
@@ -35,7 +35,7 @@ _FILES = {
 }
 _NOT_MODELS = ("torch", "mx_driving", "builtins")
 _ALIASES: dict[str, str] = dict.fromkeys(("mmcv-full", "mmcv-lite", "onedl-mmcv"), "mmcv")
-_CORES = (POOLS, (*CORES, *EXTENSIONS))
+_ATTENTION = "an attention module"
 # words in the text of every file with a core, or of every file with an attention module
 _MARKS = (("grid_sample", "attention_weights", "sampling"), ("sampling_offsets", "attention_weights"))
 
@@ -68,23 +68,31 @@ class Candidates:
             return False
         kind, parameters = described
         name = f"{thing.__module__}.{thing.__qualname__}"
-        forms = next(filter(None, ([f for f in r if f.fits(thing.__qualname__, kind, parameters)] for r in _CORES)), None)
+        noun = self._find_noun(thing, kind, parameters)
+        groups = (POOLS, (*CORES, *EXTENSIONS), *([ATTENTION_FORMS] if noun == _ATTENTION else []))
+        forms = next(filter(None, ([f for f in g if f.fits(thing.__qualname__, kind, parameters)] for g in groups)), None)
         if forms:
             around = kind == FUNCTION and isinstance(forms[0], Pool)
-            self.turns[around][name] = forms, thing
+            self.turns[2 if noun == _ATTENTION else around][name] = forms, thing
             for used in thing.__code__.co_names if around else ():
                 if isinstance(core := thing.__globals__.get(used), type):  # over an extension, where the function is defined
                     self.consider(core)
-        elif _looks_like_a_core(thing, parameters):
-            self.unknown[name] = f"no known form of a core has the parameters {parameters}"
-        elif kind == MODULE and self._with_modules and has_layers(thing):
-            if reason := explain_refusal(parameters):
-                self.unknown[name] = reason
-            else:
-                self.turns[2][name] = [f for f in ATTENTION_FORMS if f.fits(name, kind, parameters)], thing
-        else:
-            return False
-        return True
+        elif noun:
+            self.unknown[name] = f"no known form of {noun} has {_explain_refusal(groups[-1], kind, parameters)}"
+        return bool(forms or noun)
+
+    def _find_noun(self, thing: Any, kind: str, parameters: Parameters) -> str:
+        """Return what a thing looks like, or nothing."""
+        if _looks_like_a_core(thing, parameters):
+            return "a core"
+        return _ATTENTION if kind == MODULE and self._with_modules and has_layers(thing) else ""
+
+
+def _explain_refusal(forms: Sequence[Form], kind: str, parameters: Parameters) -> str:
+    """Return why no form has the parameters. A form that has the needed ones says more than one that lacks some."""
+    lacking = f"the parameters {parameters}"
+    reasons = [form.explain_refusal(parameters) for form in forms if form.kind == kind]
+    return next((reason for reason in reasons if reason not in ("", lacking)), lacking)
 
 
 def _looks_like_a_core(thing: Any, parameters: Parameters) -> bool:
