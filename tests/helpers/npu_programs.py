@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import pickle
 import sys
 import threading
@@ -256,14 +257,15 @@ def compiled():
 
 def transfer():
     early = torch.device("cuda:0")
-    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
+    from mx_driving.patcher import PatcherBuilder
 
+    with PatcherBuilder().build():  # it imports transfer_to_npu
+        assert torch.cuda.is_available()
     assert x.cuda().data_ptr() != x.data_ptr()
     assert x.is_cuda
     assert torch.nn.Linear(1, 1).cuda().weight.is_cuda
     for device in ("cuda", "cuda:0", torch.device("cuda:0"), early, "npu"):
         assert torch.zeros(1, device=device).device == x.to(device).device == CPU
-    assert torch.cuda.is_available()
     assert (torch.cuda.device_count(), torch.cuda.current_device(), torch.cuda.max_memory_allocated()) == (1, 0, 0)
     torch.cuda.set_device(0)
     torch.cuda.synchronize()
@@ -282,27 +284,6 @@ def transfer():
     layer(torch.rand(3, 1, 2).cuda())[0].sum().backward()
     step.step()
     assert set(mx_driving.backends()["cpu"]) == set(mx_driving.backends()["cuda"])
-
-
-def distributed():
-    """The backends of the device, and of CUDA after their transfer, are gloo."""
-    import torch.distributed as dist
-
-    def backends(named):
-        dist.init_process_group(named, store=dist.HashStore(), rank=0, world_size=1)
-        group = dist.new_group([0], backend=named)
-        total = torch.ones(2, device="npu")
-        dist.all_reduce(total, group=group)
-        assert torch.equal(total, torch.ones(2))
-        found = dist.get_backend(), dist.get_backend(group)
-        dist.destroy_process_group()
-        return found
-
-    for named in ("hccl", "cpu:gloo,npu:hccl", "gloo"):
-        assert backends(named) == ("gloo", "gloo")
-    from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
-
-    assert backends("nccl") == ("gloo", "gloo")
 
 
 class Product(torch.autograd.Function):
@@ -360,12 +341,16 @@ def check_idioms(device: str, module: Any):
         assert torch.nn.parallel.data_parallel(layer, inputs, ids).shape == (3, 1)
 
 
-def check_distributed(device: str):
-    """DistributedDataParallel and barrier are given indices of devices."""
+def check_distributed(device: str, *backends: str):
+    """The device's backends are gloo. DistributedDataParallel and barrier are given indices of devices."""
     import torch.distributed as dist
 
-    for more in ({}, {"device_id": torch.device(f"{device}:0")}):
-        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=1, **more)
+    for backend, more in itertools.product(backends, ({}, {"device_id": torch.device(f"{device}:0")})):
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **more)
+        group, total = dist.new_group([0], backend=backend), torch.ones(2, device=device)
+        assert (dist.get_backend(), dist.get_backend(group)) == ("gloo", "gloo")
+        dist.all_reduce(total, group=group)
+        assert torch.equal(total, torch.ones(2))
         dist.barrier(device_ids=[0])
         for index in (0, f"{device}:0", torch.device(f"{device}:0"), torch.device(device, 3)):
             model = torch.nn.Linear(2, 1).to(device)
@@ -385,12 +370,12 @@ def check_distributed(device: str):
 
 def idioms():
     check_idioms("npu", torch.npu)
-    check_distributed("npu")
+    check_distributed("npu", "hccl", "cpu:gloo,npu:hccl", "gloo")
     from torch_npu.contrib import transfer_to_npu  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     check_idioms("npu", torch.npu)
     check_idioms("cuda", torch.cuda)
-    check_distributed("cuda")
+    check_distributed("cuda", "nccl")
     with torch.cuda.amp.autocast(dtype=torch.float16):
         assert torch.is_autocast_enabled()
         assert torch.get_autocast_gpu_dtype() == torch.float16

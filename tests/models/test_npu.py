@@ -36,7 +36,7 @@ PROGRAMS = {
         "idioms",
     ),
     "names, the default device, torch.compile": ("names", "compiled_after_default_device"),
-    "transfer_to_npu, torch.compile": ("transfer", "distributed", "compiled"),
+    "transfer_to_npu, torch.compile": ("transfer", "compiled"),
 }
 
 
