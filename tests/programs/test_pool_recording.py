@@ -8,7 +8,6 @@ import re
 import sys
 import types
 
-import numpy as np
 import pytest
 import torch
 from recorded_calls import replay
@@ -37,15 +36,10 @@ def lifted(points=150):
     return [depth, feat, *(t.int() for t in (of_depth, of_feat, cell))]
 
 
-def summed(depth, feat, of_depth, of_feat, cell, shape=SHAPE):
-    """[b, d, h, w, c], from the equation in float64; the gradients of ones are not its affair."""
-    out = np.zeros((int(np.prod(shape[:-1])), shape[-1]))
-    rows = (
-        depth.detach().double().numpy().reshape(-1)[of_depth.numpy(), None]
-        * feat.detach().double().numpy().reshape(-1, C)[of_feat.numpy()]
-    )
-    np.add.at(out, cell.numpy(), rows)
-    return torch.from_numpy(out).view(shape).float()
+def summed(depth, feat, of_depth, of_feat, cell):
+    """The equation in float64, [b, d, h, w, c]."""
+    rows = depth.double().flatten()[of_depth, None] * feat.double().view(-1, C)[of_feat]
+    return torch.zeros(B * D * H * W, C, dtype=torch.float64).index_add(0, cell, rows).view(SHAPE)
 
 
 def intervals(cell):
@@ -53,87 +47,39 @@ def intervals(cell):
     return lengths.cumsum(0) - lengths, lengths
 
 
-def module(monkeypatch, name, **functions):
-    """A compiled extension by name, in somebody's package."""
-    made = types.ModuleType(name)
-    vars(made).update(functions)
-    monkeypatch.setitem(sys.modules, name, made)
-    return made
-
-
 def judged(folder, right=True):
-    found = replay(folder)
-    assert (found.exit_code == 0) == right, found.output
-    return found.output
+    result = replay(folder)
+    assert (result.exit_code == 0) == right, result.output
+    return result.output
 
 
-class Pool(torch.autograd.Function):
-    """BEVDet's: sums in an extension, whose backward is given the points sorted by pixel."""
-
-    @staticmethod
-    def forward(ctx, depth, feat, of_depth, of_feat, cell):
-        out, (starts, lengths) = feat.new_zeros(SHAPE), intervals(cell)
-        Pool.ext.bev_pool_v2_forward(depth, feat, out, of_depth, of_feat, cell, lengths.int(), starts.int())
-        ctx.save_for_backward(depth, feat, of_depth, of_feat, cell)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        depth, feat, *ranks = ctx.saved_tensors
-        order = ranks[1].argsort()
-        ranks = [r[order] for r in ranks]
-        starts, lengths = intervals(ranks[1])
-        grads = torch.zeros_like(depth), torch.zeros_like(feat)
-        Pool.ext.bev_pool_v2_backward(grad.contiguous(), *grads, depth, feat, *ranks, lengths.int(), starts.int())
-        return (*grads, None, None, None)
+def save(folder, form, tensors, **about):
+    """A call as BEVDet's extension gives it, or as `about` says."""
+    about = {"operator": "bev_pool_v3", "form": form, **about}
+    metadata = {"format": str(record.FORMAT), "call": json.dumps(about)}
+    folder.mkdir(exist_ok=True)
+    torch.save({"metadata": metadata, "tensors": tensors}, folder / "call-000000.pt")
 
 
-def forward(depth, feat, out, of_depth, of_feat, cell, lengths, starts):
-    out.copy_(summed(depth, feat, of_depth, of_feat, cell))
+NAMES = ("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev")
 
 
-def backward(grad, grad_depth, grad_feat, depth, feat, of_depth, of_feat, cell, lengths, starts):
-    rows, f = grad.double().numpy().reshape(-1, C)[cell.numpy()], feat.double().numpy().reshape(-1, C)
-    to_depth, to_feat = np.zeros(depth.numel()), np.zeros_like(f)
-    np.add.at(to_depth, of_depth.numpy(), (rows * f[of_feat.numpy()]).sum(1))
-    np.add.at(to_feat, of_feat.numpy(), rows * depth.double().numpy().reshape(-1)[of_depth.numpy(), None])
-    grad_depth += torch.from_numpy(to_depth).view(depth.shape).float()
-    grad_feat += torch.from_numpy(to_feat).view(feat.shape).float()
+def judged_output(folder, output, inputs=None):
+    """What replay says of the output of a forward."""
+    inputs = inputs or lifted()
+    starts, lengths = intervals(inputs[4])
+    of_intervals = {"interval_starts": starts, "interval_lengths": lengths}
+    save(folder, "bev_pool_v2_forward", {**dict(zip(NAMES, inputs, strict=True)), **of_intervals, "output": output.float()})
+    return replay(folder).output
 
 
-@pytest.fixture
-def bevdet(monkeypatch):
-    """The extension, which tests may spoil before it is recorded."""
-    Pool.ext = module(monkeypatch, "someones.bev_pool_v2_ext", bev_pool_v2_forward=forward, bev_pool_v2_backward=backward)
-    return Pool.ext
-
-
-def recorded_step(folder, inputs):
-    with record.recording(folder, every=1):
-        depth, feat = (t.requires_grad_() for t in inputs[:2])
-        Pool.apply(depth, feat, *inputs[2:]).sin().sum().backward()
-
-
-def test_an_extensions_calls_are_right(bevdet, tmp_path, capsys):
-    recorded_step(tmp_path / "calls", lifted())
-    assert "record: 2 of 2 calls recorded" in capsys.readouterr().err
-    found = judged(tmp_path / "calls")
-    for words in (
-        "2 calls are right",
-        "150 points, sorted by cell",
-        "not sorted by cell",
-        "cells 2x2x5x4",
-        "grad_depth",
-        "grad_feat",
-    ):
-        assert words in found
-
-
-def test_an_output_that_was_not_zero_is_not_judged(bevdet, tmp_path):
+def test_an_output_that_was_not_zero_is_not_judged(monkeypatch, tmp_path):
+    extension = types.ModuleType("someones.bev_pool_v2_ext")
+    extension.bev_pool_v2_forward = lambda *args: None
+    monkeypatch.setitem(sys.modules, extension.__name__, extension)
+    depth, feat, *ranks = lifted()
     with record.recording(tmp_path / "calls", every=1):
-        cell = (inputs := lifted())[4]
-        starts, lengths = intervals(cell)
-        bevdet.bev_pool_v2_forward(*inputs[:2], torch.ones(SHAPE), *inputs[2:], lengths, starts)
+        extension.bev_pool_v2_forward(depth, feat, torch.ones(SHAPE), *ranks, *intervals(ranks[2])[::-1])
     assert "output of call-000000 must be zero before a function adds to them; got others" in judged(tmp_path / "calls", False)
 
 
@@ -180,7 +126,8 @@ def test_stand_ins_of_extensions(tmp_path):
             ext = importlib.import_module("theirs.bev_pool_v2_ext")
             ext.bev_pool_v2_forward(depth, feat, torch.zeros(SHAPE), *ranks, lengths, starts)
             grads = torch.zeros_like(depth), torch.zeros_like(feat)
-            ext.bev_pool_v2_backward_opt(torch.randn(SHAPE), *grads, depth, feat, *ranks, lengths, starts)
+            by_pixel = [r[ranks[1].argsort()] for r in ranks]
+            ext.bev_pool_v2_backward_opt(torch.randn(SHAPE), *grads, depth, feat, *by_pixel, lengths, starts)
             ext, places = importlib.import_module("theirs.bev_pool_ext"), torch.tensor([[0, 1, 1, 0], [4, 3, 1, 1]])
             one = torch.ones(2, dtype=torch.long)
             ext.bev_pool_forward(torch.randn(2, C), places, one, one.cumsum(0) - 1, B, D, H, W)
@@ -199,87 +146,84 @@ def test_stand_ins_of_extensions(tmp_path):
         sys.path.remove(str(tmp_path))
         for name in [n for n in sys.modules if n.partition(".")[0] == "theirs"]:
             del sys.modules[name]
-    assert "6 calls are right" in judged(tmp_path / "calls")
+    shown = judged(tmp_path / "calls")
+    assert all(
+        words in shown for words in ("6 calls are right", "150 points, sorted by cell", "not sorted by cell", "cells 2x2x5x4")
+    )
 
 
-def chosen(keep):
-    """A forward that sums only some points."""
+def of_points(keep):
+    """A forward that sums only some points of each run of one cell."""
 
-    def spoilt(depth, feat, out, of_depth, of_feat, cell, lengths, starts):
-        some = torch.tensor([i for s, n in zip(starts.tolist(), lengths.tolist(), strict=True) for i in keep(range(s, s + n))])
-        out.copy_(summed(depth, feat, of_depth[some], of_feat[some], cell[some]))
+    def spoilt(depth, feat, *ranks):
+        runs = [range(s, s + n) for s, n in zip(*(t.tolist() for t in intervals(ranks[2])), strict=True)]
+        points = torch.tensor([point for run in runs for point in keep(run)])
+        return summed(depth, feat, *(r[points] for r in ranks))
 
     return spoilt
 
 
-def overwritten(depth, feat, out, of_depth, of_feat, cell, lengths, starts):
-    """As CUDA does it: each interval writes its cell."""
-    for s, n in zip(starts.tolist(), lengths.tolist(), strict=True):
-        sums = summed(depth, feat, *(t[s : s + n] for t in (of_depth, of_feat, cell)))
-        out.view(-1, C)[cell[s].item()] = sums.view(-1, C)[cell[s].item()]
-
-
-def exchanged(depth, feat, out, of_depth, of_feat, cell, lengths, starts):
+def exchanged(depth, feat, of_depth, of_feat, cell):
     inside = of_depth < ROWS
-    out.copy_(summed(depth, feat, *(t[inside] for t in (of_feat, of_depth, cell))))
+    return summed(depth, feat, *(t[inside] for t in (of_feat, of_depth, cell)))
+
+
+def overwritten(depth, feat, *ranks):
+    """As CUDA does it: each run writes its cell."""
+    out, cell = torch.zeros(SHAPE), ranks[2]
+    for start, length in zip(*(t.tolist() for t in intervals(cell)), strict=True):
+        sums = summed(depth, feat, *(r[start : start + length] for r in ranks))
+        out.view(-1, C)[cell[start]] = sums.view(-1, C)[cell[start]].float()
+    return out
 
 
 MISTAKES = {
     "ranks_depth and ranks_feat are exchanged": exchanged,
-    "depth is not used": lambda depth, *rest: forward(torch.ones_like(depth), *rest),
-    "H and W of the cells are exchanged": lambda d, f, out, a, b, cell, *_: out.copy_(
-        summed(d, f, a, b, cell).view(B, D, W, H, C).transpose(2, 3)
-    ),
-    "the output has its channels last": lambda d, f, out, a, b, cell, *_: out.copy_(
-        summed(d, f, a, b, cell).reshape(B, C, D, H, W).movedim(1, -1)
-    ),
-    "a cell has its last point alone": chosen(lambda points: points[-1:]),
-    "a run of points of one cell has its first point alone": chosen(lambda points: points[:1]),
-    "the first point of each run of one cell is left out": chosen(lambda points: points[1:]),
-    "the last point of each run of one cell is left out": chosen(lambda points: points[:-1]),
-    "it is zero everywhere": lambda *args: None,
-    "it is 2 times the truth": lambda d, f, out, *rest: out.copy_(2 * summed(d, f, *rest[:3])),
+    "depth is not used": lambda depth, *rest: summed(torch.ones_like(depth), *rest),
+    "H and W of the cells are exchanged": lambda *inputs: summed(*inputs).view(B, D, W, H, C).transpose(2, 3),
+    "the output has its channels last": lambda *inputs: summed(*inputs).reshape(B, C, D, H, W).movedim(1, -1),
+    "a cell has its last point alone": of_points(lambda run: run[-1:]),
+    "a run of points of one cell has its first point alone": of_points(lambda run: run[:1]),
+    "the first point of each run of one cell is left out": of_points(lambda run: run[1:]),
+    "the last point of each run of one cell is left out": of_points(lambda run: run[:-1]),
+    "it is zero everywhere": lambda *inputs: torch.zeros(SHAPE),
+    "it is 2 times the truth": lambda *inputs: 2 * summed(*inputs),
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_named(bevdet, tmp_path, words):
-    bevdet.bev_pool_v2_forward = MISTAKES[words]
-    recorded_step(tmp_path / "calls", lifted())
-    assert f"wrong: call-000000, output: {words}" in judged(tmp_path / "calls", False)
+def test_mistakes_are_named(tmp_path, words):
+    assert f"wrong: call-000000, output: {words}" in judged_output(tmp_path / "calls", MISTAKES[words](*lifted()).contiguous())
 
 
-def test_points_that_are_not_sorted(bevdet, tmp_path):
-    """Each camera's points are sorted: a kernel that writes each interval's sum loses those of the cameras before."""
+def test_points_that_are_not_sorted(tmp_path):
+    """Each camera's points are sorted: a kernel that writes each run's sum loses those of the cameras before."""
     depth, feat, *ranks = lifted()
     order = torch.cat([torch.arange(150)[ranks[1] // 6 == camera] for camera in (0, 1)])
     inputs = depth, feat, *(r[order] for r in ranks)
-    recorded_step(tmp_path / "right", inputs)
-    judged(tmp_path / "right")
-    bevdet.bev_pool_v2_forward = overwritten
-    recorded_step(tmp_path / "calls", [t.detach() for t in inputs])
-    assert "output: a cell has its last run of points alone" in judged(tmp_path / "calls", False)
+    assert "1 call is right" in judged_output(tmp_path / "right", summed(*inputs), inputs)
+    assert "output: a cell has its last run of points alone" in judged_output(tmp_path / "calls", overwritten(*inputs), inputs)
 
 
-def test_a_gradient_that_is_wrong(bevdet, tmp_path):
-    def spoilt(grad, grad_depth, grad_feat, depth, *rest):
-        backward(grad, grad_depth, torch.zeros_like(grad_feat), depth, *rest)
-        backward(grad, torch.zeros_like(grad_depth), grad_feat, torch.ones_like(depth), *rest)
+def test_a_gradient_that_is_wrong(tmp_path):
+    def gradients(depth, feat, *ranks):
+        leaves = depth.clone().requires_grad_(), feat.clone().requires_grad_()
+        return torch.autograd.grad(summed(*leaves, *ranks), leaves, grad.double())
 
-    bevdet.bev_pool_v2_backward = spoilt
-    recorded_step(tmp_path / "calls", lifted())
-    assert "call-000001, grad_feat: depth is not used" in judged(tmp_path / "calls", False)
+    grad, (depth, feat, *ranks) = torch.randn(SHAPE), lifted()
+    tensors = {**dict(zip(NAMES, (depth, feat, *ranks), strict=True)), "grad_output": grad}
+    grads = {"grad_depth": gradients(depth, feat, *ranks)[0], "grad_feat": gradients(torch.ones_like(depth), feat, *ranks)[1]}
+    save(tmp_path / "calls", "bev_pool_v2_backward", {**tensors, **grads})
+    assert "wrong: call-000000, grad_feat: depth is not used" in judged(tmp_path / "calls", False)
 
 
 def test_a_function_of_a_name_of_its_own(monkeypatch, tmp_path, capsys):
     """Its parameters are those of bev_pool_v3, unless its name ends as one of the known functions."""
-    own = module(
-        monkeypatch,
-        "own_ops",
-        lift=lambda *args: mx_driving.bev_pool_v3(*args),
-        bev_pool_v2=lambda *args: mx_driving.bev_pool_v2(*args),
-        back=lambda *args: args,
-    )
+    own = types.ModuleType("own_ops")
+    own.lift = lambda *args: mx_driving.bev_pool_v3(*args)
+    own.bev_pool_v2 = lambda *args: mx_driving.bev_pool_v2(*args)
+    own.back = lambda *args: args
+    monkeypatch.setitem(sys.modules, "own_ops", own)
     depth, feat, *ranks = lifted()
     named = {"own_ops.lift": "bev_pool_v3", "own_ops.bev_pool_v2": "bev_pool_v3", "own_ops.back": "bev_pool_v3_backward"}
     with record.recording(tmp_path / "calls", every=1, functions=named):
@@ -296,7 +240,7 @@ def test_a_function_of_a_name_of_its_own(monkeypatch, tmp_path, capsys):
     assert "2 calls are right" in judged(tmp_path / "calls")
 
 
-LIFTED = dict(zip(("depth", "feat", "ranks_depth", "ranks_feat", "ranks_bev"), lifted(), strict=True))
+LIFTED = dict(zip(NAMES, lifted(), strict=True))
 EDITED = {
     "no such form": ({"form": "lift"}, {}, "the form of call-000000 must be one of bev_pool_v3, BEVPoolV3.apply"),
     "no sizes": ({"sizes": {}}, {}, "call-000000 must hold bev_feat_shape; got depth"),
@@ -316,10 +260,9 @@ EDITED = {
 @pytest.mark.parametrize("what", EDITED)
 def test_what_cannot_be_judged_is_one_sentence(tmp_path, what):
     facts, tensors, words = EDITED[what]
-    about = {"operator": "bev_pool_v3", "form": "bev_pool_v3", "sizes": {"bev_feat_shape": SHAPE}, **facts}
-    output = summed(*LIFTED.values()).movedim(-1, 1).contiguous()
-    metadata = {"format": str(record.FORMAT), "call": json.dumps(about)}
-    torch.save({"metadata": metadata, "tensors": {**LIFTED, "output": output, **tensors}}, tmp_path / "call-000000.pt")
+    about = {"form": "bev_pool_v3", "sizes": {"bev_feat_shape": SHAPE}, **facts}
+    output = summed(*LIFTED.values()).movedim(-1, 1).float()
+    save(tmp_path, tensors={**LIFTED, "output": output, **tensors}, **about)
     (sentence,) = re.findall("not read: (.*)", judged(tmp_path, False))
     assert words in sentence
 

@@ -334,16 +334,28 @@ def test_a_budget_ends_it(attention, recording, calls, capsys, tmp_path, late):
     assert manifest["functions"]["stand_in.attend"]["calls"] == 10
 
 
-EMPTY = {"bs": (0, 5, 8, 3, [(4, 6)], 2), "queries": (2, 0, 8, 3, [(4, 6)], 2), "points": (2, 5, 8, 3, [(4, 6)], 0)}
+EMPTY = {
+    "bs": lambda: cases.multi_scale(0, 5, 8, 3, [(4, 6)], 2),
+    "queries": lambda: cases.multi_scale(2, 0, 8, 3, [(4, 6)], 2),
+    "points": lambda: cases.multi_scale(2, 5, 8, 3, [(4, 6)], 0),
+    "levels": lambda: (torch.rand(2, 7, 3, 8), torch.empty(0, 2, dtype=torch.int64), torch.empty(0, dtype=torch.int64),
+                       torch.empty(2, 5, 3, 0, 2, 2), torch.empty(2, 5, 3, 0, 2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("axis", EMPTY)
-def test_empty_calls_are_recorded(attention, recording, calls, axis):
-    tensors = [t.requires_grad_(i in (0, 3, 4)) for i, t in enumerate(cases.multi_scale(*EMPTY[axis]))]
+def test_empty_calls_are_recorded_and_judged(attention, recording, calls, tmp_path, axis):
+    tensors = [t.float().requires_grad_() if t.is_floating_point() else t for t in EMPTY[axis]()]
     with recording():
         attention.attend(*tensors).sum().backward()
         attention.attend(*inputs())
     assert sorted(calls()) == ["call-000000", "call-000000-gradients", "call-000001"]
+    assert replay(tmp_path / "calls").exit_code == 0
+    for file in (tmp_path / "calls").glob("call-000000*"):
+        whole = torch.load(file)
+        whole["tensors"] = {name: t + 1 if name == "output" or "grad_" in name else t for name, t in whole["tensors"].items()}
+        torch.save(whole, file)
+    assert replay(tmp_path / "calls").exit_code == int(axis != "bs")  # without batches no result has an entry
 
 
 VALUE, SHAPES, STARTS, LOCATIONS, WEIGHTS = inputs(())
