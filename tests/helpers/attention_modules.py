@@ -132,8 +132,8 @@ class HuggingFace(OfConfiguration):
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         value = self.rows(encoder_hidden_states, None if attention_mask is None else attention_mask != self.keeps)
         layers = self.sampling_offsets(query), self.sharper * self.attention_weights(query)
-        given = self.samples(reference_points, spatial_shapes, *layers)
-        return self.output_proj(plain_core(value, spatial_shapes_list, *given)), given[1]
+        samples = self.samples(reference_points, spatial_shapes, *layers)
+        return self.output_proj(plain_core(value, spatial_shapes_list, *samples)), samples[1]
 
 
 def with_a_forward_of_its_own(kind):
@@ -159,8 +159,8 @@ class Libre(OfConfiguration):
     ):  # fmt: skip
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         value = self.rows(encoder_hidden_states, None if attention_mask is None else ~attention_mask)
-        given = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, spatial_shapes_list, *given))
+        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
+        return self.output_proj(plain_core(value, spatial_shapes_list, *samples))
 
 
 class GroundingDino(Layers):
@@ -175,8 +175,8 @@ class GroundingDino(Layers):
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
         value = self.rows(value, key_padding_mask)
-        given = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        out = self.output_proj(plain_core(value, spatial_shapes, *given))
+        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
+        out = self.output_proj(plain_core(value, spatial_shapes, *samples))
         return out if self.batch_first else out.transpose(0, 1)
 
 
@@ -202,8 +202,8 @@ class Mmcv(Dropping):
         if not self.batch_first:
             query, value = query.permute(1, 0, 2), value.permute(1, 0, 2)
         value = self.rows(value, key_padding_mask)
-        given = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        out = self.output_proj(plain_core(value, spatial_shapes, *given))
+        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
+        out = self.output_proj(plain_core(value, spatial_shapes, *samples))
         return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
 
 
@@ -247,8 +247,8 @@ class Temporal(Dropping):
         value = self.rows(value, key_padding_mask)
         layers = self.sampling_offsets(both), self.attention_weights(both)
         by_map = (t.unflatten(-1, (self.sides[0], 2, -1)).movedim(3, 1).flatten(0, 1).flatten(2) for t in layers)
-        given = self.samples(reference_points, spatial_shapes, *by_map)
-        out = plain_core(value, spatial_shapes, *given).unflatten(0, (-1, 2)).mean(1)
+        samples = self.samples(reference_points, spatial_shapes, *by_map)
+        out = plain_core(value, spatial_shapes, *samples).unflatten(0, (-1, 2)).mean(1)
         return self.dropout(self.output_proj(out)) + identity
 
 
@@ -259,8 +259,8 @@ class Paper(OfPaper):
         self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None
     ):
         value, shapes = self.rows(input_flatten, input_padding_mask), input_spatial_shapes
-        given = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *given))
+        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
+        return self.output_proj(plain_core(value, shapes, *samples))
 
 
 class LwDetr(OfPaper):
@@ -268,8 +268,8 @@ class LwDetr(OfPaper):
 
     def forward(self, query, reference_points, input_flatten, input_spatial_shapes):
         value, shapes = self.rows(input_flatten), [(int(h), int(w)) for h, w in input_spatial_shapes]
-        given = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *given))
+        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
+        return self.output_proj(plain_core(value, shapes, *samples))
 
 
 class RfDetr(OfPaper):
@@ -280,17 +280,17 @@ class RfDetr(OfPaper):
         input_spatial_shapes_hw=None,
     ):  # fmt: skip
         value, shapes = self.rows(input_flatten, input_padding_mask), input_spatial_shapes
-        given = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        locations = given[0].flatten(3, 4) if self._export else given[0]  # at most five axes
-        given = value.permute(0, 2, 3, 1).contiguous(), shapes.tolist(), locations, given[1].flatten(3)
-        return self.output_proj(keys_last_core(*given, value_spatial_shapes_hw=input_spatial_shapes_hw))
+        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
+        locations = samples[0].flatten(3, 4) if self._export else samples[0]  # at most five axes
+        samples = value.permute(0, 2, 3, 1).contiguous(), shapes.tolist(), locations, samples[1].flatten(3)
+        return self.output_proj(keys_last_core(*samples, value_spatial_shapes_hw=input_spatial_shapes_hw))
 
 
 class Ultralytics(OfPaper):
     def forward(self, query, refer_bbox, value, value_shapes, value_mask=None):
         value = self.rows(value, value_mask)
-        given = self.samples(refer_bbox, value_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(merged_core(value, value_shapes, *(t.flatten(3, 4) for t in given)))
+        samples = self.samples(refer_bbox, value_shapes, self.sampling_offsets(query), self.attention_weights(query))
+        return self.output_proj(merged_core(value, value_shapes, *(t.flatten(3, 4) for t in samples)))
 
 
 class RtDetr(Layers):
@@ -301,8 +301,8 @@ class RtDetr(Layers):
         if reference_points.shape[-1] == 6:  # a centre, and distances to four sides
             reach = reference_points[..., 2::2] + reference_points[..., 3::2]
             reference_points = torch.cat([reference_points[..., :2], reach], -1)
-        given = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *given))
+        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
+        return self.output_proj(plain_core(value, shapes, *samples))
 
 
 @with_a_forward_of_its_own
@@ -394,7 +394,9 @@ def build(kind: type, **more: Any) -> Any:
     return module.double().eval()
 
 
-def given_to(module: Any, references: tuple[int, ...] = (2, 2), masked: bool = True, layout: Any = lambda rows: rows) -> Any:
+def arguments_for(
+    module: Any, references: tuple[int, ...] = (2, 2), masked: bool = True, layout: Any = lambda rows: rows
+) -> Any:
     """Arguments by the names of forward's parameters: `references` are the last sides of the reference points, `layout` is that
     of value."""
     generator = torch.Generator().manual_seed(1)
@@ -480,13 +482,13 @@ def recorded(run: Any, *args: Any, **named: Any) -> list[str]:
 
 def agrees(module: Any, *inputs: dict[str, Any], operator: str = WITH_LOGITS) -> None:
     """The patched module has its own outputs and gradients, by one call of this operator."""
-    kind, expected = type(module), [results(module, **given) for given in inputs]
+    kind, expected = type(module), [results(module, **arguments) for arguments in inputs]
     with mx_driving.patched(library(kind, plain_core)) as done:
         assert done.replaced == (f"{__name__}.plain_core", f"{kind.__module__}.{kind.__name__}")
-        for given, right in zip(inputs, expected, strict=True):
-            assert operators(module, **given) == [operator]
+        for arguments, right in zip(inputs, expected, strict=True):
+            assert operators(module, **arguments) == [operator]
             with torch.no_grad():
-                outputs = floating(module(**given))
+                outputs = floating(module(**arguments))
             close(outputs, right[: len(outputs)])
-            close(results(module, **given), right)
+            close(results(module, **arguments), right)
     assert operators(module, **inputs[0]) == []

@@ -142,12 +142,12 @@ def results(function, inputs):
     """Output and gradients; None for an input without a gradient."""
     out = function(*inputs)
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    found = iter(torch.autograd.grad(out, [i for i in inputs if i.requires_grad], direction))
-    return [out, *(next(found) if i.requires_grad else None for i in inputs)]
+    actual = iter(torch.autograd.grad(out, [i for i in inputs if i.requires_grad], direction))
+    return [out, *(next(actual) if i.requires_grad else None for i in inputs)]
 
 
-def same(found, expected):
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+def same(actual, expected):
+    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)
@@ -160,9 +160,9 @@ def test_static_methods_take_any_ctx(operator):
     assert same(forward_ctx.save_for_backward.call_args.args, inputs)
     ctx.saved_tensors = inputs
     direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view(out.shape)
-    found = FUNCTIONS[operator].backward(ctx, direction)
-    assert same([out, *found], expected)
-    assert not any(t.requires_grad for t in (out, *found) if t is not None)
+    actual = FUNCTIONS[operator].backward(ctx, direction)
+    assert same([out, *actual], expected)
+    assert not any(t.requires_grad for t in (out, *actual) if t is not None)
 
 
 def test_static_methods_serve_another_class():
@@ -204,10 +204,10 @@ def test_autograd_functions_under_autocast(function):
     operator = next(o for o, base in FUNCTIONS.items() if issubclass(function, base))
     inputs = tuple(i.detach().requires_grad_(i.is_floating_point()) for i in cases.cast(inputs_of(operator), torch.float16))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, expected = results(applied(function), inputs), results(getattr(mx_driving, operator), inputs)
-    assert found[0].dtype == torch.float32
-    assert [t.dtype for t in found[1:] if t is not None] == [i.dtype for i in inputs if i.requires_grad]
-    assert same(found, expected)
+        actual, expected = results(applied(function), inputs), results(getattr(mx_driving, operator), inputs)
+    assert actual[0].dtype == torch.float32
+    assert [t.dtype for t in actual[1:] if t is not None] == [i.dtype for i in inputs if i.requires_grad]
+    assert same(actual, expected)
 
 
 @pytest.mark.parametrize("operator", cases.OPERATORS)

@@ -143,8 +143,8 @@ def test_parameters_by_name_only():
     module, (*others, weights) = module_of(BY_NAME_ONLY), inputs()
     with mx_driving.patched(module, modules=False) as done:
         assert done.replaced == ("elsewhere.plain_core", "a_library.deformable")
-        found = module.deformable(*others, attention_weights=weights)
-    torch.testing.assert_close(found, plain_core(*inputs()))
+        output = module.deformable(*others, attention_weights=weights)
+    torch.testing.assert_close(output, plain_core(*inputs()))
 
 
 def test_a_closure_changes_in_place_and_back():

@@ -7,24 +7,24 @@ import functools
 import attention_modules as libraries
 import pytest
 import torch
-from attention_modules import BARE, WITH_LOGITS, build, close, given_to, library, operators, patched, plain_core
+from attention_modules import BARE, WITH_LOGITS, arguments_for, build, close, library, operators, patched, plain_core
 
 import mx_driving
 
 
-def answers(kind, module, given, called=WITH_LOGITS, things=()):
+def answers(kind, module, arguments, called=WITH_LOGITS, things=()):
     """The patched module has its own output, by these operators."""
-    expected = module(**given)
+    expected = module(**arguments)
     with mx_driving.patched(library(kind, *(things or (plain_core,)))) as done:
-        assert operators(module, **given) == ([called] if called else [])
-        close(module(**given), expected)
+        assert operators(module, **arguments) == ([called] if called else [])
+        close(module(**arguments), expected)
     return done
 
 
 def attend(module, query, value, position, mask, reference_points, spatial_shapes, scale=None):
     """BEVFormer's attention in the cameras; `scale` weighs the queries, as a depth does in FB-BEV."""
-    given = {"query_pos": position, "key_padding_mask": mask, "reference_points": reference_points}
-    out = libraries.Pillars.forward(module, query, value=value, spatial_shapes=spatial_shapes, **given)
+    arguments = {"query_pos": position, "key_padding_mask": mask, "reference_points": reference_points}
+    out = libraries.Pillars.forward(module, query, value=value, spatial_shapes=spatial_shapes, **arguments)
     return out if scale is None else out * scale
 
 
@@ -44,7 +44,7 @@ def forward(
     spatial_shapes=None, level_start_index=None, {more}
 ):
     self.sampling_offsets, self.attention_weights
-    given = query, value, query_pos, key_padding_mask, reference_points, spatial_shapes
+    arguments = query, value, query_pos, key_padding_mask, reference_points, spatial_shapes
     return {answer}
 """
 
@@ -56,13 +56,13 @@ def further(name, more, answer, decorator=""):
     return type(name, (libraries.Pillars,), {"forward": made["forward"], "__module__": __name__})
 
 
-Named = further("Named", "depth=None", "attend(self, *given, depth)")  # FB-BEV: a tensor more, left out by default
-NamedOnly = further("NamedOnly", "*, depth=None", "attend(self, *given, depth)")
-ByName = further("ByName", "depth=None", "attend(self, *given, locals()['depth'])")
-Keywords = further("Keywords", "**kwargs", "attend(self, *given, kwargs.get('depth'))")
-Places = further("Places", "*depth", "attend(self, *given, *depth)")
-InAnInnerFunction = further("InAnInnerFunction", "**kwargs", "(lambda: attend(self, *given, **kwargs))()")
-Decorated = further("Decorated", "**kwargs", "attend(self, *given)", "@scaled")
+Named = further("Named", "depth=None", "attend(self, *arguments, depth)")  # FB-BEV: a tensor more, left out by default
+NamedOnly = further("NamedOnly", "*, depth=None", "attend(self, *arguments, depth)")
+ByName = further("ByName", "depth=None", "attend(self, *arguments, locals()['depth'])")
+Keywords = further("Keywords", "**kwargs", "attend(self, *arguments, kwargs.get('depth'))")
+Places = further("Places", "*depth", "attend(self, *arguments, *depth)")
+InAnInnerFunction = further("InAnInnerFunction", "**kwargs", "(lambda: attend(self, *arguments, **kwargs))()")
+Decorated = further("Decorated", "**kwargs", "attend(self, *arguments)", "@scaled")
 
 
 class TwoMasks(libraries.Paper):
@@ -72,13 +72,13 @@ class TwoMasks(libraries.Paper):
     ):  # fmt: skip
         self.sampling_offsets, self.attention_weights  # noqa: B018
         hidden = input_padding_mask if attention_mask is None else attention_mask
-        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
-        return libraries.Paper.forward(self, *given)
+        arguments = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
+        return libraries.Paper.forward(self, *arguments)
 
 
 def arguments_of(module):
     """The arguments that each of these modules has, in their order."""
-    return {"key": None, **given_to(module), "level_start_index": torch.tensor([0, 20])}
+    return {"key": None, **arguments_for(module), "level_start_index": torch.tensor([0, 20])}
 
 
 DEPTH = torch.linspace(0.1, 3, libraries.KEYS, dtype=torch.float64)[:, None]
@@ -130,7 +130,7 @@ def test_without_the_further_argument_the_module_calls_the_operator(kind, more):
 def test_keywords_that_a_module_never_reads_change_nothing():
     """Layers of mmcv give every attention the same keywords."""
     module = build(libraries.Pillars)
-    answers(libraries.Pillars, module, {**given_to(module), "key": DEPTH, "attn_mask": None, "key_pos": DEPTH})
+    answers(libraries.Pillars, module, {**arguments_for(module), "key": DEPTH, "attn_mask": None, "key_pos": DEPTH})
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_keywords_that_a_module_never_reads_change_nothing():
 )
 def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
     module = build(libraries.LwDetr)
-    given = given_to(module, masked=False)
-    query = given.pop("query")
+    arguments = arguments_for(module, masked=False)
+    query = arguments.pop("query")
     args = (query,) if change else ()
     with patched(libraries.LwDetr), pytest.raises(TypeError, match=words):
-        module(*args, **{**given, **change})
+        module(*args, **{**arguments, **change})
 
 
 class DFineWithAMask(libraries.DFine):
@@ -158,11 +158,11 @@ class DFineWithAMask(libraries.DFine):
 
 def test_a_mask_that_a_form_was_tried_without_counts():
     module = build(DFineWithAMask)
-    given = given_to(module, (1, 4), layout=libraries.by_heads)
-    expected = module(**given)
-    assert (expected - module(**{**given, "value_mask": None})).abs().max() > 0.01
+    arguments = arguments_for(module, (1, 4), layout=libraries.by_heads)
+    expected = module(**arguments)
+    assert (expected - module(**{**arguments, "value_mask": None})).abs().max() > 0.01
     with patched(DFineWithAMask):
-        close(module(**given), expected)
+        close(module(**arguments), expected)
 
 
 @libraries.with_a_forward_of_its_own
@@ -183,13 +183,13 @@ class DerivedConstructor(Base):
 @pytest.mark.parametrize(("kind", "called"), [(Derived, ""), (DerivedConstructor, WITH_LOGITS)])
 def test_a_derived_class_that_changes_what_forward_calls_keeps_its_code(kind, called):
     module = build(kind)
-    answers(Base, module, given_to(module), called, (Base,))
+    answers(Base, module, arguments_for(module), called, (Base,))
 
 
 def test_classes_that_share_a_forward_are_both_served():
     kinds = [type(name, (libraries.RtDetr,), {"forward": Base.forward, "__module__": __name__}) for name in ("First", "Second")]
     modules = [build(kind) for kind in kinds]
-    inputs = given_to(modules[0])
+    inputs = arguments_for(modules[0])
     expected = [module(**inputs) for module in modules]
     for order in (kinds, kinds[::-1], kinds[:1]):
         with mx_driving.patched(library(*order)), mx_driving.patched(library(*kinds)) as done:
@@ -209,8 +209,8 @@ class WithOptions(libraries.Paper):
 
     def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
         layers = self.sampling_offsets(query), self.attention_weights(query) / self.temperature
-        value, given = self.rows(input_flatten), self.samples(reference_points, input_spatial_shapes, *layers)
-        return self.output_proj(plain_core(value, input_spatial_shapes, *given)) * (lambda: 2 if self.doubled else 1)()
+        value, arguments = self.rows(input_flatten), self.samples(reference_points, input_spatial_shapes, *layers)
+        return self.output_proj(plain_core(value, input_spatial_shapes, *arguments)) * (lambda: 2 if self.doubled else 1)()
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, 
     module = build(WithOptions)
     for name, value in options.items():
         setattr(module, name, value)
-    answers(WithOptions, module, given_to(module, masked=False), called)
+    answers(WithOptions, module, arguments_for(module, masked=False), called)
 
 
 class BoxesRefused(libraries.Paper):
@@ -229,16 +229,16 @@ class BoxesRefused(libraries.Paper):
     def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
         self.sampling_offsets, self.attention_weights  # noqa: B018
         assert reference_points.shape[-1] == 2, "points alone"
-        given = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index
-        return libraries.Paper.forward(self, *given)
+        arguments = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index
+        return libraries.Paper.forward(self, *arguments)
 
 
 def test_references_that_a_module_refuses_are_left_to_it():
     module = build(BoxesRefused)
     with patched(BoxesRefused):
-        assert operators(module, **given_to(module, masked=False)) == [WITH_LOGITS]
+        assert operators(module, **arguments_for(module, masked=False)) == [WITH_LOGITS]
         with pytest.raises(AssertionError, match="points alone"):
-            module(**given_to(module, (2, 4), masked=False))
+            module(**arguments_for(module, (2, 4), masked=False))
 
 
 class WithoutMasks(libraries.Mmcv):
@@ -250,14 +250,14 @@ class WithoutMasks(libraries.Mmcv):
     ):  # fmt: skip
         identity = query if identity is None else identity
         value, query = (t if self.batch_first else t.permute(1, 0, 2) for t in (value, query + query_pos))
-        given = reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query)
-        out = self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*given)))
+        arguments = reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query)
+        out = self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*arguments)))
         return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
 
 
 def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
     module = build(WithoutMasks)
-    assert answers(WithoutMasks, module, given_to(module)).skipped == {}
+    assert answers(WithoutMasks, module, arguments_for(module)).skipped == {}
 
 
 class WithoutMasksAndSharper(libraries.Layers):
@@ -265,8 +265,8 @@ class WithoutMasksAndSharper(libraries.Layers):
         self, query, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
         spatial_shapes=None,
     ):  # fmt: skip
-        given = reference_points, spatial_shapes, self.sampling_offsets(query), 2 * self.attention_weights(query)
-        return self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*given)))
+        arguments = reference_points, spatial_shapes, self.sampling_offsets(query), 2 * self.attention_weights(query)
+        return self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*arguments)))
 
 
 def test_the_reason_names_the_arguments_that_are_not_read():
@@ -293,9 +293,9 @@ class ReadsByInt(libraries.Pillars):
 @pytest.mark.parametrize(("dtype", "called"), [(torch.int32, WITH_LOGITS), (torch.float64, BARE), (torch.int16, BARE)])
 def test_a_module_that_reads_its_table_by_int_takes_any_numbers(dtype, called):
     module = build(ReadsByInt)
-    given = given_to(module)
-    given["spatial_shapes"] = given["spatial_shapes"].to(dtype)
-    answers(ReadsByInt, module, given, called, (int_core,))
+    arguments = arguments_for(module)
+    arguments["spatial_shapes"] = arguments["spatial_shapes"].to(dtype)
+    answers(ReadsByInt, module, arguments, called, (int_core,))
 
 
 def core_inputs():
@@ -351,17 +351,17 @@ def pool_inputs():
     ],
 )
 def test_a_further_argument_of_a_core_or_a_pool_counts(name, inputs, rows, more, scale, by_name):
-    module, given = library(plain_core, int_core, source=SOURCES[name].format(more=more, scale=scale)), inputs()
-    function, factor = getattr(module, name), torch.rand(rows, 1, dtype=given[0].dtype)
-    call = functools.partial(function, *given, scale=factor) if by_name else functools.partial(function, *given, factor)
+    module, arguments = library(plain_core, int_core, source=SOURCES[name].format(more=more, scale=scale)), inputs()
+    function, factor = getattr(module, name), torch.rand(rows, 1, dtype=arguments[0].dtype)
+    call = functools.partial(function, *arguments, scale=factor) if by_name else functools.partial(function, *arguments, factor)
     expected = call()
     with mx_driving.patched(module) as done:
         torch.testing.assert_close(call(), expected)
         refused = name == "bev_pool" or "*scale" not in more
         assert ("no known form of a core" in done.skipped.get(f"a_library.{name}", "")) == refused
-        assert len(operators(function, *given)) == (name == "core")
+        assert len(operators(function, *arguments)) == (name == "core")
         with pytest.raises(TypeError):
-            function(*given, no_such_argument=scale)
+            function(*arguments, no_such_argument=scale)
 
 
 AUTOGRAD = """

@@ -13,9 +13,9 @@ from attention_modules import (
     KEYS,
     WITH_LOGITS,
     HuggingFace,
+    arguments_for,
     build,
     close,
-    given_to,
     library,
     operators,
     patched,
@@ -58,8 +58,8 @@ class Layer(nn.Module):
         super().__init__()
         self.attention = attention
 
-    def forward(self, **given):
-        hidden, _ = self.attention(**given)
+    def forward(self, **arguments):
+        hidden, _ = self.attention(**arguments)
         return hidden
 
 
@@ -67,17 +67,17 @@ class Layer(nn.Module):
 def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay(kind):
     """It needs an output that is made from the weights. The operator with logits never makes them: torch refuses."""
     module = build(kind)
-    given = given_to(module)
+    arguments = arguments_for(module)
 
     def gradients():
-        out, weights = module(**given)
+        out, weights = module(**arguments)
         weights.retain_grad()
         out.square().sum().backward(retain_graph=True)
         return [weights.grad, *torch.autograd.grad(out.sum(), weights)]
 
     expected = gradients()
     with patched(kind, modules=False):
-        assert recorded(module, **given) == [BARE]
+        assert recorded(module, **arguments) == [BARE]
         close(gradients(), expected)
     with patched(kind), pytest.raises(RuntimeError, match="not have been used in the graph"):
         gradients()
@@ -100,7 +100,7 @@ def test_a_module_with_other_arithmetic_keeps_its_code_around_the_core(kind, rea
         assert vars(kind)["forward"] is own
         if kind is Sharper:
             module = build(kind)
-            assert operators(module, **given_to(module)) == [BARE]
+            assert operators(module, **arguments_for(module)) == [BARE]
     finally:
         done.restore()
 
@@ -130,30 +130,30 @@ def test_cores_alone_when_asked_for():
     module = build(HuggingFace)
     with patched(HuggingFace, OtherNames, modules=False) as done:
         assert (done.replaced, done.skipped) == ((CORE,), {})
-        assert operators(module, **given_to(module)) == [BARE]
+        assert operators(module, **arguments_for(module)) == [BARE]
 
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_two_patches_share_a_module(first):
     """Whichever ends first, the module and its core stay replaced for the other."""
     module, own = build(HuggingFace), HuggingFace.forward
-    given, both = given_to(module), library(HuggingFace, libraries.plain_core)
+    arguments, both = arguments_for(module), library(HuggingFace, libraries.plain_core)
     patches = [mx_driving.patch(both, modules=modules) for modules in (True, False, True)]
     assert patches[2].replaced == patches[0].replaced
     patches.pop(first).restore()
-    assert operators(module, **given) == [WITH_LOGITS]
+    assert operators(module, **arguments) == [WITH_LOGITS]
     for patch in patches:
         patch.restore()
     assert HuggingFace.forward is own
-    assert operators(module, **given) == []
+    assert operators(module, **arguments) == []
 
 
 def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
     """It calls the operator until the patch ends, and the original afterwards, also where another patch comes later."""
     kind, own, calls = libraries.Paper, libraries.Paper.forward, []
     module = build(kind)
-    given = given_to(module)
-    expected = module(**given)
+    arguments = arguments_for(module)
+    expected = module(**arguments)
     done = mx_driving.patch(library(kind, libraries.plain_core))
     ours = kind.forward
 
@@ -163,11 +163,11 @@ def test_a_wrapper_that_others_put_over_a_replaced_forward_stays():
 
     kind.forward = wrapper
     try:
-        assert operators(module, **given) == [WITH_LOGITS]
+        assert operators(module, **arguments) == [WITH_LOGITS]
         done.restore()
         assert kind.forward is wrapper
-        assert operators(module, **given) == []
-        close(module(**given), expected)
+        assert operators(module, **arguments) == []
+        close(module(**arguments), expected)
         assert len(calls) == 3
     finally:
         kind.forward = own
@@ -182,7 +182,7 @@ def test_a_patch_counts_the_layers_of_a_model_that_call_an_operator(modules, ope
     with mx_driving.patched(model, modules=modules) as done:
         assert done.layers == ("layer.attention", "again")
         assert repr(done).splitlines()[-1] == "2 of 2 layers of ModuleDict that sample call an operator"
-        assert operators(attention, **given_to(attention)) == [operator]
+        assert operators(attention, **arguments_for(attention)) == [operator]
     with patched(HuggingFace) as done:
         assert done.layers == ()
 
@@ -194,15 +194,15 @@ class ByAnAttribute(libraries.Layers):
         super().__init__()
         self.core = functools.partial(libraries.plain_core)
 
-    def forward(self, given):
-        return self.core(*given)
+    def forward(self, arguments):
+        return self.core(*arguments)
 
 
 class OfAnotherKind(libraries.Layers):
     """Its layers have the names of attention's. Nothing of it is known."""
 
-    def forward(self, given):
-        return given
+    def forward(self, arguments):
+        return arguments
 
 
 @pytest.mark.filterwarnings("ignore:mx_driving.patch left test_patching")
@@ -217,7 +217,7 @@ def test_an_attention_layer_that_calls_nothing_that_was_replaced_is_named():
 
 def test_dropout_in_training_draws_the_same_numbers():
     module = build(libraries.Mmcv).train()
-    run = functools.partial(module, **given_to(module))
+    run = functools.partial(module, **arguments_for(module))
     torch.manual_seed(3)
     expected = run()
     with patched(libraries.Mmcv):
@@ -234,76 +234,78 @@ def test_hooks_of_linear_layers_are_called_and_parameters_stay():
     for name, layer in module.named_children():
         layer.register_forward_hook(lambda *_, name=name: called.append(name))
     with patched(libraries.Mmcv):
-        module(**given_to(module))
+        module(**arguments_for(module))
     assert sorted(called) == sorted(dict(module.named_children()))
     assert {name: p.data_ptr() for name, p in module.named_parameters()} == before
 
 
 def test_mmcvs_former_name_of_identity_goes_to_its_own_code():
     module = build(libraries.Mmcv)
-    given = given_to(module)
-    given["residual"] = given.pop("identity")
-    libraries.agrees(module, given, operator=BARE)
+    arguments = arguments_for(module)
+    arguments["residual"] = arguments.pop("identity")
+    libraries.agrees(module, arguments, operator=BARE)
 
 
 def test_arguments_by_place():
     module = build(libraries.Paper)
-    given = given_to(module)
+    arguments = arguments_for(module)
     with patched(libraries.Paper):
         names = ["query", "reference_points", "input_flatten", "input_spatial_shapes", "input_level_start_index"]
-        found = module(*(given[name] for name in names), given["input_padding_mask"])
-        torch.testing.assert_close(found, module(**given), rtol=0, atol=0)
+        outputs = module(*(arguments[name] for name in names), arguments["input_padding_mask"])
+        torch.testing.assert_close(outputs, module(**arguments), rtol=0, atol=0)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("left_out", [(), ("spatial_shapes_list",)])
 def test_levels_that_do_not_fill_the_keys_are_refused(left_out):
     module, sizes = build(HuggingFace), [(4, 5), (2, 2)]
-    given = given_to(module) | {"spatial_shapes": torch.tensor(sizes), "spatial_shapes_list": sizes}
+    arguments = arguments_for(module) | {"spatial_shapes": torch.tensor(sizes), "spatial_shapes_list": sizes}
     rule = rf"^spatial_shapes must hold the num_keys={KEYS} rows of value; got 24 in all levels$"
     with patched(HuggingFace), pytest.raises(ValueError, match=rule):
-        module(**{n: a for n, a in given.items() if n not in left_out})
+        module(**{n: a for n, a in arguments.items() if n not in left_out})
 
 
 def test_autocast_gives_the_dtypes_of_patched_cores():
     module = build(HuggingFace).float()
-    given = tree_map(lambda a: a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, given_to(module))
-    found = []
+    arguments = tree_map(
+        lambda a: a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a, arguments_for(module)
+    )
+    outputs = []
     for modules in (False, True):
         with patched(HuggingFace, modules=modules), torch.autocast("cpu", dtype=torch.bfloat16):
-            found.append(module(**given))
-    for ours, theirs in zip(found[1], found[0], strict=True):
+            outputs.append(module(**arguments))
+    for ours, theirs in zip(outputs[1], outputs[0], strict=True):
         assert ours.dtype == theirs.dtype
         torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.05, atol=0.05)
 
 
 def test_compiles_whole():
     module = build(HuggingFace)
-    given = given_to(module)
-    expected = libraries.results(module, **given)
+    arguments = arguments_for(module)
+    expected = libraries.results(module, **arguments)
     torch._dynamo.reset()
     with patched(HuggingFace):
-        close(libraries.results(torch.compile(module, fullgraph=True, backend="eager"), **given), expected)
+        close(libraries.results(torch.compile(module, fullgraph=True, backend="eager"), **arguments), expected)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
 def test_traced():
     module = build(HuggingFace).requires_grad_(False)
-    given = given_to(module, masked=False)
-    hidden = given.pop("hidden_states")
+    arguments = arguments_for(module, masked=False)
+    hidden = arguments.pop("hidden_states")
     with patched(HuggingFace):
-        traced = torch.jit.trace(lambda hidden: module(hidden, **given), hidden)
-    close(traced(hidden), module(hidden, **given))
+        traced = torch.jit.trace(lambda hidden: module(hidden, **arguments), hidden)
+    close(traced(hidden), module(hidden, **arguments))
 
 
 def test_masks_that_cannot_be_read():
     """vmap over masks, whose numbers Python cannot see."""
     module = build(HuggingFace)
-    given = given_to(module)
-    masks = torch.stack([given.pop("attention_mask"), torch.ones(2, KEYS).bool()])
-    expected = torch.stack([module(**given, attention_mask=mask)[0] for mask in masks])
+    arguments = arguments_for(module)
+    masks = torch.stack([arguments.pop("attention_mask"), torch.ones(2, KEYS).bool()])
+    expected = torch.stack([module(**arguments, attention_mask=mask)[0] for mask in masks])
     with patched(HuggingFace):
-        close(torch.vmap(lambda mask: module(**given, attention_mask=mask)[0])(masks), expected)
+        close(torch.vmap(lambda mask: module(**arguments, attention_mask=mask)[0])(masks), expected)
 
 
 def test_the_trial_leaves_no_trace():

@@ -8,7 +8,7 @@ import types
 import attention_modules as libraries
 import pytest
 import torch
-from attention_modules import KEYS, POINTS, SIZES, agrees, build, given_to, library, operators, plain_core, results
+from attention_modules import KEYS, POINTS, SIZES, agrees, arguments_for, build, library, operators, plain_core, results
 
 import mx_driving
 
@@ -36,7 +36,7 @@ FORMS = [
 @pytest.mark.parametrize(("kind", "more", "references"), FORMS)
 def test_modules(kind, more, references):
     module = build(kind, **more)
-    agrees(module, *(given_to(module, sides, masked) for sides in references for masked in (True, False)))
+    agrees(module, *(arguments_for(module, sides, masked) for sides in references for masked in (True, False)))
 
 
 @pytest.mark.parametrize("points", [4, POINTS])
@@ -47,13 +47,13 @@ def test_modules(kind, more, references):
 def test_values_of_each_level(kind, layout, points):
     """Levels that were split from one tensor are read where they lie."""
     module = build(kind, num_points=points)
-    agrees(module, given_to(module, ONE_BOX, layout=layout))
+    agrees(module, arguments_for(module, ONE_BOX, layout=layout))
 
 
 @pytest.mark.parametrize("kind", [libraries.Mmcv, libraries.Pillars, libraries.Temporal])
 def test_a_module_may_look_at_its_own_queries(kind):
     module = build(kind, batch_first=True)
-    agrees(module, {n: t for n, t in given_to(module).items() if n not in ("value", "identity", "query_pos")})
+    agrees(module, {n: t for n, t in arguments_for(module).items() if n not in ("value", "identity", "query_pos")})
 
 
 @pytest.mark.parametrize(
@@ -71,38 +71,38 @@ def test_a_module_may_look_at_its_own_queries(kind):
 )
 def test_other_inputs(kind, changes):
     module = build(kind)
-    agrees(module, *({**given_to(module), **change} for change in changes))
+    agrees(module, *({**arguments_for(module), **change} for change in changes))
 
 
 def test_shapes_that_an_exporter_cannot_fold():
     """RF-DETR then gives locations of at most five axes."""
     module = build(libraries.RfDetr)
     module._export = True
-    agrees(module, *(given_to(module, references) for references in (ONE_POINT, POINT, ONE_BOX, BOX)))
+    agrees(module, *(arguments_for(module, references) for references in (ONE_POINT, POINT, ONE_BOX, BOX)))
 
 
 def half_a_key(module):
-    given = given_to(module, BOX)
-    return {**given, "value_mask": given["value_mask"] * 0.5}
+    arguments = arguments_for(module, BOX)
+    return {**arguments, "value_mask": arguments["value_mask"] * 0.5}
 
 
 def merged_for_deployment(module):
     module._fused_offset_weight = True  # LibreYOLO's GTR does
-    return given_to(module, ONE_BOX, layout=libraries.by_heads)
+    return arguments_for(module, ONE_BOX, layout=libraries.by_heads)
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "given"),
+    ("kind", "more", "make_arguments"),
     [
-        (libraries.RtDetr, {}, lambda module: given_to(module, (2, 6))),  # OTX's third kind of references
+        (libraries.RtDetr, {}, lambda module: arguments_for(module, (2, 6))),  # OTX's third kind of references
         (libraries.Multiplies, {}, half_a_key),
-        (libraries.DFine, {"method": "discrete"}, lambda module: given_to(module, ONE_BOX, layout=libraries.by_heads)),
+        (libraries.DFine, {"method": "discrete"}, lambda module: arguments_for(module, ONE_BOX, layout=libraries.by_heads)),
         (libraries.DFine, {}, merged_for_deployment),
     ],
 )
-def test_what_a_form_cannot_take_is_left_to_the_modules_own_code(kind, more, given):
+def test_what_a_form_cannot_take_is_left_to_the_modules_own_code(kind, more, make_arguments):
     module = build(kind, **more)
-    arguments = given(module)
+    arguments = make_arguments(module)
     expected = module(**arguments)
     with mx_driving.patched(library(kind)):
         assert operators(module, **arguments) == []
@@ -159,7 +159,7 @@ CORES = [
 ]
 
 
-def given_to_a_core(points, layout, shapes):
+def core_arguments(points, layout, shapes):
     generator = torch.Generator().manual_seed(3)
     sides = (2, KEYS, 2, 8), (2, 7, 2, *points, 2), (2, 7, 2, *points)
     value, locations, weights = (torch.rand(s, generator=generator, dtype=torch.float64) for s in sides)
@@ -168,12 +168,12 @@ def given_to_a_core(points, layout, shapes):
 
 @pytest.mark.parametrize(("core", "points", "layout", "shapes", "more"), CORES)
 def test_cores(core, points, layout, shapes, more):
-    given = given_to_a_core(points, layout, shapes)
-    expected = results(core, *given, **more)
+    arguments = core_arguments(points, layout, shapes)
+    expected = results(core, *arguments, **more)
     with mx_driving.patched(library(core)) as done:
         assert done.replaced == (f"{core.__module__}.{core.__name__}",)
-        assert len(operators(core, *given, **more)) == 1
-        torch.testing.assert_close(results(core, *given, **more), expected, rtol=0, atol=1e-11)
+        assert len(operators(core, *arguments, **more)) == 1
+        torch.testing.assert_close(results(core, *arguments, **more), expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -184,20 +184,20 @@ def test_cores(core, points, layout, shapes, more):
     ],
 )
 def test_options_that_a_core_was_not_tried_with_run_its_own_code(core, layout, more):
-    given, more = given_to_a_core((6,), layout, SIZES), {"num_points_list": POINTS, **more}
-    expected = core(*given, **more)
+    arguments, more = core_arguments((6,), layout, SIZES), {"num_points_list": POINTS, **more}
+    expected = core(*arguments, **more)
     with mx_driving.patched(library(core)):
-        assert operators(core, *given, **more) == []
-        assert torch.equal(core(*given, **more), expected)
+        assert operators(core, *arguments, **more) == []
+        assert torch.equal(core(*arguments, **more), expected)
 
 
 def test_a_core_with_a_start_index():
-    value, sizes, *rest = given_to_a_core((2, 4), torch.clone, SIZES)
-    given = value, torch.tensor(sizes), torch.tensor([0, 20]), *rest
-    expected = results(started_core, *given, 32)
+    value, sizes, *rest = core_arguments((2, 4), torch.clone, SIZES)
+    arguments = value, torch.tensor(sizes), torch.tensor([0, 20]), *rest
+    expected = results(started_core, *arguments, 32)
     with mx_driving.patched(library(started_core)):
-        assert operators(started_core, *given) == ["multi_scale_deformable_attn"]
-        torch.testing.assert_close(results(started_core, *given, 32), expected, rtol=0, atol=1e-11)
+        assert operators(started_core, *arguments) == ["multi_scale_deformable_attn"]
+        torch.testing.assert_close(results(started_core, *arguments, 32), expected, rtol=0, atol=1e-11)
 
 
 def geometry_kernel_attention_cpu(
@@ -218,15 +218,15 @@ def geometry_kernel_attention_cpu(
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float64])
 def test_maptrs_plain_kernel_calls_the_operator_for_whole_pixels(dtype):
     """Its compiled kernel cuts fractions, and so does the operator; the plain one rounds them."""
-    value, _, locations, weights = given_to_a_core((2, 4), torch.clone, SIZES)
+    value, _, locations, weights = core_arguments((2, 4), torch.clone, SIZES)
     pixels = (locations * 9 - 2).to(dtype)
-    given = value, torch.tensor(SIZES), torch.tensor([0, 20]), pixels, weights
-    expected = results(geometry_kernel_attention_cpu, *given)
+    arguments = value, torch.tensor(SIZES), torch.tensor([0, 20]), pixels, weights
+    expected = results(geometry_kernel_attention_cpu, *arguments)
     with mx_driving.patched(library(geometry_kernel_attention_cpu)) as done:
         assert done.replaced == (f"{__name__}.geometry_kernel_attention_cpu",)
         called = [] if dtype == torch.float64 else ["geometric_kernel_attention"]
-        assert operators(geometry_kernel_attention_cpu, *given) == called
-        torch.testing.assert_close(results(geometry_kernel_attention_cpu, *given), expected, rtol=0, atol=1e-11)
+        assert operators(geometry_kernel_attention_cpu, *arguments) == called
+        torch.testing.assert_close(results(geometry_kernel_attention_cpu, *arguments), expected, rtol=0, atol=1e-11)
 
 
 @libraries.with_a_forward_of_its_own
@@ -240,11 +240,11 @@ class Fixed(libraries.Pillars):
 
 def test_a_module_of_fixed_sizes():
     module = build(Fixed)
-    given = given_to(module)
-    expected = results(module, **given)
+    arguments = arguments_for(module)
+    expected = results(module, **arguments)
     with mx_driving.patched(library(Fixed, plain_core)) as done:
         assert f"{__name__}.Fixed" in done.replaced
-        torch.testing.assert_close(results(module, **given), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(results(module, **arguments), expected, rtol=1e-10, atol=1e-10)
 
 
 class Motion(libraries.Dropping):
@@ -294,19 +294,19 @@ def test_samples_along_trajectories(masked):
         return torch.rand(*shape, generator=generator, dtype=torch.float64)
 
     boxes = [(types.SimpleNamespace(gravity_center=20 * rand(3, 3)), None) for _ in range(2)]
-    given = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
-    given |= {"spatial_shapes": torch.tensor(SIZES), "level_start_index": torch.tensor([0, 20])}
-    given |= {"key_padding_mask": rand(2, KEYS) < 0.3} if masked else {}
+    arguments = {"query": rand(2, 3, 2, 16), "value": rand(KEYS, 2, 16), "query_pos": rand(2, 3, 2, 16)}
+    arguments |= {"spatial_shapes": torch.tensor(SIZES), "level_start_index": torch.tensor([0, 20])}
+    arguments |= {"key_padding_mask": rand(2, KEYS) < 0.3} if masked else {}
     call = functools.partial(module, bbox_results=boxes, reference_trajs=10 * rand(2, 3, 2, 2, 2, 2) - 5)
-    expected = [*results(call, **given), *torch.autograd.grad(call(**given).sum(), list(module.parameters()))]
+    expected = [*results(call, **arguments), *torch.autograd.grad(call(**arguments).sum(), list(module.parameters()))]
     with mx_driving.patched(library(Motion, plain_core)) as done:
         assert f"{__name__}.Motion" in done.replaced
-        assert operators(call, **given) == [libraries.WITH_LOGITS]
-        found = [*results(call, **given), *torch.autograd.grad(call(**given).sum(), list(module.parameters()))]
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        assert operators(call, **arguments) == [libraries.WITH_LOGITS]
+        actual = [*results(call, **arguments), *torch.autograd.grad(call(**arguments).sum(), list(module.parameters()))]
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_axes_that_the_core_cannot_take_are_its_own_matter():
     """What was not tried runs the core's own code, and fails as it does."""
     with mx_driving.patched(library(libraries.merged_core)), pytest.raises(RuntimeError, match="sizes"):
-        libraries.merged_core(*given_to_a_core((2, 4), torch.clone, SIZES))
+        libraries.merged_core(*core_arguments((2, 4), torch.clone, SIZES))

@@ -108,10 +108,10 @@ def test_names_of_ours_with_gradients(tmp_path):
         ]
         for out in outputs:
             out.sin().sum().backward()
-    found = judged(tmp_path / "calls")
-    assert "7 calls are right" in found
-    assert found.count("grad_feat") == 7
-    assert found.count("grad_depth") == 3
+    shown = judged(tmp_path / "calls")
+    assert "7 calls are right" in shown
+    assert shown.count("grad_feat") == 7
+    assert shown.count("grad_depth") == 3
 
 
 def test_stand_ins_of_extensions(tmp_path):
