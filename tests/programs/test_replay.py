@@ -10,6 +10,8 @@ import torch
 from device_machine import device_machine, run
 from recorded_calls import A, G, M, call, computed, replay, save
 
+from mx_driving._measure import plain
+
 
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch):
@@ -23,6 +25,32 @@ def test_right_results_are_right_in_every_dtype(operator, dtype, tmp_path):
     save(tmp_path / "calls", operator, inputs, grad, computed(operator, inputs, grad))
     result = replay(tmp_path / "calls")
     assert result.exit_code == 0, result.output
+
+
+CANCELLING = {
+    "no gradient of locations": lambda value, weights, grad: value.copy_(value[:, :1]),
+    "no output": lambda value, weights, grad: (value.copy_(value[:, :1]), weights.sub_(weights.mean((3, 4), True))),
+    "no gradient of weights": lambda value, weights, grad: (value.copy_(value[..., :1]), grad.sub_(_mean_of_heads(grad))),
+    "nothing": lambda value, weights, grad: grad.zero_(),
+}
+
+
+def _mean_of_heads(grad):
+    return grad.unflatten(2, (3, 8)).mean(3, True).expand(-1, -1, -1, 8).flatten(2)
+
+
+@pytest.mark.parametrize("what", CANCELLING)
+def test_float32_is_right_where_terms_cancel(what, tmp_path):
+    """By grid_sample. The truth is zero but for rounding."""
+    inputs, grad = call(M)
+    inputs = tuple(t.clone() for t in inputs)
+    CANCELLING[what](inputs[0], inputs[4], grad)
+    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in inputs]
+    output = plain.multi_scale_deformable_attn(*leaves)
+    gradients = torch.autograd.grad(output, [leaves[i] for i in (0, 3, 4)], grad)
+    results = dict(zip(("grad_value", "grad_locations", "grad_weights"), gradients, strict=True))
+    save(tmp_path / "calls", M, [t.detach() for t in leaves], grad, {"output": output.detach(), **results})
+    assert replay(tmp_path / "calls").exit_code == 0
 
 
 def changed(index, change, back=lambda t: t):

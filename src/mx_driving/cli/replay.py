@@ -26,7 +26,7 @@ def replay(
     """Check recorded calls of the operators against float64.
 
     Each call of the recording is computed in float64, in float32 and by our kernels, on the recorded inputs. The table has
-    the errors of the device's output and gradients against float64, in units of the tolerance of our own tests: up to 1 is
+    the errors of the device's output and gradients against float64, in units of what rounding may lose: up to 1 is
     right. "float32" is the reference in the recorded dtypes, and "ours" our kernels.
 
     A wrong result is compared with the results of known mistakes: differences of vendors' versions, x and y swapped, half a

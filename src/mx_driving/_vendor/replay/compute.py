@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from ..._operator.description import OPERATORS
 from .calls import RecordedCall
 
 NUMBERS = 2**22  # at a time: the reference keeps all samples of a level in memory, several times over
-SOME = 605  # queries that stand for all where the largest term is looked for
-_ATTENTION = "multi_scale_deformable_attn"
 Core = Callable[..., Tensor]
 Results = dict[str, Tensor]
 
@@ -96,49 +93,6 @@ def compute_by_kernel(call: RecordedCall) -> Results:
         gradients = backward(call.grad_output, *call.inputs, *call.sizes, [True] * len(call.gradients))
         results.update(zip(call.gradients, gradients, strict=True))
     return results
-
-
-def largest_sums(call: RecordedCall) -> dict[str, float]:
-    """Return the largest sum of absolute values of terms of each result: the results of the call of absolute values."""
-    inputs = [_magnitude(t) if i in (0, call.row.weights) else t for i, t in enumerate(call.inputs)]
-    absolute = replace(
-        call, inputs=tuple(inputs), grad_output=None if call.grad_output is None else _magnitude(call.grad_output)
-    )
-    sums = {name: _largest(t) for name, t in compute(absolute, torch.float64).items()}
-    if "grad_locations" in sums:
-        sums["grad_locations"] = max(_largest_slope(absolute, axis) for axis in (0, 1))
-    return sums
-
-
-def _magnitude(t: Tensor) -> Tensor:
-    return torch.where(t.isfinite(), t.double().abs(), 0)
-
-
-def _largest(t: Tensor) -> float:
-    return float(t.max()) if t.numel() else 0.0
-
-
-def _largest_slope(call: RecordedCall, axis: int) -> float:
-    """Return the largest size * weight * |corner . g|, summed over the two corners of a sample's slope: the gradient that the
-    weight would have at the whole pixels before and behind the sample. SOME evenly spread queries are enough: more could only
-    raise the largest term."""
-    queries = torch.arange(0, call.num_queries, -(-call.num_queries // SOME) or 1)
-    locations = torch.where(counted_samples(call)[..., None], call.sampling.locations.double(), torch.nan)
-    value, shapes, starts, _, weights = call.sampling
-    value, shapes, starts, locations, weights = as_attention(value, shapes, starts, locations[:, queries], weights[:, queries])
-    grad = None if call.grad_output is None else call.grad_output[:, queries]
-    size = shapes.double().flip(-1)[:, None, axis]
-    before, total = (locations[..., axis] * size - 0.5).floor(), torch.zeros(())
-    for step in (0, 1):
-        moved = locations.clone()
-        moved[..., axis] = torch.where(before.isfinite(), (before + step + 0.5) / size, torch.nan)
-        about = {**call.about, "operator": _ATTENTION}
-        at_pixels = replace(call, about=about, inputs=(value, shapes, starts, moved, weights), grad_output=grad)
-        slopes = compute(at_pixels, torch.float64, differentiable=(at_pixels.row.weights,))["grad_weights"]
-        total = total + size * weights * slopes
-    if call.row.kind == "aggregation":  # groups and scales share a location
-        total = total.unflatten(3, (-1, call.sampling.shapes.shape[1])).sum((2, 4))
-    return _largest(total)
 
 
 def as_attention(v: Tensor, s: Tensor, t: Tensor, l: Tensor, w: Tensor) -> tuple[Tensor, ...]:

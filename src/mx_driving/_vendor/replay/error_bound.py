@@ -11,8 +11,9 @@ from torch import Tensor
 from ..._measure.tolerance import allowed
 from ..._operator import geometry
 from .calls import RecordedCall
-from .compute import compute, largest_sums
+from .compute import compute
 
+_DRAWS = 4  # two draws of the same rounding errors may differ by this factor
 _LATTICE = 16  # ulps of a position: nearer to a pixel's centre, float32 and float64 may be on different sides of it
 
 
@@ -25,16 +26,31 @@ def _num_terms(call: RecordedCall) -> dict[str, int]:
     return {"output": of_query, "grad_value": max(of_query, call.sampling.locations.numel() // 2)}
 
 
+def _largest(t: Tensor) -> float:
+    return float(torch.where(t.isfinite(), t.abs(), 0).max()) if t.numel() else 0.0
+
+
 class ErrorBound:
-    """The float64 results of a call, and the error that each result may have."""
+    """The float64 results of a call, and the error that each result may have. Errors are measured against the largest entry,
+    since the largest sum of absolute terms is at least as much. A location's gradient is a difference, and is measured against
+    its terms: the size of the map * weight * gradient of the weight. Where all entries cancel, float32's own loss counts."""
 
     def __init__(self, call: RecordedCall) -> None:
         self.call = call
         self.truth = compute(call, torch.float64)
-        self._largest_sums, self._num_terms = largest_sums(call), _num_terms(call)
+        self._num_terms = _num_terms(call)
         self._compute = torch.float64 if any(t.dtype == torch.float64 for t in call.inputs) else torch.float32
         has_positions = call.row.kind != "pooling" and not call.row.integer_locations and call.sampling.shapes.numel()
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
+        self._scales = {name: _largest(t) for name, t in self.truth.items()}
+        if "grad_locations" in self.truth:
+            slope = 2 * self._extent * _largest(call.sampling.weights * self.truth["grad_weights"])
+            self._scales["grad_locations"] = max(slope, self._scales["grad_locations"])
+        self._least = dict.fromkeys(self.truth, 1e-300)
+        if self._compute == torch.float32:
+            for name, t in compute(call, torch.float32).items():
+                loss = torch.where(self.unsure(name), 0, t.double() - self.truth[name])
+                self._least[name] += _DRAWS * _largest(loss)
 
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None
@@ -48,9 +64,9 @@ class ErrorBound:
         """
         extent = self._extent if compute is None else 0  # 16 bits hold no position of a map
         magnitude = torch.where(expected.isfinite(), expected.abs(), 0)
-        scale = max(self._largest_sums[result], float(magnitude.max()) if magnitude.numel() else 0.0)
+        scale = max(self._scales[result], _largest(expected))
         num_terms = max(1, self._num_terms.get(result, self.call.inputs[0].shape[-1] * 4))
-        limit = allowed(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(1e-300)
+        limit = allowed(got.dtype, compute or self._compute, magnitude, scale, num_terms, extent).clamp_min(self._least[result])
         rounded, got = expected.to(got.dtype).double(), got.double()
         expected = torch.where(rounded.isinf(), rounded, expected)  # it overflows in this dtype
         same = (got == expected) | (got.isnan() & expected.isnan())
