@@ -11,7 +11,7 @@
 # make test-transformers   its own tests of models with deformable attention, plain and patched; CHECKOUT=its source tree
 # make docs    the site: docs/_build/html/index.html
 # make compare   CASES=2500 random calls of all operators, both directions: every instruction set against baseline
-# make test-avx512   the native tests and the comparison on an emulated processor with AVX-512; Debian's Bochs
+# make test-avx512   the native tests and the comparison with AVX-512; EMULATOR="sde64 -skx --" where the processor has none
 # make aarch64   cross-compile, and run the native tests under qemu-user, and the comparison with this processor's results
 # make wheels    the sdist and every platform's wheel, cross-compiled: dist/; AGAIN=1 builds twice and compares; PLATFORM=linux-aarch64 builds one
 # make check-wheels  what wheels import and export, and tests/native run from each: docs/support/wheels.csv
@@ -219,7 +219,8 @@ compare: native-tests
 	$(NATIVE_TESTS)/tests/native/compare 0 $(CASES)
 
 test-avx512: native-tests
-	$(BIN)/python tests/native/emulated.py $(NATIVE_TESTS) build/avx512 ./native_tests "./compare 0 $(CASES) baseline,avx512"
+	$(EMULATOR) $(NATIVE_TESTS)/tests/native/native_tests
+	$(EMULATOR) $(NATIVE_TESTS)/tests/native/compare 0 $(CASES) baseline,avx512
 
 # For another processor: Debian's g++-aarch64-linux-gnu and qemu-user. Shows that results are right, not how fast they come.
 AARCH64 := -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++

@@ -20,8 +20,6 @@ pytest.importorskip("typer")
 
 
 import models  # noqa: E402
-import time_models  # noqa: E402
-from typer.testing import CliRunner  # noqa: E402
 
 import mx_driving  # noqa: E402
 from mx_driving._measure import plain  # noqa: E402
@@ -446,36 +444,3 @@ def test_the_sampling_layer_reads_its_list_where_a_tensor_is_no_table(shapes, st
     with mx_driving.patched(module), mx_driving.viz.recording() as looks:
         torch.testing.assert_close(layer(value, table, sizes, start, locations, weights, 64), expected, rtol=1e-5, atol=1e-6)
     assert len(looks) == 1
-
-
-def test_queries_off():
-    theirs = {"logits": torch.randn(1, 50, 7), "pred_boxes": torch.rand(1, 50, 4)}
-    order = torch.arange(50)
-    order[[3, 9]] = order[[9, 3]]
-    off = models.queries_off({n: out[:, order] * (1 + 1e-6) for n, out in theirs.items()}, theirs)
-    assert off.nonzero()[:, 0].tolist() == [3, 9]
-    assert models.queries_off({n: out * 1.01 for n, out in theirs.items()}, theirs).sum() > 25
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.long
-def test_command_line(monkeypatch):
-    """Of a smaller model than it builds."""
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(time_models, "carriers", lambda: ["rt_detr"])
-    monkeypatch.setattr(time_models, "build", lambda name, *sides: models.build(name, *sides, **_shrunk(name)))
-    options = ["--only", "rt_detr", "--height", "64", "--width", "96", "--seconds", "0.01", "--threads", "1"]
-    done = CliRunner().invoke(time_models.app, options)
-    assert done.exit_code == 0, done.output
-    whole, modules = re.findall(r"^ *rt_detr .*$", done.stdout, flags=re.MULTILINE)
-    assert re.search(r"rt_detr +\de-\d\d +\d+( +[\d.]+){5}", whole), whole
-    assert re.search(r"rt_detr( +[\d.]+){8}", modules), modules
-
-
-def test_a_transformers_without_deformable_models(monkeypatch):
-    def patched(target, modules):
-        raise ValueError("target must have a core; got none")
-
-    monkeypatch.setattr(mx_driving, "patched", patched)
-    with pytest.raises(ValueError, match="the installed transformers must have models that sample deformably"):
-        models.carriers()

@@ -168,15 +168,11 @@ def test_sentence(make, sentence):
         assert f"{operator}: {sentence}" in warned(lambda: call(operator, args))
 
 
-@pytest.mark.parametrize("operator", [*cases.OPERATORS, POOL])
+@pytest.mark.parametrize("operator", [*cases.OPERATORS, POOL, "maps that lie camera by camera"])
 def test_what_is_right_is_not_warned_of(operator):
+    operator, args = (operator, GOOD[operator]) if operator in GOOD else (AGGREGATION, six_cameras())
     with mx_driving.data_checks():
-        assert warned(lambda: call(operator, GOOD[operator])) == []
-
-
-def test_maps_that_lie_camera_by_camera_are_not_warned_of():
-    with mx_driving.data_checks():
-        assert warned(lambda: call(AGGREGATION, six_cameras())) == []
+        assert warned(lambda: call(operator, args)) == []
 
 
 def test_points_of_no_features_and_second_derivatives_are_not_warned_of():
@@ -242,14 +238,6 @@ def test_warning_points_at_the_caller():
     with mx_driving.data_checks(), pytest.warns(mx_driving.DataWarning) as found:
         call(operator, args)
     assert found[0].filename == __file__
-
-
-def test_warning_as_an_error():
-    operator, args = of(MULTI_SCALE, 3, in_pixels)
-    with mx_driving.data_checks(), warnings.catch_warnings():
-        warnings.simplefilter("error", mx_driving.DataWarning)
-        with pytest.raises(mx_driving.DataWarning, match="look like pixels"):
-            call(operator, args)
 
 
 def test_what_is_refused_is_refused_first():

@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import mx_driving
 from mx_driving import _backends, reference
 from mx_driving._dispatch.registered import REGISTERED
-from mx_driving._operator.checks import same_samples
 from mx_driving._operator.description import OPERATORS
 
 FLOATING = "have dtype float32, float64, float16 or bfloat16"
@@ -181,9 +180,17 @@ GRAD_AXES = {
 def test_grad_output_and_output_mask_are_checked(operator, place):
     op, good = backward_of(operator)
     grad, mask = good[0], good[-1]
+    shapes = (
+        grad[:1],
+        grad[:, 1:],
+        grad[..., 1:],
+        torch.cat([grad, grad]),
+        torch.cat([grad, grad], 1),
+        torch.cat([grad, grad], 2),
+    )
     for at, what, sentence in (
-        (0, grad[:1], f"grad_output must have shape {GRAD_AXES[operator]}; got {tuple(grad[:1].shape)}"),
-        (0, grad.long(), f"grad_output must {FLOATING}; got int64"),
+        *((0, g, f"grad_output must have shape {GRAD_AXES[operator]}; got {tuple(g.shape)}") for g in shapes),
+        *((0, grad.to(getattr(torch, d)), f"grad_output must {FLOATING}; got {d}") for d in ("int64", "bool", "complex64")),
         (6, mask[1:], f"output_mask must have {len(mask)} entries, one for each gradient; got {len(mask) - 1}"),
         (6, [*mask, 1], f"output_mask must have {len(mask)} entries, one for each gradient; got {len(mask) + 1}"),
     ):
@@ -263,13 +270,6 @@ def test_gradients_of_more_keys_are_the_references(operator, monkeypatch):
     op, good = backward_of(operator)
     for found, expected in zip(op(*good), getattr(reference, operator + "_backward")(*good), strict=True):
         assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 5), (1, 2), (2, 2, 4)])
-def test_every_location_to_draw_has_a_weight(shape):
-    same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(1, 2, 4))
-    sentence = said(lambda: same_samples(torch.zeros(1, 2, 4, 2), torch.zeros(shape)))
-    assert sentence == f"weights must have shape (1, 2, 4); got {shape}"
 
 
 TAKES = f"{MULTI_SCALE} must be called with"

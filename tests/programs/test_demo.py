@@ -96,13 +96,6 @@ def test_the_example_rig_runs(capsys, tmp_path):
         assert picture.format == "JPEG"
 
 
-@pytest.mark.parametrize(
-    ("psnr", "last", "ok"), [(30.0, 1e-6, True), (None, 1e-6, True), (10.0, 1e-6, False), (30.0, 0.1, False)]
-)
-def test_a_bad_view_is_not_ok(psnr, last, ok):
-    assert main.Result(psnr, 60.0, [0.2, last], 0.9).ok is ok
-
-
 def test_wide_photographs_are_scaled_with_their_intrinsics(folder):
     Image.new("RGB", (1600, 900)).save(folder / "a.png")
     (loaded,), _ = load_rig(write(folder, {"cameras": [camera()]}))
@@ -150,20 +143,3 @@ def test_the_view_sits_on_the_map(ground):
         return lift.psnr(bev, scene.true_map(ground, moved, 4), plan.seen)
 
     assert fit(0, 0) > max(fit(dx, dy) for dx, dy in ((0.125, 0), (-0.125, 0), (0, 0.125), (0, -0.125))) + 0.5
-
-
-def test_weights_share_each_seen_point_out(folder):
-    cameras = load_rig(write(folder, {"cameras": [camera(), camera(name="again")]}))[0]
-    plan = lift.build(cameras, Extent((0, 10), (-5, 5), 20))
-    total = plan.weight.sum((0, 2, 3, 4, 5))
-    torch.testing.assert_close(total[plan.seen], torch.ones(int(plan.seen.sum())))
-    assert int(plan.cameras.max()) == 2
-    colour = plan(lift.pyramid(cameras))[plan.seen]
-    torch.testing.assert_close(colour, torch.tensor([200, 80, 40]).div(255).expand_as(colour), atol=1e-5, rtol=0)
-
-
-def test_a_box_hides_what_is_behind_it():
-    box = scene.Box(10, 0, 90, (4, 2, 2), (0, 0, 0))
-    eye = torch.tensor([0.0, 0.0, 1.5], dtype=torch.float64)
-    points = torch.tensor([[8.0, 0, 0], [10, 0, 0], [15, 0, 0], [15, 8, 0], [-5, 0, 0]], dtype=torch.float64)
-    assert box.hides(eye, points).tolist() == [False, True, True, False, False]

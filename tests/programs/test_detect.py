@@ -6,10 +6,8 @@ import os
 import pathlib
 import re
 import sys
-import types
 
 import pytest
-import torch
 from pages import written
 from programs import example, python
 
@@ -119,44 +117,3 @@ def test_a_wrong_checkpoint_is_refused(refused, tmp_path, photo, files):
 def test_a_wrong_model_is_refused(refused, photo, name):
     said = refused("--model", name, "--photo", photo)
     assert re.search(rf"--model must be one of .*rt_detr_v2.*; got {name}\n", said)
-
-
-class Other(torch.nn.Module):
-    """Neither detects nor samples deformably, unless it is told to detect."""
-
-    def __init__(self, detects: bool) -> None:
-        super().__init__()
-        self.outputs = {"logits": torch.zeros(1, 4, 3), **({"pred_boxes": torch.zeros(1, 4, 4)} if detects else {})}
-
-    def forward(self, **inputs):
-        return transformers.utils.ModelOutput(self.outputs)
-
-
-@pytest.mark.parametrize(
-    ("detects", "words"),
-    [
-        (False, "the model must be a detector, whose outputs hold pred_boxes; got Other"),
-        (True, "the model must sample deformably; got Other, without a core to patch"),
-    ],
-)
-def test_a_model_of_another_kind_is_refused(refused, detect, monkeypatch, photo, detects, words):
-    inputs = {"pixel_values": torch.zeros(1, 3, 8, 8)}
-    monkeypatch.setattr(detect, "at_random", lambda name, photo: (Other(detects), inputs))
-    assert words in refused("--photo", photo)
-
-
-def test_an_encoder_alone_is_refused(detect):
-    """No layer has a query for each box."""
-    look = types.SimpleNamespace(locations=torch.zeros(1, 20, 8, 4, 4, 2))
-    assert detect.of_decoder([look], 20) == [look]
-    with pytest.raises(ValueError, match="must sample deformably for its 30 boxes; got 1 other layers"):
-        detect.of_decoder([look], 30)
-
-
-@pytest.mark.parametrize("option", ["--count", "--rounds"])
-def test_a_count_of_none_is_a_wrong_command_line(detect, monkeypatch, capsys, option):
-    monkeypatch.setattr(sys, "argv", ["detect.py", option, "0"])
-    with pytest.raises(SystemExit) as stop:
-        detect.main()
-    assert stop.value.code == 2
-    assert f"{option}: must be a whole number of 1 or more; got 0" in capsys.readouterr().err

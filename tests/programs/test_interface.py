@@ -32,31 +32,6 @@ def test_what_is_not_said_is_found(now, missing):
     assert interface.unexplained(RECORDED, now, "- `f`, `K` and `g` are others.") == []
 
 
-SOURCE = """import os
-_x = 1
-def f(a, *, b: int = 2, **more): ...
-class K:
-    y = 1
-"""
-
-
-def test_the_listing_reads_sources(tmp_path):
-    for name in ("mx_driving", "mx_driving_portable"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(SOURCE)
-    lines = interface.listing(tmp_path)
-    expected = ["K.y: attribute", "K: class()", "f(a, *, b=2, **more)"]
-    assert lines[:4] == [*(f"mx_driving.{line}" for line in expected), "mx_driving: module"]
-    assert len(lines) == 8
-
-
-def test_the_listing_has_what_callers_use():
-    lines = interface.LISTING.read_text().splitlines()
-    for start in ("mx_driving.multi_scale_deformable_attn(value, ", "mx_driving.nn.", "mx_driving.patch(", "mx_driving.aclnn."):
-        assert any(line.startswith(start) for line in lines), start
-    assert not any("._" in line.split("(")[0].replace(".__init__", "").replace(".__call__", "") for line in lines)
-
-
 def test_schemas_are_those_of_earlier_releases():
     """Programs that torch.export or torch.jit.trace has saved call operators by their schemas."""
     file = pathlib.Path(__file__).parents[2] / "docs" / "support" / "schemas.txt"

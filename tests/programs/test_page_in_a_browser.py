@@ -312,15 +312,6 @@ def test_colours_levels_apart_calls_and_the_table(page):
     page.settle("location.hash.endsWith('&call=2')")
 
 
-def test_a_mark_says_what_it_is(page):
-    page.open(anchor="#query=6")
-    page.click("#loupe")
-    page.mouse("mouseMoved", 6.5 / 12, 0.3, of="#panels canvas")
-    assert not page.run("return document.querySelector('#tip').hidden")
-    words = page.text("#tip").split(" · ")
-    assert [word.split(" ")[0] for word in words] == ["head", "level", "pixel", "weight"]
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 def test_no_width_scrolls_sideways(page, width, dark):
@@ -350,14 +341,6 @@ def test_a_finger_drags_the_query_on_a_phone(page):
         "return Math.min(...[...document.querySelectorAll('button, select, .row')].map((e) => e.offsetHeight || 99))"
     )
     assert least >= 24
-
-
-def test_nothing_moves_by_itself_where_that_is_not_wanted(page):
-    times = "return getComputedStyle(document.querySelector('.bar i')).transitionDuration"
-    page.open()
-    assert page.run(times) == "0.12s"
-    page.open(motion=False)
-    assert page.run(times) == "0s"
 
 
 def test_foreign_texts_do_nothing(browser, tmp_path):

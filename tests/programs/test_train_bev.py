@@ -181,31 +181,3 @@ def test_a_step_takes_the_same_scenes_on_any_number_of_processes():
         assert len(shares[0]) == len(shares[1]) == 2
     epoch = [i for step in range(2) for i in train_bev.batch_of(step, 10, 4, 0, 1).tolist()]
     assert len(set(epoch)) == 8
-
-
-def test_maps_agree_with_pictures(monkeypatch):
-    """Vehicles change the front camera's picture where the map has them; elsewhere they change only what they hide."""
-    scenes = train_bev.render(3, 5, 48)
-    assert scenes.images.shape == (3, 6, 3, *train_bev.SIZE)
-    monkeypatch.setattr(train_bev, "random_traffic", lambda pose, generator: [])
-    empty = train_bev.render(3, 5, 48)
-    assert not empty.maps[:, 1].any()
-    assert torch.equal(empty.maps[:, 0], scenes.maps[:, 0])
-    changed = (scenes.images[:, 1].float() - empty.images[:, 1].float()).abs().amax(1) > 8
-
-    def at(height):
-        """Whether the picture changed where the front camera sees each cell, and whether it sees it."""
-        roof = torch.nn.functional.pad(train_bev.cell_centres(48).double(), (0, 1), value=height)
-        place, depth = rig.project(rig.surround(*train_bev.SIZE)[1], roof)
-        seen = ((place > 0.02) & (place < 0.98)).all(-1) & (depth > 3)
-        x, y = (place.nan_to_num(0) * torch.tensor(train_bev.SIZE).flip(0)).long().unbind(-1)
-        return changed[:, y.clamp(0, train_bev.SIZE[0] - 1), x.clamp(0, train_bev.SIZE[1] - 1)], seen
-
-    vehicle = scenes.maps[:, 1]
-    assert (vehicle.float().mean((1, 2)) > 0.02).all()
-    hit, seen = at(0.6)
-    assert hit[vehicle & seen].float().mean() > 0.95
-    behind, seen = at(0.0)  # about half of the other ground is hidden or in shadow
-    assert behind[~vehicle & seen].float().mean() < hit[vehicle & seen].float().mean() - 0.3
-    mirrored = vehicle.flip(2) & ~vehicle & seen
-    assert hit[mirrored].float().mean() < 0.8

@@ -145,17 +145,6 @@ def test_automatic_dynamic_shapes(operator):
     assert counter.frame_count == 2
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_dynamic_shapes_do_not_go_through_the_decomposition(operator, monkeypatch):
-    """The decomposition is for exporters. A compiler needs only the shape of a fake tensor."""
-    torch._dynamo.reset()
-    op = getattr(torch.ops.mx_driving, operator).default
-    monkeypatch.setitem(torch._decomp.decomposition_table, op, lambda *args: pytest.fail("decomposed"))
-    compiled = torch.compile(getattr(mx_driving, operator), fullgraph=True, dynamic=True, backend="aot_eager")
-    args = cases.cast(GROWING[operator](6, 5), torch.float32)
-    assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
-
-
 def per_sample_gradient(function):
     return torch.vmap(torch.func.grad(lambda w: function(w).square().sum()))
 
