@@ -47,6 +47,11 @@ os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
+# Programs that tests compile come out of ccache where it is installed, whatever temporary folder they are compiled in.
+if os.path.isdir(ccache := "/usr/lib/ccache") and ccache not in os.environ["PATH"].split(os.pathsep):
+    os.environ |= {"PATH": os.pathsep.join([ccache, os.environ["PATH"]]), "CCACHE_NOHASHDIR": "1"}
+    os.environ.setdefault("CCACHE_BASEDIR", tempfile.gettempdir())
+
 # torch's tracing makes many objects, and Python looks for circles after each 700 of them: 8 % of the time of tests/torch.
 gc.set_threshold(50_000, 20, 50)
 

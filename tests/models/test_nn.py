@@ -393,15 +393,17 @@ def bevformer():
     yield spatial, (query, reference.float(), value[:, 3:], shapes, starts, mask, query)
 
 
-def test_bevformer_autocast():
-    """Linear layers in bfloat16, sampling and what is added to it in float32."""
-    for module, args in bevformer():
+def test_autocast():
+    """Linear layers in bfloat16, sampling in float32, and what BEVFormer's modules add to it, too."""
+    value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5), torch.rand(1, 16, 3, 3)])
+    inputs = (torch.rand(1, 7, 16), torch.rand(1, 7, 2, 2), value, shapes, starts)
+    for module, args in ((nn.MultiScaleDeformableAttention(16, 2, 2, 2), inputs), *bevformer()):
         module.eval()
         with torch.autocast("cpu", torch.bfloat16):
             lowered = module(*args)
             lowered.sum().backward()
-        assert lowered.dtype == torch.float32
-        torch.testing.assert_close(lowered, module(*args), rtol=0.05, atol=0.02)
+        assert lowered.dtype == (torch.bfloat16 if isinstance(module, nn.MultiScaleDeformableAttention) else torch.float32)
+        torch.testing.assert_close(lowered.float(), module(*args), rtol=0.05, atol=0.02)
         assert all(p.grad is not None for p in module.parameters())
 
 
@@ -481,14 +483,3 @@ def test_bevformer_drops_in_training_only():
         gone = module(*args) == args[0]
         assert 0.4 < gone.float().mean() < 0.6
         assert not (module.eval()(*args) == args[0]).any()
-
-
-def test_autocast():
-    """Linear layers in bfloat16, sampling in float32."""
-    module = nn.MultiScaleDeformableAttention(16, 2, 2, 2)
-    value, shapes, starts = nn.flatten_levels([torch.rand(1, 16, 6, 5), torch.rand(1, 16, 3, 3)])
-    args = (torch.rand(1, 7, 16), torch.rand(1, 7, 2, 2), value, shapes, starts)
-    with torch.autocast("cpu", torch.bfloat16):
-        lowered = module(*args)
-    assert lowered.dtype == torch.bfloat16
-    torch.testing.assert_close(lowered.float(), module(*args), rtol=0.05, atol=0.02)

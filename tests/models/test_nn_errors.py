@@ -68,16 +68,9 @@ GOOD[EVEN] = {"query": QUERY, "reference_points": torch.rand(2, 5, 2, 2), "value
 # A wrong shape, and the axes that its sentence names: one of each kind. The property below has the others' sizes.
 SHAPES_OF = [
     (MULTI_SCALE, "reference_points", (2, 5, 1, 2), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
-    (MULTI_SCALE, "reference_points", (2, 5, 16), "(bs=2, num_queries=5, num_levels=2, 2 or 4)"),
-    (GEOMETRIC, "reference_points", (2, 5, 16), "(bs=2, num_queries=5, num_heads=4, 2)"),
-    (MULTI_SCALE, "value", (2, 16, 4, 6), "(bs=2, num_keys, embed_dims=16)"),
     (AGGREGATION, "anchor", (2, 5, 7), "(bs=2, anchor=5, 8 or more)"),
-    (AGGREGATION, "projection_mat", (2, 3, 2, 4), "(bs=2, cam, 3 or 4, 4)"),
     (BY_CAMERA, "projection_mat", (2, 3, 4, 4), "(bs=2, cam=6, 3 or 4, 4)"),
-    (TEMPORAL, "reference_points", (2, 2, 30, 2, 3), "(bs=2, 2, num_queries=30, num_levels=2, 2 or 4)"),
-    (SPATIAL, "reference_points", (2, 3, 4, 2, 2), "(bs=2, cam=3, num_queries=5, num_Z_anchors, 2)"),
     (PILLARS, "query", (2, 5, 16), "(1, sum(counts)=5, embed_dims=16)"),
-    (PILLARS, "reference_points", (1, 4, 2, 2), "(1, sum(counts)=5, num_Z_anchors, 2)"),
 ]
 DTYPE = "must have the dtype of the module's parameters, float32"
 # what is given, and another rule than that of a shape

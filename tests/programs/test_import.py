@@ -180,38 +180,23 @@ def served_beside(*libraries):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="cuts an ELF file")
-def test_a_library_that_is_cut_off_is_damaged(tmp_path):
-    """Wherever the cut is: bytes that the loader would map are missing, or the loader itself refuses the file."""
-    whole = LIBRARY.read_bytes()
-    sizes = (0, 40, 64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4)
-    cuts = [tmp_path / str(size) / LIBRARY.name for size in sizes]
-    for size, cut in zip(sizes, cuts, strict=True):
-        cut.parent.mkdir()
-        cut.write_bytes(whole[:size])
-    for size, said in zip(sizes, served_beside(*cuts), strict=True):
-        damaged = f"reference: {LIBRARY.name} is damaged: it ends before what its header promises"
-        assert said == damaged if size >= 64 else said.startswith(f"reference: {LIBRARY.name} cannot be loaded: ")
-
-
-def test_a_sound_library_is_not_called_damaged(tmp_path):
-    """Copied, stripped or not, as packagers leave it."""
-    copy = tmp_path / LIBRARY.name
-    shutil.copy(LIBRARY, copy)
-    assert served_beside(copy)[0].startswith("native C++")
-    if shutil.which("strip"):
-        subprocess.run(["strip", "--strip-unneeded", copy], check=True)
-        assert served_beside(copy)[0].startswith("native C++")
-
-
-def test_what_is_no_library_is_said_to_be_none(tmp_path):
-    contents = (b"", b"a text", b"\x7fELF" + bytes(60), b"\x7fELF\2\1" + bytes(range(200)) * 20)
-    files = [tmp_path / str(number) / LIBRARY.name for number in range(len(contents))]
-    for file, content in zip(files, contents, strict=True):
+def test_libraries_that_are_damaged_none_or_sound(tmp_path):
+    """Wherever a library is cut: bytes that the loader would map are missing, or the loader itself refuses the file. A copy is
+    sound, also stripped, as packagers leave it."""
+    whole, this = LIBRARY.read_bytes(), f"reference: {LIBRARY.name}"
+    cuts = (64, 100, 5000, len(whole) // 4, len(whole) // 2, len(whole) * 3 // 4)
+    rows = [(whole[:size], f"{this} is damaged: it ends before what its header promises") for size in cuts]
+    rows += [(whole[:size], f"{this} cannot be loaded: ") for size in (0, 40)]
+    texts = (b"a text", b"\x7fELF" + bytes(60), b"\x7fELF\2\1" + bytes(range(200)) * 20)
+    rows += [*((content, f"{this} ") for content in texts), (whole, "native C++"), (whole, "native C++")]
+    files = [tmp_path / str(number) / LIBRARY.name for number in range(len(rows))]
+    for file, (content, _) in zip(files, rows, strict=True):
         file.parent.mkdir()
         file.write_bytes(content)
-    said = served_beside(*files)
-    assert len(said) == len(files)
-    assert all(line.startswith(f"reference: {LIBRARY.name} ") for line in said)
+    if shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", files[-1]], check=True)
+    for said, (_, begin) in zip(served_beside(*files), rows, strict=True):
+        assert said.startswith(begin)
 
 
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
