@@ -148,6 +148,9 @@ CASES = [
     Case(GEOMETRIC, "vendor 2 x 4", lambda: geometric(2, 4, 16, 4, [(6, 10), (6, 10)], 15)),
     *(Case(GEOMETRIC, f"channels {c}", lambda c=c: geometric(1, 20, c, 2, [(5, 7)], 3)) for c in (1, 3, 37, 147, 256)),
 ]
+# Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes and on
+# all instruction sets: the best one in float32 will do for these.
+OF_MILLIONS = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
 # On pixel centres and on the border. The output is continuous there; location gradients are not, and are compared apart.
 LATTICE = [
     Case(MULTI_SCALE, "lattice and border", lambda: _edge_locations(multi_scale(1, 64, 8, 1, [(4, 4)], 2), BILINEAR_EDGES)),

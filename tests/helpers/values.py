@@ -56,16 +56,15 @@ def run(
 def covering(
     name: str, items: Sequence[Any], dtypes: Sequence[torch.dtype], id_of: Callable[[Any], str] = str, start: str = ""
 ) -> Any:
-    """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation, and on every
-    other one with the first dtype and another in turn. `make compare` compares instruction sets with each other. The names of
-    implementations begin with `start`."""
+    """Marks a test of (implementation, item, dtype): each item with each dtype on the best native implementation and on a GPU,
+    and with one dtype in turn on every other one. test_plan.py and `make compare` compare instruction sets with each other. The
+    names of implementations begin with `start`."""
     implementations = [name for name in cases.wanted_implementations() if name.startswith(start)]
     best = next((i for i in reversed(implementations) if i.startswith("native")), implementations[0])
     rows = []
     for k, item in enumerate(items):
         for n, implementation in enumerate(implementations):
-            other = dtypes[1 + (k + n) % (len(dtypes) - 1)]
-            for dtype in dtypes if implementation == best else (dtypes[0], other):
+            for dtype in dtypes if implementation in (best, "triton") else dtypes[(k + n) % len(dtypes) :][:1]:
                 rows.append(pytest.param(implementation, item, dtype, id=f"{implementation}-{id_of(item)}-{dtype}"))
     return pytest.mark.parametrize(("implementation", name, "dtype"), rows, indirect=["implementation"])
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 import pytest
+from programs import python
 
 import mx_driving
 from mx_driving import config
@@ -134,8 +135,9 @@ def test_config_does_not_import_torch(start, tmp_path):
 
 def test_config_runs_where_the_package_is_imported():
     """Coverage and others run a module that is imported already. Python must not warn of that."""
-    code = "import runpy, sys, mx_driving; sys.argv[1:] = ['--cflags']; runpy.run_module('mx_driving.config', None, '__main__')"
-    assert run(sys.executable, "-W", "error::RuntimeWarning", "-c", code) == config.cflags() + "\n"
+    code = "import runpy, sys, warnings, mx_driving; warnings.simplefilter('error', RuntimeWarning); "
+    code += "sys.argv[1:] = ['--cflags']; runpy.run_module('mx_driving.config', None, '__main__')"
+    assert python("-c", code).stdout == config.cflags() + "\n"
 
 
 def test_config_refuses_an_empty_question(capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,32 +13,21 @@ from mx_driving.ops.bev_pool_v3 import BEVPoolV3
 C = 4
 
 
-class Call(torch.nn.Module):
-    def forward(self, *args):
-        raise NotImplementedError
+def v1(feat, geom_feat):
+    return mx_driving.bev_pool(feat, geom_feat, 2, 1, 3, 5)
 
 
-class V1(Call):
-    def forward(self, feat, geom_feat):
-        return mx_driving.bev_pool(feat, geom_feat, 2, 1, 3, 5)
+def v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, starts, lengths):
+    shape = (depth.shape[0], 1, 3, 5, feat.shape[-1])
+    return mx_driving.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, starts, lengths)
 
 
-class V2(Call):
-    def forward(self, depth, feat, ranks_depth, ranks_feat, ranks_bev, starts, lengths):
-        shape = (depth.shape[0], 1, 3, 5, feat.shape[-1])
-        return mx_driving.bev_pool_v2(depth, feat, ranks_depth, ranks_feat, ranks_bev, shape, starts, lengths)
+def v3(depth, feat, *ranks):
+    return mx_driving.bev_pool_v3(depth, feat, *ranks, (depth.shape[0], 1, 3, 5, feat.shape[-1]))
 
 
-class V3(Call):
-    def forward(self, depth, feat, ranks_depth, ranks_feat, ranks_bev):
-        return mx_driving.bev_pool_v3(
-            depth, feat, ranks_depth, ranks_feat, ranks_bev, (depth.shape[0], 1, 3, 5, feat.shape[-1])
-        )
-
-
-class Voxels(Call):
-    def forward(self, geom_xyz, input_features):
-        return mx_driving.npu_voxel_pooling_train(geom_xyz, input_features, (5, 3, 1))
+def voxel_pooling(geom_xyz, input_features):
+    return mx_driving.npu_voxel_pooling_train(geom_xyz, input_features, (5, 3, 1))
 
 
 def lifted(batch, points):
@@ -58,45 +46,56 @@ def with_intervals(batch, points):
 
 
 def places(batch, points):
-    return torch.randn(points, C), torch.stack([torch.randint(0, size, (points,)) for size in (3, 5, 1, batch)], 1)
+    """In two scenes, or one: bev_pool has the batch as a number."""
+    sizes = (3, 5, 1, min(batch, 2))
+    return torch.randn(points, C), torch.stack([torch.randint(0, size, (points,)) for size in sizes], 1)
 
 
 def voxels(batch, points):
     return torch.randint(-1, 6, (batch, points, 3)), torch.randn(batch, points, C)
 
 
-class Case(NamedTuple):
-    call: type[Call]
-    inputs: object
-    free: tuple  # of each input, the axes that are free
-
-
+# function -> its inputs, and of each input the axes that are free
 B, N, K, P = ({"batch": 0}, {"n": 0}, {"intervals": 0}, {"batch": 0, "n": 1})
-CASES = [
-    Case(V1, places, (N, N)),
-    Case(V2, with_intervals, (B, B, N, N, N, K, K)),
-    Case(V3, lifted, (B, B, N, N, N)),
-    Case(Voxels, voxels, (P, P)),
-]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.call.__name__)
+CALLS = {
+    v1: (places, (N, N)),
+    v2: (with_intervals, (B, B, N, N, N, K, K)),
+    v3: (lifted, (B, B, N, N, N)),
+    voxel_pooling: (voxels, (P, P)),
+}
 
 
-def exported(case, export, **options):
-    dims = {name: torch.export.Dim(name) for axes in case.free for name in axes}
-    free = tuple({axis: dims[name] for name, axis in axes.items()} for axes in case.free)
-    return export(case.call().eval(), case.inputs(2, 30), dynamic_shapes=free, **options)
+class Every(torch.nn.Module):
+    """All of them in one graph, which takes less time to make than one each."""
+
+    def forward(self, *inputs):
+        return tuple(call(*args) for call, args in zip(CALLS, inputs, strict=True))
 
 
-@cases
-def test_compiled_in_one_graph_for_all_sizes(case, monkeypatch):
+def inputs_of(batch, points):
+    return tuple(make(batch, points) for make, _ in CALLS.values())
+
+
+def assert_equal(found, inputs):
+    for output, expected in zip(found, Every()(*inputs), strict=True):
+        assert torch.equal(output, expected)
+
+
+def exported(export, **options):
+    dims = {name: torch.export.Dim(name) for name in ("batch", "n", "intervals")}
+    free = tuple(tuple({axis: dims[name] for name, axis in axes.items()} for axes in of_call) for _, of_call in CALLS.values())
+    return export(Every().eval(), inputs_of(2, 30), dynamic_shapes=(free,), **options)
+
+
+def test_compiled_in_one_graph_for_all_sizes(monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)  # as fullgraph does
     torch._dynamo.reset()
-    call = torch.compile(case.call(), fullgraph=True, dynamic=True, backend="aot_eager")
-    for inputs in (case.inputs(2, 30), case.inputs(2, 19)):
-        assert torch.equal(call(*inputs), case.call()(*inputs))
+    call = torch.compile(Every(), fullgraph=True, dynamic=True, backend="aot_eager")
+    for inputs in (inputs_of(2, 30), inputs_of(2, 19)):
+        assert_equal(call(*inputs), inputs)
 
 
-class Vendors(Call):
+class Vendors(torch.nn.Module):
     def forward(self, *args):
         return BEVPoolV3.apply(*args, (2, 1, 3, 5, C))
 
@@ -121,24 +120,27 @@ def test_the_vendors_function_trains_in_a_graph(graph_of):
     torch.testing.assert_close(*gradients)
 
 
+@functools.cache
+def program(strict):
+    return exported(torch.export.export, strict=strict).module()
+
+
 @pytest.mark.parametrize("strict", [False, True])
-@cases
-def test_exported(case, strict):
-    call = exported(case, torch.export.export, strict=strict).module()
-    for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
-        assert torch.equal(call(*inputs), case.call()(*inputs))
+def test_exported(strict):
+    call = program(strict)
+    for inputs in (inputs_of(2, 30), inputs_of(3, 19)):
+        assert_equal(call(*inputs), inputs)
 
 
 @functools.cache
-def session_of(call, form):
+def session_of(form):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     import quick_exports  # noqa: F401
 
-    case = next(case for case in CASES if case.call is call)
     table = mx_driving.onnx.translations(form)
-    model = exported(case, torch.onnx.export, dynamo=True, verbose=False, custom_translation_table=table).model_proto
-    return session_with_our_nodes(runtime, model)
+    model = exported(torch.onnx.export, dynamo=True, verbose=False, custom_translation_table=table)
+    return session_with_our_nodes(runtime, model.model_proto)
 
 
 def session_with_our_nodes(runtime, model):
@@ -148,24 +150,20 @@ def session_with_our_nodes(runtime, model):
     return runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 
-def run_in_onnxruntime(call, inputs, form="gather"):
-    session = session_of(call, form)
+def run_in_onnxruntime(inputs, form="gather"):
+    session, tensors = session_of(form), [t.numpy() for args in inputs for t in args]
     names = [i.name for i in session.get_inputs()]
-    (output,) = session.run(None, {name: t.numpy() for name, t in zip(names, inputs, strict=True)})
-    return torch.from_numpy(output)
+    return [torch.from_numpy(output) for output in session.run(None, dict(zip(names, tensors, strict=True)))]
 
 
-@cases
-def test_onnx(case):
-    for inputs in (case.inputs(2, 30), case.inputs(1 if case.call is V1 else 3, 19)):
-        torch.testing.assert_close(run_in_onnxruntime(case.call, inputs), case.call()(*inputs))
-
-
-@pytest.mark.parametrize("case", CASES[1:], ids=lambda case: case.call.__name__)
-def test_our_node_has_a_free_batch(case):
-    """The sizes, which are attributes otherwise, are an input."""
-    for inputs in (case.inputs(2, 30), case.inputs(3, 19)):
-        assert torch.equal(run_in_onnxruntime(case.call, inputs, "onnxruntime"), case.call()(*inputs))
+@pytest.mark.parametrize("form", ["gather", "onnxruntime"])
+def test_onnx(form):
+    """Our node has its sizes, which are attributes otherwise, as an input where the batch is free."""
+    for inputs in (inputs_of(2, 30), inputs_of(3, 19)):
+        found = run_in_onnxruntime(inputs, form)
+        torch.testing.assert_close(found, [*Every()(*inputs)])
+        if form == "onnxruntime":
+            assert_equal(found, inputs)
 
 
 SIZES = [
@@ -197,7 +195,7 @@ def test_the_sizes_of_our_node(sizes, attributes, refusal):
     session = session_with_our_nodes(runtime, model)
     feeds = {name: t.numpy() for name, t in tensors.items()}
     if refusal is None:
-        assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), V3()(depth, feat, *ranks))
+        assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), v3(depth, feat, *ranks))
     else:
         with pytest.raises(Exception, match=refusal):
             session.run(None, feeds)
@@ -210,9 +208,10 @@ def test_a_place_outside_is_in_no_cell_of_a_file():
     """It is not in the last one, as if -1 counted from the end; its NaN is in none, either."""
     feat, inside = places(2, 9)
     everything = torch.cat([feat, torch.full((len(OUTSIDE), C), torch.nan)]), torch.cat([inside, torch.tensor(OUTSIDE)])
-    torch.testing.assert_close(run_in_onnxruntime(V1, everything), V1()(feat, inside))
+    found = run_in_onnxruntime((everything, *inputs_of(2, 16)[1:]))
+    torch.testing.assert_close(found[0], v1(feat, inside))
     with pytest.raises(ValueError, match=r"^geom_feat\[9\] must lie in "):
-        V1()(*everything)
+        v1(*everything)
 
 
 def test_other_forms_have_no_node_of_a_pool():
@@ -225,8 +224,7 @@ def test_other_forms_have_no_node_of_a_pool():
 @pytest.mark.parametrize("change", [{5: -1}, {6: 2}], ids=["starts", "lengths"])
 def test_an_exported_interval_beyond_the_points(change):
     """The graph asserts what the public function says in a sentence."""
-    call, inputs = exported(CASES[1], torch.export.export).module(), list(with_intervals(2, 30))
-    for place, by in change.items():
-        inputs[place] = inputs[place] + by * (10**6)
+    call, (first, second, *others) = program(False), inputs_of(2, 30)
+    second = [t + change.get(place, 0) * 10**6 for place, t in enumerate(second)]
     with pytest.raises(RuntimeError, match="interval_starts and interval_lengths must lie within the points"):
-        call(*inputs)
+        call(first, tuple(second), *others)

@@ -77,7 +77,7 @@ def test_a_16_bit_gradient_of_value_is_that_of_float32_rounded(implementation, c
 
 
 IN_ONE_PASS_OR_SEVERAL = [
-    *((case, torch.float32) for case in (*cases.CASES, *logits_cases.CASES)),
+    *((case, torch.float32) for case in (*cases.CASES, *logits_cases.CASES) if case.name not in cases.OF_MILLIONS),
     *((case, torch.bfloat16) for case in logits_cases.CASES),
 ]
 

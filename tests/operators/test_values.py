@@ -21,20 +21,15 @@ from values import DTYPES, MIXED, compare, covering, everywhere, everywhere_each
 
 from mx_driving._operator import description
 
-IMPLEMENTATIONS = cases.wanted_implementations()
-# Maps of some million numbers take seconds in each dtype. test_plan.py has every way that sizes lead to, in all dtypes and on
-# all instruction sets: the best one and the reference will do here.
-LARGE = ("vendor 128 x 8 x 8 x 8", "vendor 147 x 7 x 3 x 21", "Deformable-DETR decoder")
 
-
-@pytest.mark.parametrize("implementation", sorted({*IMPLEMENTATIONS[:1], *IMPLEMENTATIONS[-1:]}), indirect=True)
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in LARGE], ids=cases.case_id)
+@pytest.mark.parametrize("implementation", cases.wanted_implementations()[-1:], indirect=True)
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in cases.OF_MILLIONS], ids=cases.case_id)
 def test_large_cases(implementation, case):
     args = cases.cast(cases.made(case), torch.float32)
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).float())
 
 
-@covering("case", [case for case in (*CASES, *logits_cases.CASES) if case.name not in LARGE], DTYPES, cases.case_id)
+@covering("case", [case for case in (*CASES, *logits_cases.CASES) if case.name not in cases.OF_MILLIONS], DTYPES, cases.case_id)
 def test_cases(implementation, case, dtype):
     args = cases.cast(cases.made(case), dtype)
     compare(implementation, case.operator, args, cases.grad_for(case.operator, args).to(dtype))
@@ -109,8 +104,7 @@ def test_strides(implementation, operator, dtype, how):
     compare(implementation, operator, changed, strided(cases.grad_for(operator, args).to(dtype), how))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)  # read in place, and copied to be computed with
-@pytest.mark.parametrize("operator", EVERY)
+@covering("operator", EVERY, [torch.float32, torch.bfloat16])  # read in place, and copied to be computed with
 def test_one_element_stands_for_many(implementation, operator, dtype):
     """Along each axis of each input but value: the same bits as of a copy."""
     args = first(operator, implementation, dtype)
