@@ -72,9 +72,10 @@ def test_overlapping_levels_bitwise(implementation, every_thread, points):
 def test_vendor_full_size_multi_scale():
     """[6, 9680, 32, 8, 4, 4] with the vendor's magnitudes; truth on a slice of queries, gradient of value by its total. Inputs
     are those of float16, which float32 holds, too."""
-    args = cases.multi_scale(6, 9680, 32, 8, [cases.VENDOR_LEVEL] * 4, 4)
-    half = cases.cast((args[0] * 0.01, *args[1:]), torch.float16)
-    half_grad = (cases.grad_for(MULTI_SCALE, args) * 1e-3).half()
+    value, shapes, starts, *samples = cases.cast(cases.multi_scale(1, 9680, 32, 8, [cases.VENDOR_LEVEL] * 4, 4), torch.float16)
+    value = value * 0.01 * torch.linspace(0.5, 1, 6).half().view(6, 1, 1, 1)
+    half = (value, shapes, starts, *(t.expand(6, *t.shape[1:]) for t in samples))
+    half_grad = (cases.grad_for(MULTI_SCALE, half) * 1e-3).half()
     some = slice(4000, 4060)
     part = (*half[:3], half[3][:, some], half[4][:, some])
     true = cases.truth_of(MULTI_SCALE, part, half_grad[:, some])
