@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import attention_modules as libraries
 import pytest
@@ -125,6 +126,29 @@ def test_without_the_further_argument_the_module_calls_the_operator(kind, more):
     """A decorator goes on to wrap the new code."""
     module = build(kind)
     answers(kind, module, {**arguments_of(module), **more})
+
+
+def casting(forward):
+    """mmcv's auto_fp16: it passes on the arguments that the function below it has."""
+
+    @functools.wraps(forward)
+    def wrapper(*args, **kwargs):
+        names = inspect.getfullargspec(forward).args
+        return forward(*(arg for _, arg in zip(names, args, strict=False)), **kwargs)
+
+    return wrapper
+
+
+Casting = further("Casting", "*, unused=None, **kwargs", "attend(self, *arguments)", "@casting")
+
+
+def test_a_decorator_may_ask_replaced_code_for_its_parameters():
+    module, by_name = build(Casting), arguments_of(build(Casting))
+    by_place = [by_name.pop(name) for name in BY_PLACE]
+    expected = module(*by_place, **by_name)
+    with patched(Casting):
+        assert operators(module, *by_place, **by_name) == [WITH_LOGITS]
+        close(module(*by_place, **by_name), expected)
 
 
 def test_keywords_that_a_module_never_reads_change_nothing():

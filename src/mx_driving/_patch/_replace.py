@@ -22,12 +22,12 @@ from ._parameters import STAND_IN, Parameters, unwrap
 # What new code calls, by the function's id. An entry stays when a patch ends: another thread may be about to call it.
 SERVED: dict[int, Callable[..., Any]] = {}
 # A function takes only code with as many free variables as its own. Code whose bytecode does not begin with them, as
-# CodeType.replace makes it, ends the process in a debugger.
+# CodeType.replace makes it, ends the process in a debugger. Decorators, such as mmcv's, ask code for its parameters.
 _SOURCE = f"""
 def make({{free}}):
-    def stand_in(*args, **kwargs):
+    def stand_in{{parameters}}:
         from {__name__} import SERVED
-        return SERVED[{{key}}](*args, **kwargs)
+        return SERVED[{{key}}]({{arguments}})
         {{free}}
 """
 _WIDTHS = {"half": 16, "float16": 16, "float": 32, "float32": 32, "double": 64, "float64": 64}  # names of casts in code
@@ -45,9 +45,8 @@ def replace(form: Form, holder: Any) -> Callable[[], None]:
     if form.kind == AUTOGRAD:
         originals, replacements = dict(vars(holder)), _make_methods(form, holder)
     else:
-        originals = {name: getattr(holder, name) for name in ("__code__", "__defaults__", "__kwdefaults__")}
-        replacements = {"__code__": _make_code(form, holder), "__defaults__": None, "__kwdefaults__": None}
-        replacements["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source, and for signatures
+        originals, replacements = {"__code__": holder.__code__}, {"__code__": _make_code(form, holder)}
+        replacements["__wrapped__"] = SERVED[id(holder)].__wrapped__  # for find_source
     for name, value in replacements.items():
         setattr(holder, name, value)
     return functools.partial(_give_back, holder, originals, replacements)
@@ -74,7 +73,10 @@ def _make_code(form: Form, function: types.FunctionType) -> types.CodeType:
     original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     original.__kwdefaults__ = function.__kwdefaults__
     SERVED[id(function)] = make_stand_in(original, form)
-    nested = compile(_SOURCE.format(free=", ".join(code.co_freevars), key=id(function)), STAND_IN, "exec")
+    names, free = Parameters(function), ", ".join(code.co_freevars)
+    arguments = ", ".join([*names.names, *(f"{name}={name}" for name in names.keyword_only), *names.variadic])
+    source = _SOURCE.format(free=free, parameters=names, key=id(function), arguments=arguments)
+    nested = compile(source, STAND_IN, "exec")
     for _ in range(2):
         nested = next(constant for constant in nested.co_consts if isinstance(constant, types.CodeType))
     return nested.replace(co_name=code.co_name)
