@@ -2,8 +2,8 @@
 # make test    the same environment, linters and the whole test suite
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_SECONDS of fuzzing phase one, and
-#              FUZZ_EXAMPLES of our nodes through onnxruntime, of recordings for `replay` and of files for `fuse`
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_EXAMPLES of our nodes through
+#              onnxruntime, of recordings for `replay` and of files for `fuse`
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -198,7 +198,6 @@ SANITIZERS := build/asan build/tsan
 build/asan: FLAGS := -DMXD_SANITIZE=address,undefined
 build/tsan: FLAGS := -DMXD_SANITIZE=thread -DMXD_BASELINE_ONLY=ON
 HUGE_ALLOCATIONS_FAIL := ASAN_OPTIONS=allocator_may_return_null=1 TSAN_OPTIONS=allocator_may_return_null=1
-FUZZ_SECONDS := 30
 FUZZ_EXAMPLES := 300
 
 .PHONY: $(SANITIZERS)
@@ -232,7 +231,6 @@ aarch64: native-tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
 sanitize: $(SANITIZERS) fuzz-onnx fuzz-files
-	build/asan/tests/native/fuzz_phase_one $(FUZZ_SECONDS)
 
 # Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
 # libasan looks for what throws. No conftest.py, which imports torch.

@@ -7,25 +7,31 @@ import itertools
 
 import pytest
 import torch
-from aclnn_calls import DTYPES, INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
+from aclnn_calls import DTYPES, FAULT, INVALID, NAMES, NULLPTR, OK, nine, phase_one, replaced
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mx_driving._vendor import aclnn
+
+forward_phase_one = aclnn.multi_scale_deformable_attn_function_get_workspace_size
+LIBRARY = aclnn._library()
+RAW = LIBRARY.aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize
+
+
+def raw_phase_one(tensors, size, executor, handle_of=None):
+    """Call C's function; `handle_of` has handles of other views of some tensors."""
+    handles = [aclnn._describe(name, t) for name, t in zip(NAMES, tensors, strict=True)]
+    status = RAW(*((handle_of or {}).get(i, handle) for i, handle in enumerate(handles)), size, executor)
+    for handle in handles:
+        assert LIBRARY.aclDestroyTensor(handle) == OK
+    return status
 
 
 @pytest.mark.parametrize("index", range(9))
 def test_null(index):
-    tensors = replaced(index, None)
-    assert phase_one(*tensors) == (NULLPTR, 0, None)
+    assert phase_one(*replaced(index, None)) == (NULLPTR, 0, None)
     assert aclnn.recent_error() == f"{NAMES[index]} must be a tensor; got NULL"
     assert aclnn.recent_error() is None
-
-
-def raw_phase_one(tensors, size, executor):
-    handles = [aclnn._describe(name, t) for name, t in zip(NAMES, tensors, strict=True)]
-    status = aclnn._library().aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(*handles, size, executor)
-    for handle in handles:
-        aclnn._library().aclDestroyTensor(handle)
-    return status
 
 
 def test_null_results_and_nothing_written_on_failure():
@@ -33,19 +39,11 @@ def test_null_results_and_nothing_written_on_failure():
     assert raw_phase_one(nine(), None, ctypes.byref(executor)) == NULLPTR
     assert raw_phase_one(nine(), ctypes.byref(size), None) == NULLPTR
     assert raw_phase_one(replaced(1, torch.ones(3, 2)), ctypes.byref(size), ctypes.byref(executor)) == INVALID
-    assert (size.value, executor.value) == (99, 98)
-
-
-def test_null_memory():
-    value = nine()[0]
-    handle = aclnn._library().aclCreateTensor((ctypes.c_int64 * 4)(*value.shape), 4, 0, None, 0, 2, None, 0, None)
-    others = [aclnn._describe(name, t) for name, t in zip(NAMES[1:], nine()[1:], strict=True)]
-    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    call = aclnn._library().aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize
-    assert call(handle, *others, ctypes.byref(size), ctypes.byref(executor)) == NULLPTR
+    value = LIBRARY.aclCreateTensor((ctypes.c_int64 * 4)(*nine()[0].shape), 4, 0, None, 0, 2, None, 0, None)
+    assert raw_phase_one(nine(), ctypes.byref(size), ctypes.byref(executor), {0: value}) == NULLPTR
     assert aclnn.recent_error() == "value must have memory for its elements; got NULL"
-    for each in (handle, *others):
-        assert aclnn._library().aclDestroyTensor(each) == OK
+    assert LIBRARY.aclDestroyTensor(value) == OK
+    assert (size.value, executor.value) == (99, 98)
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -55,9 +53,12 @@ def test_dtypes_out_of_range(index):
         assert (aclnn.recent_error() or "").startswith(f"{NAMES[index]} must have dtype ")
 
 
-def count_accepted(call, tensors, floating):
-    """Try every mixture of the three floating dtypes; only calls of one dtype are legal -> (accepted, refused)."""
-    accepted = refused = 0
+@pytest.mark.parametrize("backward", [False, True])
+def test_mixtures_of_dtypes(backward):
+    """Of all mixtures of the three floating dtypes, those of one dtype are legal."""
+    tensors = nine(queries=2, sizes=((2, 2),), points=1)
+    call, floating = (phase_one, (0, 3, 4, 5, 6, 7, 8)) if backward else (forward_phase_one, (0, 3, 4, 5))
+    tensors = tensors if backward else [*tensors[:5], torch.zeros(1, 2, 16)]
     for mixture in itertools.product(DTYPES, repeat=len(floating)):
         mixed = [*tensors]
         for index, dtype in zip(floating, mixture, strict=True):
@@ -65,24 +66,9 @@ def count_accepted(call, tensors, floating):
         status, _, executor = call(*mixed)
         if len(set(mixture)) == 1:
             assert status == OK, aclnn.recent_error()
-            accepted += 1
-            continue
-        assert (status, executor) == (INVALID, None), mixture
-        assert " must have value's dtype ACL_" in (aclnn.recent_error() or "")
-        refused += 1
-    return accepted, refused
-
-
-def test_mixtures_of_dtypes():
-    tensors = nine(queries=2, sizes=((2, 2),), points=1)
-    assert count_accepted(phase_one, tensors, (0, 3, 4, 5, 6, 7, 8)) == (3, 3**7 - 3)
-    assert count_accepted(forward_phase_one, [*tensors[:5], torch.zeros(1, 2, 16)], (0, 3, 4, 5)) == (3, 3**4 - 3)
-
-
-@pytest.mark.parametrize("index", range(3, 9))
-def test_the_sentence_of_a_mixture(index):
-    assert phase_one(*replaced(index, lambda t: t.half()))[0] == INVALID
-    assert aclnn.recent_error() == f"{NAMES[index]} must have value's dtype ACL_FLOAT; got ACL_FLOAT16"
+        else:
+            assert (status, executor) == (INVALID, None), mixture
+            assert " must have value's dtype ACL_" in (aclnn.recent_error() or "")
 
 
 @pytest.mark.parametrize("index", range(9))
@@ -94,18 +80,6 @@ def test_shapes_that_do_not_agree(index):
         assert " must have " in (aclnn.recent_error() or "")
 
 
-def test_sentences():
-    assert phase_one(*replaced(8, torch.ones(1, 5, 2, 2, 4)))[0] == INVALID
-    rule = "gradAttnWeight must have shape (bs=1, num_queries=5, num_heads=2, num_levels=2, num_points=3); "
-    assert aclnn.recent_error() == rule + "got (1, 5, 2, 2, 4)"
-    assert phase_one(*replaced(5, torch.ones(1, 5, 17)))[0] == INVALID
-    rule = "gradOutput must have shape (bs=1, num_queries=5, num_heads * channels=16); "
-    assert aclnn.recent_error() == rule + "got (1, 5, 17)"
-
-
-forward_phase_one = aclnn.multi_scale_deformable_attn_function_get_workspace_size
-
-
 def test_the_forwards_output_has_three_axes():
     """CANN's sources refuse four since July 2026; gradOutput may still have them, as older documents say."""
     inputs = nine()[:5]
@@ -114,13 +88,13 @@ def test_the_forwards_output_has_three_axes():
     assert aclnn.recent_error() == "output must have 3 axes (bs, num_queries, num_heads * channels); got (1, 5, 2, 8)"
     for shape in ((1, 5, 17), (1, 6, 16), (2, 5, 16), (5, 16), (1, 5, 1, 2, 8)):
         assert forward_phase_one(*inputs, torch.zeros(shape))[0] == INVALID
-        assert (aclnn.recent_error() or "").startswith(
-            "output must have shape (bs=1, num_queries=5, num_heads * channels=16); got"
-        )
+        rule = "output must have shape (bs=1, num_queries=5, num_heads * channels=16); got"
+        assert (aclnn.recent_error() or "").startswith(rule)
     assert phase_one(*replaced(5, torch.ones(1, 5, 2, 8)))[0] == OK
 
 
 LEVELS_16 = [(1, 1)] * 16
+ONE_SAMPLE = {"heads": 1, "points": 1, "sizes": [(1, 1)]}
 LIMITS = [
     ({"channels": 256}, {"channels": 264}, "value must have channels a multiple of 8 and <= 256; got 264"),
     ({"channels": 16}, {"channels": 12}, "value must have channels a multiple of 8 and <= 256; got 12"),
@@ -128,8 +102,8 @@ LIMITS = [
     ({"sizes": LEVELS_16}, {"sizes": [*LEVELS_16, (1, 1)]}, "spatialShape must have num_levels <= 16; got 17"),
     ({"points": 16}, {"points": 17}, "location must have num_points <= 16; got 17"),
     (
-        {"queries": 499999, "heads": 1, "points": 1, "sizes": [(1, 1)]},
-        {"queries": 500000, "heads": 1, "points": 1, "sizes": [(1, 1)]},
+        {"queries": 499999, **ONE_SAMPLE},
+        {"queries": 500000, **ONE_SAMPLE},
         "location must have num_queries < 500000; got 500000",
     ),
 ]
@@ -138,9 +112,7 @@ LIMITS = [
 @pytest.mark.parametrize(("within", "past", "sentence"), LIMITS, ids=[row[2] for row in LIMITS])
 def test_limits(within, past, sentence):
     status, size, executor = phase_one(*nine(**within))
-    assert status == OK
-    assert size > 0
-    assert executor is not None
+    assert (status, size > 0, executor is not None) == (OK, True, True)
     assert phase_one(*nine(**past)) == (INVALID, 0, None)
     assert aclnn.recent_error() == sentence
 
@@ -178,9 +150,8 @@ def test_limits_of_310p(monkeypatch):
 
 
 def test_rows_beyond_what_a_kernel_can_count():
-    expanded = torch.zeros(1).expand(1, 2**31 - 1, 1, 8)
     tensors = nine(heads=1)
-    tensors[0] = tensors[6] = expanded
+    tensors[0] = tensors[6] = torch.zeros(1).expand(1, 2**31 - 1, 1, 8)
     assert phase_one(*tensors)[0] == INVALID
     assert aclnn.recent_error() == "value must have num_keys < 2147483647; got 2147483647"
 
@@ -208,14 +179,17 @@ def test_an_output_that_shares_memory(index):
         assert (aclnn.recent_error() or "").endswith("; got addresses that both have")
 
 
-def test_a_view_that_leaves_its_storage():
-    """torch cannot make one, a C program can."""
-    tensors = nine()
-    handles = [aclnn._describe(name, t) for name, t in zip(NAMES, tensors, strict=True)]
-    shape = (ctypes.c_int64 * 4)(1, 16, 2, 8)
-    size, executor = ctypes.c_uint64(), ctypes.c_void_p()
-    library = aclnn._library()
-    for strides, offset, room, status in (
+def create(t, shape, dtype, strides, offset, format, room):
+    """A tensor of C, of any description."""
+    numbers = [(ctypes.c_int64 * len(list_))(*list_) for list_ in (shape, strides)]
+    return LIBRARY.aclCreateTensor(
+        numbers[0], len(shape), dtype, numbers[1], offset, format, (ctypes.c_int64 * 1)(room), 1, t.data_ptr()
+    )
+
+
+@pytest.mark.parametrize(
+    ("strides", "offset", "room", "status"),
+    [
         ((256, 16, 8, 1), 0, 256, OK),
         ((256, 16, 8, 1), 1, 256, INVALID),
         ((256, 16, 8, 1), 0, 255, INVALID),
@@ -224,49 +198,101 @@ def test_a_view_that_leaves_its_storage():
         ((256, 16, 2**62, 1), 0, 256, INVALID),
         ((256, 2**63 - 1, 8, 1), 0, 256, INVALID),
         ((256, 16, 8, 1), -(2**63), 256, INVALID),
-    ):
-        grad_value = library.aclCreateTensor(
-            shape, 4, 0, (ctypes.c_int64 * 4)(*strides), offset, 2, (ctypes.c_int64 * 1)(room), 1, tensors[6].data_ptr()
-        )
-        arguments = [*handles[:6], grad_value, *handles[7:]]
-        got = library.aclnnMultiScaleDeformableAttentionGradGetWorkspaceSize(
-            *arguments, ctypes.byref(size), ctypes.byref(executor)
-        )
-        assert got == status, (strides, offset, room, aclnn.recent_error())
-        if got == OK:
-            assert library.aclDestroyAclOpExecutor(executor) == OK
-        library.aclDestroyTensor(grad_value)
-    for handle in handles:
-        library.aclDestroyTensor(handle)
+    ],
+)
+def test_a_view_that_leaves_its_storage(strides, offset, room, status):
+    """torch cannot make one, a C program can."""
+    tensors, size, executor = nine(), ctypes.c_uint64(), ctypes.c_void_p()
+    grad_value = create(tensors[6], (1, 16, 2, 8), 0, strides, offset, 2, room)
+    assert raw_phase_one(tensors, ctypes.byref(size), ctypes.byref(executor), {6: grad_value}) == status
+    assert LIBRARY.aclDestroyTensor(grad_value) == OK
+    assert not executor or LIBRARY.aclDestroyAclOpExecutor(executor) == OK
 
 
-@pytest.mark.parametrize(("format", "status"), [(2, OK), (0, INVALID), (29, INVALID), (-1, INVALID)])
-def test_formats(format, status, monkeypatch):
+@pytest.mark.parametrize("format", [0, 29, -1])
+def test_formats(format, monkeypatch):
     monkeypatch.setattr(aclnn, "_FORMAT_ND", format)
-    assert phase_one(*nine())[0] == status
+    assert phase_one(*nine())[0] == INVALID
+    assert (aclnn.recent_error() or "").endswith(f" must have format ACL_FORMAT_ND (2); got {format}")
 
 
-def test_convenience_raises():
+EDGES = [0, 1, 2, 8, 16, 17, 256, 264, 499999, 500000, 2**31 - 1, 2**31, 2**32, 2**47, 2**62, 2**63 - 1]
+NUMBERS = st.one_of(st.integers(-3, 20), st.sampled_from([*EDGES, *(-n - 1 for n in EDGES)]), st.integers(-(2**63), 2**63 - 1))
+FIELDS = ["shape", "strides", "strides", "offset", "dtype", "format", "room", "element"]
+CHANGES = st.lists(st.tuples(st.integers(0, 8), st.sampled_from(FIELDS), st.integers(0, 5), NUMBERS), max_size=3)
+
+
+@settings(max_examples=500, deadline=None, derandomize=True)
+@given(CHANGES)
+def test_anything_may_stand_in_a_description(changes):
+    """A status each time, and nothing written unless it is success. Accepted calls run, with any index tables."""
     tensors = nine()
-    call = aclnn.multi_scale_deformable_attention_grad_out
-    for index, bad, error, sentence in (
-        (0, tensors[0].double(), TypeError, "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got ACL_DOUBLE"),
+    described = [
+        {
+            "shape": [*t.shape],
+            "strides": [*t.stride()],
+            "offset": 0,
+            "dtype": aclnn._DTYPE[t.dtype],
+            "format": 2,
+            "room": t.numel(),
+        }
+        for t in tensors
+    ]
+    for index, field, axis, number in changes:
+        if field in ("shape", "strides"):
+            numbers = described[index][field]
+            numbers[axis % len(numbers)] = number
+        elif field == "element":
+            tensors[index].flatten()[axis % tensors[index].numel()] = number
+        else:
+            described[index][field] = number if field in ("offset", "room") else (number + 2**31) % 2**32 - 2**31
+    handles = {i: create(t, **each) for i, (t, each) in enumerate(zip(tensors, described, strict=True))}
+    size, executor = ctypes.c_uint64(0x1234), ctypes.c_void_p()
+    status = raw_phase_one(tensors, ctypes.byref(size), ctypes.byref(executor), handles)
+    for handle in handles.values():
+        assert LIBRARY.aclDestroyTensor(handle) == OK
+    if status != OK:
+        assert status in (NULLPTR, INVALID)
+        assert (size.value, executor.value) == (0x1234, None)
+        assert " must " in (aclnn.recent_error() or "")
+    elif any(field in ("room", "dtype") for _, field, _, _ in changes):  # memory may be less than is said
+        assert LIBRARY.aclDestroyAclOpExecutor(executor) == OK
+    else:
+        workspace = ctypes.create_string_buffer(size.value)
+        assert LIBRARY.aclnnMultiScaleDeformableAttentionGrad(workspace, size, executor, None) == OK
+        assert aclnn.synchronize() in (OK, FAULT)
+
+
+@pytest.mark.parametrize(
+    ("index", "bad", "error", "sentence"),
+    [
+        (0, lambda t: t.double(), TypeError, "value must have dtype ACL_FLOAT, ACL_FLOAT16 or ACL_BF16; got ACL_DOUBLE"),
         (5, None, TypeError, "grad_output must be a tensor; got NULL"),
         (2, torch.tensor([0]), ValueError, "level_start_index must have shape (num_levels=2,); got (1,)"),
         (2, torch.tensor([0, 99]), ValueError, "level_start_index[1] must leave room for 2 x 2 rows among 16; got 99"),
         (4, "weights", TypeError, "attn_weight must be a torch.Tensor; got str"),
         (6, torch.empty(1, device="meta"), ValueError, "grad_value must be a plain strided tensor on the CPU; got "),
-    ):
-        arguments = [*tensors]
-        arguments[index] = bad
-        with pytest.raises(error) as caught:
-            call(*arguments)
-        assert str(caught.value).startswith(sentence)
-    for index, name in enumerate(("location", "attn_weight", "grad_output"), start=3):
-        with pytest.raises(TypeError, match=f"^{name} must have value's dtype ACL_FLOAT; got ACL_BF16$"):
-            call(*tensors[:index], tensors[index].bfloat16(), *tensors[index + 1 :])
-    wrong = torch.empty(1, 5, 16, dtype=torch.float16)
+        (3, lambda t: t.bfloat16(), TypeError, "location must have value's dtype ACL_FLOAT; got ACL_BF16"),
+        (4, lambda t: t.bfloat16(), TypeError, "attn_weight must have value's dtype ACL_FLOAT; got ACL_BF16"),
+        (5, lambda t: t.bfloat16(), TypeError, "grad_output must have value's dtype ACL_FLOAT; got ACL_BF16"),
+        (
+            5,
+            torch.ones(1, 5, 17),
+            ValueError,
+            "grad_output must have shape (bs=1, num_queries=5, num_heads * channels=16); got ",
+        ),
+        (8, torch.ones(1, 5, 2, 2, 4), ValueError, "grad_attn_weight must have shape (bs=1, num_queries=5, num_heads=2, num_l"),
+    ],
+)
+def test_convenience_raises(index, bad, error, sentence):
+    with pytest.raises(error) as caught:
+        aclnn.multi_scale_deformable_attention_grad_out(*replaced(index, bad))
+    assert str(caught.value).startswith(sentence)
+
+
+def test_the_forwards_convenience_raises():
+    tensors = nine()
     with pytest.raises(TypeError, match="output must have value's dtype ACL_FLOAT; got ACL_FLOAT16"):
-        aclnn.multi_scale_deformable_attn_function_out(*tensors[:5], wrong)
+        aclnn.multi_scale_deformable_attn_function_out(*tensors[:5], torch.empty(1, 5, 16, dtype=torch.float16))
     with pytest.raises(ValueError, match="value must have shape"):
         aclnn.multi_scale_deformable_attn_function_out(tensors[0][0], *tensors[1:5])

@@ -1,4 +1,5 @@
-"""The native kernels say how they do a call. Every way runs with every number of threads, and gives the same bits."""
+"""The native kernels say how they do a call: a table of ways, which give the same bits for every number of threads, and one of
+bounds, where a plan changes."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from mx_driving import _backends
 NATIVE = [name for name in wanted_implementations() if name.startswith("native")]
 PLAN = pathlib.Path(__file__).parents[2] / "native" / "src" / "call" / "plan.h"
 THREADS = (1, 2, 3, 8, 24)
+plan_of = _backends.native.describe_plan
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 PYRAMID = [(24, 32), (12, 16), (6, 8)]
 MANY = 24 * 512  # queries: 24 threads pack levels for 512 each
@@ -43,174 +45,220 @@ def with_rows_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 class Row(NamedTuple):
-    """A call, and for each of THREADS: the way to the gradient of value with all gradients wanted, in float32 and float64; the
-    number of bands in 16 bits; how many levels of value the forward packs, and how many of the gradient of value are packed
-    where that is wanted alone. One pass packs all levels of both or none, and is taken in 16 bits where it packs them. A
-    window's heads go together, all of them or none in the forward, and in one pass some.
+    """A call, and for each of THREADS the way to the gradient of value with all gradients wanted: in float32 and float64, and
+    the number of bands in 16 bits. One pass that packs all levels of value and gradient serves every dtype.
     """
 
     operator: str
     make: Callable[[], tuple[Tensor, ...]]
     ways: tuple[str, ...]
     bands_of_16_bits: tuple[int, ...]
-    packed_value: tuple[int, ...] = (0,) * 5
-    packed_gradient: tuple[int, ...] = (0,) * 5
     one_pass_packs: bool = False
-    packed_is_near: bool = True
-    heads_of_forward: int = 0
-    heads_of_one_pass: tuple[int, ...] = (0,) * 5
 
 
 SAMPLES, HEADS = "WITH_SAMPLES", "BY_HEADS"
 ALL_SAMPLES, ALL_BUT_24 = (SAMPLES,) * 5, (1, 1, 1, 1, 3)
 LOGITS = [(23, 31), (11, 17), (6, 7)]
 ROWS = {
-    "few queries": Row(
-        MULTI_SCALE, lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
-        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0),
-    ),
-    "many queries": Row(  # a row of the first level is read 6 times
-        MULTI_SCALE, lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),
-        (*[HEADS] * 4, *bands(3)), ALL_BUT_24, packed_value=(2, 2, 2, 2, 2), packed_gradient=(2, 2, 2, 2, 0),
-    ),
-    "3 batches": Row(
-        MULTI_SCALE, lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
-        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES), (1,) * 5, packed_value=(3, 3, 3, 0, 0), packed_gradient=(3,) * 5,
-    ),
-    "rows of no level": Row(  # bands of 16 bits: three of each level, and one of the rest
-        MULTI_SCALE, lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
-        (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)), (1, 1, 1, 1, 7),
-        packed_value=(2, 0, 0, 0, 0), packed_gradient=(2, 2, 2, 2, 0),
-    ),
-    "2 heads, 4 points": Row(
-        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
-    ),
-    "2 heads, 3 points": Row(  # a level begins inside a group of ROWS samples, so levels cannot be parts
-        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
-        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
-    ),
-    "2 heads, one level": Row(
-        MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
-        (SAMPLES, SAMPLES, *bands(3, 4, 12)), (1, 1, 3, 4, 12),
-    ),
-    "few queries with logits": Row(
-        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 30, 16, 8, LOGITS, 4),
-        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0),
-    ),
-    "many queries with logits": Row(
-        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 8 * 512, 8, 8, LOGITS, 1),
-        (*[HEADS] * 4, *bands(3)), ALL_BUT_24, packed_value=(3, 3, 3, 3, 0), packed_gradient=(3, 3, 3, 3, 0),
-    ),
-    "3 points with logits": Row(
-        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 300, 40, 2, LOGITS, 3),
-        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12), packed_gradient=(2, 2, 0, 0, 0),
-    ),
-    "68 samples with logits": Row(
-        MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 20, 8, 1, [*LOGITS, (3, 5)], 17),
-        (SAMPLES, *bands(4, 4, 8, 24)), (1, 4, 4, 8, 24),
-    ),
-    "nearest": Row(
-        GEOMETRIC, lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
-        ALL_SAMPLES, (1,) * 5, packed_value=(1, 1, 1, 1, 0), packed_gradient=(1,) * 5, one_pass_packs=True,
-    ),
-    "nearest, 3 points": Row(  # on two levels
-        GEOMETRIC, lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
-        ALL_SAMPLES, (1,) * 5, packed_gradient=(2,) * 5, one_pass_packs=True,
-    ),
-    "nearest, 2 heads": Row(
-        GEOMETRIC, lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12), packed_gradient=(1, 1, 0, 0, 0),
-    ),
-    "window": Row(
-        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
-        (*[SAMPLES] * 4, *bands(3)), ALL_BUT_24, packed_gradient=(1, 1, 1, 1, 0), one_pass_packs=True,
-        heads_of_forward=8, heads_of_one_pass=(4, 4, 2, 2, 0),
-    ),
-    "window, 3 heads": Row(
-        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
-        (*[SAMPLES] * 4, *bands(4)), (1, 1, 1, 1, 4), packed_gradient=(2, 2, 2, 2, 0), one_pass_packs=True,
-        heads_of_forward=3, heads_of_one_pass=(1, 1, 1, 1, 0),
-    ),
-    "window, large map": Row(  # 1.3 MB in 16 bits
-        GEOMETRIC_LOGITS, lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
-        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)), (1, 1, 1, 2, 6),
-        packed_value=(1,) * 5, packed_gradient=(1, 1, 1, 0, 0), packed_is_near=False,
-    ),
-    "cameras": Row(
-        AGGREGATION, lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
-        bands(1, 1, 1, 6, 12), (1, 1, 1, 6, 12),
-    ),
+    "few queries": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
+        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24),
+    # a row of the first level is read 6 times
+    "many queries": Row(MULTI_SCALE, lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),
+        (*[HEADS] * 4, *bands(3)), ALL_BUT_24),
+    "3 batches": Row(MULTI_SCALE, lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
+        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES), (1,) * 5),
+    # bands of 16 bits: three of each level, and one of the rest
+    "rows of no level": Row(MULTI_SCALE, lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
+        (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)), (1, 1, 1, 1, 7)),
+    "2 heads, 4 points": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12)),
+    # a level begins inside a group of ROWS samples, so levels cannot be parts
+    "2 heads, 3 points": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12)),
+    "2 heads, one level": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
+        (SAMPLES, SAMPLES, *bands(3, 4, 12)), (1, 1, 3, 4, 12)),
+    "few queries with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 30, 16, 8, LOGITS, 4),
+        (*[SAMPLES] * 4, parts(3)), ALL_BUT_24),
+    "many queries with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 8 * 512, 8, 8, LOGITS, 1),
+        (*[HEADS] * 4, *bands(3)), ALL_BUT_24),
+    "3 points with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 300, 40, 2, LOGITS, 3),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12)),
+    "68 samples with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 20, 8, 1, [*LOGITS, (3, 5)], 17),
+        (SAMPLES, *bands(4, 4, 8, 24)), (1, 4, 4, 8, 24)),
+    "nearest": Row(GEOMETRIC, lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
+        ALL_SAMPLES, (1,) * 5, one_pass_packs=True),
+    # on two levels
+    "nearest, 3 points": Row(GEOMETRIC, lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
+        ALL_SAMPLES, (1,) * 5, one_pass_packs=True),
+    "nearest, 2 heads": Row(GEOMETRIC, lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12)),
+    "window": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
+        (*[SAMPLES] * 4, *bands(3)), ALL_BUT_24, one_pass_packs=True),
+    "window, 3 heads": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
+        (*[SAMPLES] * 4, *bands(4)), (1, 1, 1, 1, 4), one_pass_packs=True),
+    # 1.3 MB in 16 bits
+    "window, large map": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
+        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)), (1, 1, 1, 2, 6)),
+    "cameras": Row(AGGREGATION, lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
+        bands(1, 1, 1, 6, 12), (1, 1, 1, 6, 12)),
 }  # fmt: skip
 
 
-def levels(text: str) -> int:
-    return 0 if text == "none" else int(text.split(" of ")[0])
+def attention(
+    queries: int, heads: int, channels: int, sizes: list[tuple[int, int]], points: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """Inputs of no special numbers: a plan reads none."""
+    shapes, starts = cases.levels_of(*sizes)
+    value = torch.empty(1, int(shapes.prod(-1).sum()), heads, channels, dtype=dtype)
+    samples = (1, queries, heads, len(sizes), points)
+    return value, shapes, starts, torch.empty(*samples, 2, dtype=dtype), torch.empty(samples, dtype=dtype)
+
+
+def moved(args: tuple[Tensor, ...], by: list[int]) -> tuple[Tensor, ...]:
+    """The levels begin so many rows later."""
+    return *args[:2], args[2] + torch.tensor(by), *args[3:]
+
+
+def with_a_row_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return torch.cat([args[0], args[0][:, :1]], 1), *args[1:]
+
+
+def tall(rows: int) -> tuple[Tensor, ...]:
+    """An aggregation of rows of 2 MB."""
+    samples = torch.empty(1, 1, 1, 1, 2), torch.empty(1, 1, 1, 1, 1, 1)
+    return torch.empty(1, rows, 2**19), torch.tensor([[[rows, 1]]]), torch.tensor([[0]]), *samples
+
+
+def with_window(queries: int, heads: int, channels: int, side: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    value = torch.empty(1, side * side, heads, channels, dtype=dtype)
+    shapes, starts = cases.levels_of((side, side))
+    window, logits = torch.zeros(4, 2, dtype=torch.int64), torch.empty(1, queries, heads, 4, dtype=dtype)
+    return value, shapes, starts, torch.empty(1, queries, heads, 2, dtype=dtype), window, logits
+
+
+NONE, ONE, WAY = "none", "1 of 1 levels", "value_gradient"
+FORWARD, OF_VALUE, OF_ALL = None, lambda n: [True] + [False] * (n - 1), lambda n: [True] * n
+OF_SAMPLES = lambda n: [False] + [True] * (n - 1)  # noqa: E731
+SMALL, TWO, BF16 = [(8, 8)], [(8, 8), (4, 4)], torch.bfloat16
+# operator, inputs, threads, gradients, decision, what it begins with
+BOUNDS = [
+    # a level is packed up to 15.5 MB (248 x 256 rows of 256 bytes), and where its rows are read eight times
+    (MULTI_SCALE, lambda: attention(31744, 2, 64, [(248, 256)], 4), 1, FORWARD, "packed_value", "1 of 1"),
+    (MULTI_SCALE, lambda: attention(31743, 2, 64, [(248, 256)], 4), 1, FORWARD, "packed_value", NONE),
+    (MULTI_SCALE, lambda: attention(99999, 2, 64, [(255, 249)], 4), 1, FORWARD, "packed_value", NONE),
+    # a nearest sample reads one row
+    (GEOMETRIC, lambda: attention(3200, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", f"{ONE}, 25 KB"),
+    (GEOMETRIC, lambda: attention(3199, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", NONE),
+    (GEOMETRIC, lambda: attention(1000, 2, 16, [(20, 20)], 1), 1, FORWARD, "packed_value", NONE),
+    # rows are near, and packed as computed, up to 256 KB
+    (MULTI_SCALE, lambda: attention(4096, 2, 64, [(32, 32)], 4), 1, FORWARD, "prefetched_rows", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 2, 64, [(33, 32)], 4), 1, FORWARD, "prefetched_rows", ONE),
+    (GEOMETRIC, lambda: attention(16384, 2, 64, [(32, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 256 KB"),
+    (GEOMETRIC, lambda: attention(16384, 2, 64, [(33, 32)], 4, BF16), 1, FORWARD, "packed_value", f"{ONE}, 132 KB"),
+    (GEOMETRIC, lambda: attention(16384, 2, 64, [(32, 32)], 4, BF16), 1, OF_SAMPLES, "packed_value", f"{ONE}, 128 KB"),
+    # rows of one head lie side by side
+    (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, FORWARD, "packed_value", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 1, 16, SMALL, 4), 1, OF_VALUE, "packed_gradient", NONE),
+    (MULTI_SCALE, lambda: attention(4096, 2, 16, SMALL, 4), 1, FORWARD, "packed_value", f"{ONE}, 4 KB"),
+    # each thread has 512 queries where levels are packed
+    *(
+        (MULTI_SCALE, lambda n=512 * t - less: attention(n, 2, 16, SMALL, 4), t, FORWARD, "packed_value", text)
+        for t in (1, 3)
+        for less, text in ((0, f"{ONE}, 4 KB"), (1, NONE))
+    ),
+    # packed levels begin at 64 bytes: 90 levels of 9 rows of 20 bytes, 192 in place of 180
+    (MULTI_SCALE, lambda: attention(4096, 2, 5, [(3, 3)] * 90, 1), 1, FORWARD, "packed_value", "90 of 90 levels, 16 KB"),
+    # overlapping levels are not packed in the gradient
+    (MULTI_SCALE, lambda: attention(4096, 2, 16, TWO, 4), 1, OF_VALUE, "packed_gradient", "2 of 2 levels, 5 KB"),
+    (MULTI_SCALE, lambda: moved(attention(4096, 2, 16, TWO, 4), [0, -1]), 1, OF_VALUE, "packed_gradient", NONE),
+    # each thread has its own packed gradient: 5 MB, at most 15.5 MB together
+    *(
+        (MULTI_SCALE, lambda: attention(24576, 8, 64, [(128, 160)], 4), t, OF_VALUE, "packed_gradient", text)
+        for t, text in ((1, "1 of 1"), (2, "1 of 1"), (4, NONE))
+    ),
+    # one pass packs up to 128 KB, because value and gradient are near together, and where all rows belong to a level
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(32, 16)], 4), 1, OF_ALL, "packed_gradient", f"{ONE}, 128 KB"),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(33, 16)], 4), 1, OF_ALL, "packed_gradient", NONE),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(33, 16)], 4), 1, OF_ALL, WAY, "WITH_SAMPLES"),
+    (GEOMETRIC, lambda: attention(8192, 2, 64, [(8, 16)], 4), 1, OF_ALL, "packed_gradient", f"{ONE}, 32 KB"),
+    (GEOMETRIC, lambda: with_a_row_of_no_level(attention(8192, 2, 64, [(8, 16)], 4)), 1, OF_ALL, "packed_gradient", NONE),
+    # of cuts that take as long the first is chosen: 5 parts take two rounds, as long as 3 in one
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 4), 4, OF_ALL, WAY, "BY_PARTS, 3 a head"),
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 4), 5, OF_ALL, WAY, "BY_PARTS, 5 a head"),
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 5, 3), 4, OF_ALL, WAY, "BY_BANDS, 5"),
+    # levels that touch do not overlap
+    (MULTI_SCALE, lambda: attention(300, 1, 16, [(4, 4)] * 3, 4), 3, OF_ALL, WAY, "BY_PARTS, 3 a head"),
+    (MULTI_SCALE, lambda: moved(attention(300, 1, 16, [(4, 4)] * 3, 4), [0, 0, -1]), 3, OF_ALL, WAY, "BY_BANDS, 5"),
+    # a buffered band has 6 MB or one row, of sums in float32
+    *(
+        (MULTI_SCALE, lambda c=c: attention(1, 1, c, [(5, 1)], 1, BF16), 1, OF_VALUE, WAY, f"BY_BANDS, {n}, buffered")
+        for c, n in ((3 * 2**18, 3), (3 * 2**19, 5), (3 * 2**20, 5), (2**19, 2))
+    ),
+    # a band of an aggregation has 16 MB
+    *(
+        (AGGREGATION, lambda r=r: tall(r), 1, OF_VALUE, WAY, f"BY_BANDS, {n}")
+        for r, n in ((7, 1), (8, 1), (9, 2), (17, 3))
+    ),
+    # heads go together where value is near (1 MB), and has more samples than rows to widen
+    (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 32), 1, FORWARD, "heads_together", "4"),
+    (GEOMETRIC_LOGITS, lambda: with_window(1, 4, 64, 33), 1, FORWARD, "heads_together", "0"),
+    (GEOMETRIC_LOGITS, lambda: with_window(256, 4, 64, 32, BF16), 1, FORWARD, "heads_together", "4"),
+    (GEOMETRIC_LOGITS, lambda: with_window(255, 4, 64, 32, BF16), 1, FORWARD, "heads_together", "0"),
+    # heads of one pass are near together: 4 of 32 KB and 2 of 64 KB with the gradient's
+    *(
+        (GEOMETRIC_LOGITS, lambda s=s: with_window(4096, 4, 64, s), 1, OF_ALL, "heads_together", n)
+        for s, n in ((8, "4"), (11, "4"), (12, "2"), (16, "2"), (17, "1"), (22, "1"))
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ROWS)
-def test_plans(every_thread, name, dtype):
-    """For each number of threads, the way that is expected is the way that is taken."""
+def test_the_way_to_the_gradient_of_value(every_thread, name, dtype):
+    """For each number of threads: with all gradients, alone, and not wanted."""
     row = ROWS[name]
-    args = cases.cast(row.make(), dtype)
-    others = len(cases.DIFFERENTIABLE[row.operator]) - 1
+    args, others = cases.cast(row.make(), dtype), len(cases.DIFFERENTIABLE[row.operator]) - 1
     is_wide = dtype in (torch.float32, torch.float64)
-    for i, threads in enumerate(THREADS):
+    for threads, wide_way, number in zip(THREADS, row.ways, row.bands_of_16_bits, strict=True):
         torch.set_num_threads(threads)
-        buffered = bands(row.bands_of_16_bits[i], end=", buffered")[0]
-        way = row.ways[i] if is_wide or (row.ways[i] == SAMPLES and row.one_pass_packs) else buffered
-        forward = _backends.native.describe_plan(row.operator, args)
-        all_gradients = _backends.native.describe_plan(row.operator, args, [True] * (1 + others))
-        of_value = _backends.native.describe_plan(row.operator, args, [True] + [False] * others)
-        of_samples = _backends.native.describe_plan(row.operator, args, [False] + [True] * others)
-        assert {plan["threads"] for plan in (forward, all_gradients, of_value, of_samples)} == {str(threads)}
-        assert levels(forward["packed_value"]) == row.packed_value[i]
-        packed, number = row.packed_value[i], args[1].shape[0]
-        far = number - packed if row.packed_is_near else number
-        assert forward["prefetched_rows"] == ("all" if packed == 0 else f"{far} of {number} levels" if far else "none")
-        assert all_gradients["value_gradient"] == way
-        assert all_gradients["sample_gradients"] == ("WITH_VALUE" if way == SAMPLES else "ALONE")
-        assert levels(all_gradients["packed_value"]) == (0 if way == SAMPLES else row.packed_value[i])
-        if way == SAMPLES:
-            assert levels(all_gradients["packed_gradient"]) == (number if row.one_pass_packs else 0)
-        if row.operator == GEOMETRIC_LOGITS:
-            together = [plan["heads_together"] for plan in (forward, all_gradients, of_value, of_samples)]
-            assert together == [str(row.heads_of_forward), str(row.heads_of_one_pass[i] if way == SAMPLES else 0), "0", "0"]
-        assert of_value["value_gradient"] == (buffered if not is_wide else HEADS if way == SAMPLES else way)
-        assert of_value["sample_gradients"] == "NOT_WANTED"
-        assert levels(of_value["packed_gradient"]) == (row.packed_gradient[i] if is_wide else 0)
-        assert (of_samples["value_gradient"], of_samples["sample_gradients"]) == ("NOT_WANTED", "ALONE")
+        buffered = f"BY_BANDS, {number}, buffered"
+        way = wide_way if is_wide or (wide_way == SAMPLES and row.one_pass_packs) else buffered
+        alone = buffered if not is_wide else HEADS if way == SAMPLES else way
+        for mask, decisions in (
+            ([True] * (1 + others), (way, "WITH_VALUE" if way == SAMPLES else "ALONE")),
+            ([True] + [False] * others, (alone, "NOT_WANTED")),
+            ([False] + [True] * others, ("NOT_WANTED", "ALONE")),
+        ):
+            plan = plan_of(row.operator, args, mask)
+            assert (plan["value_gradient"], plan["sample_gradients"], plan["threads"]) == (*decisions, str(threads))
 
 
-def test_every_way_is_in_the_table():
+def test_every_way_is_in_the_table(every_thread):
+    """The test of bits below runs them all."""
     declared = re.search(r"enum class ValueGradient \{(.*?)\};", PLAN.read_text(), re.DOTALL)
     assert declared
     names = set(re.findall(r"^    (\w+),", declared.group(1), re.MULTILINE))
-    taken = {way.split(",")[0] for row in ROWS.values() for way in row.ways}
-    assert names == taken | {"NOT_WANTED", HEADS}
-    packed = [row for row in ROWS.values() if any(row.packed_value)]
-    assert all(any(row.packed_value[i] for row in packed) for i in range(len(THREADS)))
-    assert all(any(row.packed_gradient[i] for row in ROWS.values()) for i in range(len(THREADS)))
-    assert {n for row in ROWS.values() for n in row.heads_of_one_pass} == {0, 1, 2, 4}
+    assert names == {way.split(",")[0] for row in ROWS.values() for way in row.ways} | {"NOT_WANTED", HEADS}
+    rows = [(row.operator, row.make(), len(cases.DIFFERENTIABLE[row.operator])) for row in ROWS.values()]
+    decisions: set[tuple[str, str]] = set()
+    for threads in THREADS:
+        torch.set_num_threads(threads)
+        plans = [
+            plan_of(operator, args, mask and mask(n)) for operator, args, n in rows for mask in (FORWARD, OF_VALUE, OF_ALL)
+        ]
+        decisions |= {decision for plan in plans for decision in plan.items()}
+        assert any(plan["packed_value"] != NONE for plan in plans)
+        assert any(plan.get("packed_gradient", NONE) != NONE and plan[WAY] == SAMPLES for plan in plans)
+    assert decisions >= {("prefetched_rows", rows) for rows in ("all", "none", "1 of 1 levels")}
+    assert decisions >= {("heads_together", heads) for heads in "012348"}
 
 
-@pytest.mark.parametrize(("side", "kilobytes", "in_16_bits", "of_samples"), [(20, 25, 25, 12), (68, 289, 144, 144)])
-def test_rows_that_all_stay_near_are_widened_when_they_are_packed(side, kilobytes, in_16_bits, of_samples):
-    """In the forward alone. Rows of the larger map stay near in 16 bits only."""
-    torch.set_num_threads(1)
-    args = cases.geometric(1, 12000, 16, 2, [(side, side)], 4)
-    for dtype, of_forward, of_backward in (
-        (torch.float32, kilobytes, kilobytes),
-        (torch.bfloat16, in_16_bits, of_samples),
-        (torch.float16, in_16_bits, of_samples),
-    ):
-        inputs = cases.cast(args, dtype)
-        plans = (
-            _backends.native.describe_plan(GEOMETRIC, inputs),
-            _backends.native.describe_plan(GEOMETRIC, inputs, [False, True]),
-        )
-        assert [plan["packed_value"] for plan in plans] == [f"1 of 1 levels, {n} KB" for n in (of_forward, of_backward)]
+@pytest.mark.parametrize("row", BOUNDS, ids=[f"{number} {row[4]}" for number, row in enumerate(BOUNDS)])
+def test_a_plan_at_a_bound_and_beyond_it(every_thread, row):
+    operator, make, threads, mask, decision, text = row
+    torch.set_num_threads(threads)
+    plan = plan_of(operator, make(), mask and mask(len(cases.DIFFERENTIABLE[operator])))
+    assert plan[decision] == text or (text == "1 of 1" and plan[decision].startswith("1 of 1 levels"))
 
 
 @pytest.mark.parametrize("implementation", NATIVE, indirect=True)
@@ -220,7 +268,7 @@ def test_rows_widened_once_give_the_same_bits(implementation, dtype):
     args = cases.cast(logits_cases.geometric(2, 400, 58, 3, [(15, 9), (5, 7)], (3, 3)), dtype)
     value, shapes, starts, reference, points, logits = args
     few = value, shapes, starts, reference[:, :5], points, logits[:, :5]
-    assert [_backends.native.describe_plan(GEOMETRIC_LOGITS, inputs)["heads_together"] for inputs in (args, few)] == ["3", "0"]
+    assert [plan_of(GEOMETRIC_LOGITS, inputs)["heads_together"] for inputs in (args, few)] == ["3", "0"]
     op = mx_driving.geometric_kernel_attention_with_logits
     assert torch.equal(op(*args)[:, :5], op(*few))
 
@@ -231,7 +279,7 @@ def test_rows_of_an_expanded_value_are_not_widened(axis, dtype):
     """They would take the memory that value has not, 2.5 MB here."""
     value, *others = cases.cast(logits_cases.geometric(1, 3000, 16, 16, [(30, 81)], (1, 1)), dtype)
     args = value.narrow(axis, 0, 1).contiguous().expand_as(value), *others
-    assert _backends.native.describe_plan(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
+    assert plan_of(GEOMETRIC_LOGITS, args)["heads_together"] == ("16" if dtype == torch.float32 else "0")
     assert torch.equal(
         mx_driving.geometric_kernel_attention_with_logits(*args),
         mx_driving.geometric_kernel_attention_with_logits(args[0].contiguous(), *others),
@@ -269,6 +317,18 @@ def test_every_way_gives_the_same_bits_near_the_truth(implementation, every_thre
     cases.assert_near(true, row.operator, args, first)
 
 
+def backward_into(
+    gradient: Tensor, operator: str, grad: Tensor, args: tuple[Tensor, ...], mask: list[bool]
+) -> tuple[Tensor, ...]:
+    """Run a backward as in C, where the gradient of value may be of another dtype than value, and have gaps."""
+    index = 1 + len(args)  # behind the gradient of the output and the inputs
+
+    def run(name, tensors, numbers):
+        return _backends.native._run(name, [*tensors[:index], _backends.native._pack(gradient), *tensors[index + 1 :]], numbers)
+
+    return _backends.native.kernel(operator, True, run)(grad, *args, mask)
+
+
 INTO = [
     *((dtype, into) for dtype in (torch.float32, torch.float64) for into in DTYPES),
     *((dtype, into) for dtype in (torch.float16, torch.bfloat16) for into in (dtype, torch.float32)),
@@ -278,21 +338,16 @@ INTO = [
 @pytest.mark.parametrize(("dtype", "into"), INTO, ids=str)
 @pytest.mark.parametrize("name", ["nearest, 3 points", "window, 3 heads"])
 def test_one_packed_pass_writes_a_gradient_of_any_dtype_and_layout(every_thread, name, dtype, into):
-    """In C the gradient of value may be of another dtype than value, and have gaps. It is rounded once."""
+    """It is rounded once."""
     args, grad, _ = inputs_and_truth(name, dtype)
-    operator, place = ROWS[name].operator, 1 + len(args)  # behind the gradient of the output and the inputs
+    operator = ROWS[name].operator
     bs, keys, heads, channels = args[0].shape
     memory = torch.full((bs, channels, keys, heads + 1), 7.0, dtype=into)
     gradient = memory.permute(0, 2, 3, 1)[:, :, :heads]
-
-    def into_gradient(name, tensors, numbers):
-        given = [*tensors[:place], _backends.native._pack(gradient), *tensors[place + 1 :]]
-        return _backends.native._run(name, given, numbers)
-
     torch.set_num_threads(2)
     mask = [True] * len(cases.DIFFERENTIABLE[operator])
     plain = _backends.native.kernel(operator, True)(grad, *args, mask)
-    others = _backends.native.kernel(operator, True, into_gradient)(grad, *args, mask)
+    others = backward_into(gradient, operator, grad, args, mask)
     if dtype in (torch.float32, torch.float64):
         assert torch.equal(gradient, plain[0].to(into))
     else:
@@ -317,4 +372,55 @@ def test_a_name_that_no_function_has(name, status):
 def test_a_plan_of_levels_that_do_not_fit(every_thread):
     value, shapes, starts, *rest = cases.cast(ROWS["few queries"].make(), torch.float32)
     with pytest.raises(ValueError, match="must leave room for 216 x 288 rows among 1008"):
-        _backends.native.describe_plan(MULTI_SCALE, (value, shapes * 9, starts, *rest))
+        plan_of(MULTI_SCALE, (value, shapes * 9, starts, *rest))
+
+
+def test_subnormal_numbers_are_widened():
+    """A float16 value beside float64 locations."""
+    value = (torch.arange(-1032, 1032).double() * 2**-24).half().view(1, -1, 1, 8)
+    assert (value.double() * 2**24 == torch.arange(-1032, 1032).view_as(value)).all()
+    rows = value.shape[1]
+    shapes, starts = cases.levels_of((1, rows))
+    x = (torch.arange(rows).double() + 0.5) / rows
+    locations = torch.stack([x, torch.full_like(x, 0.5)], -1).view(1, rows, 1, 1, 1, 2)
+    with cases.implementations()["native-baseline"]():
+        out = mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, torch.ones(1, rows, 1, 1, 1).double())
+    assert torch.equal(out.view_as(value).double(), value.double())
+
+
+def test_channels_that_lie_apart_are_widened():
+    value, *others = cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3)
+    value = value.float()
+    apart = torch.stack([value, -value], -1)[..., 0]
+    assert apart.stride(-1) == 2
+    with cases.implementations()["native-baseline"]():
+        found, expected = (mx_driving.multi_scale_deformable_attn(v, *others) for v in (apart, value))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_gradient_in_float32_of_a_value_in_16_bits(dtype):
+    """One pass would take them to be laid out alike."""
+    args = cases.cast(cases.multi_scale(1, 30, 16, 8, [(6, 8)], 4), dtype)
+    grad = cases.grad_for(MULTI_SCALE, args).to(dtype)
+    gradient = torch.full(args[0].shape, 7.0)
+    plain = _backends.native.kernel(MULTI_SCALE, True)(grad, *args, [True] * 3)
+    others = backward_into(gradient, MULTI_SCALE, grad, args, [True] * 3)
+    assert torch.equal(gradient.to(dtype), plain[0])
+    assert all(torch.equal(a, b) for a, b in zip(plain[1:], others[1:], strict=True))
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_heads_do_not_go_together_where_value_lies_backwards(axis):
+    """In C alone: torch has no negative strides."""
+    value, *others = with_window(1, 4, 64, 8, torch.float32)
+    sizes, strides = list(value.shape), list(value.stride())
+    last = value.data_ptr() + 4 * (sizes[axis] - 1) * strides[axis]
+    strides[axis] = -strides[axis]
+    backwards = _backends.native._PACK[4](last, 0, *sizes, *strides)
+    others[-1] = others[-1].unflatten(-1, (1, 4))
+    packed = [backwards, *map(_backends.native._pack, others), _backends.native._pack(torch.empty(1, 1, 4, 64))]
+    text = ctypes.create_string_buffer(1024)
+    pointers = (ctypes.c_char_p * len(packed))(*packed)
+    assert _backends.native.loaded().mxd_describe_plan(GEOMETRIC_LOGITS.encode(), pointers, 1, text, len(text)) == 0
+    assert b"heads_together: 0" in text.value

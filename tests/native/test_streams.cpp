@@ -146,19 +146,13 @@ void streams() {
     aclrtStream first, second;
     CHECK(aclrtCreateStream(&first) == ACL_SUCCESS && aclrtCreateStream(&second) == ACL_SUCCESS);
 
-    // Work is done when phase two returns: the workspace may be used again at once.
-    Problem p(SMALL, 3), same(SMALL, 3);
+    Problem p(SMALL, 3);
     uint64_t bytes;
     aclOpExecutor *executor;
-    CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
-    Workspace workspace(bytes);
-    CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
-    same.run(second);
-    CHECK(p.grad_value.numbers() == same.grad_value.numbers());
-
     // An error stays with its stream and is returned once: by a synchronise, or when the stream is destroyed.
     p.starts.data[1] = 1000;
     CHECK(p.plan(&bytes, &executor) == ACLNN_SUCCESS);
+    Workspace workspace(bytes);
     CHECK(aclnnMultiScaleDeformableAttentionGrad(workspace.data(), bytes, executor, first) == ACLNN_SUCCESS);
     CHECK(aclrtSynchronizeStream(second) == ACL_SUCCESS);
     CHECK(aclrtDestroyStream(first) == ACL_ERROR_RT_AICORE_EXCEPTION);
