@@ -1,7 +1,6 @@
 // geometric_kernel_attention on the CPU. Locations are pixels: truncated, clamped to the map, no interpolation.
 #include "kernels/attention/attention.h"
-#include "kernels/heads_together/forward.h"
-#include "kernels/heads_together/gradients.h"
+#include "kernels/heads_together/workers.h"
 
 namespace mxd::MXD_ISA {
 namespace {

@@ -17,7 +17,7 @@
 #include "call/prepare.h"
 #include "onnxruntime/api.h"
 #include "run.h"
-#include "threads/lent_threads.h"
+#include "threads/threads.h"
 
 namespace mxd {
 namespace {

@@ -2,7 +2,6 @@
 #include "threads/threads.h"
 
 #include "threads/event.h"
-#include "threads/lent_threads.h"
 #include "threads/openmp.h"
 #include "threads/pool.h"
 

@@ -150,6 +150,7 @@ class BoxedCall {
         check_option();
         if (!fits(function, infos, function.first_written, option, sizes))
             refuse(refusal_of(function, infos, function.first_written, option));
+        if (device == Device::CPU) check_inputs_memory();
         take_sizes();
         if (function.backward)
             make_gradients();
@@ -268,9 +269,13 @@ class BoxedCall {
         }
     }
 
-    void compute() {
-        const Refusal memory = check_memory_of_inputs();
+    // Results do not exist yet: they will be fresh memory.
+    void check_inputs_memory() const {
+        const Refusal memory = check_memory(function, infos);
         if (memory.status != MXD_OK) refuse(memory);
+    }
+
+    void compute() {
         for (int i = function.first_written; i < count(); ++i)
             if (infos[i].shape) infos[i].data = tensors[i].memory();
         Call call = make_call(function, infos, sizes, option, 1);
@@ -279,13 +284,6 @@ class BoxedCall {
         call.num_threads = threads_that_pay(call, int(threads));
         const int status = mxd::run(call);
         if (status != MXD_OK) throw Refused{sentence_of(status, function, call)};
-    }
-
-    // Results are fresh memory.
-    Refusal check_memory_of_inputs() const {
-        TensorInfo inputs[MOST_ARGUMENTS] = {};
-        std::copy(infos, infos + function.first_written, inputs);
-        return check_memory(function, inputs);
     }
 };
 
@@ -325,13 +323,12 @@ template <Device device, OutputDtype output, size_t i> void kernel(Value *stack,
     if (why) api->aoti_torch_check(false, "kernel", "mx_driving", __LINE__, why);
 }
 
-constexpr size_t MOST_FUNCTIONS = 24;
-typedef std::array<Kernel *, MOST_FUNCTIONS> Kernels;
+typedef std::array<Kernel *, FUNCTIONS> Kernels;
 template <Device device, OutputDtype output, size_t... i> constexpr Kernels kernels(std::index_sequence<i...>) {
     return {kernel<device, output, i>...};
 }
 template <Device device, OutputDtype output>
-constexpr Kernels KERNELS = kernels<device, output>(std::make_index_sequence<MOST_FUNCTIONS>());
+constexpr Kernels KERNELS = kernels<device, output>(std::make_index_sequence<FUNCTIONS>());
 
 // ---- registration
 

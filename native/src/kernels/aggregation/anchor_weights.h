@@ -8,22 +8,19 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Where the weights of samples are, or their logits.
-class WeightPlaces {
-  public:
-    explicit WeightPlaces(const Call &c)
-        : call(c), cameras(c.sizes.cameras), of_point(c.weights.strides[KEY_POINT]), of_camera(c.weights.strides[CAMERA]),
-          of_scale(c.weights.strides[SCALE]) {}
-    // Of a pair, on the first scale.
-    int64_t first(int64_t b, int64_t anchor, int64_t pair) const {
-        return offset_of(call.weights, b, anchor) + pair / cameras * of_point + pair % cameras * of_camera;
-    }
-    int64_t scale(int64_t s) const { return s * of_scale; }
+// The offset of a pair in weights, logits or pair_scale; on the first scale.
+inline int64_t offset_of_pair(const Call &call, const Tensor &t, int64_t b, int64_t anchor, int64_t pair) {
+    return offset_of(t, b, anchor) + pair / call.sizes.cameras * t.strides[KEY_POINT] +
+           pair % call.sizes.cameras * t.strides[CAMERA];
+}
 
-  private:
-    const Call &call;
-    int64_t cameras, of_point, of_camera, of_scale;
-};
+// The pair's number in pair_scale, or 1.
+template <class T> T scale_of_pair(const Call &call, int64_t b, int64_t anchor, int64_t pair) {
+    const Tensor &t = call.pair_scale;
+    T scale = 1;
+    if (t.data) read_elements(at(t, offset_of_pair(call, t, b, anchor, pair)), t.dtype, 1, 1, &scale);
+    return scale;
+}
 
 // Of each anchor and group: the largest logit, and 1 / the sum of exps. The gradient of feature_maps goes through the
 // anchors once for each band, and makes the weights of that band's samples from these two.
@@ -43,24 +40,6 @@ template <class T> class SoftmaxTotals {
     T *all;
 };
 
-// pair_scale, which is 1 where it is not given.
-template <class T> class PairScale {
-  public:
-    explicit PairScale(const Call &call) : tensor(call.pair_scale), cameras(call.sizes.cameras) {}
-    T of(int64_t b, int64_t anchor, int64_t pair) const {
-        T scale = 1;
-        if (tensor.data)
-            read_elements(at(tensor, offset_of(tensor, b, anchor) + pair % cameras * tensor.strides[CAMERA] +
-                                         pair / cameras * tensor.strides[KEY_POINT]),
-                          tensor.dtype, 1, 1, &scale);
-        return scale;
-    }
-
-  private:
-    const Tensor &tensor;
-    int64_t cameras;
-};
-
 // The softmax of one anchor's logits.
 template <class T> struct AnchorSoftmax {
     T *exps;           // [camera, scale, point, group]
@@ -74,9 +53,8 @@ template <class T> struct AnchorSoftmax {
 template <class T> class AnchorWeights {
   public:
     AnchorWeights(const Job &job, Arena &arena)
-        : call(job.call), n(call.sizes), places(job.call), of_pair(job.call.weights, {SCALE, GROUP}),
-          of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), pair_scale(job.call), totals(job),
-          softmax(rows_of(call), n.groups, arena),
+        : call(job.call), n(call.sizes), of_pair(job.call.weights, {SCALE, GROUP}),
+          of_anchor(job.call.weights, {CAMERA, SCALE, KEY_POINT, GROUP}), totals(job), softmax(rows_of(call), n.groups, arena),
           anchors{{n, rows_of(call), arena}, {n, rows_of(call), arena}, {n, rows_of(call), arena}} {}
 
     // With logits, before the weights of an anchor's pairs are read. The weights of the two anchors before stay valid.
@@ -99,14 +77,14 @@ template <class T> class AnchorWeights {
 
     // The weights of a pair, [scales, groups].
     void read(int64_t b, int64_t anchor, int64_t pair, T *to) const {
-        if (!call.with_logits) return of_pair.read(places.first(b, anchor, pair), to);
+        if (!call.with_logits) return of_pair.read(offset_of_pair(call, call.weights, b, anchor, pair), to);
         const AnchorSoftmax<T> &from = anchors[anchor % KNOWN_ANCHORS];
-        const T *exps = from.exps + first_row(pair) * n.groups, scale = pair_scale.of(b, anchor, pair);
+        const T *exps = from.exps + first_row(pair) * n.groups, scale = scale_of_pair<T>(call, b, anchor, pair);
         for (int64_t s = 0; s < n.scales; ++s) multiply(exps + s * n.points * n.groups, from.inverse, scale, to + s * n.groups);
     }
     // Prefetches the weights of a pair. With logits they were computed just before.
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair) const {
-        if (!call.with_logits) prefetch(call.weights, places.first(b, anchor, pair), n.scales * n.groups);
+        if (!call.with_logits) prefetch(call.weights, offset_of_pair(call, call.weights, b, anchor, pair), n.scales * n.groups);
     }
 
     // Turns gradients of the weights of an anchor's pairs, [pair, scales, groups], into those of all its logits.
@@ -119,7 +97,7 @@ template <class T> class AnchorWeights {
         const int64_t offset = offset_of(grad, b, anchor);
         T *to = direct ? reinterpret_cast<T *>(at(grad, offset)) : from.exps;
         for (int64_t i = 0; i < count; ++i) {
-            const T scale = pair_scale.of(b, anchor, pairs[i]), *exps = from.exps + first_row(pairs[i]) * n.groups;
+            const T scale = scale_of_pair<T>(call, b, anchor, pairs[i]), *exps = from.exps + first_row(pairs[i]) * n.groups;
             for (int64_t s = 0; s < n.scales; ++s)
                 of_logits(exps + s * n.points * n.groups, from.inverse, scale, mean,
                           of_weights + (i * n.scales + s) * n.groups);
@@ -136,10 +114,8 @@ template <class T> class AnchorWeights {
   private:
     const Call &call;
     Sizes n;
-    WeightPlaces places;
     SomeAxes<2> of_pair;
     SomeAxes<4> of_anchor;
-    PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
     GroupedSoftmax<T> softmax;
     AnchorSoftmax<T> anchors[KNOWN_ANCHORS];
@@ -166,24 +142,26 @@ template <class T> class AnchorWeights {
 // The weights of single samples, from SoftmaxTotals where logits are given.
 template <class T> class SampleWeights {
   public:
-    explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), places(call), pair_scale(call), totals(job) {}
+    explicit SampleWeights(const Job &job) : call(job.call), n(call.sizes), totals(job) {}
 
     void read(int64_t b, int64_t anchor, int64_t pair, int64_t scale, T *to) const {
-        read_elements(at(call.weights, places.first(b, anchor, pair) + places.scale(scale)), call.weights.dtype,
-                      call.weights.strides[GROUP], n.groups, to);
-        if (call.with_logits) compute(totals.most(b, anchor), totals.inverse(b, anchor), pair_scale.of(b, anchor, pair), to);
+        read_elements(at(call.weights, offset(b, anchor, pair, scale)), call.weights.dtype, call.weights.strides[GROUP],
+                      n.groups, to);
+        if (call.with_logits)
+            compute(totals.most(b, anchor), totals.inverse(b, anchor), scale_of_pair<T>(call, b, anchor, pair), to);
     }
     MXD_INLINE void ask_for(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
-        prefetch(call.weights, places.first(b, anchor, pair) + places.scale(scale), n.groups);
+        prefetch(call.weights, offset(b, anchor, pair, scale), n.groups);
     }
 
   private:
     const Call &call;
     Sizes n;
-    WeightPlaces places;
-    PairScale<T> pair_scale;
     SoftmaxTotals<T> totals;
 
+    int64_t offset(int64_t b, int64_t anchor, int64_t pair, int64_t scale) const {
+        return offset_of_pair(call, call.weights, b, anchor, pair) + scale * call.weights.strides[SCALE];
+    }
     // Logits become weights.
     void compute(const T *most, const T *inverse, T scale, T *logits) const {
         for_vectors<T>(n.groups, [&](auto lanes, int64_t g) {

@@ -104,18 +104,17 @@ template <class T> class Samples {
         : call(c), n(c.sizes), maps_(arena, bundle_room(n)), x(arena.take<T>(bundle_room(n))), y(arena.take<T>(bundle_room(n))),
           weights(arena.take<T>(bundle_room(n) * n.groups)) {}
 
-    // Adds the samples of a pair (point, camera) at normalised (u, v), one on each scale. Returns where their weights
-    // belong, [scales, groups].
-    T *add_pair(T u, T v, int64_t camera) {
-        T *of_pair = weights + count * n.groups;
-        for (int64_t s = 0; s < n.scales; ++s) place(u, v, call.levels[camera * n.scales + s]);
-        return of_pair;
-    }
-    // Adds a sample on one map, and returns where its weights belong, [groups].
-    T *add(T u, T v, int64_t map) {
-        T *of_sample = weights + count * n.groups;
-        place(u, v, call.levels[map]);
-        return of_sample;
+    // Add samples at normalised (u, v), one on each of the maps first..last-1. Returns where their weights belong,
+    // [samples, groups].
+    T *add(T u, T v, int64_t first, int64_t last) {
+        T *const of_first = weights + count * n.groups;
+        for (int64_t map = first; map < last; ++map, ++count) {
+            const Level &level = call.levels[map];
+            maps_.set(count, level);
+            x[count] = pixel_of<T>(u, T(level.width));
+            y[count] = pixel_of<T>(v, T(level.height));
+        }
+        return of_first;
     }
     // Adds invalid samples up to a multiple of LANES, and returns the number of samples with them.
     int64_t pad() {
@@ -138,13 +137,6 @@ template <class T> class Samples {
     const Sizes n;
     Maps<T> maps_;
     T *x, *y, *weights;
-
-    void place(T u, T v, const Level &level) {
-        maps_.set(count, level);
-        x[count] = pixel_of<T>(u, T(level.width));
-        y[count] = pixel_of<T>(v, T(level.height));
-        ++count;
-    }
 };
 
 // Samples of one anchor and their rows, in the order of lists of rows.
@@ -214,9 +206,10 @@ template <class V, class T> struct AnchorWorker {
                     open(a, false);
                 }
                 const int64_t pair = locations.seen[i];
+                const int64_t map = pair % n.cameras * n.scales;
                 const T *xy = locations.location(pair);
                 ask_for_weights(b, a, i + WEIGHTS_AHEAD);
-                weights.read(b, a, pair, filling->samples.add_pair(xy[0], xy[1], pair % n.cameras));
+                weights.read(b, a, pair, filling->samples.add(xy[0], xy[1], map, map + n.scales));
                 filling->pairs[filling->num_pairs++] = pair;
             }
             if (a + 1 < end) see(b, a + 1, skip);

@@ -55,7 +55,7 @@ template <class T> class FeatureGradient {
                 const int64_t pair = locations.seen[i], ahead = i + WEIGHTS_AHEAD;
                 if (ahead < locations.num_seen) weights.ask_for(b, a, locations.seen[ahead], scale);
                 const T *xy = locations.location(pair);
-                weights.read(b, a, pair, scale, samples.add(xy[0], xy[1], map));
+                weights.read(b, a, pair, scale, samples.add(xy[0], xy[1], map, map + 1));
             }
         }
         serve(b, a);

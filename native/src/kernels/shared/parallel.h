@@ -2,7 +2,6 @@
 #pragma once
 
 #include "kernels/shared/vectors.h"
-#include "threads/lent_threads.h"
 #include "threads/threads.h"
 
 #include <stdint.h>
