@@ -32,7 +32,7 @@ struct Call {
     // Then weights are logits, and locations are offsets from reference points, or the key points of
     // deformable_aggregation.
     bool with_logits;
-    bool has_window;         // geometric_kernel_attention with logits
+    bool has_window;         // GEOMETRIC with logits
     bool reference_by_point; // sample (level, point) belongs to reference point % R; else to level, or to the only one
     int num_threads;
     Sizes sizes;

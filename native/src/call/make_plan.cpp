@@ -13,7 +13,7 @@ int64_t num_rows(const Level &level) { return level.height * level.width; }
 // prepare.cpp widens value to double as soon as one input is double.
 int64_t computed_size(const Call &call) { return call.value.dtype == MXD_FLOAT64 ? 8 : 4; }
 
-bool samples_wanted(const Call &call) {
+bool needs_samples(const Call &call) {
     return call.grad_locations.data || call.grad_weights.data || call.grad_reference.data || call.grad_projection.data;
 }
 
@@ -165,7 +165,7 @@ Cut choose_cut(const Call &call, bool in_place) {
 
 // ---- heads that go together
 
-// geometric_kernel_attention_with_logits. Forward: all heads of a query go together where a batch's value is small.
+// Around a window. Forward: all heads of a query go together where a batch's value is small.
 // That is faster by 0.63 for MapTR tiny (384 KB), 0.83 for 1 MB, 0.95 for 6 MB, and slower, 1.25, for 24 MB, whose
 // heads are better packed one by one (2026-11-23, Zen 3, 512 KB of second-level cache).
 constexpr int64_t NEAR_BYTES_OF_ALL_HEADS = 4 * NEAR_BYTES;
@@ -202,18 +202,18 @@ int64_t choose_heads_of_backward(const Call &call, const PackedLevels &packed) {
 
 // Where bands begin. Every level is cut into the same number of bands, because every level has the same number of
 // samples. No band has more than `most_rows` rows.
-void cut_bands(const Call &call, int64_t wanted, int64_t most_rows, std::vector<int64_t> &cuts) {
+void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std::vector<int64_t> &cuts) {
     cuts = {0, call.sizes.keys};
-    if (wanted > 1 || most_rows < call.sizes.keys) {
-        const int64_t per_level = call.sizes.levels == 0 ? 1 : (wanted + call.sizes.levels - 1) / call.sizes.levels;
+    if (bands_at_least > 1 || most_rows < call.sizes.keys) {
+        const int64_t per_level = call.sizes.levels == 0 ? 1 : (bands_at_least + call.sizes.levels - 1) / call.sizes.levels;
         for (int64_t l = 0; l < call.sizes.levels; ++l)
             for (int64_t i = 0; i <= per_level; ++i)
                 cuts.push_back(call.levels[l].start + num_rows(call.levels[l]) * i / per_level);
         std::sort(cuts.begin(), cuts.end());
-        const size_t known = cuts.size();
-        for (size_t i = 0; i + 1 < known; ++i) {
-            const int64_t rows = cuts[i + 1] - cuts[i], bands = (rows + most_rows - 1) / most_rows;
-            for (int64_t b = 1; b < bands; ++b) cuts.push_back(cuts[i] + rows * b / bands);
+        const std::vector<int64_t> coarse = cuts;
+        for (size_t i = 0; i + 1 < coarse.size(); ++i) {
+            const int64_t rows = coarse[i + 1] - coarse[i], bands = (rows + most_rows - 1) / most_rows;
+            for (int64_t b = 1; b < bands; ++b) cuts.push_back(coarse[i] + rows * b / bands);
         }
         std::sort(cuts.begin(), cuts.end());
     }
@@ -238,20 +238,20 @@ int64_t most_rows_of_a_band(const Call &call, bool buffered) {
 // and of its gradient. One pays where a sample is one row and all rows of a head, packed, stay in the second-level
 // cache. It is in memory of the type computed in, whatever the dtypes of value and gradient are.
 bool one_packed_pass_pays(const Call &call, const PackedLevels &packed) {
-    return call.op == GEOMETRIC && samples_wanted(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
+    return call.op == GEOMETRIC && needs_samples(call) && packed.bytes > 0 && 2 * packed.bytes <= NEAR_BYTES &&
            all_rows_are_packed(call, packed);
 }
 
 // One pass in the tensors themselves pays where value would not be packed, because few queries or large levels leave
 // nothing to gain, and where a sample is one row. They must be laid out alike.
 bool one_pass_pays(const Call &call, bool value_would_be_packed) {
-    return samples_wanted(call) && call.value.dtype == call.grad_value.dtype &&
+    return needs_samples(call) && call.value.dtype == call.grad_value.dtype &&
            call.value.strides[KEY] == call.grad_value.strides[KEY] && (call.op == GEOMETRIC || !value_would_be_packed);
 }
 
-void plan_bands(const Call &call, int64_t wanted, bool buffered, Plan &plan, PlanLists &lists) {
+void plan_bands(const Call &call, int64_t bands, bool buffered, Plan &plan, PlanLists &lists) {
     plan.value_gradient = ValueGradient::BY_BANDS;
-    cut_bands(call, wanted, most_rows_of_a_band(call, buffered), lists.bands);
+    cut_bands(call, bands, most_rows_of_a_band(call, buffered), lists.bands);
     plan.band_starts = lists.bands.data();
     plan.num_bands = int64_t(lists.bands.size()) - 1;
     plan.band_is_buffered = buffered;
@@ -285,7 +285,7 @@ void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &pla
 
 void plan_gradients(const Call &call, const PackedLevels &packed_value, Plan &plan, PlanLists &lists) {
     if (call.grad_value.data) plan_value_gradient(call, packed_value.bytes > 0, plan, lists);
-    plan.sample_gradients = samples_wanted(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
+    plan.sample_gradients = needs_samples(call) && plan.value_gradient != ValueGradient::WITH_SAMPLES;
     if (plan.sample_gradients) plan.packed_value = packed_value;
 }
 
@@ -301,8 +301,8 @@ double elements_used(const Call &call) {
     if (call.op == POOLING) return double(n.points + n.cells) * double(n.channels);
     const double samples = double(n.batch) * double(n.queries) * double(n.heads) * double(n.scales) * double(n.points);
     const double read = samples * (call.op == GEOMETRIC ? 1 : 4) * double(n.channels);
-    const double written = double(n.batch) * double(n.keys) * double(n.heads) * double(n.channels);
-    return call.grad_value.data ? read + written : read;
+    const double added_to = double(n.batch) * double(n.keys) * double(n.heads) * double(n.channels);
+    return call.grad_value.data ? read + added_to : read;
 }
 
 std::string packed_text(const Call &call, const PackedLevels &packed) {
@@ -357,7 +357,7 @@ std::string describe(const Call &call, const Plan &plan) {
     if (call.has_window) text += "heads_together: " + std::to_string(plan.heads_together) + "\n";
     if (!call.backward) return text + "prefetched_rows: " + prefetched_text(call, plan.packed_value) + "\n";
     text += "sample_gradients: ";
-    text += plan.sample_gradients ? "ALONE" : samples_wanted(call) ? "WITH_VALUE" : "NOT_WANTED";
+    text += plan.sample_gradients ? "ALONE" : needs_samples(call) ? "WITH_VALUE" : "NOT_WANTED";
     text += "\nvalue_gradient: " + value_gradient_text(plan) + "\n";
     return text + "packed_gradient: " + packed_text(call, plan.packed_gradient) + "\n";
 }

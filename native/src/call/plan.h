@@ -35,7 +35,7 @@ struct Plan {
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,
                                   // of the type computed in
     bool all_rows_are_packed;     // the same two: so grad_value is written once, and need not be set to zero before
-    int64_t heads_together;       // of geometric_kernel_attention_with_logits; 0: one head after the other
+    int64_t heads_together;       // around a window; 0: one head after the other
     int64_t parts;                // BY_PARTS: of each head
     const int64_t *band_starts;   // BY_BANDS: num_bands + 1 rows of value
     int64_t num_bands;

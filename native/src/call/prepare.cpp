@@ -164,13 +164,13 @@ int read_levels(Call &call, Prepared &prepared) {
 
 // Copy value where kernels cannot read it as it lies.
 int make_readable(Call &call, Prepared &prepared, bool reads_value) {
-    const Tensor given = call.value;
+    Tensor &value = call.value;
+    const Tensor before = value;
     bool widens = false;
     for (const Tensor *t :
          {&call.locations, &call.weights, &call.reference, &call.projection, &call.image_size, &call.pair_scale, &call.depth})
-        widens = widens || (t->dtype == MXD_FLOAT64 && given.dtype != MXD_FLOAT64);
-    if (!widens && (given.shape[CHANNEL] <= 1 || given.strides[CHANNEL] == 1 || is_empty(given))) return MXD_OK;
-    Tensor &value = call.value;
+        widens = widens || (t->dtype == MXD_FLOAT64 && value.dtype != MXD_FLOAT64);
+    if (!widens && (value.shape[CHANNEL] <= 1 || value.strides[CHANNEL] == 1 || is_empty(value))) return MXD_OK;
     int64_t elements = 1;
     for (int a = value.axes; a-- > 0; elements *= value.shape[a]) value.strides[a] = elements;
     if (widens) value.dtype = MXD_FLOAT64;
@@ -178,7 +178,7 @@ int make_readable(Call &call, Prepared &prepared, bool reads_value) {
     prepared.value.reset(new (std::nothrow) char[size_t(elements * floating_size(value.dtype))]);
     if (!prepared.value) return MXD_OUT_OF_MEMORY;
     value.data = prepared.value.get();
-    if (elements > 0) copy_elements(given, widens, prepared.value.get());
+    if (elements > 0) copy_elements(before, widens, prepared.value.get());
     return MXD_OK;
 }
 

@@ -1,8 +1,10 @@
 // Finds the OpenMP runtime among the libraries that the process has loaded, and calls it as a compiler would.
 #include "threads/openmp.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <iterator>
 #include <memory>
 
 #include "threads/loaded_library.h"
@@ -44,14 +46,14 @@ uint64_t libraries_loaded() {
 
 // ---- which runtime
 
-bool find_functions(Library library, OpenMp &found) {
-    if (!find(library, "omp_get_thread_num", found.get_thread_num) ||
-        !find(library, "omp_get_max_threads", found.get_max_threads))
+bool find_functions(Library library, OpenMp &runtime) {
+    if (!find(library, "omp_get_thread_num", runtime.get_thread_num) ||
+        !find(library, "omp_get_max_threads", runtime.get_max_threads))
         return false;
-    return find(library, "GOMP_parallel", found.gomp_parallel) ||
-           (find(library, "__kmpc_fork_call", found.fork_call) &&
-            find(library, "__kmpc_push_num_threads", found.push_num_threads) &&
-            find(library, "__kmpc_global_thread_num", found.global_thread_num));
+    return find(library, "GOMP_parallel", runtime.gomp_parallel) ||
+           (find(library, "__kmpc_fork_call", runtime.fork_call) &&
+            find(library, "__kmpc_push_num_threads", runtime.push_num_threads) &&
+            find(library, "__kmpc_global_thread_num", runtime.global_thread_num));
 }
 
 #ifdef _WIN32
@@ -60,11 +62,11 @@ bool find_functions(Library library, OpenMp &found) {
 // that of Visual C++, has another interface.
 const char *const FILES[] = {"libiomp5md.dll", "libomp140.x86_64.dll", "libomp140.aarch64.dll", "libomp.dll"};
 
-bool look(OpenMp &found) {
+bool look(OpenMp &runtime) {
     for (const char *file : FILES)
         if (const Library library = loaded(file)) {
-            found.name = file;
-            if (find_functions(library, found)) return true;
+            runtime.name = file;
+            if (find_functions(library, runtime)) return true;
         }
     return false;
 }
@@ -88,31 +90,29 @@ void *entry(Library library) {
 // name.
 void *torchs_entry() {
 #ifndef __APPLE__ // there a library calls the one that it was linked to, whatever others see
-    if (void *const found = entry(RTLD_DEFAULT)) return found;
+    if (void *const address = entry(RTLD_DEFAULT)) return address;
 #endif
-    const Library torch = loaded(TORCH_LIBRARY);
-    void *found = torch ? entry(torch) : nullptr;
-    if (torch) close(torch);
-    for (const char *file : FILES) {
-        if (found) break;
+    const char *files[1 + sizeof FILES / sizeof *FILES] = {TORCH_LIBRARY};
+    std::copy(std::begin(FILES), std::end(FILES), files + 1);
+    for (const char *file : files)
         if (const Library library = loaded(file)) {
-            found = entry(library);
+            void *const address = entry(library);
             close(library);
+            if (address) return address;
         }
-    }
-    return found;
+    return nullptr;
 }
 
 // All functions come from the library of that entry. Its handle is kept, so that nobody can unload it.
-bool look(OpenMp &found) {
+bool look(OpenMp &runtime) {
     Dl_info of_entry;
     void *const place = torchs_entry();
     if (!place || !dladdr(place, &of_entry)) return false;
     const Library library = dlopen(of_entry.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
     if (!library) return false;
     const char *last = std::strrchr(of_entry.dli_fname, '/');
-    found.name = last ? last + 1 : of_entry.dli_fname;
-    if (find_functions(library, found)) return true;
+    runtime.name = last ? last + 1 : of_entry.dli_fname;
+    if (find_functions(library, runtime)) return true;
     close(library);
     return false;
 }
@@ -152,18 +152,15 @@ void OpenMp::run(int threads, Body *body, void *context) const {
 }
 
 const OpenMp *openmp() {
-    static std::atomic<const OpenMp *> known{nullptr};
+    static std::atomic<const OpenMp *> runtime{nullptr};
     static std::atomic<uint64_t> looked_at{0};
-    if (const OpenMp *found = known.load(std::memory_order_acquire)) return found;
+    if (const OpenMp *earlier = runtime.load(std::memory_order_acquire)) return earlier;
     const uint64_t libraries = libraries_loaded();
     if (looked_at.load(std::memory_order_relaxed) == libraries) return nullptr;
     std::unique_ptr<OpenMp> made(new OpenMp{});
-    const OpenMp *found = nullptr;
-    if (!look(*made))
-        looked_at.store(libraries, std::memory_order_relaxed);
-    else if (known.compare_exchange_strong(found, made.get(), std::memory_order_acq_rel))
-        found = made.release();
-    return found;
+    if (!look(*made)) return looked_at.store(libraries, std::memory_order_relaxed), nullptr;
+    const OpenMp *other = nullptr; // that another thread has made meanwhile
+    return runtime.compare_exchange_strong(other, made.get(), std::memory_order_acq_rel) ? made.release() : other;
 }
 
 } // namespace mxd

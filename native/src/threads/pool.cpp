@@ -44,54 +44,54 @@ int allowed_processors() {
 } // namespace
 
 int processors() {
-    const char *wanted = std::getenv("OMP_NUM_THREADS");
-    const int number = wanted ? std::atoi(wanted) : 0;
+    const char *variable = std::getenv("OMP_NUM_THREADS");
+    const int number = variable ? std::atoi(variable) : 0;
     return number > 0 ? number : std::max(1, allowed_processors());
 }
 
 // A child's fork copied the pool without its threads, and its locks as they happened to be, so the child leaves it
 // alone.
 Pool &Pool::here() {
-    Pool *known = the_pool.load(std::memory_order_acquire);
-    if (known && known->process == this_process()) return *known;
-    if (!known) keep_library();
+    Pool *pool = the_pool.load(std::memory_order_acquire);
+    if (pool && pool->process == this_process()) return *pool;
+    if (!pool) keep_library();
     std::unique_ptr<Pool> made(new Pool);
-    if (!the_pool.compare_exchange_strong(known, made.get(), std::memory_order_acq_rel)) return *known;
+    if (!the_pool.compare_exchange_strong(pool, made.get(), std::memory_order_acq_rel)) return *pool;
     return *made.release();
 }
 
-void Pool::grow(int wanted) {
+void Pool::grow(int threads) {
     try {
-        while (int(workers.size()) < wanted) {
+        while (int(workers.size()) < threads) {
             workers.reserve(workers.size() + 1);
-            std::unique_ptr<Worker> made(new Worker);
-            std::thread([this, worker = made.get(), index = int(workers.size()) + 1] { work(*worker, index); }).detach();
+            std::unique_ptr<Event> made(new Event);
+            std::thread([this, woken = made.get(), index = int(workers.size()) + 1] { work(*woken, index); }).detach();
             workers.push_back(std::move(made));
         }
     } catch (const std::exception &) { // the system has no more threads, and those that there are will do
     }
 }
 
-void Pool::work(Worker &worker, int index) {
+void Pool::work(Event &woken, int index) {
     for (int64_t calls = 0;; ++calls) {
-        worker.woken.wait_past(calls);
+        woken.wait_past(calls);
         body(context, index);
         if (working.fetch_sub(1, std::memory_order_acq_rel) == 1) finished.raise();
     }
 }
 
-void Pool::run(int threads, Body *wanted, void *its_context) {
-    if (taken.exchange(true, std::memory_order_acquire)) return wanted(its_context, 0);
+void Pool::run(int threads, Body *new_body, void *new_context) {
+    if (in_use.exchange(true, std::memory_order_acquire)) return new_body(new_context, 0);
     grow(threads - 1);
-    body = wanted;
-    context = its_context;
+    body = new_body;
+    context = new_context;
     const int woken = std::min(threads - 1, int(workers.size()));
     working.store(woken, std::memory_order_relaxed);
     const int64_t seen = finished.number();
-    for (int w = 0; w < woken; ++w) workers[size_t(w)]->woken.raise();
+    for (int w = 0; w < woken; ++w) workers[size_t(w)]->raise();
     body(context, 0);
     if (woken > 0) finished.wait_past(seen);
-    taken.store(false, std::memory_order_release);
+    in_use.store(false, std::memory_order_release);
 }
 
 } // namespace mxd

@@ -25,22 +25,17 @@ class Pool {
     void run(int threads, Body *body, void *context);
 
   private:
-    // What one thread waits for. Only the threads that a call needs are woken.
-    struct Worker {
-        Event woken;
-    };
-
     const int64_t process = this_process();
-    std::atomic<bool> taken{false};
-    std::vector<std::unique_ptr<Worker>> workers;
+    std::atomic<bool> in_use{false};
+    std::vector<std::unique_ptr<Event>> workers; // one for each thread: only those that a call needs are woken
     // The call that is run; its caller writes it, before it wakes workers.
     Body *body = nullptr;
     void *context = nullptr;
     std::atomic<int> working{0};
     Event finished; // raised by the last worker of each call
 
-    void grow(int wanted);
-    void work(Worker &worker, int index);
+    void grow(int threads);
+    void work(Event &woken, int index);
 };
 
 } // namespace mxd

@@ -39,8 +39,8 @@ const OpenMp *runtime() {
 
 void run_on_threads(int threads, Body *body, void *context) {
     if (threads <= 1) return body(context, 0);
-    const OpenMp *found = runtime();
-    return found ? found->run(threads, body, context) : Pool::here().run(threads, body, context);
+    const OpenMp *openmp = runtime();
+    return openmp ? openmp->run(threads, body, context) : Pool::here().run(threads, body, context);
 }
 
 // The others are often done within microseconds. On a machine with too few processors they need this one.
@@ -55,14 +55,14 @@ void wait_for(const int64_t *number, int64_t least) {
 
 // In a forked child, too, the runtime has the number that torch.set_num_threads gave it.
 int usable_threads() {
-    const OpenMp *found = openmp();
-    return found ? found->get_max_threads() : processors();
+    const OpenMp *runtime = openmp();
+    return runtime ? runtime->get_max_threads() : processors();
 }
 
 const char *threads_in_use() {
-    const OpenMp *found = runtime();
-    if (!found) return "threads of its own";
-    static const std::string sentence = std::string("threads of ") + found->name; // there is one runtime, once it is found
+    const OpenMp *openmp = runtime();
+    if (!openmp) return "threads of its own";
+    static const std::string sentence = std::string("threads of ") + openmp->name; // the first runtime stays
     return sentence.c_str();
 }
 

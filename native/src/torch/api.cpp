@@ -41,8 +41,8 @@ const char *first_missing(Library torch, Api &api) {
 
 const Api *find_api(std::string &why) {
     static Api api;
-    static bool found = false;
-    if (found) return &api;
+    static bool complete = false;
+    if (complete) return &api;
     const Library torch = loaded(TORCH_LIBRARY);
     if (!torch) {
         why = sentence("torch", "be loaded before the operators are registered", std::string("no ") + TORCH_LIBRARY);
@@ -54,7 +54,7 @@ const Api *find_api(std::string &why) {
         why = no_function(missing);
         return nullptr;
     }
-    found = true; // the handle is kept, so that nobody can unload torch
+    complete = true; // the handle is kept, so that nobody can unload torch
     return &api;
 }
 

@@ -79,14 +79,14 @@ class Tensor {
     int32_t device_index() const { return number(api->aoti_torch_get_device_index); }
     int32_t device() const { return number(api->aoti_torch_get_device_type); }
     const void *data() const {
-        const void *found;
-        need(api->torch_get_const_data_ptr(handle, &found), "read a tensor's address");
-        return found;
+        const void *address;
+        need(api->torch_get_const_data_ptr(handle, &address), "read a tensor's address");
+        return address;
     }
     void *memory() const {
-        void *found;
-        need(api->torch_get_mutable_data_ptr(handle, &found), "read a tensor's address");
-        return found;
+        void *address;
+        need(api->torch_get_mutable_data_ptr(handle, &address), "read a tensor's address");
+        return address;
     }
     // Sizes and strides are the tensor's own.
     TensorInfo info() const {
@@ -103,9 +103,9 @@ class Tensor {
     TensorHandle handle = nullptr;
 
     int32_t number(Status (*of)(TensorHandle, int32_t *)) const {
-        int32_t found;
-        need(of(handle, &found), "read a tensor's dtype or device");
-        return found;
+        int32_t answer;
+        need(of(handle, &answer), "read a tensor's dtype or device");
+        return answer;
     }
 };
 

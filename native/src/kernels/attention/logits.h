@@ -4,7 +4,7 @@
 //   location = reference + offset * (w, h) / (2 * num_points)   reference is a box
 //   weights  = softmax of the logits of all levels and points
 //
-// Locations and weights exist only in a few queries' scratch memory. geometric_kernel_attention has a window instead of
+// Locations and weights exist only in a few queries' scratch memory. A call with a window has no
 // offsets: only its weights are computed here.
 #pragma once
 

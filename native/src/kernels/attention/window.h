@@ -1,5 +1,5 @@
-// The window of geometric_kernel_attention_with_logits: pixel = reference * (W, H) + window, which is then
-// rounded, halves to even.
+// A window around a reference point: pixel = reference * (W, H) + window, which is then rounded, halves to
+// even.
 #pragma once
 
 #include "kernels/shared/sampling.h"

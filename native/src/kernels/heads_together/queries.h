@@ -1,5 +1,5 @@
-// The queries of geometric_kernel_attention_with_logits, several heads together: reference points, logits and results of
-// a query lie side by side, and all heads read the same window.
+// Queries around a window, several heads together: reference points, logits and results of a query lie side by side, and
+// all heads read the same window.
 #pragma once
 
 #include "kernels/attention/query_rows.h"
