@@ -71,22 +71,15 @@ class Parameters:
         return f"({', '.join([*self.names, *more, *self.keyword_only, *words])})"
 
     def binder(self, returned: tuple[str, ...]) -> Binder:
-        """Return a function from a call's arguments to the `returned` arguments by name. It returns None for a call that only
-        the code itself can answer, because the code refuses the call or reads more than its parameters."""
-        everything, by_place, defaults = self.all, self.names, self.defaults  # torch 2.6 compiles no loop over a set
+        """Return a function from a call, all parameters by position, to the `returned` arguments by name. It returns None for
+        a call that only the code itself can answer, because the code reads more than its parameters."""
+        by_place, by_name = self.names, self.keyword_only
         ignores_more = any(v[:2] == "**" and v[2:] not in self._names_read for v in self.variadic)
 
         def bind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-            if len(args) > len(by_place):
+            if len(args) > len(by_place) or (len(kwargs) > len(by_name) and not ignores_more):
                 return None
-            named = {**dict(zip(by_place[: len(args)], args, strict=True)), **kwargs}
-            if len(named) < len(args) + len(kwargs):  # one of them twice
-                return None
-            if not ignores_more and any(name not in everything for name in kwargs):
-                return None
-            arguments = {**defaults, **named}
-            if any(name not in arguments for name in everything):
-                return None
+            arguments = {**dict(zip(by_place, args, strict=True)), **kwargs}
             return {name: arguments[name] for name in returned}
 
         return bind
