@@ -100,8 +100,9 @@ def bench(
 
     Gradients are those that the model needs: reference points of a grid have none. Beside an operator with logits, "bare
     operator" is given locations and weights that are ready. A row "Module: ..." is a module of `mx_driving.nn`, in
-    float32 or, with --dtype bfloat16, under autocast: its forward without gradients, and forward and backward with those of
-    its parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are ready.
+    float32 or, with --dtype bfloat16, under autocast and in bfloat16: its forward without gradients, and forward and backward
+    with those of its parameters. "layers + operator" runs its linear layers and its bare operator apart, on inputs that are
+    ready.
 
     The peer is installed with `FORCE_CPU=1 pip install --no-build-isolation torch-ms-deform-attn==0.1.1`.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import floor
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import mx_driving
 from mx_driving._cli_support.problems import Problem
-from mx_driving._measure.report import OURS, Row
+from mx_driving._measure.report import OURS, PLAIN, Row
 from mx_driving._measure.rivals import operator_of, recorded
 from mx_driving._measure.speed import Calls, timed_rows
 from mx_driving._measure.timing import Call
@@ -20,32 +21,55 @@ from mx_driving._measure.timing import Call
 # What outputs may differ by, as a share of the largest entry, and gradients, as a share of their norm. Some samples of an
 # encoder lie within a rounding of a pixel centre, where the gradient of a location jumps.
 CLOSE, CLOSE_GRADIENTS = 1e-4, 1e-2
+AUTOCAST = "autocast to bfloat16"  # in the place of a dtype
 
 
 def measure_module(workload: ModuleWorkload, peers: bool, seconds: float, dtype: str = "float32") -> list[Row]:
-    """A row per direction and implementation: "forward" without gradients, and "forward + backward" with those of all
-    parameters and of the inputs that layers before it make. Everybody computes the same in float32; that is checked first.
-    In bfloat16 the module runs under autocast, beside its parts alone."""
+    """Return a row for each direction and implementation: "forward" without gradients, and "forward + backward" with the
+    gradients of all parameters and of the inputs that earlier layers make. In float32 all implementations must compute the
+    same. With bfloat16 there are two modes: autocast, beside the parts of the module too, and a module and inputs in
+    bfloat16."""
     subject = workload.make(torch.Generator().manual_seed(0))
     if dtype == "bfloat16":
-        inputs = tuple(t.bfloat16() if i in subject.maps else t for i, t in enumerate(subject.inputs))
-        subject = subject._replace(inputs=inputs)
-        ours = {way: _under_autocast(call) for way, call in _directions(subject.module, subject.module, subject).items()}
-        return timed_rows(workload.name, dtype, {OURS: ours} | _parts_under_autocast(subject), seconds)
-    implementations = {OURS: (subject.module, subject.module), "plain torch": (subject.module, subject.plainly)}
+        return [*_autocast_rows(workload.name, subject, seconds), *_bfloat16_rows(workload.name, subject, seconds)]
+    implementations = _ours_and_plain(subject)
     if peers:
         others = implementations | subject.packages()
         del others[OURS]
         torch.compiler.reset()
         compiled = {_compiled_name(name): (module, torch.compile(run)) for name, (module, run) in others.items()}
         implementations |= others | compiled
-    found = {name: _directions(module, run, subject) for name, (module, run) in implementations.items()}
-    _need_the_same(workload.name, found)
-    return timed_rows(workload.name, "float32", found | _parts(subject), seconds)
+    calls = {name: _directions(module, run, subject) for name, (module, run) in implementations.items()}
+    _need_the_same(workload.name, calls)
+    return timed_rows(workload.name, "float32", calls | _parts(subject), seconds)
+
+
+def _ours_and_plain(subject: Subject) -> dict[str, tuple[nn.Module, Forward]]:
+    return {OURS: (subject.module, subject.module), PLAIN: (subject.module, subject.plainly)}
+
+
+def _autocast_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
+    subject = subject._replace(inputs=tuple(t.bfloat16() if i in subject.maps else t for i, t in enumerate(subject.inputs)))
+    with torch.autocast("cpu", torch.bfloat16):
+        calls = {one: _directions(module, run, subject) for one, (module, run) in _ours_and_plain(subject).items()}
+    calls = {one: {way: _under_autocast(call) for way, call in by.items()} for one, by in calls.items()}
+    return timed_rows(name, AUTOCAST, calls | _parts_under_autocast(subject), seconds)
+
+
+def _bfloat16_rows(name: str, subject: Subject, seconds: float) -> list[Row]:
+    """Reference points are in bfloat16 too, a quarter of a pixel apart on these maps, so results are not compared."""
+    inputs = tuple(_to_bfloat16(x) for x in subject.inputs)
+    subject = subject._replace(module=subject.module.bfloat16(), inputs=inputs)
+    calls = {one: _directions(module, run, subject) for one, (module, run) in _ours_and_plain(subject).items()}
+    return timed_rows(name, "bfloat16", calls, seconds)
+
+
+def _to_bfloat16(x: Any) -> Any:
+    return x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 def _compiled_name(name: str) -> str:
-    return "torch.compile" if name == "plain torch" else f"{name}, compiled"
+    return "torch.compile" if name == PLAIN else f"{name}, compiled"
 
 
 def _directions(module: nn.Module, run: Forward, subject: Subject) -> dict[str, Call]:
@@ -115,7 +139,7 @@ def _parts_under_autocast(subject: Subject) -> Calls:
     """The linear layers under autocast, which converts their weights in each run, and the bare operator on bfloat16 tensors
     that are ready."""
     layers = {way: _under_autocast(call) for way, call in _layers_of(subject).items()}
-    calls = [(name, tuple(t.bfloat16() if t.is_floating_point() else t for t in args)) for name, args in _operators_of(subject)]
+    calls = [(name, tuple(map(_to_bfloat16, args))) for name, args in _operators_of(subject)]
     return {PARTS: _in_turn([layers, *(_operator(name, args) for name, args in calls)])}
 
 

@@ -69,13 +69,14 @@ def check_actions() -> str:
 
 def check_measurements() -> str:
     """README's table is measured at a commit, and not between two."""
-    name = match_in("docs/tables.py", r'^BENCH = "(.+?)"')
-    rows = read(f"benchmarks/results/{name}").splitlines()[1:]
-    commits = {commit for row in rows for commit in re.findall(r"commit ([\w-]+)", row)}
-    holds(
-        commits and not any(c.endswith("-dirty") for c in commits), f"{name} must be of a clean commit; got {sorted(commits)}"
-    )
-    return f"{len(rows)} rows of {name}, at {', '.join(sorted(commits))}"
+    page = read("docs/benchmark_tables.py")
+    commits = {}
+    for name in re.findall(r'^(?:BENCH|MODULES_BY_MODE|BY_MODE) = "(.+?)"', page, re.MULTILINE):
+        commits[name] = sorted(set(re.findall(r"commit ([\w-]+)", read(f"benchmarks/results/{name}"))))
+        clean = commits[name] and not any(commit.endswith("-dirty") for commit in commits[name])
+        holds(clean, f"{name} must be of a clean commit; got {commits[name]}")
+    holds(len(commits) == 3, f"README's numbers must have three files; got {list(commits)}")
+    return "; ".join(f"{name} at {', '.join(of)}" for name, of in commits.items())
 
 
 def git(*words: str) -> str:

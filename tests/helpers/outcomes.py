@@ -58,13 +58,13 @@ def read(path: pathlib.Path) -> list[dict[str, str]]:
 
 
 def write(path: pathlib.Path, place: dict[str, str], by_file: dict[str, collections.Counter[str]]) -> None:
-    """Replace the rows of the same run and test file, drop rows of the run whose test file is gone, and keep all others."""
+    """Replace the rows of the same run and test file, drop the rows of test files that are gone, and keep all others."""
     check_version(place)
     tests = {file.name for file in TESTS.rglob("test_*.py")}
     rows = [
         row
         for row in read(path)
-        if any(row[column] != place[column] for column in RUN) or (row["file"] in tests and row["file"] not in by_file)
+        if row["file"] in tests and (row["file"] not in by_file or any(row[column] != place[column] for column in RUN))
     ]
     date = datetime.date.today().isoformat()
     for name, outcomes in by_file.items():

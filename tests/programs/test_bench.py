@@ -297,6 +297,17 @@ def test_rows_of_a_module(name, eager, mmcv_is_forgotten):
     assert {(r["direction"], r["implementation"]) for r in rows} == {(d, i) for d in directions for i in implementations}
 
 
+@pytest.mark.parametrize("name", SMALL_MODULES)
+def test_rows_of_a_module_in_sixteen_bits(name):
+    """Under autocast beside its parts and plain torch, and in bfloat16 beside plain torch."""
+    rows = modules.measure_module(module_workloads.ModuleWorkload(name, SMALL_MODULES[name]), False, 0, "bfloat16")
+    modes = {modules.AUTOCAST: ("mx_driving", "plain torch", "layers + operator"), "bfloat16": ("mx_driving", "plain torch")}
+    ways = ("forward", "forward + backward")
+    assert [(r["dtype"], r["direction"], r["implementation"]) for r in rows] == [
+        (mode, way, one) for mode, implementations in modes.items() for way in ways for one in implementations
+    ]
+
+
 @pytest.mark.parametrize(("spoilt", "word"), [("output", "output of"), ("gradient", "gradients of")])
 def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
     """A rival whose output or gradient is off by a thousandth, or a tenth."""

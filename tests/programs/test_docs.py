@@ -184,20 +184,27 @@ def tables(monkeypatch):
 
 
 def test_the_readmes_figures_are_those_of_the_files(tables):
-    """Rows of whole models, and of the operators alone."""
-    measured = tables.by_implementation("forward")
-    found = re.findall(r"^\| (.+) \| (\S+) ms \| (\S+) ms \| (\S+) \|$", TEXTS["README.md"], flags=re.MULTILINE)
-    assert len(found) == 3
-    for name, ours, theirs, speed_up in found:
-        ratio = float(measured[name]["plain torch"]["times ours"])
-        expected = [tables.milliseconds(measured[name][who]) for who in ("mx_driving", "plain torch")]
-        assert [ours, theirs, speed_up] == [*expected, f"{ratio:.0f}"]
-    date = measured[found[0][0]]["mx_driving"]["machine"].partition(",")[0]
-    assert date in TEXTS["README.md"]
-    rows = re.findall(r"^\| ([^|]+ \| \S+ -> .+) \|$", TEXTS["README.md"], flags=re.MULTILINE)
-    assert len(rows) == 4
-    assert all(f"| {row} |" in tables.models_by_mode() for row in rows)
-    assert tables.read(tables.BY_MODE)[0]["machine"].partition(",")[0] in TEXTS["README.md"]
+    """Rows of whole models, modules and operators, and the date of each file."""
+    rows = re.findall(r"^\| .+ → .+ \|$", TEXTS["README.md"], flags=re.MULTILINE)
+    assert len(rows) == 9
+    assert set(rows) <= set(tables.times.numbers().replace("\u00a0", " ").splitlines())
+    first = tables.times.read(tables.times.BY_MODE)[0]
+    assert f"**{float(first['speed-up']):.1f} times faster**: a whole {first['model']} takes" in TEXTS["docs/index.md"]
+    for file in (tables.times.BENCH, tables.times.BY_MODE, tables.times.MODULES_BY_MODE):
+        assert tables.times.read(file)[0]["machine"].partition(",")[0] in TEXTS["README.md"]
+
+
+@pytest.mark.parametrize("bench", [None, "epyc-zen3-2-cores.csv"])
+def test_rows_of_a_page_are_refreshed_by_name(tables, bench, tmp_path, monkeypatch):
+    """Other lines stay. With another file as BENCH, only the operators' rows change."""
+    if bench:
+        monkeypatch.setattr(tables.times, "BENCH", bench)
+    page, before = tmp_path / "README.md", TEXTS["README.md"]
+    page.write_text(before.replace("(2.69)", "(9.99)"), encoding="utf-8")
+    tables.refresh(page)
+    pairs = zip(before.splitlines(), page.read_text(encoding="utf-8").splitlines(), strict=True)
+    changed = [new.split(":")[0] for old, new in pairs if old != new]
+    assert changed == (["| Operator"] * 3 if bench else [])
 
 
 def test_every_public_name_has_an_entry():
@@ -214,14 +221,14 @@ def test_pages_draw_the_tables_there_are(tables):
     included = {name for text in TEXTS.values() for name in re.findall(r"\{include\} _generated/(\w+)\.md", text)}
     assert included == set(tables.TABLES)
     assert all(draw().strip() for draw in tables.TABLES.values())
-    assert "9 of the 15 rows gain 6 % or less" in tables.whole_models()
+    assert "9 of the 15 rows gain 6 % or less" in tables.times.whole_models()
 
 
 def test_no_recorded_model_is_slower_when_patched(tables):
     """Within 3 %, which other work on a machine moves; GroundingDINO samples in its encoder."""
-    if not (tables.RESULTS / "libraries.csv").exists():
+    if not (tables.times.RESULTS / "libraries.csv").exists():
         pytest.skip("benchmarks/results/libraries.csv, which `make time-libraries` writes")
-    speed_ups = {row["model"]: float(row["speed-up"]) for row in tables.read("libraries.csv")}
+    speed_ups = {row["model"]: float(row["speed-up"]) for row in tables.times.read("libraries.csv")}
     assert {name: gain for name, gain in speed_ups.items() if gain < 0.97} == {}
     assert {name: gain for name, gain in speed_ups.items() if "Grounding" in name and gain < 1.2} == {}
 

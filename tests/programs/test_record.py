@@ -27,7 +27,8 @@ def test_counts_replace_those_of_the_same_place(tmp_path, monkeypatch):
     outcomes.write(file, place, outcomes.counts(stats(passed=["a", "a", "b"], error=["a"], skipped=["b"])))
     outcomes.write(file, place, outcomes.counts(stats(passed=["a"])))
     outcomes.write(file, {**place, "torch": "2.6.0"}, outcomes.counts(stats(failed=["a"])))
-    outcomes.write(file, place, outcomes.counts(stats(passed=["gone"])))
+    for run in (place, {**place, "torch": "2.6.0"}):
+        outcomes.write(file, run, outcomes.counts(stats(passed=["gone"])))
     outcomes.write(file, place, {})
     rows = [(r["torch"], r["file"], r["passed"], r["failed"], r["skipped"]) for r in outcomes.read(file)]
     here = place["torch"]

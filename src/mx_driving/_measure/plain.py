@@ -12,6 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def _bilinear(maps: Tensor, grid: Tensor) -> Tensor:
+    """Sample 16 bits in float32 on a CPU: torch 2.13's kernel for 16-bit maps and grids reads wrong memory."""
+    if maps.device.type == "cpu" and grid.dtype in (torch.float16, torch.bfloat16):
+        return _bilinear(maps.float(), grid.float()).to(maps.dtype)
+    return F.grid_sample(maps, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+
+
 def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
     bs, _, heads, channels = value.shape
     queries = locations.shape[1]
@@ -19,7 +26,7 @@ def multi_scale_deformable_attn(value: Tensor, shapes: Tensor, starts: Tensor, l
     samples = []
     for (height, width), start, grid in zip(shapes.tolist(), starts.tolist(), grids, strict=True):
         level = value[:, start : start + height * width].permute(0, 2, 3, 1).reshape(bs * heads, channels, height, width)
-        samples.append(F.grid_sample(level, grid, mode="bilinear", padding_mode="zeros", align_corners=False))
+        samples.append(_bilinear(level, grid))
     flat = weights.transpose(1, 2).reshape(bs * heads, 1, queries, -1)
     out = (torch.stack(samples, -2).flatten(-2) * flat).sum(-1)
     return out.view(bs, heads * channels, queries).transpose(1, 2).contiguous()
@@ -35,7 +42,7 @@ def deformable_aggregation(feature_maps: Tensor, shapes: Tensor, starts: Tensor,
         for scale in range(scales):
             (height, width), start = shapes[cam, scale].tolist(), int(starts[cam, scale])
             plane = feature_maps[:, start : start + height * width].transpose(1, 2).reshape(bs, channels, height, width)
-            sample = F.grid_sample(plane, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+            sample = _bilinear(plane, grid)
             by_group = sample.view(bs, groups, channels // groups, anchors, points)
             w = (weight[:, :, :, cam, scale] * seen[..., None]).permute(0, 3, 1, 2)
             total = total + (by_group * w[:, :, None]).sum(-1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import platform
 import subprocess
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import date
 from functools import cache
@@ -37,11 +38,12 @@ def _commit() -> str:
 
 
 def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        models = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        if models:
-            return models[0]
+    """Return the processor's name, and on Linux its family and model: virtual machines often hide the name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    facts = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
+    if "model name" in facts:
+        return "{model name} (family {cpu family}, model {model})".format_map(defaultdict(lambda: "?", facts))
     return platform.processor() or platform.machine()
 
 

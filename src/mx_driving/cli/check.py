@@ -126,4 +126,6 @@ def check(
         say(console, f"[bold red]wrong:[/] {escape(failure)}")
     if failures:
         raise typer.Exit(1)
-    say(console, f"[bold green]all is well[/] on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    threads = torch.get_num_threads()
+    where = f"{device}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
+    say(console, f"[bold green]all is well[/] on {where}")

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import importlib.metadata
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,19 +13,10 @@ import mx_driving_portable
 
 from .. import __distribution__, _backends, backends
 from .._cli_support.show import print_json
+from .._measure.report import processor
 from .options import Json
 
 PACKAGES = (__distribution__, "torch", "numpy", "triton", "onnx", "onnxruntime", "transformers")
-
-
-def read_processor() -> str:
-    """Return the processor's name, and on Linux its family and model: virtual machines often hide the name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    facts = {key.strip(): value.strip() for key, colon, value in (line.partition(":") for line in lines) if colon}
-    if "model name" in facts:
-        return "{model name} (family {cpu family}, model {model})".format_map(collections.defaultdict(lambda: "?", facts))
-    return platform.processor() or platform.machine()
 
 
 def find_version(package: str) -> str | None:
@@ -48,7 +37,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": {"python": platform.python_version(), **{package: find_version(package) for package in PACKAGES}},
         "system": platform.platform(),
-        "processor": read_processor(),
+        "processor": processor(),
         "accelerators": list_accelerators(),
         "instruction_set": None if _backends.native.why_not() else _backends.native.isa(),
         "threads": torch.get_num_threads(),

@@ -1,0 +1,279 @@
+"""Tables of times, from the CSV files of benchmarks/results."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+import re
+from collections.abc import Iterable
+
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
+BENCH = "epyc-zen4-2-cores.csv"  # bench.py --peers
+MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
+BY_MODE = "xeon-207-2-cores-models-by-mode.csv"
+MODELS = "epyc-zen4-2-cores-models.csv"
+# Of each processor: the file of bare operators, and that of operators with logits
+PROCESSORS = {
+    "Zen 4": ("epyc-zen4-2-cores.csv", "epyc-zen4-2-cores.csv"),
+    "Zen 5": ("epyc-zen5-2-cores.csv", "epyc-zen5-2-cores-with-logits.csv"),
+    "Zen 3": ("epyc-zen3-2-cores.csv", "epyc-zen3-2-cores.csv"),
+}
+MODES = ("float32", "autocast to bfloat16", "bfloat16")
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    with (RESULTS / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table whose columns of numbers are aligned to the right; columns with any word are aligned to the left."""
+    header, rows = list(header), [list(row) for row in rows]
+    columns = list(zip(*rows, strict=True)) if rows else [() for _ in header]
+    rules = ["---:" if any(cells) and all(is_number(cell) for cell in cells if cell) else "---" for cells in columns]
+    lines = [header, rules, *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n"
+
+
+def is_number(cell: str) -> bool:
+    """Return whether a cell is a number, possibly with a unit or a mark behind it."""
+    return re.fullmatch(r"[-+]?[\d.,]+(e[-+]?\d+)?( ?\S{1,2})?", cell) is not None
+
+
+def milliseconds(row: Row) -> str:
+    time = float(row["milliseconds"])
+    return f"{time:.2f}" if time < 100 else f"{time:.0f}"
+
+
+def speed_up(row: Row) -> str:
+    """How many times longer an implementation takes than this package."""
+    ratio = float(row["times ours"])
+    return f"{ratio:.1f}" if ratio < 100 else f"{ratio:.0f}"
+
+
+def by_implementation(direction: str, file: str = BENCH, dtype: str = "float32") -> dict[str, dict[str, Row]]:
+    """workload -> implementation -> its row, of one direction."""
+    workloads: dict[str, dict[str, Row]] = {}
+    for row in read(file):
+        if (row["direction"], row["dtype"]) == (direction, dtype):
+            workloads.setdefault(row["workload"], {})[row["implementation"]] = row
+    return workloads
+
+
+RIVALS = ("plain torch", "torch.compile", "torch-ms-deform-attn")
+# What the rows of operators with logits and of modules have beside them, and no other row.
+BARE, PARTS = "bare operator", "layers + operator"
+MODULES = ("plain torch", "torch.compile", "transformers", "transformers, compiled", "mmcv", "mmcv, compiled")
+NOT_YET = "*The recorded run has no such row yet.*\n"
+
+
+def workloads_with(implementation: str, direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
+    return {name: by for name, by in by_implementation(direction, file).items() if implementation in by}
+
+
+def bare_workloads(direction: str, file: str = BENCH) -> dict[str, dict[str, Row]]:
+    """Those of operators on locations and weights that are ready."""
+    return {name: by for name, by in by_implementation(direction, file).items() if not {BARE, PARTS} & by.keys()}
+
+
+def _cells(by: dict[str, Row], rivals: Iterable[str]) -> list[str]:
+    return [speed_up(by[rival]) if rival in by else "" for rival in rivals]
+
+
+def speed_ups(direction: str, file: str = BENCH) -> str:
+    """Our time in milliseconds, and the speed-up over each rival that was measured."""
+    workloads = bare_workloads(direction, file)
+    rivals = [rival for rival in RIVALS if any(rival in by for by in workloads.values())]
+    rows = [[name, milliseconds(by["mx_driving"]), *_cells(by, rivals)] for name, by in workloads.items()]
+    return markdown(["workload", "mx_driving, ms", *(f"over {rival}" for rival in rivals)], rows)
+
+
+def ratio(by: dict[str, Row], other: str) -> str:
+    """Our time over that of another implementation."""
+    return f"{float(by['mx_driving']['milliseconds']) / float(by[other]['milliseconds']):.2f}"
+
+
+def beside(other: str, rivals: Iterable[str], file: str = BENCH) -> str:
+    """Of rows that have `other` beside them: our time, its ratio to that of `other`, and the speed-up over each rival."""
+    rows = [
+        [f"{name}; {direction}", milliseconds(by["mx_driving"]), ratio(by, other), *_cells(by, rivals)]
+        for direction in ("forward", "forward + backward")
+        for name, by in workloads_with(other, direction, file).items()
+    ]
+    if not rows:
+        return NOT_YET
+    return markdown(["workload", "mx_driving, ms", f"ours / {other}", *(f"over {rival}" for rival in rivals)], rows)
+
+
+def floors(file: str = BENCH) -> str:
+    """Return our time in milliseconds, and as a multiple of either gather loop, of workloads that have one."""
+    forward, backward = bare_workloads("forward", file), by_implementation("backward", file)
+    floors = ("gather loop", "gather loop, head-major")
+    rows = []
+    for name in [name for name, by in forward.items() if floors[0] in by]:
+        cells = [name]
+        for by in (forward[name], backward[name]):
+            cells += [milliseconds(by["mx_driving"]), *(ratio(by, floor) if floor in by else "" for floor in floors)]
+        rows.append(cells)
+    of_each = ["ours / loop", "ours / head-major loop"]
+    return markdown(["workload", "forward, ms", *of_each, "backward, ms", *of_each], rows)
+
+
+def renamed(rows: list[Row], columns: dict[str, str]) -> str:
+    """Some columns, by their names in the file and on the page."""
+    return markdown(columns.values(), [[row[name] for name in columns] for row in rows])
+
+
+def whole_models() -> str:
+    """Every model as `patch` makes it, and how many gain next to nothing."""
+    rows = read(MODELS)
+    little = sum(float(row["whole speed-up"]) <= 1.06 for row in rows)
+    columns = {
+        "model": "model",
+        "whole before ms": "whole, before, ms",
+        "whole modules ms": "after, ms",
+        "whole speed-up": "speed-up",
+        "core before ms": "sampling, before, ms",
+        "core after ms": "after, ms",
+        "core speed-up": "speed-up",
+    }
+    return f"{renamed(rows, columns)}\n{little} of the {len(rows)} rows gain 6 % or less.\n\n{made(rows)}\n"
+
+
+def from_to(before: float, after: float) -> str:
+    """Return "before → after (speed-up)" of two times in milliseconds, with spaces at which no line breaks."""
+    digits = [f"{time:.{2 if time < 10 else 1 if time < 100 else 0}f}" for time in (before, after)]
+    ratio = before / after
+    return f"{digits[0]} → {digits[1]} ({ratio:.{2 if ratio < 10 else 0}f})".replace(" ", "\u00a0")
+
+
+def of_mode(file: str, direction: str) -> dict[str, list[str]]:
+    """Return the time of plain torch and ours of each workload, a cell for each mode."""
+    cells: dict[str, list[str]] = {}
+    for mode in MODES:
+        for name, by in by_implementation(direction, file, mode).items():
+            pair = (float(by[one]["milliseconds"]) for one in ("plain torch", "mx_driving"))
+            cells.setdefault(name, []).append(from_to(*pair))
+    return cells
+
+
+def numbers() -> str:
+    """Whole models, modules and operators, in each mode that was measured."""
+    models: dict[str, list[str]] = {}
+    for row in read(BY_MODE):
+        models.setdefault(row["model"], []).append(from_to(float(row["before s"]) * 1e3, float(row["after s"]) * 1e3))
+    models_own = [name for name in bare_workloads("forward", BENCH) if not name.startswith("Vendor example")]
+    cells = of_mode(BENCH, "forward")
+    operators = {f"Operator: {name}": [*cells[name], "", ""] for name in models_own}
+    rows = models | of_mode(MODULES_BY_MODE, "forward") | operators
+    files = [row for file in (BY_MODE, MODULES_BY_MODE, BENCH) for row in read(file)]
+    return f"{markdown(['milliseconds', *MODES], [[name, *cells] for name, cells in rows.items()])}\n{made(files)}\n"
+
+
+def modules_by_mode() -> str:
+    """The modules in each mode and direction, and autocast beside the parts of the module."""
+    rows = []
+    for direction in ("forward", "forward + backward"):
+        parts = by_implementation(direction, MODULES_BY_MODE, MODES[1])
+        for name, cells in of_mode(MODULES_BY_MODE, direction).items():
+            rows.append([f"{name.removeprefix('Module: ')}; {direction}", *cells, ratio(parts[name], PARTS)])
+    return f"{markdown(['module, ms', *MODES, 'autocast / its parts'], rows)}\n{made(read(MODULES_BY_MODE))}\n"
+
+
+def others() -> dict[str, tuple[str, str]]:
+    return {name: files for name, files in PROCESSORS.items() if BENCH not in files}
+
+
+def other_measured() -> str:
+    return made([row for files in others().values() for file in files for row in read(file)]) + "\n"
+
+
+def undisturbed(direction: str, file: str) -> dict[str, dict[str, Row]]:
+    """Return the workloads but those that one run measured twice, alone and beside the operator with logits, with times that
+    differ by more than 1.3."""
+    workloads = by_implementation(direction, file)
+
+    def agrees(name: str) -> bool:
+        bare = name.removesuffix(", with logits")
+        by = workloads.get(f"{bare}, with logits", {})
+        if bare not in workloads or BARE not in by:
+            return True
+        return 1 / 1.3 <= float(ratio({"mx_driving": workloads[bare]["mx_driving"], BARE: by[BARE]}, BARE)) <= 1.3
+
+    return {name: by for name, by in workloads.items() if agrees(name)}
+
+
+def other_processors(direction: str) -> str:
+    """Our time on each other processor, and the speed-up over plain torch."""
+    columns = [undisturbed(direction, bare) for bare, _ in others().values()]
+    names = dict.fromkeys(name for by_name in columns for name, by in by_name.items() if not {BARE, PARTS} & by.keys())
+    rows = [[name, *(cell for by_name in columns for cell in _time_and_speed_up(by_name.get(name)))] for name in names]
+    heads = [head for name in others() for head in (f"{name}, ms", "over plain torch")]
+    return markdown(["workload", *heads], rows)
+
+
+def _time_and_speed_up(by: dict[str, Row] | None) -> list[str]:
+    return [milliseconds(by["mx_driving"]), *_cells(by, RIVALS[:1])] if by else ["", ""]
+
+
+def other_processors_with_logits() -> str:
+    """The time of each operator with logits on each other processor over that of the bare operator."""
+    directions = ("forward", "forward + backward")
+    columns = [{way: undisturbed(way, logits) for way in directions} for _, logits in others().values()]
+    names = dict.fromkeys(name for by_way in columns for by in by_way.values() for name in by if BARE in by[name])
+    cells = {
+        f"{name}; {way}": [ratio(by_way[way][name], BARE) if name in by_way[way] else "" for by_way in columns]
+        for way in directions
+        for name in names
+    }
+    return markdown(["workload", *others()], [[name, *of] for name, of in cells.items()])
+
+
+def attention_modules() -> str:
+    """Every model with its cores replaced and with its modules replaced."""
+    columns = {
+        "model": "model",
+        "whole cores ms": "whole, cores, ms",
+        "whole modules ms": "modules, ms",
+        "whole gain": "gain",
+        "modules before ms": "modules alone, before, ms",
+        "modules cores ms": "cores, ms",
+        "modules modules ms": "modules, ms",
+        "modules gain": "gain",
+    }
+    return renamed(read(MODELS), columns)
+
+
+def plain(file: str, last: str = "machine") -> str:
+    """Return a file's rows. The values of the column `last` are listed once, below the table."""
+    rows = read(file)
+    columns = {name: name for name in rows[0] if name != last}
+    return f"{renamed(rows, columns)}\n{made(rows, last)}\n"
+
+
+def made(rows: list[Row], column: str = "machine") -> str:
+    """Return dates, machines and versions of the rows, each once."""
+    return f"*{'; '.join(dict.fromkeys(row[column] for row in rows))}*"
+
+
+def libraries() -> str:
+    """Models of other libraries before and after `patch`, and the models that no ONNX file can be made of."""
+    if not (RESULTS / "libraries.csv").exists():
+        return NOT_YET
+    rows = read("libraries.csv")
+    columns = {"library": "library", "model": "model", "replaced": "replaced", "difference": "differs by"}
+    columns |= {"before ms": "before, ms", "after ms": "after, ms", "speed-up": "speed-up"}
+    body = [[*(row[name] for name in columns), row["onnx"].partition(":")[0]] for row in rows]
+    refused = [f"{row['model']} in ONNX: {row['onnx'][4:]}." for row in rows if row["onnx"].startswith("no: ")]
+    return "\n\n".join([markdown([*columns.values(), "ONNX"], body).rstrip(), *refused, made(rows)]) + "\n"
+
+
+def onnx_files() -> str:
+    """Files that libraries export of their models, before and after `fuse`."""
+    if not (RESULTS / "onnx-files.csv").exists():
+        return NOT_YET
+    columns = {"library": "library", "model": "model", "writing": "made of", "replaced": "replaced", "left": "left"}
+    columns |= {"difference": "differs by", "off": "queries off", "before ms": "before, ms", "after ms": "after, ms"}
+    rows = read("onnx-files.csv")
+    return f"{renamed(rows, columns | {'speed-up': 'speed-up'})}\n{made(rows)}\n"

@@ -1,0 +1,159 @@
+"""Tables of what was tried and of what is needed, from the CSV files of docs/support and from the package."""
+
+from __future__ import annotations
+
+import csv
+import pathlib
+
+from benchmark_tables import NOT_YET, Row, made, markdown, speed_up
+
+# tests.csv: `pytest --record docs/support/tests.csv` and `make test-oldest`; wheels.csv: `make check-wheels`;
+# deploy.csv: `make deploy-matrix`; libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`
+SUPPORT = pathlib.Path(__file__).parent / "support"
+
+
+def _rows(name: str) -> list[Row]:
+    if not (SUPPORT / name).exists():
+        return []
+    with (SUPPORT / name).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+NOTHING_YET = "*Nothing is recorded yet.*\n"
+OUTCOMES = ("passed", "failed", "skipped")
+
+
+def _outcome(rows: list[Row]) -> str:
+    """ "12 passed, 3 skipped" of all rows together."""
+    sums = {outcome: sum(int(row[outcome]) for row in rows) for outcome in OUTCOMES}
+    return ", ".join(f"{count} {outcome}" for outcome, count in sums.items() if count)
+
+
+def _runs() -> dict[tuple[str, ...], list[Row]]:
+    """(torch, other packages, Python, system, processor) -> the rows of test files that exist, older torch first."""
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    columns = ("torch", "packages", "python", "system", "processor")
+    files = {file.name for file in (SUPPORT.parents[1] / "tests").rglob("test_*.py")}
+    for row in _rows("tests.csv"):
+        if row["file"] in files:
+            runs.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return dict(sorted(runs.items(), key=lambda item: [int(part) for part in item[0][0].partition("+")[0].split(".")]))
+
+
+def tested() -> str:
+    """Each run of the tests."""
+    rows = [
+        [*place, str(len(by_file)), _outcome(by_file), max(row["date"] for row in by_file)]
+        for place, by_file in _runs().items()
+    ]
+    header = ["torch", "other packages", "Python", "system", "processor", "test files", "tests", "date"]
+    return markdown(header, rows) if rows else NOTHING_YET
+
+
+def tested_by_file() -> str:
+    """What each file of tests gave on each torch."""
+    runs = _runs()
+    if not runs:
+        return NOTHING_YET
+    files = sorted({row["file"] for rows in runs.values() for row in rows})
+    cells = [
+        [
+            file.removeprefix("test_").removesuffix(".py"),
+            *(_outcome([r for r in rows if r["file"] == file]) for rows in runs.values()),
+        ]
+        for file in files
+    ]
+    header = ["tests of"]
+    for (torch, packages, *_), rows in runs.items():
+        dates = sorted(row["date"] for row in rows)
+        header.append(f"torch {torch}, {packages}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}")
+    return markdown(header, cells)
+
+
+def needs() -> str:
+    """The features that not every torch has."""
+    from mx_driving._needs import NEEDS
+
+    return markdown(["feature", "needs torch", "older ones fail, since"], [[name, *need] for name, need in NEEDS.items()])
+
+
+def limits() -> str:
+    """The vendor's documented limits, with the releases that have them."""
+    from mx_driving._operator.limits import LIMITS, NEWEST
+
+    def releases(first: str, last: str) -> str:
+        return f"since {first}" if last == NEWEST else first if first == last else f"{first} to {last}"
+
+    header = ["operator", "argument", "limit of Atlas A2", "releases", "document of Ascend/DrivingSDK"]
+    rows = [
+        [f"`{row.operator}`", f"`{row.argument}`", f"{row.quantity} {row.relation} {row.bound}{row.when}",
+         releases(row.first, row.last), row.document]
+        for row in LIMITS
+    ]  # fmt: skip
+    return markdown(header, rows)
+
+
+def wheels() -> str:
+    """A line for each wheel that `make check-wheels` looked at."""
+    rows = _rows("wheels.csv")
+    if not rows:
+        return NOTHING_YET
+    about = "- **{platform}**: `{wheel}`, {megabytes:.2f} MB. {checked}. Run: {run}. Looked at on {date}."
+    lines = [about.format(**row, megabytes=int(row["bytes"]) / 1e6) for row in rows]
+    return "\n".join(lines) + f"\n\n*Built by {made(rows, 'built_by').strip('*')}.*\n"
+
+
+def tested_libraries() -> str:
+    """Each library with what was tried on it."""
+    rows = _rows("libraries.csv")
+    if not rows:
+        return NOTHING_YET
+    lines: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        module, slot, way = row["tried"].partition(", slot, ")  # attention modules of LibreYOLO in one line for each way
+        outcome = row["outcome"] + (f": {row['message']}" if row["message"] else "")
+        line = f"{row['library']} {row['version']}", f"slot of kernels, {way}" if slot else module, outcome
+        lines[line] = lines.get(line, 0) + 1
+    several = {line: f": {n} attention modules" if n > 1 else "" for line, n in lines.items()}
+    counted = [[library, tried + more, outcome] for (library, tried, outcome), more in several.items()]
+    return f"{markdown(['library', 'tried', 'outcome'], counted)}\n{made(rows, 'made')}\n"
+
+
+def onnx_forms() -> str:
+    """The same files in each form of `fuse`: how far outputs are from the file's own."""
+    files: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in _rows("onnx-forms.csv"):
+        files.setdefault((row["library"], row["model"], row["replaced"], row["left"]), {})[row["form"]] = row
+    if not files:
+        return NOT_YET
+    forms = list(next(iter(files.values())))
+    table = [[*file, *(by[form]["difference"] if form in by else "" for form in forms)] for file, by in files.items()]
+    return f"{markdown(['library', 'model', 'replaced', 'left', *forms], table)}\n{made(_rows('onnx-forms.csv'))}\n"
+
+
+def _sentence(row: Row) -> str:
+    """The first of a message."""
+    return row["message"].split(". ")[0]
+
+
+def deploy() -> str:
+    """Runtimes by operators: how many times longer than ours, and the difference. Numbers in brackets are messages, below."""
+    rows = _rows("deploy.csv")
+    if not rows:
+        return NOTHING_YET
+    by = {(row["runtime"], row["operator"]): row for row in rows}
+    operators, runtimes = (list(dict.fromkeys(row[column] for row in rows)) for column in ("operator", "runtime"))
+    messages = list(dict.fromkeys(_sentence(row) for row in rows if row["message"]))
+
+    def cell(row: Row | None) -> str:
+        if row is None:
+            return ""
+        if row["message"]:
+            return f"{'does not run' if row['exports'] == 'yes' else 'no export'} [{messages.index(_sentence(row)) + 1}]"
+        return f"{speed_up(row)} ({row['difference']})" if row["runs"] == "yes" else "exports, not run"
+
+    body = [[runtime, *(cell(by.get((runtime, operator))) for operator in operators)] for runtime in runtimes]
+    heads = [f"`{operator}`".replace("_with_logits`", "` with logits") for operator in operators]
+    notes = "".join(f"{number}. `{message}`\n" for number, message in enumerate(messages, 1))
+    versions = ", ".join(sorted({row["version"] for row in rows if row["version"]}))
+    return f"{markdown(['runtime, form', *heads], body)}\n{notes}\n*{made(rows).strip('*')}; {versions}*\n"
