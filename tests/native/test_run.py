@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from cases import GEOMETRIC, MULTI_SCALE_LOGITS
+from cases import MULTI_SCALE_LOGITS
 from test_memory_of_calls import is_written
 from test_refusals import BAD_DTYPE, BAD_LEVEL, BAD_SHAPE, CALLS, EVERY, OK, call_of, described
 
@@ -160,43 +160,3 @@ def test_each_thread_has_its_own_sentence():
         assert pool.submit(last_error).result() == ""
         assert pool.submit(refused, 2).result().endswith("got 2")
     assert last_error().endswith("got 1")
-
-
-def planned_threads(call, threads) -> int:
-    packed = [a.packed() for a in call.arguments.values()]
-    pointers, text = (ctypes.c_char_p * len(packed))(*packed), ctypes.create_string_buffer(1024)
-    assert _backends.native.loaded().mxd_describe_plan(call.function.encode(), pointers, threads, text, len(text)) == OK
-    return int(text.value.decode().splitlines()[0].removeprefix("threads: "))
-
-
-@pytest.fixture
-def work():
-    set_work = _backends.native.loaded().mxd_set_work_of_a_thread
-    set_work.argtypes = [ctypes.c_int64]
-    yield set_work
-    set_work(0)
-
-
-@pytest.mark.parametrize(("name", "backward"), EVERY)
-def test_as_many_threads_as_pay(work, name, backward):
-    """Elements of rows that are read, and of value's gradient."""
-    call = call_of(name, backward)
-    row = OPERATORS[call.function.removesuffix("_backward")]
-    value, weights = (call.arguments[row.inputs[i]].shape for i in (0, row.weights))
-    rows = 1 if row.name.startswith(GEOMETRIC) else 4
-    if len(value) == 3:
-        bs, anchors, a, b, c, _ = weights
-        points, scales = (a, c) if not row.bare else (c, b)
-        elements = bs * anchors * points * scales * rows * value[2]
-    else:
-        elements = torch.Size(weights).numel() * rows * value[3]
-    elements += torch.Size(value).numel() * backward
-    assert planned_threads(call, 5) == 5
-    assert planned_threads(call, -5) == 1
-    for threads in (2, 3):
-        work(elements // threads)
-        assert planned_threads(call, -5) == min(5, elements // (elements // threads))
-        assert planned_threads(call, -2) == 2
-        assert planned_threads(call, 7) == 7
-    work(0)
-    assert planned_threads(call, -5) == 1

@@ -3,7 +3,6 @@ and in cameras, and the C interface. test_with_logits.py has what holds for all 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -190,22 +189,3 @@ def test_nothing_of_the_size_of_locations_is_written():
     *kernel, of_forward, of_backward = map(int, done.stdout.split())
     assert max(kernel) < 1024
     assert min(of_forward, of_backward) > 29000
-
-
-def test_plan():
-    """As that of the bare operator."""
-    args, grad = drawn(2, 150, 3, 8, 4, TWO_CAMERAS)
-    text = ctypes.create_string_buffer(1024)
-
-    def plan(name: str, tensors: Sequence[Tensor | None]) -> dict[str, str]:
-        pointers = (ctypes.c_char_p * len(tensors))(*map(pack, tensors))
-        assert _backends.native.loaded().mxd_describe_plan(name.encode(), pointers, 8, text, len(text)) == 0
-        return dict(line.split(": ", 1) for line in text.value.decode().splitlines())
-
-    assert plan(NAME, [*args, grad])["prefetched_rows"] == "all"
-    of_features, of_projection, of_logits = (torch.empty_like(args[i]) for i in (0, 4, 5))
-    found = plan(NAME + "_backward", [grad, *args, of_features, None, of_projection, None])
-    assert found["value_gradient"] == "BY_BANDS, 4"
-    assert found["sample_gradients"] == "ALONE"
-    assert plan(NAME + "_backward", [grad, *args, of_features, None, None, None])["sample_gradients"] == "NOT_WANTED"
-    assert plan(NAME + "_backward", [grad, *args, None, None, None, of_logits])["value_gradient"] == "NOT_WANTED"

@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -38,13 +37,6 @@ def test_the_block_names_each_operators_kernel_in_a_line():
         assert "cpu: " in line
         assert len(line) <= 80
     assert any(torch.__version__ in line for line in lines)
-
-
-@pytest.mark.parametrize("arguments", [("--help",), ("check", "--help"), ("info", "--help")])
-def test_the_help_shows_no_type_of_a_flag(arguments):
-    text = run(*arguments)
-    assert "--help" in text
-    assert "bool" not in text
 
 
 def test_a_missing_torch_is_a_sentence():
