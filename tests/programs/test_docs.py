@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import importlib.metadata
 import io
 import pathlib
 import re
@@ -211,6 +212,12 @@ def test_every_public_name_has_an_entry():
     entries = "".join(file.read_text(encoding="utf-8") for file in (DOCS / "api").glob("*.md"))
     missing = [name for name in mx_driving.__all__ if name != "ops" and not re.search(rf"\b{name}\b", entries)]
     assert not missing
+
+
+def test_the_extras_of_the_page_are_those_of_the_package():
+    table = TEXTS["docs/start.md"].partition("| extra | for |")[2].partition("\n\n")[0]
+    extras = set(importlib.metadata.metadata("mx-driving-portable").get_all("Provides-Extra"))
+    assert set(re.findall(r"^\| `(\w+)` ", table, flags=re.MULTILINE)) == extras - {"test"}
 
 
 def test_what_is_cited_is_this_version():
