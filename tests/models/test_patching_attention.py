@@ -79,8 +79,10 @@ def test_the_output_has_a_gradient_for_returned_weights_where_modules_stay(kind)
     with patched(kind, modules=False):
         assert recorded(module, **arguments) == [BARE]
         close(gradients(), expected)
-    with patched(kind), pytest.raises(RuntimeError, match="not have been used in the graph"):
-        gradients()
+    with patched(kind):
+        assert recorded(module, **arguments) == [WITH_LOGITS]
+        with pytest.raises(RuntimeError, match="not have been used in the graph"):
+            gradients()
 
 
 @pytest.mark.parametrize(

@@ -42,35 +42,26 @@ def core_of(operator: str) -> Core:
     return lambda *arguments: _Reference.apply(operator, *arguments)
 
 
-def compute(
-    call: RecordedCall,
-    dtype: torch.dtype | None,
-    form: Core | None = None,
-    queries: Tensor | None = None,
-    differentiable: tuple[int, ...] | None = None,
-) -> Results:
+def compute(call: RecordedCall, dtype: torch.dtype, form: Core | None = None, queries: Tensor | None = None) -> Results:
     """Return the output and, where there is a grad_output, the gradients.
 
     Args:
-        dtype: of the inputs; None leaves them as they were recorded.
+        dtype: of the inputs.
         form: the function that computes the output; None is the reference.
         queries: only these, in the output and in every gradient.
-        differentiable: indices of the inputs whose gradients are computed; None is all that have one.
     """
-    form, grad = form or core_of(call.row.name), call.grad_output
-    differentiable = () if grad is None else call.row.differentiable if differentiable is None else differentiable
+    form, differentiable = form or core_of(call.row.name), () if call.grad_output is None else call.row.differentiable
     parts, sums = [], {}
     for part in (torch.arange(call.num_queries) if queries is None else queries).split(_queries_at_a_time(call)):
         inputs = [t[:, part] if has_axis else t for t, has_axis in zip(call.inputs, call.has_queries, strict=True)]
-        inputs = [t.to(dtype) if dtype and t.is_floating_point() else t for t in inputs]
-        leaves = [t.detach().requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
+        inputs = [t.detach().to(dtype) if t.is_floating_point() else t for t in inputs]
+        leaves = [t.requires_grad_(i in differentiable) for i, t in enumerate(inputs)]
         output = form(*leaves, *call.sizes)
         results = {"output": output.detach()}
-        if grad is not None and differentiable:
-            tensors = [leaves[i] for i in differentiable]
-            grad_part = grad[:, part].to(dtype or grad.dtype).to(output.dtype)
-            gradients = torch.autograd.grad(output, tensors, grad_part, allow_unused=True, materialize_grads=True)
-            results.update(zip(("grad_" + call.input_names[i] for i in differentiable), gradients, strict=True))
+        if call.grad_output is not None:
+            tensors, grad = [leaves[i] for i in differentiable], call.grad_output[:, part].to(output.dtype)
+            gradients = torch.autograd.grad(output, tensors, grad, allow_unused=True, materialize_grads=True)
+            results.update(zip(call.gradients, gradients, strict=True))
         for name in [name for name in results if not call.is_by_query(name)]:  # sums over queries, such as grad_value
             sums[name] = sums.get(name, 0) + results.pop(name)
         parts.append(results)

@@ -46,11 +46,11 @@ class ErrorBound:
         if "grad_locations" in self.truth:
             slope = 2 * self._extent * _largest(call.sampling.weights * self.truth["grad_weights"])
             self._scales["grad_locations"] = max(slope, self._scales["grad_locations"])
-        self._least = dict.fromkeys(self.truth, 1e-300)
-        if self._compute == torch.float32:
-            for name, t in compute(call, torch.float32).items():
-                loss = torch.where(self.unsure(name), 0, t.double() - self.truth[name])
-                self._least[name] += _DRAWS * _largest(loss)
+        self.float32 = compute(call, torch.float32) if self._compute == torch.float32 else self.truth
+        self._least = {name: 1e-300 + _DRAWS * self._loss(name) for name in self.truth}
+
+    def _loss(self, name: str) -> float:
+        return _largest(torch.where(self.unsure(name), 0, self.float32[name].double() - self.truth[name]))
 
     def error(
         self, result: str, got: Tensor, expected: Tensor, compute: torch.dtype | None = None, queries: Tensor | None = None

@@ -58,8 +58,7 @@ def _explained_results(bound: ErrorBound, suspicion: Suspicion, wrong: list[str]
     if call.num_queries > _WORST and by_query:
         errors: Tensor = sum(_error_of_queries(bound, name) for name in by_query)  # pyright: ignore
         queries = errors.topk(_WORST).indices.sort().values
-        inputs = tuple(call.input_names.index(name.removeprefix("grad_")) for name in by_query if name != "output")
-        results = compute(suspected_call, torch.float64, form, queries, inputs)
+        results = compute(suspected_call, torch.float64, form, queries)
         if not any(_agrees(bound, name, results[name], queries) for name in by_query):
             return []
     results = compute(suspected_call, torch.float64, form)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..._operator import limits
 from .calls import RecordedCall
-from .compute import Results, compute, compute_by_kernel, counted_samples
+from .compute import compute_by_kernel, counted_samples
 from .error_bound import ErrorBound
 from .explain import explain, where
 
@@ -50,9 +50,8 @@ class Verdict:
 
 def judge(call: RecordedCall) -> Verdict:
     """Compute the call in float64, in float32 and by our kernel, and judge the device's results."""
-    bound, as_computed = ErrorBound(call), _in_dtype_of_output(call)
-    float32, ours = compute(as_computed, None), compute_by_kernel(as_computed)
-    results = [_judge_result(bound, name, t, float32, ours) for name, t in call.results.items()]
+    bound, ours = ErrorBound(call), compute_by_kernel(_in_dtype_of_output(call))
+    results = [_judge_result(bound, name, t, ours[name]) for name, t in call.results.items()]
     wrong = [judged.result for judged in results if judged.verdict == WRONG]
     reasons = explain(bound, wrong) if wrong else {}
     for judged in results:
@@ -83,9 +82,9 @@ def _in_dtype_of_output(call: RecordedCall) -> RecordedCall:
     return replace(call, inputs=inputs)
 
 
-def _judge_result(bound: ErrorBound, name: str, device: Tensor, float32: Results, ours: Results) -> Judged:
+def _judge_result(bound: ErrorBound, name: str, device: Tensor, ours: Tensor) -> Judged:
     device_error, float32_error, our_error = (
-        _largest(bound.error(name, t.to(device.dtype), bound.truth[name])) for t in (device, float32[name], ours[name])
+        _largest(bound.error(name, t.to(device.dtype), bound.truth[name])) for t in (device, bound.float32[name], ours)
     )
     counts = (*_count_not_finite([device]), int(bound.unsure(name).sum()))
     return Judged(name, device_error, float32_error, our_error, *counts, RIGHT if device_error <= 1 else WRONG)
