@@ -22,12 +22,30 @@ struct Inputs {
 
 using Shape = std::vector<int64_t>;
 constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
-constexpr double INFINITE = std::numeric_limits<double>::infinity();
+constexpr double POSITIVE_INFINITY = std::numeric_limits<double>::infinity();
 
 inline double special_place(Random &random) {
-    return random.pick({NOT_A_NUMBER, INFINITE,     -INFINITE,     1e30,    -1e30, 3e9,   -3e9,
-                        2147483647.0, 2147483648.0, -2147483648.0, 0.0,     -0.0,  1e-40, -1e-40,
-                        1.0,          -1.0,         0.5,           65504.0, 1e19,  -1e19, 9.3e18});
+    return random.pick({NOT_A_NUMBER,
+                        POSITIVE_INFINITY,
+                        -POSITIVE_INFINITY,
+                        1e30,
+                        -1e30,
+                        3e9,
+                        -3e9,
+                        2147483647.0,
+                        2147483648.0,
+                        -2147483648.0,
+                        0.0,
+                        -0.0,
+                        1e-40,
+                        -1e-40,
+                        1.0,
+                        -1.0,
+                        0.5,
+                        65504.0,
+                        1e19,
+                        -1e19,
+                        9.3e18});
 }
 
 inline double floor_to(double step, double number) { return std::floor(number / step) * step; }
@@ -102,7 +120,8 @@ class Builder {
         const Shape shape = flat ? Shape{c.bs, c.keys, c.channels} : Shape{c.bs, c.keys, c.heads, c.channels};
         Tensor &value = add_floating(flat ? "feature_maps" : "value", shape, true);
         value.fill(-1, 1, random);
-        for (int i = 0; c.special_values && i < 3; ++i) set_somewhere(value, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE}));
+        for (int i = 0; c.special_values && i < 3; ++i)
+            set_somewhere(value, random.pick({NOT_A_NUMBER, POSITIVE_INFINITY, -POSITIVE_INFINITY}));
     }
 
     void add_levels() {
@@ -216,8 +235,8 @@ class Builder {
             });
         Tensor &window = add_integer("window", {c.points, 2});
         for (int64_t i = 0; i < window.count(); ++i) {
-            const bool far = c.special_places && random.one_in(20);
-            window.set(i, far ? random.pick({1e6, 3e9, -3e9}) : double(random.below(9) - 4));
+            const bool is_far = c.special_places && random.one_in(20);
+            window.set(i, is_far ? random.pick({1e6, 3e9, -3e9}) : double(random.below(9) - 4));
         }
     }
 
@@ -274,7 +293,8 @@ class Builder {
         Tensor &weights = add_floating(c.from_logits() ? "logits" : "weights", shape_of_weights(), true);
         weights.fill(-most, most, random);
         if (!c.special_places || weights.count() == 0 || random.one_in(2)) return;
-        for (int i = 0; i < 4; ++i) set_somewhere(weights, random.pick({NOT_A_NUMBER, INFINITE, -INFINITE, -INFINITE}));
+        for (int i = 0; i < 4; ++i)
+            set_somewhere(weights, random.pick({NOT_A_NUMBER, POSITIVE_INFINITY, -POSITIVE_INFINITY, -POSITIVE_INFINITY}));
     }
 };
 
