@@ -22,30 +22,11 @@ struct Inputs {
 
 using Shape = std::vector<int64_t>;
 constexpr double NOT_A_NUMBER = std::numeric_limits<double>::quiet_NaN();
-constexpr double POSITIVE_INFINITY = std::numeric_limits<double>::infinity();
+constexpr double INF = std::numeric_limits<double>::infinity();
 
 inline double special_place(Random &random) {
-    return random.pick({NOT_A_NUMBER,
-                        POSITIVE_INFINITY,
-                        -POSITIVE_INFINITY,
-                        1e30,
-                        -1e30,
-                        3e9,
-                        -3e9,
-                        2147483647.0,
-                        2147483648.0,
-                        -2147483648.0,
-                        0.0,
-                        -0.0,
-                        1e-40,
-                        -1e-40,
-                        1.0,
-                        -1.0,
-                        0.5,
-                        65504.0,
-                        1e19,
-                        -1e19,
-                        9.3e18});
+    return random.pick({NOT_A_NUMBER, INF,   -INF,   1e30, -1e30, 3e9, -3e9,    2147483647.0, 2147483648.0, -2147483648.0, 0.0,
+                        -0.0,         1e-40, -1e-40, 1.0,  -1.0,  0.5, 65504.0, 1e19,         -1e19,        9.3e18});
 }
 
 inline double floor_to(double step, double number) { return std::floor(number / step) * step; }
@@ -120,8 +101,7 @@ class Builder {
         const Shape shape = flat ? Shape{c.bs, c.keys, c.channels} : Shape{c.bs, c.keys, c.heads, c.channels};
         Tensor &value = add_floating(flat ? "feature_maps" : "value", shape, true);
         value.fill(-1, 1, random);
-        for (int i = 0; c.special_values && i < 3; ++i)
-            set_somewhere(value, random.pick({NOT_A_NUMBER, POSITIVE_INFINITY, -POSITIVE_INFINITY}));
+        for (int i = 0; c.special_values && i < 3; ++i) set_somewhere(value, random.pick({NOT_A_NUMBER, INF, -INF}));
     }
 
     void add_levels() {
@@ -293,8 +273,7 @@ class Builder {
         Tensor &weights = add_floating(c.from_logits() ? "logits" : "weights", shape_of_weights(), true);
         weights.fill(-most, most, random);
         if (!c.special_places || weights.count() == 0 || random.one_in(2)) return;
-        for (int i = 0; i < 4; ++i)
-            set_somewhere(weights, random.pick({NOT_A_NUMBER, POSITIVE_INFINITY, -POSITIVE_INFINITY, -POSITIVE_INFINITY}));
+        for (int i = 0; i < 4; ++i) set_somewhere(weights, random.pick({NOT_A_NUMBER, INF, -INF, -INF}));
     }
 };
 
