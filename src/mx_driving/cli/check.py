@@ -101,11 +101,9 @@ def check(
     names = matching("--only", only, [w.name for w in CHECKED])
     chosen = [w for w in CHECKED if w.name in names]
     use_threads(threads)
-    console = (
-        Console(stderr=True)
-        if as_json
-        else open_console(f"mx-driving check on {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    )
+    used = torch.get_num_threads()
+    where = f"on {device}, {used} thread{'s' * (used > 1)}, torch {torch.__version__}"
+    console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}")
     rows: list[WorkloadErrors] = []
     work = [(workload, d.value) for d in dtype or [DType.float32] for workload in chosen]
     with Progress(console=console, transient=True) as progress:
@@ -126,6 +124,4 @@ def check(
         say(console, f"[bold red]wrong:[/] {escape(failure)}")
     if failures:
         raise typer.Exit(1)
-    threads = torch.get_num_threads()
-    where = f"{device}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}"
-    say(console, f"[bold green]all is well[/] on {where}")
+    say(console, f"[bold green]all is well[/] {where}")
