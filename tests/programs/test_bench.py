@@ -6,6 +6,7 @@ import csv
 import importlib.util
 import pathlib
 import statistics
+import subprocess
 import sys
 from argparse import Namespace
 
@@ -164,6 +165,17 @@ def test_a_file_that_git_tracks_does_not_make_its_own_commit_dirty(tmp_path, mon
         report.write([{"milliseconds": 1.0}], out)
         assert out.read_text().endswith('commit clean"\n')
     report._commit.cache_clear()
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_the_commit_is_that_of_the_package(tracked, tmp_path, monkeypatch):
+    """A wheel in an environment inside of a user's repository has none."""
+    (tmp_path / "report.py").touch()
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."] if tracked else [], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=bool(words), capture_output=True)
+    monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
+    assert report._commit.__wrapped__().startswith(", commit ") == tracked
 
 
 def rows_of(ours: float, plain_torch: float):

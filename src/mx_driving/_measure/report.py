@@ -27,11 +27,12 @@ PLAIN = "plain torch"
 
 @cache
 def _commit() -> str:
-    """Return the commit of the source that this package runs from; nothing for a wheel. Cached: writing a file that git tracks
-    makes the commit dirty."""
+    """Return the commit of the source that this package runs from; nothing for a wheel, also in a repository of the user's.
+    Cached: writing a file that git tracks makes the commit dirty."""
+    git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-        described = subprocess.run(git, capture_output=True, text=True, check=True)
+        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
+        described = subprocess.run([*git, "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ""
     return f", commit {described.stdout.strip()}"
