@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -60,61 +61,33 @@ const Dtype &dtype_of(int32_t number) {
 
 // ---- tensors
 
-class Tensor {
-  public:
-    Tensor() = default;
-    explicit Tensor(TensorHandle owned) : handle(owned) {}
-    Tensor(Tensor &&other) : handle(other.release()) {}
-    Tensor &operator=(Tensor &&other) {
-        std::swap(handle, other.handle);
-        return *this;
-    }
-    ~Tensor() {
-        if (handle) api->aoti_torch_delete_tensor_object(handle);
-    }
-    TensorHandle release() { return std::exchange(handle, nullptr); }
-    TensorHandle get() const { return handle; }
-
-    int32_t dtype() const { return number(api->aoti_torch_get_dtype); }
-    int32_t device_index() const { return number(api->aoti_torch_get_device_index); }
-    int32_t device() const { return number(api->aoti_torch_get_device_type); }
-    const void *data() const {
-        const void *address;
-        need(api->torch_get_const_data_ptr(handle, &address), "read a tensor's address");
-        return address;
-    }
-    void *memory() const {
-        void *address;
-        need(api->torch_get_mutable_data_ptr(handle, &address), "read a tensor's address");
-        return address;
-    }
-    // Sizes and strides are the tensor's own.
-    TensorInfo info() const {
-        int64_t axes, *shape, *strides;
-        need(api->aoti_torch_get_dim(handle, &axes), "read a tensor's axes");
-        need(api->aoti_torch_get_sizes(handle, &shape), "read a tensor's sizes");
-        need(api->aoti_torch_get_strides(handle, &strides), "read a tensor's strides");
-        const Dtype &dtype = dtype_of(this->dtype());
-        static const int64_t no_axes = 0;
-        return {axes ? shape : &no_axes, int(axes), dtype.dtype, nullptr, axes ? strides : &no_axes, -1, dtype.name};
-    }
-
-  private:
-    TensorHandle handle = nullptr;
-
-    int32_t number(Status (*of)(TensorHandle, int32_t *)) const {
-        int32_t answer;
-        need(of(handle, &answer), "read a tensor's dtype or device");
-        return answer;
-    }
+struct DeleteTensor {
+    void operator()(TensorHandle tensor) const { api->aoti_torch_delete_tensor_object(tensor); }
 };
+typedef std::unique_ptr<TensorObject, DeleteTensor> Tensor;
+
+template <class Answer> Answer ask(Status (*question)(TensorHandle, Answer *), const Tensor &tensor) {
+    Answer answer;
+    need(question(tensor.get(), &answer), "read a tensor's sizes, dtype, device or address");
+    return answer;
+}
+
+// Sizes and strides are the tensor's own.
+TensorInfo info_of(const Tensor &tensor) {
+    static const int64_t no_axes = 0;
+    const int axes = int(ask(api->aoti_torch_get_dim, tensor));
+    const int64_t *shape = ask(api->aoti_torch_get_sizes, tensor), *strides = ask(api->aoti_torch_get_strides, tensor);
+    const Dtype &dtype = dtype_of(ask(api->aoti_torch_get_dtype, tensor));
+    return {axes ? shape : &no_axes, axes, dtype.dtype, nullptr, axes ? strides : &no_axes, -1, dtype.name};
+}
 
 // A contiguous tensor on the device of another.
 Tensor made(const std::string &name, const Tensor &like, int32_t dtype, const int64_t *shape, int axes) {
     int64_t strides[MOST_AXES];
     for (int64_t a = axes, stride = 1; a-- > 0; stride *= std::max<int64_t>(shape[a], 1)) strides[a] = stride;
     TensorHandle handle;
-    if (api->aoti_torch_empty_strided(axes, shape, strides, dtype, like.device(), like.device_index(), &handle))
+    const int32_t device = ask(api->aoti_torch_get_device_type, like), index = ask(api->aoti_torch_get_device_index, like);
+    if (api->aoti_torch_empty_strided(axes, shape, strides, dtype, device, index, &handle))
         throw Refused{sentence(name, "fit in memory", "shape " + text_of(shape, size_t(axes)))};
     return Tensor(handle);
 }
@@ -146,7 +119,7 @@ class BoxedCall {
 
     void run(Device device, Value *results) {
         for (int i = 0; i < function.first_written; ++i)
-            if (tensors[i].get()) describe(i, device);
+            if (tensors[i]) describe(i, device);
         check_option();
         if (!fits(function, infos, function.first_written, option, sizes))
             refuse(refusal_of(function, infos, function.first_written, option));
@@ -202,10 +175,10 @@ class BoxedCall {
         api->torch_delete_string(text);
     }
     void take_mask(ListHandle list) {
-        Value wanted;
+        Value entry;
         api->torch_list_size(list, &mask_size);
         for (size_t i = 0; i < mask_size && i < MOST_ARGUMENTS; ++i)
-            mask[i] = !api->torch_list_get_item(list, i, &wanted) && (wanted & 0xff);
+            mask[i] = !api->torch_list_get_item(list, i, &entry) && (entry & 0xff);
         api->torch_delete_list(list);
     }
 
@@ -213,14 +186,15 @@ class BoxedCall {
 
     void describe(int i, Device device) {
         const bool cpu = device == Device::CPU;
-        if (tensors[i].device() != (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
+        if (ask(api->aoti_torch_get_device_type, tensors[i]) !=
+            (cpu ? api->aoti_torch_device_type_cpu() : api->aoti_torch_device_type_meta()))
             throw Refused{sentence(argument(i).name, cpu ? "be on the CPU" : "be a meta tensor", "another device")};
-        infos[i] = tensors[i].info();
+        infos[i] = info_of(tensors[i]);
         if (cpu && argument(i).elements == Elements::NUMBER && infos[i].dtype == NARROW) {
             tensors[i] = as_int64(std::move(tensors[i]));
-            infos[i] = tensors[i].info();
+            infos[i] = info_of(tensors[i]);
         }
-        if (cpu) infos[i].data = tensors[i].data();
+        if (cpu) infos[i].data = ask(api->torch_get_const_data_ptr, tensors[i]);
     }
 
     void check_option() {
@@ -241,13 +215,13 @@ class BoxedCall {
         if (!fault.empty()) throw Refused{fault};
         Tensor &output = tensors[function.first_written];
         output = made("output", tensors[function.first_input], output_dtype(), shape.begin(), shape.count);
-        infos[function.first_written] = output.info();
+        infos[function.first_written] = info_of(output);
     }
 
     int32_t output_dtype() const {
         const int64_t dtype = infos[function.first_input].dtype;
         const bool widens = kind == OutputDtype::AUTOCAST && (dtype == MXD_FLOAT16 || dtype == MXD_BFLOAT16);
-        return widens ? api->aoti_torch_dtype_float32() : tensors[function.first_input].dtype();
+        return widens ? api->aoti_torch_dtype_float32() : ask(api->aoti_torch_get_dtype, tensors[function.first_input]);
     }
 
     // The gradient of each input that has one; empty where it is not wanted.
@@ -259,13 +233,13 @@ class BoxedCall {
         int input = function.first_input;
         const int64_t nothing = 0;
         for (size_t i = 0; i < gradients; ++i, ++input) {
-            const int place = function.first_written + int(i);
-            while (std::string_view(argument(place).name).substr(5) != argument(input).name) ++input; // behind "grad_"
-            const std::string name = argument(place).name;
-            const int32_t dtype = tensors[input].dtype();
-            tensors[place] = mask[i] ? made(name, tensors[input], dtype, infos[input].shape, infos[input].axes)
-                                     : made(name, tensors[input], dtype, &nothing, 1);
-            if (mask[i]) infos[place] = tensors[place].info();
+            const int result = function.first_written + int(i);
+            while (std::string_view(argument(result).name).substr(5) != argument(input).name) ++input; // behind "grad_"
+            const std::string name = argument(result).name;
+            const int32_t dtype = ask(api->aoti_torch_get_dtype, tensors[input]);
+            tensors[result] = mask[i] ? made(name, tensors[input], dtype, infos[input].shape, infos[input].axes)
+                                      : made(name, tensors[input], dtype, &nothing, 1);
+            if (mask[i]) infos[result] = info_of(tensors[result]);
         }
     }
 
@@ -277,7 +251,7 @@ class BoxedCall {
 
     void compute() {
         for (int i = function.first_written; i < count(); ++i)
-            if (infos[i].shape) infos[i].data = tensors[i].memory();
+            if (infos[i].shape) infos[i].data = ask(api->torch_get_mutable_data_ptr, tensors[i]);
         Call call = make_call(function, infos, sizes, option, 1);
         uint32_t threads = 1;
         need(api->torch_get_num_threads(&threads), "count its threads");
