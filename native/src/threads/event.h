@@ -30,8 +30,8 @@ class Event {
         }
         changed.notify_all();
     }
-    // Returns once the number is not `seen`. It looks at the number for some microseconds, in which a call's other
-    // threads are often done, and then sleeps: on a machine with too few processors those threads need this one.
+    // Wait until the number is not `seen`. Spins for some microseconds, because a call's other threads are often done
+    // by then, and then sleeps, because other threads may need this processor.
     void wait_past(int64_t seen) {
         for (int look = 0; look < LOOKS; ++look) {
             if (number() != seen) return;

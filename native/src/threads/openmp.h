@@ -18,8 +18,8 @@ struct OpenMp {
     void run(int threads, Body *body, void *context) const;
 };
 
-// Null where the process has none. It is looked for until one is found, but only when libraries were loaded meanwhile:
-// a program may load torch after its first call.
+// Null if the process has no runtime. Each call looks again if libraries were loaded since the last look: a program may
+// load torch after its first call.
 const OpenMp *openmp();
 
 } // namespace mxd

@@ -20,15 +20,15 @@ class Pool {
     // This process's.
     static Pool &here();
 
-    // As run_on_threads. While one call uses the pool, any other runs on its caller's thread alone: it neither waits
-    // for the first, nor makes more threads than the call wants.
+    // As run_on_threads. The pool serves one call at a time. A second call meanwhile runs on its caller's thread alone:
+    // it does not wait, and it starts no threads.
     void run(int threads, Body *body, void *context);
 
   private:
     const int64_t process = this_process();
     std::atomic<bool> in_use{false};
     std::vector<std::unique_ptr<Event>> workers; // one for each thread: only those that a call needs are woken
-    // The call that is run; its caller writes it, before it wakes workers.
+    // The current call. Its caller sets body and context before it wakes the workers.
     Body *body = nullptr;
     void *context = nullptr;
     std::atomic<int> working{0};

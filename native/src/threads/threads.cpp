@@ -43,7 +43,7 @@ void run_on_threads(int threads, Body *body, void *context) {
     return openmp ? openmp->run(threads, body, context) : Pool::here().run(threads, body, context);
 }
 
-// The others are often done within microseconds. On a machine with too few processors they need this one.
+// Other threads are often done within microseconds. If there are too few processors, they need this one.
 void wait_for(const int64_t *number, int64_t least) {
     for (int look = 0; __atomic_load_n(number, __ATOMIC_ACQUIRE) < least; ++look) {
         if (look < LOOKS)
@@ -53,7 +53,7 @@ void wait_for(const int64_t *number, int64_t least) {
     }
 }
 
-// In a forked child, too, the runtime has the number that torch.set_num_threads gave it.
+// A forked child asks the runtime, too: it keeps the number of torch.set_num_threads.
 int usable_threads() {
     const OpenMp *runtime = openmp();
     return runtime ? runtime->get_max_threads() : processors();

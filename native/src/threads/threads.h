@@ -13,16 +13,16 @@ typedef void Body(void *context, int index);
 // time.
 void run_on_threads(int threads, Body *body, void *context);
 
-// Returns once a number that other threads add to is at least so great.
+// Wait until a number that other threads add to is at least `least`.
 void wait_for(const int64_t *number, int64_t least);
 
-// How many threads a caller may use who has named no number: as many as the runtime would use, where there is one.
+// The default number of threads: the OpenMP runtime's if there is one, else the number of processors.
 int usable_threads();
 
-// "threads of libgomp.so.1", the file of the runtime; or "threads of its own". No thread is started for the answer.
+// "threads of libgomp.so.1", which names the runtime's file, or "threads of its own". Starts no thread.
 const char *threads_in_use();
 
-// From now on calls run on our own pool, or where a call finds threads.
+// true: use our pool; false: use the threads of the OpenMP runtime if the process has one.
 void use_own_threads(bool own);
 
 // A number of this process. A forked child has another one.

@@ -1,7 +1,7 @@
 // How deformable_aggregation reads its anchors: which pairs (point, camera) are seen, and bundles of their samples.
 //
-// A bundle holds all samples of an anchor that are seen, or as many as there is room for. While the rows of one bundle
-// are used, the first rows of the next are prefetched.
+// A bundle holds the seen samples of one anchor, or as many as there is room for. While the rows of one bundle are
+// summed, the first rows of the next are prefetched.
 #pragma once
 
 #include "kernels/aggregation/anchor_weights.h"
@@ -13,9 +13,9 @@ namespace {
 
 constexpr int64_t WEIGHTS_AHEAD = 16;
 
-// The locations of an anchor's pairs (point, camera), as T, and which of them are seen: those strictly inside the
-// image. With logits the cameras decide that, and only pairs that are seen have locations, which stay valid for two more
-// anchors.
+// The locations of an anchor's pairs (point, camera), as T, and the pairs that are seen, which lie strictly inside the
+// image. With logits only seen pairs have locations; these stay valid while the next two anchors
+// are read.
 template <class T> class AnchorReader {
   public:
     const int64_t *seen = nullptr;

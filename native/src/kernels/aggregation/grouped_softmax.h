@@ -1,6 +1,6 @@
-// Softmax down the rows of logits [row, groups], which lie side by side. A vector holds some groups of one row, or some
-// rows: the place of a number among the groups repeats after `cycle` numbers. Until then each lane has a maximum and a
-// sum of its own; they are folded at the end.
+// Softmax over the rows of contiguous logits [row, groups], for each group. A vector holds some groups of one row, or
+// some rows: the group of a lane repeats after `cycle` numbers. Each of `cycle` lanes keeps a maximum and a sum of its
+// own; the lanes of a group are folded at the end.
 #pragma once
 
 #include "kernels/shared/sampling.h"

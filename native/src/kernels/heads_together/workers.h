@@ -7,8 +7,8 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: (batch, block of queries). V: the type of value. Rows are read as T; if V is another type, all rows of the batch
-// were widened, to job.packed_value.
+// Items: (batch, block of queries). V: the type of value. Rows are read as T: if V is another type, from
+// job.packed_value, which has all rows of the batch as T.
 template <class V, class T> class WindowForward {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * blocks(job.call); }
@@ -101,8 +101,8 @@ inline bool all_heads_together(const Call &call, const Plan &plan) {
                       [&](auto *v, auto *t) { return forward_of_heads_together<__typeof__(*v), __typeof__(*t)>(call, plan); });
 }
 
-// Items: (batch, heads that go together). Their value and its gradient lie in packed memory of the worker, a head after
-// the other, each with a row of zeros at its end for samples that there are not.
+// Items: (batch, heads that go together). The worker packs their value and its gradient, head by head. One zero row
+// follows in both, which padding points to.
 template <class V, class T> class WindowGradients {
   public:
     static int64_t items(const Job &job) { return job.call.sizes.batch * (job.call.sizes.heads / job.plan.heads_together); }

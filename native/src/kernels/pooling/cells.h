@@ -1,4 +1,4 @@
-// Cells of the bird's-eye view: their channels lie far apart in an output [bs, c, d, h, w], and side by side in a row.
+// Cells of the bird's-eye view. In an output [bs, c, d, h, w] the channels of a cell lie far apart; in a row, side by side.
 #pragma once
 
 #include "call/call.h"
@@ -7,7 +7,7 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// read_elements, of floating dtypes alone, and write_elements, called and not inlined: at each place that would be 10 KB more.
+// read_elements, for floating dtypes, and write_elements, not inlined: each inlined copy would be 10 KB of code.
 template <class T> __attribute__((noinline)) void read_run(const char *from, int64_t dtype, int64_t stride, int64_t n, T *to) {
     with_elements(const_cast<char *>(from), dtype, [&](auto *elements) { convert_run<T>(elements, stride, to, 1, n); });
 }

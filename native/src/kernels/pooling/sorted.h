@@ -1,5 +1,5 @@
-// Points in the order of one of their ranks. Points of one rank stay in the order in which they came, so a sum over them has
-// the same bits for any number of threads. Models often bring points sorted by cell: nothing is counted then.
+// Points sorted by one of their ranks. The sort is stable, so a sum over the points of a rank has the same bits for any
+// number of threads. Models often bring points sorted by cell: then nothing is sorted.
 #pragma once
 
 #include "call/call.h"
@@ -25,8 +25,8 @@ template <class Put> MXD_INLINE void each_rank(const Tensor &t, const uint32_t *
     });
 }
 
-// Whether no rank is smaller than the one before it. Blocks without a branch inside, of which compilers make vectors; the sign
-// of a difference says it, because ranks are not negative.
+// Whether ranks ascend. Blocks have no branch inside, so that compilers vectorise them. Ranks are not negative, so a
+// difference does not overflow, and its sign tells.
 inline bool ascend(const Tensor &of, int64_t points) {
     return with_ranks(of, [&](auto *ranks, int64_t stride) {
         constexpr int64_t BLOCK = 1024;
@@ -43,7 +43,7 @@ inline bool ascend(const Tensor &of, int64_t points) {
     });
 }
 
-// A stable counting sort. Each thread counts and places a part of the points. It has a counter for each rank, of 16 MB in all.
+// A stable counting sort. Each thread counts and places its part of the points. All counters together take 16 MB at most.
 struct Sorting {
     const Tensor &ranks;
     const int64_t points, rows, parts;

@@ -7,13 +7,13 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Where points of the order find their rows, and their coefficients. Rows are `step` bytes apart.
+// Where points find their rows and coefficients. `begin` is the first row's address; rows are `step` bytes apart.
 struct Source {
     const Tensor &ranks, &depth, &ranks_depth;
     int64_t begin, step;
 };
 
-// Some points that follow each other in the order.
+// The rows and coefficients of some consecutive points of the order.
 template <class T> class Window {
   public:
     static constexpr int64_t MOST = 512;
@@ -38,7 +38,7 @@ template <class T> class Window {
     }
 };
 
-// Products of a single channel are hidden from GCC, which would make vectors of points and round them before they are added.
+// A single channel: hide the products from GCC, which would vectorise over points and round products before adding.
 template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
     if constexpr (N == 1)
         return rounded(coefficient);
@@ -46,7 +46,7 @@ template <class T, int N> MXD_INLINE Vec<T, N> factor_of(T coefficient) {
         return broadcast<T, N>(coefficient);
 }
 
-// sums += coefficient * row over n points, of which the first comes first; sums in each_vector's order for rows of type Row.
+// sums += coefficient * row over n points, in order. Sums are in each_vector's order for rows of type Row.
 template <class Row, class T>
 inline void add_rows(const int64_t *address, const T *coefficient, int64_t n, int64_t channels, T *sums) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
