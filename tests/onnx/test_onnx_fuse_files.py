@@ -17,7 +17,6 @@ from onnx_ir.passes.common import LiftConstantsToInitializersPass  # noqa: E402
 from onnx_writings import WRITINGS, Projected, Stacked, export, inputs, masked, run  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
-from mx_driving.onnx import _sizes  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
 
@@ -313,13 +312,6 @@ def test_broken_files_are_refused_in_a_sentence(name, tmp_path, capfd):
         mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx")
     assert capfd.readouterr() == ("", "")
     assert not (tmp_path / "after.onnx").exists()
-
-
-def test_a_pad_of_one_number():
-    """No Pad has one: onnxruntime says so in the trial. Before that, its number counts for every axis."""
-    pads = onnx_ir.Value(name="pads", const_value=onnx_ir.tensor(np.array([9])))
-    node = onnx_ir.Node("", "Pad", [onnx_ir.Value(name="data", shape=onnx_ir.Shape([4, 4])), pads])
-    assert list(_sizes._picked(node)) == [9]
 
 
 HUGE = """<ir_version: 8, opset_import: ["" : 20]>

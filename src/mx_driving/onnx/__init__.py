@@ -62,10 +62,8 @@ def translations(form: str = "gather") -> dict[Any, Callable[..., Any]]:
         raise ValueError(f"form must be one of {', '.join(FORMS)}; got {form!r}")
     if form == "gather":
         return {}
-    plugins = form in ("npu", "tensorrt")
-    nodes = importlib.import_module(f"{__name__}._{'plugins' if plugins else form}").NODES
-    nodes = nodes[form] if plugins else nodes
-    return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in nodes.items()}
+    room = importlib.import_module(f"{__name__}.{'_grid_sample' if form == 'grid_sample' else '_custom_nodes'}")
+    return {getattr(torch.ops.mx_driving, operator).default: node for operator, node in room.NODES[form].items()}
 
 
 def library() -> str:

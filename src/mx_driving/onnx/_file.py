@@ -37,13 +37,27 @@ def check_path(name: str, path: str | os.PathLike[str]) -> Path:
 
 def load(path: Path) -> ir.Model:
     """Return the model, with all sizes that can be inferred. `save` leaves out those that the file does not say."""
-    model = _read(path)
-    _check(model, path)
+    try:
+        proto = onnx.load(path, format="protobuf", load_external_data=False)
+        has_plugins = _name_plugins(proto)
+        sparse = [name for graph in (proto.graph, *proto.functions) for name in _sparse(graph)]
+        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inlined(proto))
+    except OSError as error:
+        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
+    except Exception as error:  # protobuf's and onnx_ir's own
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
+    if sparse:
+        raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
+    _take_in_attributes(model, path)
+    for tensor in outside(model):
+        _find(tensor, path)
+    _set_defaults_aside(model)
+    _check(_without_tensors(proto) if has_plugins else path, model, path)
     shapes = {value.name: value.shape for value in outputs(model)}
     model = _infer_shapes(model)
     model.meta["said"] = shapes
-    if not _all_sizes_are_known(model):
-        _follow_sizes(model, path)
+    if not _all_sizes_are_fixed(model):
+        _follow_sizes(model)
     return model
 
 
@@ -69,26 +83,6 @@ def _give_shape(node: ir.Node) -> bool:
 
 def outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
-
-
-def _read(path: Path) -> ir.Model:
-    try:
-        proto = onnx.load(path, format="protobuf", load_external_data=False)
-        has_plugins = _name_plugins(proto)
-        sparse = [name for graph in (proto.graph, *proto.functions) for name in _sparse(graph)]
-        model = ir.serde.deserialize_model(_inlined(proto)) if not sparse else None
-    except OSError as error:
-        raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
-    except Exception as error:  # protobuf's and onnx_ir's own
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
-    if model is None:
-        raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
-    model.meta["with plugins"] = proto if has_plugins else None
-    _take_in_attributes(model, path)
-    for tensor in outside(model):
-        _find(tensor, path)
-    _set_defaults_aside(model)
-    return model
 
 
 def _sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
@@ -171,11 +165,10 @@ def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _check(model: ir.Model, path: Path) -> None:
+def _check(file: Path | onnx.ModelProto, model: ir.Model, path: Path) -> None:
     """Check order and inputs of nodes, opsets and names by onnx itself: of the file, or of the model with plugins named."""
-    proto = model.meta.pop("with plugins")
     try:
-        onnx.checker.check_model(path if proto is None else _without_tensors(proto))
+        onnx.checker.check_model(file)
     except Exception as error:  # its own, or of a letter in it
         raise ValueError(f"path_in must be an ONNX file; got {path}: {said_by_the_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)
@@ -227,18 +220,18 @@ def _astray(tensor: ir.ExternalTensor) -> str | None:
     return f"{tensor.location} of {size} bytes, where {tensor.name} ends at {end}" if size < end else None
 
 
-def _all_sizes_are_known(model: ir.Model) -> bool:
+def _all_sizes_are_fixed(model: ir.Model) -> bool:
     return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in outputs(model))
 
 
-def _follow_sizes(model: ir.Model, path: Path) -> None:
+def _follow_sizes(model: ir.Model) -> None:
     """Add sizes that onnx's own inference loses where a file computes a shape: from numbers alone, or from a named batch."""
     try:
-        folded = _folded(_read(path))
+        folded = _folded(model.clone())
     except Exception:  # of any node that it computes, and then sizes stay unknown: what needs them is reported as left
         return
     _add(model, {str(value.name): list(dims(value)) for value in outputs(folded)})
-    if not _all_sizes_are_known(folded):
+    if not _all_sizes_are_fixed(folded):
         sizes, model.meta["merged"] = _from_names(folded)
         _add(model, sizes)
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._constants import batches, spelled_out
+from ._constants import find_constants
 from ._graph import Unfit, is_node, source
 from ._nodes import nodes
 from ._quantized import has_quantizers, reason, without_quantizers
-from ._search import Sampling, candidates, nearest, sums
-from ._table import find_tables, table_candidates
+from ._samples import split_levels
+from ._search import Pairs, Sampling, candidates, find_nearest, find_sums, find_tables, table_candidates
 from ._trial import part, prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
@@ -24,30 +24,27 @@ def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, 
     A caller may replace a sampling before it asks for the next one. `tables=False` leaves out the form "gather".
     """
     corners = find_tables(model.graph)
-    levels = {node: both for node, both in sums(model.graph).items() if node not in corners}
-    for node in [*(corners if tables else ()), *levels]:
+    sums = {node: pairs for node, pairs in find_sums(model.graph).items() if node not in corners}
+    for node in [*(corners if tables else ()), *sums]:
+        name = str(node.outputs[0].name)
         try:
             if node in corners:
-                sampling = _prove_one(model, table_candidates(node, corners[node]))
+                yield name, _prove_one(model, table_candidates(node, corners[node]))
             else:
-                sampling = certain(model, node, *levels[node])
-            yield str(node.outputs[0].name), sampling
+                yield name, prove_sum(model, node, sums[node])
         except Unfit as unfit:
-            yield str(node.outputs[0].name), str(unfit)
+            yield name, str(unfit)
 
 
-def certain(model: ir.Model, node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Sampling:
-    """Return the first candidate that passes its trial. Constants of levels become one tensor, for each possible batch."""
+def prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
+    """Return the first candidate that passes its trial, with constants of levels as one tensor if there are any."""
     reasons = []
-    for batch in batches(samples, weights):
+    for constants in find_constants(pairs):
         try:
-            with spelled_out(model, samples, weights, batch) as spelled:
-                return _prove_one(model, candidates(node, samples, spelled))
+            return _prove_one(model, candidates(node, pairs, constants))
         except Unfit as unfit:
             reasons.append(unfit)
-    if reasons:
-        raise reasons[0]
-    return _prove_one(model, candidates(node, samples, weights))
+    raise reasons[0]
 
 
 def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
@@ -64,7 +61,7 @@ def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
 def find_left(model: ir.Model) -> dict[str, str]:
     """Return name -> reason of samples that are in no weighted sum of the main graph, or are nearest rows."""
     left = _find_in_subgraphs(model)
-    for node in nearest(model.graph):
+    for node in find_nearest(model.graph):
         left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
     for node in _single_samplers(model.graph):
         left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
@@ -87,7 +84,8 @@ def explain_quantized(model: ir.Model, left: dict[str, str]) -> None:
 
 def _single_samplers(graph: ir.Graph) -> list[ir.Node]:
     """Return GridSample nodes that belong to no weighted sum."""
-    seen = {source(part).producer() for samples, _ in sums(graph).values() for part in samples}
+    samples = (samples for pairs in find_sums(graph).values() for samples, _ in pairs)
+    seen = {source(part).producer() for value in samples for part in split_levels(value)}
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]
 
 
@@ -105,7 +103,7 @@ def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
         }
         graphs.pop(model.graph, None)
         for graph, where in graphs.items():
-            for node in (*sums(graph), *nearest(graph), *nodes(graph), *_single_samplers(graph)):
+            for node in (*find_sums(graph), *find_nearest(graph), *nodes(graph), *_single_samplers(graph)):
                 left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
     return left
 

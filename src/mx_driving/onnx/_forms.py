@@ -6,6 +6,7 @@ need no arithmetic of shapes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ._graph import Unfit
+from ._graph import Unfit, constant, dims
 from ._writer import Writer
 
 OURS, NPU, TENSORRT = "mx_driving", "npu", "trt.plugins"
@@ -28,28 +29,18 @@ _FLOAT, _HALF, _DOUBLE = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOU
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes that a file fixes. A free batch is None."""
-
-    batch: int | None
-    keys: int
-    heads: int
-    channels: int
-    maps: tuple[tuple[int, int], ...]
-    starts: tuple[int, ...]
-    points: int  # of each level
-
-
-@dataclass(frozen=True)
 class Call:
-    """The five inputs of the operator in a graph, and their sizes or why they are not known."""
+    """The five inputs of the operator in a graph."""
 
     value: ir.Value
     shapes: ir.Value
     starts: ir.Value
     locations: ir.Value
     weights: ir.Value
-    sizes: Sizes | str
+
+    @property
+    def inputs(self) -> tuple[ir.Value, ...]:
+        return self.value, self.shapes, self.starts, self.locations, self.weights
 
     @property
     def floating(self) -> tuple[ir.Value, ...]:
@@ -64,13 +55,7 @@ class Call:
 
 
 def _ours(write: Writer, call: Call, **options: Any) -> ir.Value:
-    call.dtype()
-    inputs = call.value, call.shapes, call.starts, call.locations, call.weights
-    return write.op(NODES[OURS], *inputs, domain=OURS)
-
-
-def _int32(write: Writer, call: Call) -> tuple[ir.Value, ir.Value]:
-    return write.cast(call.shapes, ir.DataType.INT32), write.cast(call.starts, ir.DataType.INT32)
+    return write.op(NODES[OURS], *call.inputs, domain=OURS)
 
 
 def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **attributes: str) -> ir.Value:
@@ -79,8 +64,8 @@ def _of_others(write: Writer, call: Call, domain: str, halves: bool = False, **a
     if _DOUBLE in dtypes:
         raise Unfit(f"its tensors are float64; {domain}::{NODES[domain]} has float32, which would lose digits")
     dtype = _HALF if halves and dtypes == {_HALF} else _FLOAT
-    value, locations, weights = (write.cast(v, dtype) for v in call.floating)
-    output = write.op(NODES[domain], value, *_int32(write, call), locations, weights, domain=domain, **attributes)
+    inputs = (write.cast(v, dtype if v in call.floating else ir.DataType.INT32) for v in call.inputs)
+    output = write.op(NODES[domain], *inputs, domain=domain, **attributes)
     output.dtype = dtype
     return output
 
@@ -107,90 +92,84 @@ class _Gathers:
     """
 
     def __init__(self, write: Writer, call: Call) -> None:
-        if isinstance(call.sizes, str):
-            raise Unfit(f"{call.sizes}, which gathers need")
-        self.write, self.call, self.sizes, self.output_dtype = write, call, call.sizes, call.dtype()
+        self.write, self.op, self.call = write, write.op, call
+        self.opset = write.model.graph.opset_imports.get("", 0)
         self.dtype = _DOUBLE if any(v.dtype == _DOUBLE for v in call.floating) else _FLOAT
-        self.heads, self.samples = self.sizes.heads, len(self.sizes.maps) * self.sizes.points
+        maps, starts = constant(call.shapes), constant(call.starts)
+        if maps is None or starts is None:
+            raise Unfit("the file does not fix the sizes of its maps, which gathers need")
+        batch, *sizes = (*dims(call.value), *dims(call.locations)[4:5]) or (None,)
+        if len(sizes) != 4 or not all(isinstance(size, int) for size in sizes):
+            raise Unfit("the file does not fix the sizes of its tensors, which gathers need")
+        if batch != 1 and self.opset < 11:
+            raise Unfit("gathers of more than one scene need opset 11 or later")
+        self.output_dtype = call.dtype()
+        self.sides, self.starts, self.batch = np.array(maps)[:, ::-1], np.array(starts), batch  # width before height
+        self.keys, self.heads, self.channels, self.points = (size for size in sizes if isinstance(size, int))
+        self.axes = 0, 0, self.heads, len(self.starts) * self.points
 
     def number(self, x: Any) -> ir.Value:
         return self.write.table("number", x, self.dtype.numpy())
 
     def of_samples(self, numbers: Any, dtype: Any = np.int64) -> ir.Value:
         """Return a table with one or two numbers for each level, repeated for its points."""
-        return self.write.table("levels", np.repeat(np.array(numbers, dtype), self.sizes.points, 0), dtype)
+        return self.write.table("levels", numbers.repeat(self.points, 0), dtype)
 
     def floats(self, value: ir.Value, *sizes: int) -> ir.Value:
-        op, dtype = self.write.op, self.dtype
-        shaped = op("Reshape", value, self.write.table("shape", sizes))
-        return shaped if value.dtype == dtype else op("Cast", shaped, to=dtype.value)
+        shaped = self.op("Reshape", value, self.write.table("shape", sizes))
+        return shaped if value.dtype == self.dtype else self.op("Cast", shaped, to=self.dtype.value)
 
     def rows(self) -> ir.Value:
         """Return value as rows of a head's channels, behind a row of zeros."""
-        zeros = self.number(np.zeros((1, self.sizes.channels)))
-        return self.write.op("Concat", zeros, self.floats(self.call.value, -1, self.sizes.channels), axis=0)
+        zeros = self.number(np.zeros((1, self.channels)))
+        return self.op("Concat", zeros, self.floats(self.call.value, -1, self.channels), axis=0)
 
     def bases(self) -> ir.Value:
         """Return the row of a head's first pixel on a level, [bs, 1, heads, samples]; row 0 is the zeros."""
-        op, table = self.write.op, self.write.table
-        starts = np.array(self.sizes.starts).repeat(self.sizes.points)
+        op, table = self.op, self.write.table
+        starts = self.starts.repeat(self.points)
         bases = table("bases", starts * self.heads + np.arange(self.heads)[:, None] + 1)
-        if self.sizes.batch == 1:
+        if self.batch == 1:
             return bases
-        if self.write.model.graph.opset_imports.get("", 0) < 11:
-            raise Unfit("gathers of more than one scene need opset 11 or later")
         count = op("Gather", op("Shape", self.call.value), table("batch", 0))
         batch = op("Range", table("first", 0), count, table("step", 1))
-        rows = table("rows", self.sizes.keys * self.heads)
+        rows = table("rows", self.keys * self.heads)
         return op("Add", op("Mul", op("Reshape", batch, table("shape", [-1, 1, 1, 1])), rows), bases)
 
     def output(self) -> ir.Value:
-        op, axes = self.write.op, (0, 0, self.heads, self.samples)
-        locations, weights = self.floats(self.call.locations, *axes, 2), self.floats(self.call.weights, *axes)
-        sides = self.of_samples([(width, height) for height, width in self.sizes.maps], self.dtype.numpy())
+        op = self.op
+        locations, weights = self.floats(self.call.locations, *self.axes, 2), self.floats(self.call.weights, *self.axes)
+        sides = self.of_samples(self.sides, self.dtype.numpy())
         positions = op("Sub", op("Mul", locations, sides), self.number(0.5))
-        pixels, rows, bases, total = op("Floor", positions), self.rows(), self.bases(), None
-        for right in (0, 1):
-            for down in (0, 1):
-                part = self.corner(positions, op("Add", pixels, self.number([right, down])), weights, rows, bases)
-                total = part if total is None else op("Add", total, part)
-        assert total is not None
-        output = op("Reshape", total, self.write.table("shape", [0, 0, -1]))
+        pixels, rows, bases = op("Floor", positions), self.rows(), self.bases()
+        corners = [op("Add", pixels, self.number([right, down])) for right in (0, 1) for down in (0, 1)]
+        parts = [self.corner(positions, corner, weights, rows, bases) for corner in corners]
+        output = op("Reshape", functools.reduce(lambda total, part: op("Add", total, part), parts), self.shape(0, 0, -1))
         return output if self.dtype == self.output_dtype else op("Cast", output, to=self.output_dtype.value)
 
+    def shape(self, *sizes: int) -> ir.Value:
+        return self.write.table("shape", sizes)
+
     def corner(self, positions: ir.Value, pixels: ir.Value, weights: ir.Value, rows: ir.Value, bases: ir.Value) -> ir.Value:
-        op = self.write.op
-        inside = self.inside(pixels)
-        distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
-        coefficient = op("Mul", op("Mul", self.pick(distances, 0), self.pick(distances, 1)), weights)
-        coefficient = op("Where", inside, coefficient, self.number(0.0))
-        row = op("Where", inside, op("Add", self.row(inside, pixels), bases), self.write.table("zeros", 0))
-        shape = self.write.table("shape", [0, 0, self.heads, self.samples, 1])
-        return self.sum(op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, shape)))
-
-    def pick(self, pairs: ir.Value, index: int) -> ir.Value:
-        return self.write.op("Gather", pairs, self.write.table("axis", index), axis=-1)
-
-    def inside(self, pixels: ir.Value) -> ir.Value:
-        op = self.write.op
-        last = self.of_samples([(width - 0.5, height - 0.5) for height, width in self.sizes.maps], self.dtype.numpy())
+        op, zero = self.op, self.number(0.0)
+        last = self.of_samples(self.sides - 0.5, self.dtype.numpy())
         both = op("And", op("Greater", pixels, self.number(-0.5)), op("Less", pixels, last))
-        return op("And", self.pick(both, 0), self.pick(both, 1))
-
-    def row(self, inside: ir.Value, pixels: ir.Value) -> ir.Value:
-        """Return (y * width + x) * heads. Pixels outside the map may be too large for an integer, and become 0."""
-        op, heads = self.write.op, self.heads
-        x, y = (op("Where", inside, self.pick(pixels, index), self.number(0.0)) for index in (0, 1))
-        x, y = (op("Cast", v, to=ir.DataType.INT64.value) for v in (x, y))
-        widths = self.of_samples([width * heads for _, width in self.sizes.maps])
-        return op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", heads)))
-
-    def sum(self, parts: ir.Value) -> ir.Value:
-        """Sum over samples. Older opsets have the axis as an attribute."""
-        op = self.write.op
-        if self.write.model.graph.opset_imports.get("", 0) < 13:
+        inside = op("And", *self.pick_both(both))
+        distances = op("Sub", self.number(1.0), op("Abs", op("Sub", positions, pixels)))
+        coefficient = op("Where", inside, op("Mul", op("Mul", *self.pick_both(distances)), weights), zero)
+        # Pixels outside the map may be too large for an integer, and become 0.
+        x, y = (op("Cast", op("Where", inside, v, zero), to=ir.DataType.INT64.value) for v in self.pick_both(pixels))
+        widths = self.of_samples(self.sides[:, 0] * self.heads)
+        row = op("Add", op("Mul", y, widths), op("Mul", x, self.write.table("heads", self.heads)))
+        row = op("Where", inside, op("Add", row, bases), self.write.table("zeros", 0))
+        parts = op("Mul", op("Gather", rows, row, axis=0), op("Reshape", coefficient, self.shape(*self.axes, 1)))
+        if self.opset < 13:  # older opsets have the axis as an attribute
             return op("ReduceSum", parts, axes=[3], keepdims=0)
         return op("ReduceSum", parts, self.write.table("axis", [3]), keepdims=0)
+
+    def pick_both(self, pairs: ir.Value) -> list[ir.Value]:
+        """Return x and y."""
+        return [self.op("Gather", pairs, self.write.table("axis", index), axis=-1) for index in (0, 1)]
 
 
 WRITE: dict[str, Callable[..., ir.Value]] = {"gather": _gather, "npu": _npu, "onnxruntime": _ours, "tensorrt": _tensorrt}

@@ -16,12 +16,11 @@ import onnx_ir as ir
 
 from ._file import check_path, load
 from ._find import explain_quantized, find_left, find_samplings
-from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call, Sizes
+from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call
 from ._graph import Unfit, dims
 from ._nodes import nodes, rewrite
 from ._save import save
-from ._search import Sampling
-from ._table import find_tables
+from ._search import Sampling, find_tables
 from ._trial import padding, part, tables
 from ._writer import Writer, open_writer
 
@@ -67,19 +66,17 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
         if not last:
             assert value.dtype is not None
             value = write.like(value, "Mul", write.table("mask", mask, value.dtype.numpy()))
-    return write.shaped(value, sampling.num_heads, len(points), max(points), *last)
+    return write.reshape(value, sampling.num_heads, len(points), max(points), *last)
 
 
-def _expand(write: Writer, sampling: Sampling) -> tuple[ir.Value, ir.Value, ir.Value]:
+def _expand(write: Writer, sampling: Sampling, ends: list[ir.Value]) -> list[ir.Value]:
     """Return value, locations and weights of one batch and one number of queries, where the source broadcasts sizes of 1."""
-    value, locations, weights = sampling.ends
-    if not sampling.broadcasts:
-        return value, locations, weights
+    value, locations, weights = ends
     samples = [sampling.sizes(tensor) for tensor in sampling.ends]
     weights = _expand_like(write, weights, locations, 2, samples[2])
     weights = _expand_like(write, weights, value, 1, samples[2])
     locations = _expand_like(write, locations, weights, 2, samples[1])
-    return _expand_like(write, value, weights, 1, samples[0]), locations, weights
+    return [_expand_like(write, value, weights, 1, samples[0]), locations, weights]
 
 
 def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, last: tuple[int, ...]) -> ir.Value:
@@ -92,15 +89,14 @@ def _expand_like(write: Writer, value: ir.Value, other: ir.Value, axes: int, las
 
 
 def _call(write: Writer, sampling: Sampling) -> Call:
-    heads, channels = sampling.num_heads, sampling.channels
-    value, locations, weights = _expand(write, sampling)
-    batch = dims(value)[0]
-    value = write.shaped(value, heads, channels)
+    free = [*sampling.inputs.values()]
+    ends = [end if end in free else write.copy(end) for end in sampling.ends]
+    value, locations, weights = _expand(write, sampling, ends) if sampling.broadcasts else ends
+    value = write.reshape(value, sampling.num_heads, sampling.channels)
+    value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
     locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
     shapes, starts = tables(sampling)
-    inputs = value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights
-    fixed = batch if isinstance(batch, int) else None
-    return Call(*inputs, Sizes(fixed, sampling.num_keys, heads, channels, sampling.maps, tuple(starts), max(sampling.points)))
+    return Call(value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights)
 
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:

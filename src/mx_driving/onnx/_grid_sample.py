@@ -112,4 +112,9 @@ def deformable_aggregation(feature_maps: Any, shapes: Any, starts: Any, location
     return op.CastLike(op.Transpose(out, perm=[0, 2, 1]), feature_maps)
 
 
-NODES = {"multi_scale_deformable_attn": multi_scale_deformable_attn, "deformable_aggregation": deformable_aggregation}
+NODES = {
+    "grid_sample": {
+        "multi_scale_deformable_attn": multi_scale_deformable_attn,
+        "deformable_aggregation": deformable_aggregation,
+    }
+}

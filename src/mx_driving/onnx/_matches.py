@@ -16,7 +16,7 @@ from .._operator.description import SAMPLING
 from . import _file, _find, _trial
 from ._forms import NODES, OURS, WITH_LOGITS
 from ._graph import Unfit, constant
-from ._nodes import LogitInputs, as_ours, rewrite
+from ._nodes import LogitInputs, use_our_nodes
 from ._search import Sampling
 
 Array = np.ndarray[Any, Any]
@@ -85,10 +85,11 @@ def _is_sampler(node: ir.Node) -> bool:
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
-    inputs: dict[str, ir.Value] = dict(zip(("value", "locations", "weights"), sampling.ends, strict=True))
     nodes, sizes = _trial.part(sampling)
-    tables, names = {str(v.name): v for v in sizes}, tuple(str(node.name) for node in nodes)
-    return Match(str(sampling.output.name), sampling.words, inputs, tables, names, _trial.cut(model, sampling, sizes), sampling)
+    inputs, names = sampling.inputs, tuple(str(node.name) for node in nodes)
+    tables = {str(v.name): v for v in (*sizes, *sampling.ends) if v not in inputs.values()}
+    part = _trial.cut(model, [*inputs.values(), *sizes], sampling.output)
+    return Match(str(sampling.output.name), sampling.words, inputs, tables, names, part, sampling)
 
 
 def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
@@ -99,13 +100,8 @@ def _match_of_node(model: ir.Model, node: ir.Node) -> Match:
     tensors = {roles[index]: v for index, v in enumerate(node.inputs) if v is not None}
     tables = {str(v.name): v for role, v in tensors.items() if role in row.tables}
     inputs = {role: v for role, v in tensors.items() if str(v.name) not in tables}
-    part = _cut(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
+    part = _trial.cut(model, list(dict.fromkeys(tensors.values())), node.outputs[0])
     return Match(str(node.outputs[0].name), f"one node {node.op_type}", inputs, tables, (str(node.name),), part, node)
-
-
-def _cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
-    graph = ir.convenience.extract(model.graph, ends, [output])
-    return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 
 def find_again(match: Match, model: ir.Model) -> Match:
@@ -119,7 +115,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"it has no {missing[0]}")
     ends = [values[name] for name in (*names[:-1], *match.tables) if name in values]
-    return replace(match, part=_cut(model, ends, values[match.name]))
+    return replace(match, part=_trial.cut(model, ends, values[match.name]))
 
 
 def write(match: Match, arrays: Arrays, path: Path) -> None:
@@ -149,7 +145,7 @@ def bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     """Return the five inputs of the bare operator, of arrays by tensors' names."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
-        return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.inputs.values()))
+        return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
     row = SAMPLING[match.operator]
     if match.source.op_type in WITH_LOGITS:
         return composition.bare_inputs(
@@ -178,7 +174,7 @@ def across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, arrays)
-    names = [str(v.name) for v in match.inputs.values()]
+    names = [str(v.name) for v in sampling.ends]
     random = _trial.inputs(sampling, 1, tuple(arrays[name].shape for name in names))
     return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
 
@@ -196,12 +192,7 @@ def as_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
     """Let onnxruntime run the model, which then gives the matches' inputs, too. Return these by name."""
     for match in matches:
         if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS | WITH_LOGITS:
-            if match.source.op_type in PLUGINS:
-                as_ours(match.source)
-            else:
-                rewrite(model, match.source, "onnxruntime")
-                model.graph.remove(match.source)
-            model.graph.opset_imports[OURS] = 1
+            use_our_nodes(model, [match.source])
     values = {str(v.name): v for match in matches for v in match.tensors}
     computed = (v for v in values.values() if v.producer() is not None and constant(v) is None)
     model.graph.outputs.extend(v for v in computed if not v.is_graph_output())

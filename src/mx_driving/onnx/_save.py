@@ -14,7 +14,7 @@ from .. import config
 from ._file import outputs, outside, restore_plugins, said_by_the_checker
 from ._forms import NODES, OURS
 from ._graph import dims
-from ._nodes import as_ours
+from ._nodes import use_our_nodes
 
 
 def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
@@ -64,10 +64,8 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
 def with_ours(path: Path) -> Path:
     """Write a file beside it that has our node in place of each node of another form."""
     model = ir.load(path)
-    for node in list(ir.traversal.RecursiveGraphIterator(model.graph)):
-        if node.domain in NODES and node.domain != OURS:
-            as_ours(node)
-    model.graph.opset_imports[OURS] = 1
+    nodes = ir.traversal.RecursiveGraphIterator(model.graph)
+    use_our_nodes(model, [node for node in nodes if node.domain in NODES and node.domain != OURS])
     ir.save(model, tried := path.with_name(f"tried.{path.name}"), format="protobuf")
     return tried
 

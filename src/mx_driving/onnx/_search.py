@@ -8,27 +8,38 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
 from ._graph import VIEWS, common, dims, is_node, sources_of_chosen
-from ._levels import are_nearest, parts, read
+from ._samples import (
+    Maps,
+    Samples,
+    are_nearest,
+    are_of_one_table,
+    read_level,
+    read_table,
+    row_of_table,
+    shares_of_corner,
+    split_levels,
+)
 
 _MAPS = 1000  # ways to read the sizes of all levels; nearly all of them are no tensor's number of keys
+Pairs = list[tuple[ir.Value, ir.Value]]  # samples, and the weights that they are multiplied by
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The operator's inputs and output in a graph, and its sizes."""
+    """The operator's inputs and output in a graph, and its sizes. An input that is not in the graph is a constant."""
 
     value: ir.Value  # [bs, num_keys, num_heads, channels], or the last two in one axis
     locations: ir.Value  # [bs, num_queries, num_heads, num_levels, num_points, 2], or levels and points in one axis
     weights: ir.Value  # the same without the last axis
     output: ir.Value  # [bs, num_queries, num_heads * channels]
-    maps: tuple[tuple[int, int], ...]
+    maps: Maps
     points: tuple[int, ...]  # of each level
     num_heads: int
     channels: int
@@ -37,6 +48,12 @@ class Sampling:
     @property
     def ends(self) -> tuple[ir.Value, ir.Value, ir.Value]:
         return self.value, self.locations, self.weights
+
+    @property
+    def inputs(self) -> dict[str, ir.Value]:
+        """Return the ends that are no constants outside of the graph, by their roles."""
+        ends = zip(("value", "locations", "weights"), self.ends, strict=True)
+        return {role: end for role, end in ends if end.graph is not None or end.const_value is None}
 
     def sizes(self, tensor: ir.Value) -> tuple[int, ...]:
         """Return the sizes of value behind its keys, or of locations or weights behind queries, as this file has them."""
@@ -58,7 +75,7 @@ class Sampling:
         return sum(height * width for height, width in self.maps)
 
 
-def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
+def _factors(node: ir.Node) -> Pairs:
     """Return the two factors of a product that the node sums up, in both orders."""
     product = node.inputs[0].producer() if is_node(node, "ReduceSum") and node.inputs[0] is not None else None
     if product is None or not is_node(product, "Mul"):
@@ -67,7 +84,7 @@ def _factors(node: ir.Node) -> list[tuple[ir.Value, ir.Value]]:
     return [(left, right), (right, left)] if left is not None and right is not None else []
 
 
-def add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
+def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, list[Any]]:
     """Return each node that has a leaf, or Add of such nodes, with the leaves in order."""
     totals: dict[ir.Node, list[Any]] = {}
     for node in graph:
@@ -81,19 +98,70 @@ def add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, lis
     return totals
 
 
-def sums(graph: ir.Graph) -> dict[ir.Node, tuple[list[ir.Value], list[ir.Value]]]:
-    """Return each ReduceSum over weighted samples, or Add of such sums, with samples and weights in the order of levels."""
-    totals = add_up(graph, _weighted).items()
-    return {node: ([v for samples, _ in pairs for v in samples], [weights for _, weights in pairs]) for node, pairs in totals}
+def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
+    """Return each ReduceSum over weighted samples, or Add of such sums, in the order of levels."""
+    return _add_up(graph, lambda node: next((pair for pair in _factors(node) if split_levels(pair[0])), None))
 
 
-def _weighted(node: ir.Node) -> tuple[list[ir.Value], ir.Value] | None:
-    return next(((samples, weights) for one, weights in _factors(node) if (samples := parts(one))), None)
+def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
+    """Return the last Add of each sum of four corners, and the corners' ReduceSum nodes."""
+    corners = _add_up(graph, lambda node: node if row_of_table(node) else None)
+    return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
-def nearest(graph: ir.Graph) -> list[ir.Node]:
+def find_nearest(graph: ir.Graph) -> list[ir.Node]:
     """Return each ReduceSum over weighted samples that are nearest rows."""
     return [node for node in graph if any(are_nearest(samples) for samples, _ in _factors(node))]
+
+
+def candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:
+    """Return possible samplings by shapes, the likeliest first. A trial decides.
+
+    Constants are value, locations or weights of all levels, if the file has their numbers.
+    """
+    levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
+    weights = [constants["weights"]] if "weights" in constants else common(sources_of_chosen(w) for _, w in pairs)
+    return sorted(_candidates(node, levels, weights), key=_doubt)
+
+
+def table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
+    return list(_candidates(node, [read_table(corners)], common(map(shares_of_corner, corners))))
+
+
+def _doubt(sampling: Sampling) -> int:
+    """Count sizes of batch and queries that are not those of locations. A file may give one size two names."""
+    bs, queries = dims(sampling.locations)[:2]
+    sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
+    return sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
+
+
+def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
+    """Yield samplings; more than one where two sizes are equal."""
+    images, locations = common(level.images for level in levels), common(level.locations for level in levels)
+    for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
+        maps = tuple(size for sizes in choice for size in sizes)
+        points = tuple(level.points for level, sizes in zip(levels, choice, strict=True) for _ in sizes)
+        for heads in _heads(locations, points):
+            yield from _with_heads(node, (images, locations, weights), heads, maps, points)
+
+
+def _heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
+    ends = (sum(points), 2), (len(points), points[0], 2)
+    return {h for v in locations for h in dims(v)[2:3] if isinstance(h, int) and _ends(v, *((h, *end) for end in ends))}
+
+
+def _with_heads(
+    node: ir.Node, tensors: tuple[list[ir.Value], ...], heads: int, maps: Maps, points: tuple[int, ...]
+) -> Iterator[Sampling]:
+    keys = sum(height * width for height, width in maps)
+    samples = [(heads, sum(points))] + [(heads, len(points), points[0])] * (len(set(points)) == 1)
+    values = {v: width // heads for v in tensors[0] if (width := _width(v, keys, heads))}
+    locations = [v for v in tensors[1] if _ends(v, *((*s, 2) for s in samples))]
+    weights = [v for v in tensors[2] if _ends(v, *samples)]
+    for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
+        for output in _outputs_of_sum(node, heads * channels):
+            if output.dtype == value.dtype or None in (output.dtype, value.dtype):
+                yield Sampling(value, location, weight, output, maps, points, heads, channels)
 
 
 def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
@@ -103,11 +171,6 @@ def _ends(value: ir.Value, *last: tuple[int, ...]) -> bool:
 
 def _may_be(size: int | str | None, number: int) -> bool:
     return size == number or not isinstance(size, int)
-
-
-def _heads(locations: list[ir.Value], points: tuple[int, ...]) -> set[int]:
-    ends = (sum(points), 2), (len(points), points[0], 2)
-    return {h for v in locations for h in dims(v)[2:3] if isinstance(h, int) and _ends(v, *((h, *end) for end in ends))}
 
 
 def _width(value: ir.Value, keys: int, heads: int) -> int:
@@ -120,49 +183,13 @@ def _width(value: ir.Value, keys: int, heads: int) -> int:
     return width if width % heads == 0 else 0
 
 
-def outputs_of_sum(node: ir.Node, width: int, *more: str) -> Iterator[ir.Value]:
+def _outputs_of_sum(node: ir.Node, width: int) -> Iterator[ir.Value]:
     """Yield the sum and its views with three axes, up to the first value that has another reader."""
     value = node.outputs[0]
     while True:
         if len(shape := dims(value)) == 3 and _may_be(shape[2], width):
             yield value
         users = list(value.uses())
-        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS, *more):
+        if len(users) != 1 or value.is_graph_output() or users[0].idx or not is_node(users[0].node, *VIEWS, "Cast"):
             return
         value = users[0].node.outputs[0]
-
-
-def candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> list[Sampling]:
-    """Return possible samplings by shapes, the likeliest first. A trial decides."""
-    return sorted(_candidates(node, samples, weights), key=_doubt)
-
-
-def _doubt(sampling: Sampling) -> int:
-    """Count sizes of batch and queries that are not those of locations. A file may give one size two names."""
-    bs, queries = dims(sampling.locations)[:2]
-    sizes = *dims(sampling.weights)[:2], *dims(sampling.output)[:2], dims(sampling.value)[0]
-    return sum(size != expected for size, expected in zip(sizes, (bs, queries, bs, queries, bs), strict=True))
-
-
-def _candidates(node: ir.Node, samples: list[ir.Value], weights: list[ir.Value]) -> Iterator[Sampling]:
-    """Yield samplings; more than one where two sizes are equal."""
-    levels = [read(part) for part in samples]
-    points = tuple(level.points for level in levels)
-    images, locations = common(level.images for level in levels), common(level.locations for level in levels)
-    tensors = images, locations, common(map(sources_of_chosen, weights))
-    for maps in itertools.islice(itertools.product(*(level.sizes for level in levels)), _MAPS):
-        for heads in _heads(locations, points):
-            yield from _with_heads(node, tensors, heads, maps, points)
-
-
-def _with_heads(
-    node: ir.Node, tensors: tuple[list[ir.Value], ...], heads: int, maps: Any, points: tuple[int, ...]
-) -> Iterator[Sampling]:
-    keys = sum(height * width for height, width in maps)
-    samples = [(heads, sum(points))] + [(heads, len(points), points[0])] * (len(set(points)) == 1)
-    values = {v: width // heads for v in tensors[0] if (width := _width(v, keys, heads))}
-    locations = [v for v in tensors[1] if _ends(v, *((*s, 2) for s in samples))]
-    weights = [v for v in tensors[2] if _ends(v, *samples)]
-    for (value, channels), location, weight in itertools.product(values.items(), locations, weights):
-        for output in outputs_of_sum(node, heads * channels):
-            yield Sampling(value, location, weight, output, maps, points, heads, channels)

@@ -116,9 +116,10 @@ def _numbers(nodes: list[ir.Node]) -> Iterator[int]:
     """Yield the numbers that a free size meets in the nodes, except ends that mean "to the end"."""
     free = _free(nodes)
     for node in nodes:
-        numbers = _picked(node)
+        data = node.inputs[0] if node.inputs else None
+        numbers = [n for axis, n in _cuts(node) if not _is_fixed(data, axis)] if data is not None else []
         if is_node(node, *_COMPARES) and any(v in free for v in node.inputs):
-            numbers = itertools.chain(numbers, (n for v in node.inputs for n in _table(v)))
+            numbers += [n for v in node.inputs for n in _table(v)]
         yield from (abs(int(n)) for n in numbers if abs(n) < _ENDLESS)
 
 
@@ -132,82 +133,45 @@ def _attribute(node: ir.Node, name: str, default: Any = None) -> Any:
     return node.attributes[name].value if name in node.attributes else default
 
 
-def _picked(node: ir.Node) -> Iterator[int]:
-    """Yield the numbers with which the node cuts or extends axes that the file leaves free."""
-    data = node.inputs[0] if node.inputs else None
-    kinds = {"Slice": _of_slice, "Split": _of_split, "Gather": _of_gather, "Pad": _of_pad, "Expand": _of_expand}
-    if data is not None and is_node(node, *kinds):
-        yield from (n for axis, n in kinds[node.op_type](node) if not _is_fixed(data, axis))
-    elif data is not None and is_node(node, "GatherElements", "GatherND") and not all(isinstance(d, int) for d in dims(data)):
-        yield from _table(node.inputs[1])
-
-
 def _is_fixed(data: ir.Value, axis: int | None) -> bool:
+    """Return whether the file fixes the size of an axis; None stands for all axes."""
     sizes = dims(data)
-    if axis is None or not -len(sizes) <= axis < len(sizes):
-        return False
-    return isinstance(sizes[axis], int)
+    if axis is None:
+        return data.shape is not None and all(isinstance(size, int) for size in sizes)
+    return -len(sizes) <= axis < len(sizes) and isinstance(sizes[axis], int)
 
 
-def _input_or_attribute(node: ir.Node, index: int, name: str) -> list[Any]:
-    """Return an input, which was an attribute in older opsets."""
-    return list(_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
+def _cuts(node: ir.Node) -> list[tuple[int | None, Any]]:
+    """Return the numbers with which the node cuts, picks or extends axes. The axis may be unknown."""
 
+    def read(index: int, name: str) -> list[Any]:
+        """Return an input, which was an attribute in older opsets."""
+        return list(_attribute(node, name, ())) or (_table(node.inputs[index]) if index < len(node.inputs) else [])
 
-def _of_slice(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    parts = [
-        _input_or_attribute(node, 1, "starts"),
-        _input_or_attribute(node, 2, "ends"),
-        _input_or_attribute(node, 4, "steps"),
-    ]
-    axes = _input_or_attribute(node, 3, "axes")
-    if not axes and len(node.inputs) < 4:
-        axes = list(range(max(map(len, parts))))
-    for numbers in parts:
-        yield from itertools.zip_longest(axes[: len(numbers)], numbers)
-
-
-def _of_split(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    yield from ((_attribute(node, "axis", 0), n) for n in (*_input_or_attribute(node, 1, "split"), len(node.outputs)))
-
-
-def _of_gather(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    indices = _table(node.inputs[1])
-    yield from ((_attribute(node, "axis", 0), n) for n in (*indices, len(indices)))
-
-
-def _of_pad(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    pads, axes = _input_or_attribute(node, 1, "pads"), _input_or_attribute(node, 3, "axes")
-    axes = axes or list(range(len(pads) // 2)) or [None]
-    yield from ((axes[index % len(axes)], n) for index, n in enumerate(pads))
-
-
-def _of_expand(node: ir.Node) -> Iterator[tuple[int | None, int]]:
-    yield from ((-index, n) for index, n in enumerate(reversed(_table(node.inputs[1])), 1))
+    axis = _attribute(node, "axis", 0)
+    if is_node(node, "Slice"):
+        tables = [read(index, name) for index, name in ((1, "starts"), (2, "ends"), (4, "steps"))]
+        axes = read(3, "axes") or [*range(max(map(len, tables)))] * (len(node.inputs) < 4)
+        return [pair for numbers in tables for pair in itertools.zip_longest(axes[: len(numbers)], numbers)]
+    if is_node(node, "Split"):
+        return [(axis, n) for n in (*read(1, "split"), len(node.outputs))]
+    if is_node(node, "Gather"):
+        indices = read(1, "indices")
+        return [(axis, n) for n in (*indices, len(indices))]
+    if is_node(node, "Expand"):
+        return [(-index, n) for index, n in enumerate(reversed(read(1, "shape")), 1)]
+    return [(None, n) for n in read(1, "pads")] if is_node(node, "Pad", "GatherElements", "GatherND") else []
 
 
 def _free(nodes: list[ir.Node]) -> set[ir.Value]:
     """Return the values that are computed from sizes that the file leaves free. The nodes must be in topological order."""
     free: set[ir.Value] = set()
     for node in nodes:
-        if _is_free(node, free):
-            free.update(node.outputs)
+        inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
+        if is_node(node, "Shape", "Size"):
+            axes = slice(_attribute(node, "start"), _attribute(node, "end"))
+            is_free = any(v is None or v.shape is None or not all(isinstance(s, int) for s in dims(v)[axes]) for v in inputs)
+        else:
+            is_free = any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
+        free.update(node.outputs if is_free else ())
     return free
-
-
-def _is_free(node: ir.Node, free: set[ir.Value]) -> bool:
-    data = node.inputs[0] if node.inputs else None
-    if is_node(node, "Shape", "Size"):
-        return data is not None and not all(isinstance(size, int) for size in _measured(node, data))
-    if data in free and is_node(node, "Gather") and data is not None and is_node(shape := data.producer(), "Shape"):
-        assert shape is not None
-        assert shape.inputs[0] is not None
-        sizes, indices = _measured(shape, shape.inputs[0]), _table(node.inputs[1])
-        return not indices or not all(-len(sizes) <= p < len(sizes) and isinstance(sizes[p], int) for p in indices)
-    inputs = node.inputs[:1] if is_node(node, *_SHAPED) else node.inputs
-    return any(v in free for v in inputs) and not is_node(node, "ConstantOfShape", "GridSample")
-
-
-def _measured(node: ir.Node, data: ir.Value) -> tuple[Size, ...]:
-    """Return the sizes that a Shape node gives; one unknown size if the rank is unknown."""
-    return dims(data)[_attribute(node, "start") : _attribute(node, "end")] if data.shape is not None else (None,)

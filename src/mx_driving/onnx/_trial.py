@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import ops
 from . import _sizes
-from ._graph import INTEGER, MOVES, Unfit, dims, is_node
+from ._graph import INTEGER, MOVES, Unfit, constant, dims, is_node
 from ._search import Sampling
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
@@ -75,7 +75,8 @@ def part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
 
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
-    linear = _reached({sampling.value, sampling.weights}, set(nodes))
+    maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constants are not computed from value
+    linear = _reached({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, set(nodes))
     for node in nodes:
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
@@ -123,7 +124,7 @@ def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
 
 
 def inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
-    """Return random value, locations and weights of these shapes, which have the axes of the file."""
+    """Return value, locations and weights of these shapes, which have the axes of the file: constants, or random numbers."""
     random = torch.Generator().manual_seed(seed)
     value, located, weights = _sizes.equal(sampling, shapes)
     tensors = (
@@ -131,7 +132,11 @@ def inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor
         _locations(sampling, seed, *located[:2]).reshape(located),
         torch.randn(weights, generator=random),
     )
-    return tuple(t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True))
+    random_ends = [t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True)]
+    free = [*sampling.inputs.values()]
+    return tuple(
+        t if end in free else torch.from_numpy(constant(end)) for end, t in zip(sampling.ends, random_ends, strict=True)
+    )
 
 
 def tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
@@ -172,12 +177,9 @@ def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
-def cut(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> ir.Model:
-    """Return the part of the graph between the operator's inputs and its output as a model. Sizes are inputs, too."""
-    graph = ir.convenience.extract(model.graph, [*sampling.ends, *sizes], [sampling.output])
-    for value in graph.inputs:
-        graph.initializers.pop(str(value.name), None)
-        value.const_value = None
+def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
+    """Return the part of the graph between the ends and the output as a model."""
+    graph = ir.convenience.extract(model.graph, ends, [output])
     return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 
@@ -186,9 +188,13 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    part = ir.serde.serialize_model(cut(model, sampling, sizes)).SerializeToString()
+    part = cut(model, [*sampling.inputs.values(), *sizes], sampling.output)
+    for value in part.graph.inputs:
+        part.graph.initializers.pop(str(value.name), None)
+        value.const_value = None
     with _onnxruntime():
-        return onnxruntime.InferenceSession(part, options, providers=["CPUExecutionProvider"])
+        data = ir.serde.serialize_model(part).SerializeToString()
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
 def _dtypes(sampling: Sampling) -> list[Any]:

@@ -48,6 +48,11 @@ class Writer:
         name = self.fresh(what)
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
 
+    def copy(self, value: ir.Value) -> ir.Value:
+        """Return a constant that is not in the graph as a table."""
+        assert value.const_value is not None
+        return self.table(str(value.name), value.const_value.numpy(), value.const_value.dtype.numpy())
+
     def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
         name = self.fresh(kind)
         return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
@@ -58,9 +63,13 @@ class Writer:
         new.type = value.type
         return new
 
-    def shaped(self, value: ir.Value, *sizes: int) -> ir.Value:
-        """Two axes as they are, then these."""
-        return value if dims(value)[2:] == sizes else self.like(value, "Reshape", self.table("shape", [0, 0, *sizes]))
+    def reshape(self, value: ir.Value, *sizes: int) -> ir.Value:
+        """Return the value with its first two axes, and then these sizes."""
+        if dims(value)[2:] == sizes:
+            return value
+        new = self.like(value, "Reshape", self.table("shape", [0, 0, *sizes]))
+        new.shape = ir.Shape([*(*dims(value), None, None)[:2], *sizes])
+        return new
 
     def cast(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
         """A tensor of another dtype; the numbers of a table are cast here."""
@@ -78,16 +87,12 @@ class Writer:
             for index in range(len(node.inputs)):
                 node.replace_input_with(index, None)
 
-    def put_first(self) -> None:
-        """Insert the new nodes, which read tables alone, before all others."""
-        for table in self.tape.initializers:
-            self.model.graph.register_initializer(table)
-        self.model.graph.insert_before(self.model.graph[0], self.tape.nodes)
-
     def put_in_place(self, new: ir.Value) -> None:
         """`new` takes the old tensor's readers, name, sizes and dtype."""
-        old, graph, producer = self.old, self.model.graph, self.old.producer()
+        old, producer = self.old, self.old.producer()
         assert producer is not None
+        graph = producer.graph
+        assert graph is not None
         new.shape, new.type = old.shape, old.type
         for table in self.tape.initializers:
             if list(table.uses()):

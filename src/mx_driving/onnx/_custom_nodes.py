@@ -1,0 +1,105 @@
+"""The operators as single nodes in ONNX: ours for onnxruntime, NVIDIA's plugin for TensorRT, the vendor's for its converter.
+
+It imports onnxscript, so only `onnx.translations` imports it. Our kernels are in native/src/onnxruntime/operators.cpp.
+TensorRT's parser takes a node that it does not know for a plugin of that name. The domain of the plugin is the one under which
+onnxruntime's TensorRT provider has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx
+from onnxscript import opset18
+from onnxscript.values import Op, Opset
+
+from .._operator.description import OPERATORS, Operator
+from ._forms import NODES as NAMES
+from ._forms import NPU, OURS, TENSORRT
+
+op: Any = opset18
+_TYPE, _SCHEMA = onnx.TensorProto, onnx.defs.OpSchema
+_VERSION = 1  # of the nodes: a number for each set of inputs and attributes that a file may hold
+_FLOATING = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)"]
+_INTEGER = ["tensor(int32)", "tensor(int64)"]
+_TYPES = {"floating": _FLOATING, "index": _INTEGER, "number": _FLOATING + _INTEGER}  # by an input's elements
+_ATTENTION = OPERATORS[NAMES[OURS]]
+
+
+def _make_node(
+    domain: str, name: str, inputs: list[tuple[str, list[str], bool]], attributes: list[onnx.defs.OpSchema.Attribute]
+) -> Op:
+    """Return a node. An input has a name, types, and whether it may be left out; the output has the first input's type."""
+    option, parameter = _SCHEMA.FormalParameterOption, _SCHEMA.FormalParameter
+    schema = _SCHEMA(
+        name,
+        domain,
+        _VERSION,
+        inputs=[
+            parameter(role, f"T{index}", param_option=option.Optional if optional else option.Single)
+            for index, (role, _, optional) in enumerate(inputs)
+        ],
+        outputs=[parameter("output", "T0")],
+        type_constraints=[(f"T{index}", types, "") for index, (_, types, _) in enumerate(inputs)],
+        attributes=attributes,
+    )
+    return Op(Opset(domain, _VERSION), name, schema)
+
+
+def _translate_to_ours(row: Operator) -> Callable[..., Any]:
+    """Return the function that writes our node. Sizes are attributes, or an input if one of them is free."""
+    inputs = [(name, _TYPES[t.elements], t.optional) for name, t in zip(row.inputs, row.tensors, strict=True)]
+    inputs += [("sizes", ["tensor(int64)"], True)] if row.sizes else []
+    attributes = [_SCHEMA.Attribute(size, _SCHEMA.AttrType.INT, required=False) for size in row.sizes]
+    attributes += [_SCHEMA.Attribute(option, _SCHEMA.AttrType.STRING) for option in row.choices]
+    node = _make_node(OURS, row.name, inputs, attributes)
+
+    def write(*arguments: Any) -> Any:
+        inputs, numbers = arguments[: len(row.inputs)], arguments[len(row.inputs) :]
+        inputs = [_widen(t) if of.elements == "number" else t for t, of in zip(inputs, row.tensors, strict=True)]
+        if not all(isinstance(number, (int, str)) for number in numbers):
+            return node(*inputs, op.Concat(*map(_element, numbers), axis=0))
+        return node(*inputs, **dict(zip((*row.sizes, *row.choices), numbers, strict=True)))
+
+    return write
+
+
+def _element(size: Any) -> Any:
+    """Return a size, which is a number or free, as a tensor of one element."""
+    one = op.Constant(value_ints=[size if isinstance(size, int) else 1])
+    return one if isinstance(size, int) else op.Reshape(op.Cast(size, to=_TYPE.INT64), one)
+
+
+def _widen(locations: Any) -> Any:
+    """Return integer locations of a dtype that the kernel does not take as int64."""
+    return _cast(locations, _TYPE.INT64) if locations.dtype in (_TYPE.INT16, _TYPE.INT8, _TYPE.UINT8) else locations
+
+
+def _cast(tensor: Any, dtype: int) -> Any:
+    return tensor if tensor.dtype == dtype else op.Cast(tensor, to=dtype)
+
+
+def _translate_to_theirs(domain: str, takes_halves: bool, splits_heads: bool) -> Callable[..., Any]:
+    """Return the function that writes the node, in float16 if it takes that and all tensors have it, else in float32."""
+    types = {"floating": ["tensor(float)"] + ["tensor(float16)"] * takes_halves, "index": ["tensor(int32)"]}
+    inputs = [(name, types[t.elements], False) for name, t in zip(_ATTENTION.inputs, _ATTENTION.tensors, strict=True)]
+    node = _make_node(domain, NAMES[domain], inputs, [])
+
+    def write(value: Any, shapes: Any, starts: Any, locations: Any, weights: Any) -> Any:
+        halves = takes_halves and all(t.dtype == _TYPE.FLOAT16 for t in (value, locations, weights))
+        dtype = _TYPE.FLOAT16 if halves else _TYPE.FLOAT
+        tables = _cast(shapes, _TYPE.INT32), _cast(starts, _TYPE.INT32)
+        output = node(_cast(value, dtype), *tables, _cast(locations, dtype), _cast(weights, dtype))
+        if splits_heads:  # [bs, queries, heads, channels of a head]
+            output = op.Reshape(output, op.Constant(value_ints=[0, 0, -1]))
+        return output if dtype == value.dtype else op.Cast(output, to=value.dtype)
+
+    return write
+
+
+NODES = {
+    "npu": {_ATTENTION.name: _translate_to_theirs(NPU, False, False)},
+    "onnxruntime": {name: _translate_to_ours(row) for name, row in OPERATORS.items()},
+    "tensorrt": {_ATTENTION.name: _translate_to_theirs(TENSORRT, True, True)},
+}

@@ -1,0 +1,246 @@
+"""How samples of a level are computed: by GridSample, or by gathers and the arithmetic of bilinear interpolation.
+
+Gathers stand in files for runtimes that lack GridSample or have a wrong one: four corners are gathered at floors of the
+locations and weighted. They read the map of each level, or one table with the maps of all levels: torch exports the operator
+by default, and `fuse` writes it, as four sums over samples, one for each corner. Indices into a table are floors of
+locations * sizes - 0.5, with the sizes of the maps as a constant.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from ._graph import (
+    INTEGER,
+    MOVES,
+    VIEWS,
+    Unfit,
+    before,
+    common,
+    constant,
+    dims,
+    is_node,
+    number,
+    source,
+    sources,
+    sources_of_chosen,
+)
+
+_GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}  # the default first
+_GATHERS = {"Gather", "GatherElements", "GatherND"}
+_ARITHMETIC = {"Add", "Sub", "Mul", "Sum", "ReduceSum", "Cast", "CastLike", "Where", "Concat", "Expand"}
+_INDEXING = {"Floor", "Clip", "Min", "Max", "Div", "Neg"}
+_UNKNOWN = "the file does not fix the size of a level or its points"
+Maps = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of one level, or of all levels that lie in one table."""
+
+    images: list[ir.Value]  # what is sampled, and what that is a view or a part of, the nearest first
+    locations: list[ir.Value]  # what may be locations, the nearest first
+    maps: list[Maps]  # what may be heights and widths
+    points: int  # of each map
+
+
+def split_levels(value: ir.Value) -> list[ir.Value]:
+    """Return the samples of levels that lie side by side in value, in order; none if any part is something else."""
+    parts = list(_side_by_side(value))
+    return parts if all(is_node(source(v).producer(), "GridSample") or _gathers(v, _is_floored) for v in parts) else []
+
+
+def are_nearest(value: ir.Value) -> bool:
+    """Return whether the samples of all levels are rows at rounded locations."""
+    return all(_gathers(part, _is_rounded) for part in _side_by_side(value))
+
+
+def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
+    node = source(value).producer()
+    if node is None or not is_node(node, "Concat"):
+        yield value
+        return
+    for part in node.inputs:
+        if part is not None:
+            yield from _side_by_side(part)
+
+
+def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
+    """Read the samples of one level. Constants are the value and locations of all levels, if the file has their numbers."""
+    node = source(part).producer()
+    if node is not None and is_node(node, "GridSample"):
+        return _read_grid_sample(node, constants)
+    return _read_gathers(part, _gathers(part, _is_floored))
+
+
+def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Samples:
+    for name, allowed in _GRID_SAMPLE.items():
+        chosen = node.attributes[name].value if name in node.attributes else allowed[0]
+        if chosen not in allowed:
+            raise Unfit(f"GridSample's {name} is {chosen}; the operator's is {allowed[0]}")
+    image, grid = node.inputs[:2]
+    assert image is not None
+    assert grid is not None
+    sizes: Any = (*dims(image)[2:], _points(grid)) if len(dims(image)) == len(dims(grid)) == 4 else ()
+    if len(sizes) != 3 or not all(isinstance(s, int) for s in sizes):
+        raise Unfit(_UNKNOWN)
+    images = [constants["value"]] if "value" in constants else list(sources(image))
+    fixed = [constants["locations"]] if "locations" in constants else None
+    return Samples(images, fixed or list(sources_of_chosen(_before_scaling(grid))), [(sizes[:2],)], sizes[2])
+
+
+def _points(grid: ir.Value) -> Any:
+    """Return the third size of a grid, which a Split may know where the file's shapes do not."""
+    node = grid.producer()
+    if isinstance(dims(grid)[2], int) or node is None or not is_node(node, "Split") or len(node.inputs) < 2:
+        return dims(grid)[2]
+    lengths = constant(node.inputs[1])
+    along_points = "axis" in node.attributes and node.attributes["axis"].value in (2, -2)
+    return int(lengths[node.outputs.index(grid)]) if along_points and lengths is not None else None
+
+
+def _beside(node: ir.Node | None, kind: str, factor: float, indices: tuple[int, ...] = (0, 1)) -> ir.Value | None:
+    """Return the other input of a node of this kind of which one input is this number."""
+    if node is None or not is_node(node, kind):
+        return None
+    return next((node.inputs[1 - i] for i in indices if number(node.inputs[i]) == factor), None)
+
+
+def _before_scaling(grid: ir.Value) -> ir.Value:
+    """Return x, where grid is 2 * x - 1."""
+    node = source(grid).producer()
+    doubled = _beside(node, "Sub", 1.0, (1,)) or _beside(node, "Add", -1.0)
+    x = None if doubled is None else _beside(source(doubled).producer(), "Mul", 2.0)
+    if x is None:
+        raise Unfit("its grid is not 2 * locations - 1")
+    return x
+
+
+def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool]) -> list[ir.Node]:
+    """Return gathers at chosen indices, whose rows are weighted and summed up in value."""
+    sampled = before(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
+    nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
+    return [node for node in nodes if node is not None and (index := _index(node)) and chosen(index)]
+
+
+def _index(node: ir.Node) -> ir.Value | None:
+    """Return the index of a gather, unless the index is a constant."""
+    return node.inputs[1] if is_node(node, *_GATHERS) and constant(node.inputs[1]) is None else None
+
+
+def _indices_of_rows(index: ir.Value) -> Iterator[ir.Value]:
+    return before(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
+
+
+def _is_floored(index: ir.Value) -> bool:
+    return any(is_node(v.producer(), "Floor") for v in _indices_of_rows(index))
+
+
+def _is_rounded(index: ir.Value) -> bool:
+    """Return whether the index is cast to integers without a Floor."""
+    casts = [v.producer() for v in _indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
+    inputs = [node.inputs[0] for node in casts if node is not None]
+    return any(v is not None and v.dtype not in INTEGER for v in inputs) and not _is_floored(index)
+
+
+def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
+    images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
+    indices = [index for node in nodes if (index := _index(node)) is not None]
+    locations = common(map(_indices_of_rows, indices))
+    sizes = _sizes_of_map(images, indices)
+    grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
+    points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
+    if not sizes or points is None:
+        raise Unfit(_UNKNOWN)
+    return Samples(images, locations, [(two,) for two in sizes], points)
+
+
+def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple[int, int]]:
+    """Return possible heights and widths: two axes, or one axis of rows, whose width a row's number is multiplied by."""
+    axes: Any = [two for v in images if len(dims(v)) == 4 for two in (dims(v)[2:], dims(v)[1:3])]
+    areas = {size for v in images if len(dims(v)) == 3 for size in dims(v)[1:] if isinstance(size, int)}
+    products = [v.producer() for index in indices for v in _indices_of_rows(index) if v.dtype in INTEGER]
+    factors = [number(v) for node in products if node is not None and is_node(node, "Mul") for v in node.inputs]
+    widths = {int(n) for n in factors if n is not None and n > 0}
+    axes += [(area // width, width) for area in sorted(areas) for width in sorted(widths) if area % width == 0]
+    return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
+
+
+def row_of_table(corner: ir.Node) -> ir.Node | None:
+    """Return the Gather whose rows a ReduceSum weighs and sums up."""
+    product = corner.inputs[0].producer() if is_node(corner, "ReduceSum") and corner.inputs[0] is not None else None
+    if product is None or not is_node(product, "Mul"):
+        return None
+    return next((node for v in product.inputs if (node := _behind_views(v)) is not None and _index(node)), None)
+
+
+def _behind_views(value: ir.Value | None) -> ir.Node | None:
+    node = None if value is None else value.producer()
+    while node is not None and is_node(node, *VIEWS):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node if node is not None and is_node(node, "Gather") else None
+
+
+def are_of_one_table(corners: list[ir.Node]) -> bool:
+    """Return whether four corners read one table, at locations [batch, queries, heads, levels, points, 2]."""
+    rows = [node for corner in corners if (node := row_of_table(corner)) is not None]
+    return len(rows) == 4 and len({node.inputs[0] for node in rows}) == 1 and bool(_scaled_locations(rows[0])[0])
+
+
+def read_table(corners: list[ir.Node]) -> Samples:
+    row = row_of_table(corners[0])
+    assert row is not None
+    assert row.inputs[0] is not None
+    locations, maps = _scaled_locations(row)
+    if not maps:
+        raise Unfit("the file does not fix the sizes of its maps")
+    images = before(row.inputs[0], lambda node: is_node(node, *VIEWS, "Concat", "Cast"))
+    points: Any = next((size for v in locations if isinstance(size := dims(v)[4], int)), 0)
+    return Samples(list(images), locations, maps, points)
+
+
+def shares_of_corner(corner: ir.Node) -> list[ir.Value]:
+    """Return what a corner's share may be computed from, the farthest first."""
+    (product,) = (v.producer() for v in corner.inputs[:1] if v is not None)
+    assert product is not None
+    shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
+    values = [v for share in shares for v in before(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
+    return [v for v in reversed(values) if v.dtype not in INTEGER]
+
+
+def _scaled_locations(row: ir.Node) -> tuple[list[ir.Value], list[Maps]]:
+    """Return tensors of six axes that the index is computed from, and the sizes of maps that it is computed with."""
+    tensors: dict[ir.Value, None] = {}
+    sides: dict[int, dict[tuple[int, ...], None]] = {0: {}, 1: {}}
+    both: dict[Maps, None] = {}
+    for factor, array in _scaled(row):
+        picked = factor.producer()
+        axis = number(picked.inputs[1]) if picked is not None and is_node(picked, "Gather") else None
+        located = picked.inputs[0] if picked is not None and axis in (0, 1) else factor
+        chain = [v for v in sources(located, "Cast") if len(dims(v)) == 6 and dims(v)[-1] == 2] if located is not None else []
+        tensors |= dict.fromkeys(chain)
+        if axis in (0, 1):
+            sides[int(axis)][tuple(map(int, array.reshape(-1)))] = None
+        elif array.shape[-1] == 2 and chain and isinstance(points := dims(chain[-1])[4], int) and points:
+            both[tuple((int(height), int(width)) for width, height in array.reshape(-1, 2)[::points])] = None
+    pairs = itertools.product(sides[0], sides[1])
+    both |= {tuple(zip(heights, widths, strict=True)): None for widths, heights in pairs if len(widths) == len(heights)}
+    return list(tensors), list(both)
+
+
+def _scaled(row: ir.Node) -> Iterator[tuple[ir.Value, np.ndarray[Any, Any]]]:
+    """Yield floats that the index of a row is computed from and that are multiplied by constants, and the constants."""
+    assert row.inputs[1] is not None
+    for value in _indices_of_rows(row.inputs[1]):
+        node = value.producer()
+        if node is not None and is_node(node, "Mul") and value.dtype not in INTEGER:
+            for factor, other in (node.inputs, node.inputs[::-1]):
+                array = constant(other)
+                if factor is not None and array is not None and array.ndim and np.isfinite(array).all():
+                    yield factor, array
