@@ -52,15 +52,15 @@ class Stacked(torch.nn.Module):
 
 
 class Cut(Stacked):
-    """Parts of batch or queries, of what is given and of the output."""
+    """Parts of batch or queries, of the inputs and of the output."""
 
     def __init__(self, before=(slice(None),), after=(slice(None),)) -> None:
         super().__init__()
         self.before, self.after = before, after
 
     def forward(self, value, locations, weights):
-        given = value[self.before[:1]], locations[self.before], weights[self.before]
-        return super().forward(*given)[self.after]
+        parts = value[self.before[:1]], locations[self.before], weights[self.before]
+        return super().forward(*parts)[self.after]
 
 
 class Summed(torch.nn.Module):
@@ -130,17 +130,16 @@ def on_a_padded_map(image, grid, **options):
     return sampled.reshape(image.shape[0], image.shape[1], grid.shape[1], grid.shape[2])
 
 
-def masked(image, grid, **options):
+def masked(image, grid, inside_only=True, **options):
     """As LibreYOLO's and RF-DETR's: corners outside are multiplied by false."""
     x, y, width, height = pixels(image, grid)
     rows, sampled = image.flatten(2), 0
     for column, row, share in corners(x, y):
         inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
         places = clipped(row, height - 1) * width + clipped(column, width - 1)
-        found = rows.gather(2, places.flatten(1)[:, None].expand(-1, image.shape[1], -1)).reshape(
-            *image.shape[:2], *grid.shape[1:3]
-        )
-        sampled = sampled + found * inside[:, None] * share[:, None]
+        gathered = rows.gather(2, places.flatten(1)[:, None].expand(-1, image.shape[1], -1))
+        gathered = gathered.reshape(*image.shape[:2], *grid.shape[1:3])
+        sampled = sampled + (gathered * inside[:, None] if inside_only else gathered) * share[:, None]
     return sampled
 
 
@@ -164,15 +163,7 @@ def decomposed(image, grid, **options):
 
 def at_the_border(image, grid, **options):
     """Not ours: samples outside repeat the outermost pixels."""
-    x, y, width, height = pixels(image, grid)
-    rows, sampled = image.flatten(2), 0
-    for column, row, share in corners(x, y):
-        places = clipped(row, height - 1) * width + clipped(column, width - 1)
-        found = rows.gather(2, places.flatten(1)[:, None].expand(-1, image.shape[1], -1)).reshape(
-            *image.shape[:2], *grid.shape[1:3]
-        )
-        sampled = sampled + found * share[:, None]
-    return sampled
+    return masked(image, grid, inside_only=False)
 
 
 def of_capped_values(image, grid, **options):
@@ -239,33 +230,36 @@ def inputs(bs=2, queries=7):
 _WRITTEN: dict[tuple, dict[str, bytes]] = {}
 
 
-def export(module, path, exporter, opset=17, given=None):
+def export(module, path, exporter, opset=17, arguments=None):
     """Writes the file, and the one with its weights if there is one. What was exported before is written again."""
-    path, given = pathlib.Path(path), given or inputs()
-    values = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "training"}
-    key = (type(module), repr(values), path.name, exporter, opset, *(t.dtype for t in given))
+    path, arguments = pathlib.Path(path), arguments or inputs()
+    values = [(type(m), {k: v for k, v in vars(m).items() if k[0] != "_" and k != "training"}) for m in module.modules()]
+    key = (repr(values), path.name, exporter, opset, *((t.dtype, t.shape) for t in arguments))
     if key not in _WRITTEN:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _export(module, path, exporter, opset, given)
+            _export(module.eval(), path, exporter, opset, arguments)
         _WRITTEN[key] = {file.name: file.read_bytes() for file in path.parent.glob(path.name + "*")}
     for name, content in _WRITTEN[key].items():
         (path.parent / name).write_bytes(content)
 
 
-def _export(module, path, exporter, opset, given):
+def _export(module, path, exporter, opset, arguments):
+    """By torch's older exporter or by `dynamo`, with free or fixed sizes, and with our nodes or samples."""
     names, free = ["v", "l", "w"], {"v": {0: "bs"}, "l": {0: "bs", 1: "q"}, "w": {0: "bs", 1: "q"}}
+    is_free = "fixed sizes" not in exporter
     if "older" in exporter:
-        old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if exporter == "older" else None}
-        return torch.onnx.export(module, given, path, input_names=names, **old)
+        old = {"dynamo": False, "opset_version": opset, "dynamic_axes": free if is_free else None}
+        return torch.onnx.export(module, arguments, path, input_names=names, **old)
     if sentence := _needs.lacks("An ONNX file of opset 20"):
         pytest.skip(sentence)
-    shapes = tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)
-    form = {"our nodes": "onnxruntime", "our samples": "grid_sample"}.get(exporter)
-    more = {"dynamic_shapes": shapes} if form or exporter == "free sizes" else {}
-    if form:
+    more = (
+        {"dynamic_shapes": tuple({a: torch.export.Dim(n) for a, n in free[name].items()} for name in names)} if is_free else {}
+    )
+    forms = {"our nodes": "onnxruntime", "our samples": "grid_sample"}
+    if form := next((form for words, form in forms.items() if words in exporter), None):
         more["custom_translation_table"] = mx_driving.onnx.translations(form)
-    torch.onnx.export(module.eval(), given, path, input_names=names, dynamo=True, opset_version=20, verbose=False, **more)
+    torch.onnx.export(module, arguments, path, input_names=names, dynamo=True, opset_version=20, verbose=False, **more)
 
 
 def run(path, arguments, **more):

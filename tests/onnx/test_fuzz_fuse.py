@@ -65,7 +65,7 @@ def session(path: Path) -> onnxruntime.InferenceSession:
 def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: np.random.Generator) -> dict[str, Any] | None:
     """Random inputs; None where a file says that one is too large for any memory."""
     sizes = {"v": (free["bs"], 42, 4, 8), "l": (free["bs"], free["q"], 4, 2, 3, 2), "w": (free["bs"], free["q"], 4, 6)}
-    found = {}
+    arrays = {}
     for one in running.get_inputs():
         shape = sizes.get(one.name, ())
         said = one.shape or shape
@@ -73,8 +73,8 @@ def feeds(running: onnxruntime.InferenceSession, free: dict[str, int], numbers: 
         if math.prod(shape) > MOST:
             return None
         array = numbers.random(shape) * (1.4 if one.name == "l" else 1) - (0.3 if one.name == "l" else 0)
-        found[one.name] = array.astype(DTYPES.get(one.type, np.float32))
-    return found
+        arrays[one.name] = array.astype(DTYPES.get(one.type, np.float32))
+    return arrays
 
 
 def outcome(running: onnxruntime.InferenceSession, fed: dict[str, Any]) -> list[Any] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -22,19 +22,17 @@ from onnx_writings import (  # noqa: E402
     Calls,
     Cut,
     Joined,
+    Logits,
     Projected,
     Stacked,
     Summed,
     at_the_border,
-    by_three_indices,
-    decomposed,
     export,
     inputs,
     kinds,
     masked,
     nearest,
     of_capped_values,
-    on_a_padded_map,
     run,
 )
 from tolerance import allowed  # noqa: E402
@@ -43,91 +41,6 @@ import mx_driving.onnx  # noqa: E402
 from mx_driving.onnx import _find  # noqa: E402
 
 pytestmark = [pytest.mark.long, pytest.mark.xdist_group("onnx")]  # so that each file is exported once
-
-
-def judge(writing, before, after, arguments):
-    """Both files are within rounding of the writing in float64."""
-    true = writing(*(t.double() for t in arguments)).numpy()
-    scale = np.full_like(true, 1.5)  # values are at most 1.5, and the weights of a query sum up to 1
-    dtype = arguments[0].dtype
-    limit = allowed(dtype, dtype, true, scale, 24, 6)
-    for path in (before, after):
-        assert (np.abs(run(path, arguments) - true) <= limit).all()
-
-
-@pytest.mark.parametrize("exporter", ["fixed sizes", "free sizes", "older"])
-@pytest.mark.parametrize("writing", WRITINGS)
-def test_the_node_gives_the_same(writing, exporter, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(WRITINGS[writing], before, exporter)
-    report = mx_driving.onnx.fuse(before, after)
-    assert len(report.replaced) == 1
-    assert not report.left
-    assert "4 heads of 8 channels" in str(report)
-    assert "GridSample" in kinds(before)
-    assert "GridSample" not in kinds(after)
-    assert kinds(after).count("multi_scale_deformable_attn") == 1
-    judge(WRITINGS[writing], before, after, inputs() if exporter == "fixed sizes" else inputs(3, 11))
-
-
-def test_our_own_samples_become_the_node(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(Calls(), before, "our samples")
-    assert not mx_driving.onnx.fuse(before, after).left
-    assert "GridSample" in kinds(before)
-    assert "GridSample" not in kinds(after)
-    assert kinds(after).count("multi_scale_deformable_attn") == 1
-    value, locations, weights = inputs(3, 11)
-    judge(Calls(), before, after, (value, locations, weights.softmax(-1)))
-
-
-@pytest.mark.parametrize(
-    ("sample", "exporter"),
-    [
-        *((sample, "fixed sizes") for sample in GATHERS),
-        *zip((decomposed, on_a_padded_map, masked, by_three_indices), (11, 11, 13, 15), strict=True),
-    ],
-)
-def test_gathers_become_the_node(sample, exporter, tmp_path):
-    """Opsets 11 to 15 have no GridSample; batch and queries are free in these files."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    writing = Stacked(sample)
-    export(writing, before, *((exporter,) if exporter == "fixed sizes" else ("older", exporter)))
-    report = mx_driving.onnx.fuse(before, after)
-    assert len(report.replaced) == 1
-    assert not report.left
-    assert not {"GridSample", "Floor"} & set(kinds(after))
-    assert "Floor" in kinds(before)
-    judge(writing, before, after, inputs() if exporter == "fixed sizes" else inputs(3, 11))
-
-
-def test_gathers_of_levels_that_differ_in_points(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    writing = Joined([2, 4], masked)
-    export(writing, before, "older", 13)
-    assert "2 + 4 points" in str(mx_driving.onnx.fuse(before, after))
-    judge(writing, before, after, inputs(3, 11))
-
-
-@pytest.mark.parametrize("writing", [WRITINGS["stacked"], Stacked(masked)], ids=["GridSample", "gathers"])
-def test_float64(writing, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    arguments = tuple(t.double() for t in inputs())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(writing, arguments, before, dynamo=False, opset_version=20, input_names=["v", "l", "w"])
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
-    np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-13)
-
-
-@pytest.mark.parametrize(("opset", "mode"), [(16, b"bilinear"), (20, b"linear")])
-def test_both_names_of_the_mode(opset, mode, tmp_path):
-    """Opset 20 renamed it."""
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(WRITINGS["stacked"], before, *(("older", 16) if opset == 16 else ("fixed sizes",)))
-    samplers = [node for node in onnx.load(before).graph.node if node.op_type == "GridSample"]
-    assert {onnx.helper.get_node_attr_value(node, "mode") for node in samplers} == {mode}
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
 
 
 class Chosen(torch.nn.Module):
@@ -140,12 +53,58 @@ class Chosen(torch.nn.Module):
         return Stacked()(value, locations, weights)[:, best[0]]
 
 
-def test_sizes_that_the_file_computes(tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(Chosen(), before, "older, fixed sizes", 18)
-    assert {"Pad", "ConstantOfShape", "ReduceMax", "TopK"} <= set(kinds(before))
-    assert len(mx_driving.onnx.fuse(before, after).replaced) == 1
-    judge(Chosen(), before, after, inputs())
+class Case(NamedTuple):
+    """A writing, how it becomes a file, and nodes that the file has. Opset 20 renamed GridSample's mode "bilinear"."""
+
+    module: torch.nn.Module
+    exporter: str = "older"
+    opset: int = 17
+    nodes: tuple[str, ...] = ("GridSample",)
+    dtype: torch.dtype = torch.float32
+    sizes: tuple[int, int] = (2, 7)  # batch and queries of the export
+
+
+FLOOR = ("Floor",)
+CASES = {
+    **{f"{name}, dynamo": Case(module, "free sizes") for name, module in WRITINGS.items()},
+    "fixed sizes": Case(Stacked(), "fixed sizes"),
+    "opset 16": Case(Stacked(), opset=16),
+    "our samples": Case(Calls(), "our samples"),
+    "sizes that the file computes": Case(Chosen(), "older, fixed sizes", 18, ("GridSample", "Pad", "ReduceMax", "TopK")),
+    "as many queries as heads": Case(Stacked(), "fixed sizes", sizes=(1, 4)),  # shapes do not tell which axis is which
+    **{f"{f.__name__}, dynamo": Case(Stacked(f), "fixed sizes", nodes=FLOOR) for f in GATHERS},
+    # Opsets 11 to 15 have no GridSample.
+    **{f.__name__: Case(Stacked(f), "older", opset, FLOOR) for f, opset in zip(GATHERS, (11, 13, 15, 11), strict=True)},
+    "gathers, unequal points": Case(Joined([2, 4], masked), "older", 13, FLOOR),
+    "gathers, float64": Case(Stacked(masked), "older, fixed sizes", 20, FLOOR, torch.float64),
+    **{f"torch's default, {sizes}": Case(Calls(), sizes, nodes=FLOOR) for sizes in ("fixed sizes", "free sizes")},
+    "torch's default, float16": Case(Calls(), "fixed sizes", nodes=FLOOR, dtype=torch.float16),
+    "torch's default, logits": Case(Logits(), "free sizes", nodes=FLOOR),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_writing_becomes_the_node(name, tmp_path):
+    """Before and after, the file is within rounding of the writing in float64."""
+    case, before, after = CASES[name], tmp_path / "before.onnx", tmp_path / "after.onnx"
+    example = tuple(t.to(case.dtype) for t in inputs(*case.sizes))
+    export(case.module, before, case.exporter, case.opset, example)
+    report = mx_driving.onnx.fuse(before, after)
+    assert (len(report.replaced), report.left) == (1, {})
+    points = "2 + 4" if "unequal" in name else "3"
+    assert list(report.replaced.values()) == [f"4 heads of 8 channels, {points} points on maps of 6 x 5, 3 x 4"]
+    assert set(case.nodes) <= set(kinds(before))
+    assert not {"GridSample", "Floor"} & set(kinds(after))
+    assert kinds(after).count("multi_scale_deformable_attn") == 1
+    for sizes in (case.sizes,) if "fixed sizes" in case.exporter else ((3, 11), (1, 40)):
+        value, locations, weights = (t.to(case.dtype) for t in inputs(*sizes))
+        if type(case.module) is Calls:
+            weights = weights.softmax(-1)
+        true = case.module.double()(value.double(), locations.double(), weights.double()).numpy()
+        scale = np.full_like(true, 1.5)  # values are at most 1.5, and the weights of a query sum up to 1
+        limit = allowed(case.dtype, case.dtype, true, scale, 24, 6)
+        for path in (before, after):
+            assert (np.abs(run(path, (value, locations, weights)) - true) <= limit).all()
 
 
 def test_weights_outside_the_file(tmp_path):
@@ -233,39 +192,15 @@ def test_the_rest_is_untouched_and_reported(tmp_path):
     np.testing.assert_allclose(run(after, inputs()), Both()(*inputs()).numpy(), atol=1e-5)
 
 
-@pytest.mark.needs("An ONNX file of opset 20")
-def test_equal_sizes_do_not_mislead(tmp_path):
-    """Where queries and heads are four each, shapes alone do not tell which axis is which."""
-    path = tmp_path / "before.onnx"
-    torch.onnx.export(
-        Stacked().eval(), inputs(1, 4), path, dynamo=True, opset_version=20, input_names=["v", "l", "w"], verbose=False
-    )
-    assert len(mx_driving.onnx.fuse(path, tmp_path / "after.onnx").replaced) == 1
-    np.testing.assert_allclose(run(tmp_path / "after.onnx", inputs(1, 4)), Stacked()(*inputs(1, 4)).numpy(), atol=1e-5)
-
-
 def test_the_command_compares_and_times(mx, tmp_path):
-    before, after, given = tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "inputs.npz"
+    before, after, arrays = tmp_path / "before.onnx", tmp_path / "after.onnx", tmp_path / "inputs.npz"
     export(Stacked(), before, "older")
-    np.savez(given, **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
-    status, said, problem = mx("fuse", before, after, "--time", "--inputs", given, "--seconds", 0)
+    np.savez(arrays, **{name: t.numpy() for name, t in zip("vlw", inputs(), strict=True)})
+    status, said, problem = mx("fuse", before, after, "--time", "--inputs", arrays, "--seconds", 0)
     assert (status, problem) == (0, "")
-    found = re.search(r"outputs differ by (\S+) of their magnitude; \S+ ms before, \S+ ms after, medians of 3 rounds", said)
-    assert found, said
-    assert float(found[1]) < 1e-5
-
-
-def test_the_command_refuses_inputs_in_a_sentence(mx, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export(Stacked(), before, "older")
-    status, _, problem = mx("fuse", before, after, "--time")
-    assert status == 1
-    assert "--inputs must have 'l', whose sizes q the file leaves free; got none" in problem
-    np.save(tmp_path / "one.npy", np.ones(3))
-    assert "--inputs must be an .npz file, of arrays by name" in mx("fuse", before, after, "--inputs", tmp_path / "one.npy")[2]
-    assert "--inputs must be an .npz file; got" in mx("fuse", before, after, "--inputs", tmp_path / "none.npz")[2]
-    (tmp_path / "text.npz").write_text("words")
-    assert "--inputs must be an .npz file; got" in mx("fuse", before, after, "--inputs", tmp_path / "text.npz")[2]
+    words = re.search(r"outputs differ by (\S+) of their magnitude; \S+ ms before, \S+ ms after, medians of 3 rounds", said)
+    assert words, said
+    assert float(words[1]) < 1e-5
 
 
 ALL = slice(None)
@@ -273,8 +208,8 @@ CUTS = {
     "queries of the output": Cut(after=(ALL, slice(100))),
     "the last queries of the output": Cut(after=(ALL, slice(-300, None))),
     "a batch of the output": Cut(after=(slice(2),)),
-    "queries of what is given": Cut(before=(ALL, slice(100))),
-    "a batch of what is given": Cut(before=(slice(2),)),
+    "queries of the inputs": Cut(before=(ALL, slice(100))),
+    "a batch of the inputs": Cut(before=(slice(2),)),
     "queries of the sum": Stacked(between=lambda total: total[:, :, :100]),
     "seven queries of the sum": Stacked(between=lambda total: total[:, :, torch.arange(7)]),
     "the last queries of grids": Stacked(lambda image, grid, **options: grid_sample(image, grid[:, -40:], **options)),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
-from onnx_writings import Joined, Stacked, Summed, inputs, kinds, run  # noqa: E402
+from onnx_writings import Calls, Joined, Stacked, Summed, export, inputs, kinds, run  # noqa: E402
 
 import mx_driving.onnx  # noqa: E402
 from mx_driving.onnx import _runtimes  # noqa: E402
@@ -25,12 +23,11 @@ pytestmark = [
 ]
 
 
-class Ours(torch.nn.Module):
+class Ours(Calls):
     """In the form "grid_sample"."""
 
     def forward(self, value, locations, weights):
-        levels = torch.tensor([[6, 5], [3, 4]]), torch.tensor([0, 30])
-        return mx_driving.multi_scale_deformable_attn(value, *levels, locations, weights.softmax(-1).unflatten(-1, (2, 3)))
+        return super().forward(value, locations, weights.softmax(-1))
 
 
 class Fixed(torch.nn.Module):
@@ -43,8 +40,8 @@ class Fixed(torch.nn.Module):
             self.register_buffer(f"fixed_{name}", tensor)
 
     def forward(self, value, locations, weights):
-        given = zip("vlw", (value, locations, weights), strict=True)
-        return self.writing(*(getattr(self, f"fixed_{name}") if name in self.names else tensor for name, tensor in given))
+        tensors = zip("vlw", (value, locations, weights), strict=True)
+        return self.writing(*(getattr(self, f"fixed_{name}") if name in self.names else tensor for name, tensor in tensors))
 
 
 WRITINGS = {
@@ -53,17 +50,6 @@ WRITINGS = {
     "unequal points": Joined([2, 4]),
     "ours": Ours(),
 }
-
-
-def export(module, path, given):
-    options = (
-        {"custom_translation_table": mx_driving.onnx.translations("grid_sample")} if isinstance(module.writing, Ours) else {}
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            module.eval(), given, path, dynamo=True, opset_version=20, input_names=["v", "l", "w"], verbose=False, **options
-        )
 
 
 @pytest.mark.parametrize(
@@ -80,16 +66,38 @@ def export(module, path, given):
 )
 def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    module, given = Fixed(WRITINGS[writing], fixed, batch), inputs(batch)
-    export(module, before, given)
+    module, arguments = Fixed(WRITINGS[writing], fixed, batch), inputs(batch)
+    export(module, before, "our samples, fixed sizes" if writing == "ours" else "fixed sizes", arguments=arguments)
     report = mx_driving.onnx.fuse(before, after)
     assert (len(report.replaced), report.left) == (1, {})
     assert "GridSample" not in kinds(after)
-    true = module.double()(*(tensor.double() for tensor in given))
-    np.testing.assert_allclose(run(after, given), true.numpy(), rtol=0, atol=3e-6)
-    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", given, strict=True)})
+    assert {name for names in report.nodes.values() for name in names} <= {node.name for node in onnx.load(before).graph.node}
+    true = module.double()(*(tensor.double() for tensor in arguments))
+    np.testing.assert_allclose(run(after, arguments), true.numpy(), rtol=0, atol=3e-6)
+    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
     assert report.right
     assert len(report.comparisons) == 2
+
+
+class Twice(torch.nn.Module):
+    """Two attentions of unequal constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Fixed(Stacked(), "l", 2), Fixed(Summed(), "lw", 2)
+        self.second.fixed_l += 0.1
+
+    def forward(self, value, locations, weights):
+        return self.first(value, locations, weights) + self.second(value, locations, weights)
+
+
+def test_constants_of_two_attentions(tmp_path):
+    before, after, arguments = tmp_path / "before.onnx", tmp_path / "after.onnx", inputs()
+    export(Twice(), before, "fixed sizes")
+    assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
+    np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)
+    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
+    assert (report.right, len(report.comparisons)) == (True, 4)
 
 
 class Both(Fixed):
@@ -102,8 +110,8 @@ class Both(Fixed):
 
 def test_constants_of_what_stays_are_untouched(tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    module, given = Both(Summed(), "l"), inputs(1)
-    export(module, before, given)
+    module, arguments = Both(Summed(), "l"), inputs(1)
+    export(module, before, "fixed sizes", arguments=arguments)
     report = mx_driving.onnx.fuse(before, after)
     assert len(report.replaced) == 1
     assert ["align_corners is 1" in why for why in report.left.values()] == [True]
@@ -111,4 +119,4 @@ def test_constants_of_what_stays_are_untouched(tmp_path):
     old, new = ({t.name: t.SerializeToString() for t in onnx.load(path).graph.initializer} for path in (before, after))
     assert len(samplers) == 2
     assert all(new[node.input[1]] == old[node.input[1]] for node in samplers)
-    np.testing.assert_allclose(run(after, given), run(before, given), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)

@@ -185,8 +185,7 @@ def write_inside(path, kind, beside):
     onnx.save(onnx.helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=9), path)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside another"])
-@pytest.mark.parametrize("kind", BRANCHES)
+@pytest.mark.parametrize(("kind", "beside"), [*((kind, True) for kind in BRANCHES), ("If", False), ("Loop", False)])
 def test_attention_in_functions_and_subgraphs_is_named(kind, beside, mx, tmp_path):
     """Functions are inlined. What lies in If and Loop is left, and both commands say so."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"

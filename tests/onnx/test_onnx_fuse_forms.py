@@ -49,9 +49,9 @@ def test_each_form_gives_the_same(writing, form, tmp_path):
     export(WRITINGS[writing], before, "older")
     assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
     assert "GridSample" not in kinds(after)
-    found = [node for node in onnx.load(after).graph.node if node.domain]
-    assert [node.op_type for node in found] == ([NODES[form]] if form in NODES else [])
-    assert {o.domain for o in onnx.load(after).opset_import} == {"", *(node.domain for node in found)}
+    nodes = [node for node in onnx.load(after).graph.node if node.domain]
+    assert [node.op_type for node in nodes] == ([NODES[form]] if form in NODES else [])
+    assert {o.domain for o in onnx.load(after).opset_import} == {"", *(node.domain for node in nodes)}
     judge(after, form, WRITINGS[writing])
 
 
@@ -71,45 +71,6 @@ def test_one_form_becomes_another(old, form, tmp_path):
     assert words.endswith(f"::{NODES[old]}" if old in NODES else "3 x 4")
     assert not {NODES.get(old), *(["Floor"] if form != "gather" else [])} & set(kinds(after))
     judge(after, form, WRITINGS["unequal points"])
-
-
-def export_default(module, path, free, given=None):
-    """As torch exports without a table of `translations`."""
-    batch, queries = torch.export.Dim("bs"), torch.export.Dim("q")
-    shapes = ({0: batch}, {0: batch, 1: queries}, {0: batch, 1: queries}) if free else None
-    torch.onnx.export(
-        module.eval(),
-        given or inputs(),
-        path,
-        dynamo=True,
-        opset_version=20,
-        input_names=["v", "l", "w"],
-        verbose=False,
-        dynamic_shapes=shapes,
-    )
-
-
-@pytest.mark.needs("An ONNX file of opset 20")
-@pytest.mark.parametrize("free", [False, True], ids=["fixed sizes", "free sizes"])
-@pytest.mark.parametrize("module", [Calls, Logits])
-def test_the_default_form_of_torch_is_found(module, free, tmp_path):
-    before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
-    export_default(module(), before, free)
-    report = mx_driving.onnx.fuse(before, after)
-    assert (list(report.replaced.values()), report.left) == (["4 heads of 8 channels, 3 points on maps of 6 x 5, 3 x 4"], {})
-    assert "Floor" in kinds(before)
-    assert "Floor" not in kinds(after)
-    for sizes in ((2, 7), (1, 40)) if free else ((2, 7),):
-        np.testing.assert_allclose(run(after, inputs(*sizes)), run(before, inputs(*sizes)), rtol=0, atol=2e-6)
-
-
-@pytest.mark.needs("An ONNX file of opset 20")
-def test_the_default_form_in_float16(tmp_path):
-    given = tuple(t.half() for t in inputs())
-    export_default(Calls(), tmp_path / "before.onnx", False, given)
-    assert len(mx_driving.onnx.fuse(tmp_path / "before.onnx", tmp_path / "after.onnx").replaced) == 1
-    true = Calls()(*(t.double() for t in given)).numpy()
-    np.testing.assert_allclose(run(tmp_path / "after.onnx", given), true, rtol=0, atol=4e-3)
 
 
 def swap_sides(model):
@@ -172,10 +133,10 @@ def judge_dtypes(before, after, form, writing, arguments):
         assert not after.exists()
         return
     assert len(mx_driving.onnx.fuse(before, after, form=form).replaced) == 1
-    given = result(after, form, arguments)
+    output = result(after, form, arguments)
     true = writing(*(t.double() for t in arguments)).numpy()
-    assert given.dtype == arguments[0].numpy().dtype
-    np.testing.assert_allclose(given, true, rtol=0, atol=4e-3 if arguments[0].dtype == torch.float16 else 2e-6)
+    assert output.dtype == arguments[0].numpy().dtype
+    np.testing.assert_allclose(output, true, rtol=0, atol=4e-3 if arguments[0].dtype == torch.float16 else 2e-6)
 
 
 MIXED = [(16, 32, 32), (16, 32, 16), (32, 16, 16), (32, 32, 64), (64, 32, 32), (16, 64, 32)]
@@ -187,7 +148,7 @@ def test_a_node_of_mixed_dtypes(form, bits, tmp_path):
     """Value, locations and weights of our node. The output has the dtype of value in each form."""
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     arguments = tuple(t.to(getattr(torch, f"float{n}")) for t, n in zip(inputs(), bits, strict=True))
-    export(Calls(), before, "our nodes", given=arguments)
+    export(Calls(), before, "our nodes", arguments=arguments)
     judge_dtypes(before, after, form, Calls(), arguments)
     if form == "gather":
         again = tmp_path / "again.onnx"
@@ -202,9 +163,9 @@ def test_what_is_not_on_the_map_contributes_zero(tmp_path):
     value, locations, weights = inputs()
     locations[0, :, :, :, 0], locations[0, :, :, :, 1], locations[0, :, :, :, 2] = float("nan"), 1e30, -7
     weights[0] = float("nan")
-    given = result(after, "gather", (value, locations, weights))
-    assert (given[0] == 0).all()
-    np.testing.assert_allclose(given[1], Calls()(value, locations, weights)[1].numpy(), atol=2e-6)
+    output = result(after, "gather", (value, locations, weights))
+    assert (output[0] == 0).all()
+    np.testing.assert_allclose(output[1], Calls()(value, locations, weights)[1].numpy(), atol=2e-6)
 
 
 def test_what_a_form_cannot_say(tmp_path):

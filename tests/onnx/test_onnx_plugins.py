@@ -30,18 +30,18 @@ def arrays(seed=0, dtype=np.float32, batch=2):
         "offsets": (batch, QUERIES, HEADS * LEVELS * POINTS * 2),
         "logits": (batch, QUERIES, HEADS, LEVELS * POINTS),
     }
-    found = {name: random.standard_normal(shape) for name, shape in shapes.items()}
-    found["references"] = random.random(shapes["references"])
-    return {name: array.astype(dtype) for name, array in found.items()}
+    tensors = {name: random.standard_normal(shape) for name, shape in shapes.items()}
+    tensors["references"] = random.random(shapes["references"])
+    return {name: array.astype(dtype) for name, array in tensors.items()}
 
 
 def model(kind="MultiScaleDeformableAttnTRT", domain="", dtype=np.float32, batch=2, inputs=5, table=np.int64):
     """Two layers: the second one's offsets are computed from the first one's output, whose shape the file does not say."""
     type_of = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    given = arrays(dtype=dtype, batch=batch)
-    infos = [helper.make_tensor_value_info(name, type_of, array.shape) for name, array in given.items()]
+    tensors = arrays(dtype=dtype, batch=batch)
+    infos = [helper.make_tensor_value_info(name, type_of, array.shape) for name, array in tensors.items()]
     matrix = np.random.default_rng(1).standard_normal((HEADS * CHANNELS, HEADS * LEVELS * POINTS * 2)).astype(dtype)
-    held = [
+    tables = [
         numpy_helper.from_array(np.array([[6, 5], [3, 4]], table), "shapes"),
         numpy_helper.from_array(matrix, "matrix"),
         numpy_helper.from_array(np.array([0, 0, -1]), "flat"),
@@ -56,7 +56,7 @@ def model(kind="MultiScaleDeformableAttnTRT", domain="", dtype=np.float32, batch
     ]
     output = helper.make_tensor_value_info("output", type_of, [batch, QUERIES, HEADS * CHANNELS])
     opsets = [helper.make_opsetid("", 17), *([helper.make_opsetid(domain, 1)] if domain else [])]
-    return helper.make_model(helper.make_graph(nodes, "two", infos, [output], held), opset_imports=opsets, ir_version=8)
+    return helper.make_model(helper.make_graph(nodes, "two", infos, [output], tables), opset_imports=opsets, ir_version=8)
 
 
 def run_plugin(path, fed):

@@ -208,12 +208,12 @@ def test_a_refused_call_leaves_the_session_as_it_was():
 def test_axes_are_counted(operator):
     """One more or one less of any input."""
     args = cases.cast(GROWING[operator](2, 5), torch.float32)
-    for place, a in enumerate(args):
+    for index, a in enumerate(args):
         for other in (a[0], a[None]) if isinstance(a, torch.Tensor) else ():
-            given = (*args[:place], other, *args[place + 1 :])
+            changed = (*args[:index], other, *args[index + 1 :])
             with pytest.raises(ValueError, match="must have shape") as expected:
-                getattr(mx_driving, operator)(*given)
-            assert refusal(operator, given) == str(expected.value)
+                getattr(mx_driving, operator)(*changed)
+            assert refusal(operator, changed) == str(expected.value)
 
 
 def in_torch(graph, arrays):
@@ -238,19 +238,19 @@ def test_anything_gives_the_bits_or_the_sentence_of_torch():
         assume(not (graph.operator == GEOMETRIC and graph.types[3] in ("uint8", "int16")))  # torch takes them as pixels
         session = onnx_nodes.session_of(graph, library, threads)
         for arrays in inputs:
-            found = onnx_nodes.outcome(lambda: onnx_nodes.run(session, arrays))  # noqa: B023
+            output = onnx_nodes.outcome(lambda: onnx_nodes.run(session, arrays))  # noqa: B023
             expected = in_torch(graph, arrays)
             if isinstance(expected, str):
-                assert isinstance(found, str), (graph, [a.shape for a in arrays], expected)
-                sentence = found.partition("Status Message: ")[2]
+                assert isinstance(output, str), (graph, [a.shape for a in arrays], expected)
+                sentence = output.partition("Status Message: ")[2]
                 if " must have shape " in expected:  # the first tensor that disagrees with those before it: perhaps another one
                     assert re.match(r"\w+ must have shape \(.+\); got \(.*\)$", sentence), graph
                 else:
                     assert sentence == expected.partition("; axes 1 and 2")[0], graph  # without the hint
                 refused[graph.operator] += 1
             else:
-                assert not isinstance(found, str), (graph, [a.shape for a in arrays], found)
-                same = torch.from_numpy(found).to(expected.dtype)
+                assert not isinstance(output, str), (graph, [a.shape for a in arrays], output)
+                same = torch.from_numpy(output).to(expected.dtype)
                 torch.testing.assert_close(same, expected, rtol=0, atol=0, equal_nan=True)
                 ran.update([graph.operator, *graph.types])  # "": an optional input that is not there
 
@@ -264,8 +264,8 @@ def quantised(model, folder, form):
     """The model with linear layers in int8, and the kinds of its nodes."""
     onnx.save(model, folder / f"{form}.onnx")
     onnxruntime.quantization.quantize_dynamic(folder / f"{form}.onnx", folder / f"{form}-int8.onnx")
-    found = onnx.load(folder / f"{form}-int8.onnx")
-    return found, {node.op_type for node in found.graph.node}
+    model_int8 = onnx.load(folder / f"{form}-int8.onnx")
+    return model_int8, {node.op_type for node in model_int8.graph.node}
 
 
 def test_a_quantised_model_runs_with_our_node_in_float32(tmp_path):
@@ -277,9 +277,9 @@ def test_a_quantised_model_runs_with_our_node_in_float32(tmp_path):
     assert {MULTI_SCALE, "MatMulInteger"} <= kinds
     assert "MatMul" not in kinds
     gathers, _ = quantised(exported(model, inputs, form="gather"), tmp_path, "gather")
-    found = run_exported(ours, inputs)
-    torch.testing.assert_close(found, run_without_ours(gathers, *inputs), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(found, model(*inputs).detach())
+    output = run_exported(ours, inputs)
+    torch.testing.assert_close(output, run_without_ours(gathers, *inputs), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(output, model(*inputs).detach())
 
 
 def test_the_path_is_a_file():

@@ -30,16 +30,16 @@ def test_gathers_give_the_same_numbers_for_any_batch_and_queries(operator, form)
     compiled = core.compile_model(core.read_model(in_form(operator, form).SerializeToString(), b""), "CPU", options)
     for bs, queries in ((3, 5), (1, 7), (4, 1)):
         args = cases.cast(GROWING[operator](bs, queries), torch.float32)
-        found = torch.from_numpy(compiled([a.numpy() for a in args])[0])
-        torch.testing.assert_close(found, getattr(mx_driving, operator)(*args), rtol=1e-5, atol=1e-5)
+        output = torch.from_numpy(compiled([a.numpy() for a in args])[0])
+        torch.testing.assert_close(output, getattr(mx_driving, operator)(*args), rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
 def core(tmp_path_factory):
     cmake, folder = pathlib.Path(sys.executable).with_name("cmake"), tmp_path_factory.mktemp("extension")
     cmake = cmake if cmake.exists() else shutil.which("cmake")
-    found = [f"-Dmx_driving_DIR={config.cmakedir()}", f"-DOpenVINO_DIR={pathlib.Path(openvino.__path__[0], 'cmake')}"]
-    for step in (["-S", SOURCE, "-B", folder, *found], ["--build", folder]):
+    options = [f"-Dmx_driving_DIR={config.cmakedir()}", f"-DOpenVINO_DIR={pathlib.Path(openvino.__path__[0], 'cmake')}"]
+    for step in (["-S", SOURCE, "-B", folder, *options], ["--build", folder]):
         done = subprocess.run([cmake, *step], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
     core = openvino.Core()
@@ -53,8 +53,8 @@ def test_the_bits_of_torch(core, operator):
     tensors = tuple(a for a in args if isinstance(a, torch.Tensor))
     model = core.read_model(one_node(operator).SerializeToString(), b"")
     compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    found = torch.from_numpy(compiled([t.numpy() for t in tensors])[0])
-    assert torch.equal(found, getattr(mx_driving, operator)(*args))
+    output = torch.from_numpy(compiled([t.numpy() for t in tensors])[0])
+    assert torch.equal(output, getattr(mx_driving, operator)(*args))
 
 
 def test_a_bad_table_is_refused(core):

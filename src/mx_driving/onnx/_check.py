@@ -16,7 +16,7 @@ import torch
 from .._cli_support.problems import Problem
 from .._measure import onnx_files
 from .._vendor.replay.calls import RecordedCall
-from .._vendor.replay.judge import WRONG, Verdict, judge
+from .._vendor.replay.judge import WRONG, Judged, judge
 from . import _file, _outputs
 from ._fuse import silent
 from ._graph import constant
@@ -28,25 +28,22 @@ IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
 
 @dataclass(frozen=True)
 class Comparison:
-    """A match on some inputs: a verdict, or why there is none."""
+    """A match on some inputs, judged; None if the runtime gives no output. `why` says what is wrong."""
 
     match: Match
     inputs: str
-    verdict: Verdict | None
-    problem: str = ""
+    judged: Judged | None
+    why: str
 
     @property
     def right(self) -> bool:
-        return self.verdict is not None and not self.verdict.is_wrong
-
-    @property
-    def why(self) -> str:
-        return self.verdict.results[0].why if self.verdict else self.problem
+        return self.judged is not None and self.judged.verdict != WRONG
 
     def row(self) -> dict[str, Any]:
-        result = self.verdict.results[0] if self.verdict else None
-        errors = {"error": result.device, "float32": result.float32} if result else {"error": None, "float32": None}
-        verdict = result.verdict if result else WRONG
+        errors = (
+            {"error": self.judged.device, "float32": self.judged.float32} if self.judged else {"error": None, "float32": None}
+        )
+        verdict = self.judged.verdict if self.judged else WRONG
         return {"match": self.match.name, "inputs": self.inputs, **errors, "verdict": verdict, "why": self.why}
 
 
@@ -81,7 +78,7 @@ def check(
     """Run a file and its matches on a runtime.
 
     Args:
-        given: the file's inputs by name, all of them; random if there are none.
+        inputs: the file's inputs by name, all of them; random if there are none.
         precision: what the runtime computes in, if that is narrower than the file's dtypes.
         original: the file that this one was made of, which then says where the matches are, and what is true.
     """
@@ -181,7 +178,8 @@ class _Checker:
         except Failed as failed:
             return Comparison(match, words, None, str(failed))
         call = RecordedCall(match.name, {"operator": match.bare}, inputs, {"output": output.to(inputs[0].dtype)})
-        return Comparison(match, words, judge(call))
+        (judged,) = judge(call).results
+        return Comparison(match, words, judged, judged.why)
 
     def compare_outputs(self, names: list[str], fed: Arrays, true: Arrays) -> list[_outputs.Output]:
         eps = torch.finfo(self.precision).eps if self.precision else 0.0

@@ -36,9 +36,9 @@ def find_constants(pairs: Pairs) -> Iterator[dict[str, ir.Value]]:
     whole = {role: numbers for role, numbers in arrays.items() if numbers and all(a is not None for a in numbers)}
     sizes = {size for tensors in values.values() for v in tensors if v for s in sources(v) for size in dims(s)[:1]}
     for batch in sorted({1, *(size for size in sizes if isinstance(size, int) and size > 0)}) if whole else ():
-        tensors = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
-        if constants := {role: tensor for role, tensor in tensors.items() if tensor is not None}:
-            yield constants
+        joined = {role: _join_levels(numbers, batch, role) for role, numbers in whole.items()}
+        if any(array is not None for array in joined.values()):
+            yield {role: _name(array, f"{pairs[0][0].name}/{role}") for role, array in joined.items() if array is not None}
     yield {}
 
 
@@ -63,7 +63,12 @@ def _as_large_as_samples(array: Array | None, samples: ir.Value) -> Array | None
     return np.broadcast_to(array, shape) if np.broadcast_shapes(array.shape, shape) == shape else array
 
 
-def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.Value | None:
+def _name(array: Array, name: str) -> ir.Value:
+    type_of = ir.TensorType(ir.DataType.from_numpy(array.dtype))
+    return ir.Value(name=name, const_value=ir.tensor(array), shape=ir.Shape(array.shape), type=type_of)
+
+
+def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> Array | None:
     """Return the tensor of all levels; None if the batch does not fit."""
     perm, axis = _AXES[role]
     if any(array.ndim != 4 or array.size == 0 or array.shape[0] % batch for array in arrays):
@@ -71,9 +76,7 @@ def _join_levels(arrays: Sequence[Any], batch: int, role: str) -> ir.Value | Non
     blocks = [_split_batch(array, batch, role).transpose(perm) for array in arrays]
     if len({block.shape[:axis] + block.shape[axis + 1 :] for block in blocks}) > 1:
         return None
-    joined = np.concatenate(blocks, axis).astype(arrays[0].dtype)
-    type_of = ir.TensorType(ir.DataType.from_numpy(joined.dtype))
-    return ir.Value(name=f"{role} of all levels", const_value=ir.tensor(joined), shape=ir.Shape(joined.shape), type=type_of)
+    return np.concatenate(blocks, axis).astype(arrays[0].dtype)
 
 
 def _split_batch(array: Array, batch: int, role: str) -> Array:

@@ -51,7 +51,7 @@ class Writer:
     def copy(self, value: ir.Value) -> ir.Value:
         """Return a constant that is not in the graph as a table."""
         assert value.const_value is not None
-        return self.table(str(value.name), value.const_value.numpy(), value.const_value.dtype.numpy())
+        return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), value.const_value.dtype.numpy())
 
     def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
         name = self.fresh(kind)
