@@ -6,12 +6,14 @@ import concurrent.futures
 import ctypes
 import re
 
+import cases
 import pytest
 import torch
 from cases import MULTI_SCALE_LOGITS
 from test_memory_of_calls import is_written
 from test_refusals import BAD_DTYPE, BAD_LEVEL, BAD_SHAPE, CALLS, EVERY, OK, call_of, described
 
+import mx_driving
 from mx_driving import _backends
 from mx_driving._operator import checks
 from mx_driving._operator.description import OPERATORS
@@ -160,3 +162,26 @@ def test_each_thread_has_its_own_sentence():
         assert pool.submit(last_error).result() == ""
         assert pool.submit(refused, 2).result().endswith("got 2")
     assert last_error().endswith("got 1")
+
+
+def test_subnormal_numbers_are_widened():
+    """A float16 value beside float64 locations."""
+    value = (torch.arange(-1032, 1032).double() * 2**-24).half().view(1, -1, 1, 8)
+    assert (value.double() * 2**24 == torch.arange(-1032, 1032).view_as(value)).all()
+    rows = value.shape[1]
+    shapes, starts = cases.levels_of((1, rows))
+    x = (torch.arange(rows).double() + 0.5) / rows
+    locations = torch.stack([x, torch.full_like(x, 0.5)], -1).view(1, rows, 1, 1, 1, 2)
+    with cases.implementations()["native-baseline"]():
+        out = mx_driving.multi_scale_deformable_attn(value, shapes, starts, locations, torch.ones(1, rows, 1, 1, 1).double())
+    assert torch.equal(out.view_as(value).double(), value.double())
+
+
+def test_channels_that_lie_apart_are_widened():
+    value, *others = cases.multi_scale(2, 5, 8, 2, [(3, 4), (2, 2)], 3)
+    value = value.float()
+    apart = torch.stack([value, -value], -1)[..., 0]
+    assert apart.stride(-1) == 2
+    with cases.implementations()["native-baseline"]():
+        output, expected = (mx_driving.multi_scale_deformable_attn(v, *others) for v in (apart, value))
+    assert torch.equal(output, expected)
