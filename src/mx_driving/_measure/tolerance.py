@@ -8,7 +8,8 @@ whatever cancels. The inputs are rounded to the dtype before truth is computed f
   next, so the error grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
 
-The tests use it with truth in numpy, and `mx-driving replay` with truth in torch.
+The tests use it with truth in numpy. `mx-driving replay` uses it with truth in torch, and with the largest entry, which is at most
+that sum, as the scale.
 """
 
 from __future__ import annotations

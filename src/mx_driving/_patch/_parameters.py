@@ -122,5 +122,5 @@ def overrides(derived: type, kind: type, names: frozenset[str]) -> bool:
     """Return whether a class overrides one of these names of a base class. An unrelated class that shares a method does."""
     if kind not in derived.__mro__:
         return True
-    before = derived.__mro__[: derived.__mro__.index(kind)]
-    return any(name in vars(base) for base in before for name in names if name[:2] != "__")
+    nearer_bases = derived.__mro__[: derived.__mro__.index(kind)]
+    return any(name in vars(base) for base in nearer_bases for name in names if name[:2] != "__")

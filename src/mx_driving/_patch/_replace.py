@@ -90,12 +90,12 @@ def make_stand_in(original: Callable[..., Any], form: Form) -> Callable[..., Any
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = bind(args[bound:], kwargs)
-        arguments = None if named is None else map_to_roles(named)
-        module = args[0] if bound else None
-        if arguments is None or not form.serves(module, arguments):
-            return original(*args, **kwargs)
-        return form.answer(module, arguments)
+        named_arguments, module = bind(args[bound:], kwargs), args[0] if bound else None
+        if named_arguments is not None:
+            arguments = map_to_roles(named_arguments)
+            if form.serves(module, arguments):
+                return form.answer(module, arguments)
+        return original(*args, **kwargs)
 
     return call
 

@@ -96,12 +96,12 @@ def _name_unread(thing: Any) -> str:
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
     """Run on one thread. To wake other threads takes longer than these examples, on a busy machine ten times as long."""
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int, int]]) -> tuple[_Run, _Run]:
@@ -109,7 +109,7 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
     bound = [] if module is None else [module]
     parameters, layout = Parameters(function, len(bound)), getattr(form, "layout", ROWS)
 
-    def named(inputs: Arguments) -> dict[str, Any]:
+    def name_arguments(inputs: Arguments) -> dict[str, Any]:
         torch.default_generator.manual_seed(0)  # not those of GPUs, which fork_rng does not give back here
         value = inputs.get("value")
         if value is not None and layout is not ROWS:
@@ -117,10 +117,10 @@ def _make_runs(form: Form, function: Any, module: Any, sizes: Sequence[tuple[int
         return {name: inputs.get(find_role(name), parameters.defaults.get(name)) for name in parameters.all}
 
     def theirs(inputs: Arguments) -> Any:
-        return function(*bound, **named(inputs))
+        return function(*bound, **name_arguments(inputs))
 
     def ours(inputs: Arguments) -> Any:
-        arguments, names = named(inputs), parameters.all if form.reads_all else parameters.read
+        arguments, names = name_arguments(inputs), parameters.all if form.reads_all else parameters.read
         return form.answer(module, map_to_roles({name: arguments[name] for name in names}))
 
     return theirs, ours
@@ -225,8 +225,8 @@ def _make_module_examples(form: Attention, module: Any, sizes: Sequence[Any]) ->
     heads = (width,) if form.layout is ROWS else (get_heads(module), width // get_heads(module))
 
     def rows(batches: int, *sides: int) -> Tensor:
-        made = rand(batches, keys, *sides) - 0.5
-        return made if getattr(module, "batch_first", True) else made.transpose(0, 1)
+        tensor = rand(batches, keys, *sides) - 0.5
+        return tensor if getattr(module, "batch_first", True) else tensor.transpose(0, 1)
 
     if "trajectories" in form.needs:
         yield from (((2, True), {**tables, **inputs}) for inputs in _make_trajectory_inputs(rand, keys, width, len(sizes)))
