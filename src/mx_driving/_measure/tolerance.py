@@ -8,8 +8,8 @@ whatever cancels. The inputs are rounded to the dtype before truth is computed f
   next, so the error grows with the largest extent in pixels;
 - the result is rounded once to its own dtype: half an ulp of the result.
 
-The tests use it with truth in numpy. `mx-driving replay` uses it with truth in torch, and with the largest entry, which is at most
-that sum, as the scale.
+The tests use it with truth in numpy. `mx-driving replay` uses it with truth in torch, and with the largest entry as the scale,
+which is at most that sum.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class ErrorBound:
         self._extent = int(call.sampling.shapes.max()) if has_positions else 0
         self._scales = {name: _largest(t) for name, t in self.truth.items()}
         if "grad_locations" in self.truth:
-            slope = 2 * self._extent * _largest(call.sampling.weights * self.truth["grad_weights"])
-            self._scales["grad_locations"] = max(slope, self._scales["grad_locations"])
+            slopes = call.sampling.shapes.amax(-1)[..., None] * call.sampling.weights * self.truth["grad_weights"]
+            self._scales["grad_locations"] = max(_largest(slopes), self._scales["grad_locations"])
         self.float32 = compute(call, torch.float32) if self._compute == torch.float32 else self.truth
         self._least = {name: 1e-300 + _DRAWS * self._loss(name) for name in self.truth}
 
