@@ -274,17 +274,6 @@ def public(p: Points) -> tuple[Any, ...]:
     return p.depth, p.feat, p.ranks_depth, p.ranks_feat, p.ranks_bev, (*p.sizes, p.feat.shape[1])
 
 
-def test_compile():
-    """Of fixed sizes, then of free ones, with depth and without."""
-    torch._dynamo.reset()
-    compiled = torch.compile(mx_driving.bev_pool_v3, fullgraph=True, backend="aot_eager")
-    for n, channels in ((30, 8), (50, 16)):
-        p = points(n, channels)
-        assert torch.equal(compiled(*public(p)), mx_driving.bev_pool_v3(*public(p)))
-        without = None, torch.randn(n, channels), None, None, torch.zeros(n, 4, dtype=torch.int32), (1, 1, 2, 2, channels)
-        assert torch.equal(compiled(*without), mx_driving.bev_pool_v3(*without))
-
-
 def test_vmap_and_autocast():
     p = points(40, 6).cast(torch.float32)
     feats, ranks = torch.randn(3, *p.feat.shape), torch.stack([p.ranks_bev, p.ranks_bev.flip(0), p.ranks_bev.roll(1)])

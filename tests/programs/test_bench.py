@@ -16,7 +16,6 @@ import module_workloads
 import modules
 import pytest
 import torch
-from figures import slower
 from floor import add_rows, corner_rows, pooling_floor
 from module_workloads import MODULES
 from PIL import Image
@@ -176,29 +175,6 @@ def test_the_commit_is_that_of_the_package(tracked, tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=bool(words), capture_output=True)
     monkeypatch.setattr(report, "__file__", str(tmp_path / "report.py"))
     assert report._commit.__wrapped__().startswith(", commit ") == tracked
-
-
-def rows_of(ours: float, plain_torch: float):
-    row = {"workload": SMALL, "dtype": "float32", "direction": "forward", "times ours": 1.0, "rounds": 3}
-    both = {"mx_driving": ours, "plain torch": plain_torch}
-    return [{**row, "implementation": name, "milliseconds": time} for name, time in both.items()]
-
-
-@pytest.mark.parametrize(("earlier", "code"), [(1000.0, 0), (0.001, 1)])
-def test_compare_with_an_earlier_file(tmp_path, monkeypatch, earlier, code):
-    """It is a failure only if the earlier run was faster."""
-    monkeypatch.setattr(bench, "measure", lambda *args: rows_of(1, 10))
-    report.write(rows_of(earlier, 10), tmp_path / "rows.csv")
-    result = run_bench("--compare", str(tmp_path / "rows.csv"))
-    assert result.exit_code == code
-    assert ("times the earlier" in result.output) == bool(code)
-
-
-def test_compare_cancels_a_slow_day():
-    assert slower(rows_of(2, 20), rows_of(1, 10), 0.25) == []
-    assert len(slower(rows_of(2, 10), rows_of(1, 10), 0.25)) == 1
-    with pytest.raises(ValueError, match="must have rows of mx_driving in common; got none"):
-        slower(rows_of(1, 1), [], 0.25)
 
 
 @needs_the_floor

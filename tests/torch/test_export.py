@@ -133,18 +133,6 @@ def test_compiled_training_never_recompiles(backend):
     assert not counters["graph_break"]
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_automatic_dynamic_shapes(operator):
-    """Without dynamic=True: one graph for the first shape, one with free batch and queries, and that is all."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(getattr(mx_driving, operator), fullgraph=True, backend=counter)
-    for bs, queries in ((6, 5), (8, 7), (9, 11), (12, 30)):
-        args = cases.cast(GROWING[operator](bs, queries), torch.float32)
-        assert torch.equal(compiled(*args), getattr(mx_driving, operator)(*args))
-    assert counter.frame_count == 2
-
-
 def per_sample_gradient(function):
     return torch.vmap(torch.func.grad(lambda w: function(w).square().sum()))
 
