@@ -209,16 +209,6 @@ def test_patched_functions_compile(repository, monkeypatch, name, operator):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("operator", cases.OPERATORS)
-def test_patched_functions_have_second_derivatives(repository, operator):
-    name = FUNCTIONS[operator]
-    inputs = [i.requires_grad_(k in cases.DIFFERENTIABLE[operator]) for k, i in enumerate(INPUTS[operator])]
-    if operator == cases.AGGREGATION:
-        name = "DoubleDeformableAggregationFunction"
-    with mx_driving.patched(repository):
-        assert torch.autograd.gradgradcheck(getattr(repository, name).apply, inputs, fast_mode=True)
-
-
 OLDER = cases.aggregation(2, 6, 1, 8, 2, [[(4, 6), (2, 3)]] * 3)  # each point is an anchor; the cameras' maps are of one size
 
 
