@@ -49,36 +49,3 @@ def test_a_read_of_what_was_written_is_refused():
 
     with pytest.raises(Fault, match="reads what it has written"):
         _add_then_read[(1,)](torch.zeros(32), BLOCK=32)
-
-
-PROGRAM = """
-.visible .entry f(.param .u64 .ptr .global .align 1 f_param_0)
-.reqntid 64
-{{
-    ld.param.b64 %rd1, [f_param_0];
-    mov.u32 %r1, %tid.x;
-    mul.wide.u32 %rd2, %r1, 4;
-    add.s64 %rd3, %rd1, %rd2;
-    {body}
-    st.global.b32 [%rd3 + 0], {{ %r3 }};
-    ret;
-}}
-"""
-
-
-@pytest.mark.parametrize(
-    ("body", "reason"),
-    [
-        ("setp.lt.u32 %p1, %r1, 9; @%p1 bra $L1; shfl.sync.bfly.b32 %r3, %r1, 5, 31, -1; $L1:\nmov.b32 %r3, 0;", "in part"),
-        ("setp.lt.u32 %p1, %r1, 32; @%p1 bra $L1; bar.sync 0; bra $L2; $L1:\nbar.sync 0; $L2:\nmov.b32 %r3, 0;", "barrier"),
-        ("add.s64 %rd3, %rd3, 2;", "misaligned"),
-        ("brev.b32 %r3, %r1;", "not known"),
-    ],
-    ids=["shuffle of a part", "two barriers", "misaligned", "unknown"],
-)
-def test_faults(body, reason):
-    from ptx import Driver, Fault, Kernel
-
-    output = torch.zeros(64, dtype=torch.int32)
-    with pytest.raises(Fault, match=reason):
-        Driver(90).execute(Kernel(PROGRAM.format(body=body.replace(";", ";\n"))), 1, {"output": output}, 0)

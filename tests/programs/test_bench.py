@@ -69,17 +69,6 @@ def test_rivals_compute_the_same(name):
     assert len(ours(workload, args)) == (2 if workload.row.bare else 1)
 
 
-def test_gradients_are_those_that_a_model_asks_for():
-    """An encoder's reference points are a grid, a decoder's come from a layer."""
-    encoder, decoder = (named(f"Deformable-DETR {part}, with logits") for part in ("encoder", "decoder, 300 queries"))
-    for workload, learns in ((encoder, False), (decoder, True)):
-        args = workload.inputs()
-        places = {name: ours(workload, args)[name].differentiable for name in (report.OURS, report.BARE)}
-        assert (workload.row.inputs.index("reference_points") in places[report.OURS]) == learns
-        assert len(places[report.OURS]) == 3 + learns
-        assert places[report.BARE] == OPERATORS[workload.row.bare].differentiable
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, "float32") for name in (*LOGITS[1:], *LIFTED)), (LOGITS[0], "bfloat16"), (LIFTED[0], "bfloat16")],

@@ -171,13 +171,3 @@ def test_projections_are_the_rigs():
         turned = points.float() @ matrix[:3, :3].T + matrix[:3, 3]
         front = depth > 0.5
         torch.testing.assert_close((turned[:, :2] / turned[:, 2:])[front], place[front].float(), rtol=1e-4, atol=1e-4)
-
-
-def test_a_step_takes_the_same_scenes_on_any_number_of_processes():
-    for step in range(7):
-        whole = train_bev.batch_of(step, 10, 4, 0, 1).tolist()
-        shares = [train_bev.batch_of(step, 10, 4, rank, 2).tolist() for rank in (0, 1)]
-        assert sorted(shares[0] + shares[1]) == sorted(whole)
-        assert len(shares[0]) == len(shares[1]) == 2
-    epoch = [i for step in range(2) for i in train_bev.batch_of(step, 10, 4, 0, 1).tolist()]
-    assert len(set(epoch)) == 8
