@@ -74,7 +74,7 @@ def test_constants_of_levels_are_found(writing, fixed, batch, tmp_path):
     assert {name for names in report.nodes.values() for name in names} <= {node.name for node in onnx.load(before).graph.node}
     true = module.double()(*(tensor.double() for tensor in arguments))
     np.testing.assert_allclose(run(after, arguments), true.numpy(), rtol=0, atol=3e-6)
-    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
+    report = check(before, _runtimes.find_runtime("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
     assert report.right
     assert len(report.comparisons) == 2
 
@@ -96,7 +96,7 @@ def test_constants_of_two_attentions(tmp_path):
     export(Twice(), before, "fixed sizes")
     assert len(mx_driving.onnx.fuse(before, after).replaced) == 2
     np.testing.assert_allclose(run(after, arguments), run(before, arguments), rtol=0, atol=1e-5)
-    report = check(before, _runtimes.named("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
+    report = check(before, _runtimes.find_runtime("onnxruntime"), {n: t.numpy() for n, t in zip("vlw", arguments, strict=True)})
     assert (report.right, len(report.comparisons)) == (True, 4)
 
 

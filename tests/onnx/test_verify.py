@@ -109,7 +109,7 @@ def test_right_runtimes(name, runtime, tmp_path):
     pytest.importorskip(runtime)
     module, exporter = WRITINGS[name]
     writings.export(module, tmp_path / "before.onnx", exporter)
-    report = check(tmp_path / "before.onnx", _runtimes.named(runtime), feeds(3, 11))
+    report = check(tmp_path / "before.onnx", _runtimes.find_runtime(runtime), feeds(3, 11))
     assert report.right, reasons(report)
     assert len(report.comparisons) == 2
     assert all(one.judged.device < 0.2 for one in report.comparisons)
@@ -123,14 +123,14 @@ def test_a_size_of_one_that_the_file_broadcasts(tmp_path):
     size.dim_value = 1
     del model.graph.value_info[:]
     onnx.save(model, path)
-    report = check(path, _runtimes.named("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
+    report = check(path, _runtimes.find_runtime("onnxruntime"), arrays | {"w": arrays["w"][:, :1]})
     assert report.right
     assert [one.inputs for one in report.comparisons] == ["in the file", "across borders"]
 
 
 def test_what_is_no_match_is_named(tmp_path):
     writings.export(writings.Both(), tmp_path / "before.onnx", "older")
-    report = check(tmp_path / "before.onnx", _runtimes.named("onnxruntime"), feeds())
+    report = check(tmp_path / "before.onnx", _runtimes.find_runtime("onnxruntime"), feeds())
     assert report.right
     assert len(report.comparisons) == 2
     assert ["padding_mode is border" in why for why in report.left.values()] == [True]
@@ -144,13 +144,13 @@ def test_our_nodes_are_matches(operator, tmp_path):
     tensors = [a.numpy() for a in cases.cast(GROWING[operator](3, 5), torch.float32) if isinstance(a, torch.Tensor)]
     arrays = dict(zip((one.name for one in model.graph.input), tensors, strict=True))
     onnx.save(model, tmp_path / "node.onnx")
-    report = check(tmp_path / "node.onnx", _runtimes.named("onnxruntime"), arrays)
+    report = check(tmp_path / "node.onnx", _runtimes.find_runtime("onnxruntime"), arrays)
     assert report.right, reasons(report)
     assert len(report.comparisons) == (2 if operator == cases.MULTI_SCALE else 1)
     assert {one.match.bare for one in report.comparisons} == {OPERATORS[operator].bare or operator}
 
     def doubled(path, fed):
-        return {name: 2 * array for name, array in _runtimes.named("onnxruntime")(path, fed).items()}
+        return {name: 2 * array for name, array in _runtimes.find_runtime("onnxruntime")(path, fed).items()}
 
     report = check(tmp_path / "node.onnx", doubled, arrays)
     assert not report.right
@@ -163,7 +163,7 @@ def test_a_file_in_another_form_has_the_matches_of_the_original(name, tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     writings.export(writings.WRITINGS[name], before, "older")
     mx_driving.onnx.fuse(before, after, "gather")
-    right = _runtimes.named("onnxruntime")
+    right = _runtimes.find_runtime("onnxruntime")
 
     def swapped(path, arrays):
         return right(path, {n: a[..., ::-1].copy() if n == "locations" else a for n, a in arrays.items()})
@@ -285,7 +285,7 @@ def test_numbers_that_decide_a_shape_are_not_changed(write, exporter, tmp_path):
     """A Resize by 0.9999999 along the batch gives no batch."""
     path = tmp_path / "resized.onnx"
     writings.export(Resized(write), path, exporter, 18)
-    report = check(path, _runtimes.named("onnxruntime"), feeds())
+    report = check(path, _runtimes.find_runtime("onnxruntime"), feeds())
     assert report.right
     assert len(report.outputs) == 1
 
@@ -358,7 +358,7 @@ def test_a_program_that_gives_nothing_is_reported(program, stacked, tmp_path):
     script = tmp_path / "runtime.py"
     script.write_text(f"import sys\nimport numpy as np\n{program}\n" if program else "\0")
     script.chmod(0o755)
-    report = check(stacked, _runtimes.named(f"{sys.executable} {script}" if program else str(script)), feeds())
+    report = check(stacked, _runtimes.find_runtime(f"{sys.executable} {script}" if program else str(script)), feeds())
     assert not report.right
     assert not any(one.right for one in (*report.comparisons, *report.outputs))
     assert all(BAD_PROGRAMS[program] in why for why in reasons(report))
@@ -371,7 +371,7 @@ def test_a_runtime_s_own_error_is_reported(tmp_path):
     onnx.save(model, tmp_path / "node.onnx")
     tensors = cases.cast(GROWING[cases.MULTI_SCALE](3, 5), torch.float32)
     arrays = {one.name: t.numpy() for one, t in zip(model.graph.input, tensors, strict=True)}
-    report = check(tmp_path / "node.onnx", _runtimes.named("openvino"), arrays)
+    report = check(tmp_path / "node.onnx", _runtimes.find_runtime("openvino"), arrays)
     assert all("mx_driving.multi_scale_deformable_attn" in why for why in reasons(report))
 
 
@@ -500,7 +500,7 @@ def test_a_plugin_provider_is_registered_by_its_path(plugin, monkeypatch, stacke
     monkeypatch.setattr(onnxruntime, "get_ep_devices", lambda: [cpu, ours])
     monkeypatch.setattr(onnxruntime, "SessionOptions", Options)
     for _ in range(2):
-        assert check(stacked, _runtimes.named("onnxruntime:OurExecutionProvider"), feeds()).right
+        assert check(stacked, _runtimes.find_runtime("onnxruntime:OurExecutionProvider"), feeds()).right
     assert registered == [("OurExecutionProvider", "/nowhere/libours.so")]
     assert [ours] in used
 
@@ -519,4 +519,4 @@ def test_a_plugin_provider_that_does_not_load_is_one_sentence(plugin, command, m
 def test_a_package_that_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     with pytest.raises(Problem, match=r"must have tensorrt installed \(pip install tensorrt\)"):
-        _runtimes.named("tensorrt")
+        _runtimes.find_runtime("tensorrt")

@@ -48,7 +48,7 @@ def verify(
     from ..onnx._check import check
 
     use_threads(threads)
-    fed, run = arrays(inputs), _runtimes.named(runtime)
+    fed, run = arrays(inputs), _runtimes.find_runtime(runtime)
     console = None if as_json else open_console(f"mx-driving verify: {path_in} on {runtime}")
     try:
         report = check(path_in, run, fed, getattr(torch, precision.value) if precision else None, original)

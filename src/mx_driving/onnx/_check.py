@@ -20,7 +20,17 @@ from .._vendor.replay.judge import WRONG, Judged, judge
 from . import _file, _outputs
 from ._fuse import silent
 from ._graph import constant
-from ._matches import Array, Arrays, Match, across_borders, as_reference, bare_inputs, find_again, find_matches, write
+from ._matches import (
+    Array,
+    Arrays,
+    Match,
+    draw_across_borders,
+    find_again,
+    find_matches,
+    prepare_reference,
+    read_bare_inputs,
+    write,
+)
 from ._runtimes import Failed, Run
 
 IN_THE_FILE, ACROSS, WITHIN = "in the file", "across borders", "within the file"
@@ -119,7 +129,7 @@ class _Checker:
         report = Checked(self.matches, left)
         names = [str(v.name) for v in self.model.graph.outputs]
         defaults = {str(v.name): v.meta["default"].numpy() for v in self.model.graph.inputs if "default" in v.meta}
-        values = as_reference(self.model, self.matches)
+        values = prepare_reference(self.model, self.matches)
         fed, true = self.run_reference(inputs, defaults)
         arrays = {name: _array(v, {**fed, **true}) for name, v in values.items()}
         for number, match in enumerate(self.matches):
@@ -147,7 +157,7 @@ class _Checker:
         own = {str(v.name): arrays[str(v.name)] for v in match.tensors}
         write(match, own, file)
         comparisons = []
-        for words, inputs in {IN_THE_FILE: own, ACROSS: across_borders(match, own)}.items():
+        for words, inputs in {IN_THE_FILE: own, ACROSS: draw_across_borders(match, own)}.items():
             if inputs is not None:
                 inputs = {name: _round(array, self.precision) for name, array in inputs.items()}
                 fed = {role: inputs[str(v.name)] for role, v in match.inputs.items()}
@@ -159,7 +169,7 @@ class _Checker:
         with silent():
             model = _file.load(self.path)
         names, file = arrays.keys() | {match.name for match in self.matches}, self.folder / "within.onnx"
-        computed = (v for v in _file.outputs(model) if v.name in names and constant(v) is None)
+        computed = (v for v in _file.list_outputs(model) if v.name in names and constant(v) is None)
         model.graph.outputs.extend(v for v in computed if not v.is_graph_output())
         _file.restore_plugins(model)
         ir.save(model, file, external_data="within.data")
@@ -170,7 +180,7 @@ class _Checker:
         return [self.compare(match, WITHIN, {**arrays, **outputs}, lambda: outputs, match.name) for match in self.matches]
 
     def compare(self, match: Match, words: str, arrays: Arrays, run: Callable[[], Arrays], name: str) -> Comparison:
-        inputs = bare_inputs(match, arrays)
+        inputs = read_bare_inputs(match, arrays)
         if self.precision:
             inputs = tuple(t.to(self.precision) if t.is_floating_point() else t for t in inputs)
         try:

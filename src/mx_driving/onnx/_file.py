@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -40,20 +41,20 @@ def load(path: Path) -> ir.Model:
     try:
         proto = onnx.load(path, format="protobuf", load_external_data=False)
         has_plugins = _name_plugins(proto)
-        sparse = [name for graph in (proto.graph, *proto.functions) for name in _sparse(graph)]
-        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inlined(proto))
+        sparse = [name for graph in (proto.graph, *proto.functions) for name in _find_sparse(graph)]
+        model = ir.Model(ir.Graph((), (), nodes=()), ir_version=4) if sparse else ir.serde.deserialize_model(_inline(proto))
     except OSError as error:
         raise ValueError(f"path_in must be a file that can be read; got {path}: {error.strerror or error}") from None
     except Exception as error:  # protobuf's and onnx_ir's own
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first(error)}") from None
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {_first_line(error)}") from None
     if sparse:
         raise ValueError(f"path_in must have dense tensors; got {path}, where {', '.join(sparse)} is sparse")
     _take_in_attributes(model, path)
-    for tensor in outside(model):
-        _find(tensor, path)
+    for tensor in list_external(model):
+        _check_external(tensor, path)
     _set_defaults_aside(model)
     _check(_without_tensors(proto) if has_plugins else path, model, path)
-    shapes = {value.name: value.shape for value in outputs(model)}
+    shapes = {value.name: value.shape for value in list_outputs(model)}
     model = _infer_shapes(model)
     model.meta["said"] = shapes
     if not _all_sizes_are_fixed(model):
@@ -81,20 +82,20 @@ def _give_shape(node: ir.Node) -> bool:
     return True
 
 
-def outputs(model: ir.Model) -> Iterator[ir.Value]:
+def list_outputs(model: ir.Model) -> Iterator[ir.Value]:
     return (output for node in model.graph for output in node.outputs)
 
 
-def _sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
+def _find_sparse(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[str]:
     """Yield the names of sparse initializers and constants, which onnx_ir does not read."""
-    for one in _graphs(graph):
+    for one in _walk_graphs(graph):
         yield from (tensor.values.name for tensor in getattr(one, "sparse_initializer", ()))
         for node in one.node:
             if any(attribute.HasField("sparse_tensor") or attribute.sparse_tensors for attribute in node.attribute):
                 yield node.output[0]
 
 
-def _inlined(proto: onnx.ModelProto) -> onnx.ModelProto:
+def _inline(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Inline local functions. Return the model as it is if onnx cannot."""
     if not proto.functions:
         return proto
@@ -122,7 +123,7 @@ def _set_defaults_aside(model: ir.Model) -> None:
 
 def _name_plugins(proto: onnx.ModelProto) -> bool:
     """Give nodes of TensorRT's plugins, which exporters leave in onnx's own domain, that of onnxruntime's provider."""
-    nodes = (node for root in (proto.graph, *proto.functions) for graph in _graphs(root) for node in graph.node)
+    nodes = (node for root in (proto.graph, *proto.functions) for graph in _walk_graphs(root) for node in graph.node)
     plugins = [node for node in nodes if node.domain in ("", "ai.onnx") and "TRT" in node.op_type]
     for node in plugins:
         node.metadata_props.add(key=_DOMAIN, value=node.domain)
@@ -144,13 +145,13 @@ def restore_plugins(model: ir.Model) -> bool:
     return bool(plugins)
 
 
-def _graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
+def _walk_graphs(graph: onnx.GraphProto | onnx.FunctionProto) -> Iterator[onnx.GraphProto | onnx.FunctionProto]:
     """Yield the graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
             for subgraph in (attribute.g, *attribute.graphs):
-                yield from _graphs(subgraph)
+                yield from _walk_graphs(subgraph)
 
 
 def _without_tensors(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -170,21 +171,21 @@ def _check(file: Path | onnx.ModelProto, model: ir.Model, path: Path) -> None:
     try:
         onnx.checker.check_model(file)
     except Exception as error:  # its own, or of a letter in it
-        raise ValueError(f"path_in must be an ONNX file; got {path}: {said_by_the_checker(error)}") from None
+        raise ValueError(f"path_in must be an ONNX file; got {path}: {quote_checker(error)}") from None
     version = model.graph.opset_imports.get("mx_driving", 1)
     if version != 1:
         raise ValueError(f"path_in must hold nodes of version 1 of mx_driving; got {path}, of version {version}")
 
 
-def said_by_the_checker(error: Exception) -> str:
+def quote_checker(error: Exception) -> str:
     return " ".join(str(error).split("==>")[0].split())
 
 
-def _first(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def outside(model: ir.Model) -> Iterator[ir.ExternalTensor]:
+def list_external(model: ir.Model) -> Iterator[ir.ExternalTensor]:
     """Yield the tensors that lie in other files."""
     for graph in (*model.graphs(), *(g for function in model.functions.values() for g in function.subgraphs())):
         yield from (v.const_value for v in graph.initializers.values() if isinstance(v.const_value, ir.ExternalTensor))
@@ -196,18 +197,18 @@ def _take_in_attributes(model: ir.Model, path: Path) -> None:
         for node in ir.traversal.RecursiveGraphIterator(graph):
             for name, attribute in list(node.attributes.items()):
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                    _find(attribute.value, path)
+                    _check_external(attribute.value, path)
                     node.attributes[name] = ir.AttrTensor(name, ir.tensor(attribute.value.numpy(), name=attribute.value.name))
 
 
-def _find(tensor: ir.ExternalTensor, path: Path) -> None:
+def _check_external(tensor: ir.ExternalTensor, path: Path) -> None:
     """Tell an external tensor its folder, and check that all of its bytes are there."""
     tensor.base_dir = path.parent
-    if fact := _astray(tensor):
+    if fact := _find_fault(tensor):
         raise ValueError(f"path_in must have its weights beside it; got {path}, and {fact}")
 
 
-def _astray(tensor: ir.ExternalTensor) -> str | None:
+def _find_fault(tensor: ir.ExternalTensor) -> str | None:
     """Return what is wrong with the file of a tensor. As in onnx_ir, a file may not reach others by a path or a link."""
     end = (tensor.offset or 0) + (tensor.nbytes if tensor.length is None else tensor.length)
     if not Path(tensor.path).resolve().is_relative_to(Path(tensor.base_dir).resolve()):
@@ -221,22 +222,22 @@ def _astray(tensor: ir.ExternalTensor) -> str | None:
 
 
 def _all_sizes_are_fixed(model: ir.Model) -> bool:
-    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in outputs(model))
+    return all(value.shape is not None and all(isinstance(size, int) for size in dims(value)) for value in list_outputs(model))
 
 
 def _follow_sizes(model: ir.Model) -> None:
     """Add sizes that onnx's own inference loses where a file computes a shape: from numbers alone, or from a named batch."""
     try:
-        folded = _folded(model.clone())
+        folded = _fold(model.clone())
     except Exception:  # of any node that it computes, and then sizes stay unknown: what needs them is reported as left
         return
-    _add(model, {str(value.name): list(dims(value)) for value in outputs(folded)})
+    _add(model, {str(value.name): list(dims(value)) for value in list_outputs(folded)})
     if not _all_sizes_are_fixed(folded):
-        sizes, model.meta["merged"] = _from_names(folded)
+        sizes, model.meta["merged"] = _infer_from_names(folded)
         _add(model, sizes)
 
 
-def _folded(model: ir.Model) -> ir.Model:
+def _fold(model: ir.Model) -> ir.Model:
     """Fold constants. That gives sizes, which decide more constants."""
     from onnxscript.optimizer import fold_constants
 
@@ -252,54 +253,50 @@ def _is_small_table(node: ir.Node) -> bool | None:
     return True if shape is not None and np.prod(shape) <= _FEW else None
 
 
-def _from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
+def _infer_from_names(model: ir.Model) -> tuple[_Sizes, set[str]]:
     """Return sizes by onnxruntime, which computes with names of sizes, and names of inputs' sizes that it merged.
 
     It may merge two names, but may not take a free size of an input for a number.
     """
     proto = ir.serde.serialize_model(LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).model)
     del proto.graph.value_info[:]  # among them names that onnx's own inference made up
-    free = _free(proto)
+    names = {size for i in proto.graph.input for size in _read_sizes(i) if isinstance(size, str)}
     for merge in (True, False):
-        inferred, merged = _inferred(proto, merge)
-        if inferred is not None and free <= _free(inferred):
-            return {info.name: _sizes(info) for info in inferred.graph.value_info}, merged & _input_names(proto)
+        inference = _infer(proto, merge)
+        if inference is not None and _free_axes(proto) <= _free_axes(inference.out_mp_):
+            merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair} if merge else set()
+            return {info.name: _read_sizes(info) for info in inference.out_mp_.graph.value_info}, merged & names
     return {}, set()
 
 
-def _inferred(proto: onnx.ModelProto, merge: bool) -> tuple[onnx.ModelProto | None, set[str]]:
+def _infer(proto: onnx.ModelProto, merge: bool) -> Any:
     """Infer shapes without the file that `infer_shapes` writes into the working folder if a size stays unknown."""
     from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_opset
 
     whole, inference = False, SymbolicShapeInference(2**31 - 1, merge, False, 0)
     try:
         if (get_opset(proto) or 0) < 7:
-            return None, set()
+            return None
         inference._preprocess(proto)
         while inference.run_:
             whole = inference._infer_impl()
         inference._update_output_from_vi()
     except Exception:  # it fails in many ways, and then sizes stay unknown: what needs them is reported as left
-        return None, set()
-    merged = {str(name) for pair in inference.suggested_merge_.items() for name in pair}
-    return (inference.out_mp_ if whole else None), merged if merge else set()
+        return None
+    return inference if whole else None
 
 
-def _sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
+def _read_sizes(info: onnx.ValueInfoProto) -> list[int | str | None]:
     return [size.dim_value or size.dim_param or None for size in info.type.tensor_type.shape.dim]
 
 
-def _input_names(proto: onnx.ModelProto) -> set[str]:
-    return {size for i in proto.graph.input for size in _sizes(i) if isinstance(size, str)}
-
-
-def _free(proto: onnx.ModelProto) -> set[tuple[str, int]]:
+def _free_axes(proto: onnx.ModelProto) -> set[tuple[str, int]]:
     """Return the axes of inputs whose sizes are free."""
-    return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_sizes(i)) if not isinstance(size, int)}
+    return {(i.name, axis) for i in proto.graph.input for axis, size in enumerate(_read_sizes(i)) if not isinstance(size, int)}
 
 
 def _add(model: ir.Model, inferred: _Sizes) -> None:
-    for value in outputs(model):
+    for value in list_outputs(model):
         before, sizes = dims(value), inferred.get(str(value.name))
         if sizes and len(before) in (0, len(sizes)):
             value.shape = ir.Shape([b if isinstance(b, int) else s or b for b, s in zip(before or sizes, sizes, strict=True)])

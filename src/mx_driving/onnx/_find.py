@@ -9,11 +9,11 @@ import onnx_ir as ir
 
 from ._constants import find_constants
 from ._graph import Unfit, is_node, source
-from ._nodes import nodes
-from ._quantized import has_quantizers, reason, without_quantizers
+from ._nodes import find_nodes
+from ._quantized import explain_pairs, has_quantizers, remove_quantizers
 from ._samples import split_levels
-from ._search import Pairs, Sampling, candidates, find_nearest, find_sums, find_tables, table_candidates
-from ._trial import part, prove
+from ._search import Pairs, Sampling, find_candidates, find_nearest, find_sums, find_table_candidates, find_tables
+from ._trial import collect_part, prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
@@ -29,7 +29,7 @@ def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, 
         name = str(node.outputs[0].name)
         try:
             if node in corners:
-                yield name, _prove_one(model, table_candidates(node, corners[node]))
+                yield name, _prove_one(model, find_table_candidates(node, corners[node]))
             else:
                 yield name, prove_sum(model, node, sums[node])
         except Unfit as unfit:
@@ -41,7 +41,7 @@ def prove_sum(model: ir.Model, node: ir.Node, pairs: Pairs) -> Sampling:
     reasons = []
     for constants in find_constants(pairs):
         try:
-            return _prove_one(model, candidates(node, pairs, constants))
+            return _prove_one(model, find_candidates(node, pairs, constants))
         except Unfit as unfit:
             reasons.append(unfit)
     raise reasons[0]
@@ -72,11 +72,11 @@ def explain_quantized(model: ir.Model, left: dict[str, str]) -> None:
     """Say of attention that int8 tools have quantised that it is, rather than what each of its GridSample nodes lacks."""
     if not left or not has_quantizers(model):
         return
-    copy, removed = without_quantizers(model)
+    copy, removed = remove_quantizers(model)
     for name, sampling in find_samplings(copy):
         if isinstance(sampling, Sampling):
-            nodes, _ = part(sampling)
-            if why := reason(nodes, {*sampling.ends}, removed):
+            nodes, _ = collect_part(sampling)
+            if why := explain_pairs(nodes, {*sampling.ends}, removed):
                 for node in nodes:
                     left.pop(str(node.outputs[0].name), None)
                 left[name] = why
@@ -91,24 +91,15 @@ def _single_samplers(graph: ir.Graph) -> list[ir.Node]:
 
 def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
     """Return name -> reason of attention in branches of If, bodies of Loop, and functions that were not inlined."""
-    left: dict[str, str] = {}
-    roots: list[tuple[Any, str]] = [(model.graph, "")]
-    roots += [(function, f"the local function {function.domain}::{function.name}") for function in model.functions.values()]
-    for root, function in roots:
-        graphs = {root: function} | {
-            graph: f"a subgraph of {node.op_type} ({node.name})"
-            for node in ir.traversal.RecursiveGraphIterator(root)
-            for attribute in node.attributes.values()
-            for graph in _subgraphs(attribute)
-        }
-        graphs.pop(model.graph, None)
-        for graph, where in graphs.items():
-            for node in (*find_sums(graph), *find_nearest(graph), *nodes(graph), *_single_samplers(graph)):
-                left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
-    return left
-
-
-def _subgraphs(attribute: ir.Attr) -> list[ir.Graph]:
-    if attribute.type == ir.AttributeType.GRAPH:
-        return [attribute.value]
-    return list(attribute.value) if attribute.type == ir.AttributeType.GRAPHS else []
+    graphs: dict[Any, str] = {f: f"the local function {f.domain}::{f.name}" for f in model.functions.values()}
+    for root in (model.graph, *model.functions.values()):
+        for node in ir.traversal.RecursiveGraphIterator(root):
+            for attribute in node.attributes.values():
+                is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
+                subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
+                graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
+    return {
+        str(node.outputs[0].name): f"it lies in {where}; only nodes of the main graph are replaced"
+        for graph, where in graphs.items()
+        for node in (*find_sums(graph), *find_nearest(graph), *find_nodes(graph), *_single_samplers(graph))
+    }

@@ -18,10 +18,10 @@ from ._file import check_path, load
 from ._find import explain_quantized, find_left, find_samplings
 from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call
 from ._graph import Unfit, dims
-from ._nodes import nodes, rewrite
+from ._nodes import find_nodes, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
-from ._trial import padding, part, tables
+from ._trial import collect_part, make_tables, pad_points
 from ._writer import Writer, open_writer
 
 
@@ -61,7 +61,7 @@ def _samples(write: Writer, value: ir.Value, sampling: Sampling, *last: int) -> 
     """Return locations or weights with an axis of levels and one of points, padded to the same number for each level."""
     points = sampling.points
     if len(set(points)) > 1:
-        indices, mask = padding(points)
+        indices, mask = pad_points(points)
         value = write.like(value, "Gather", write.table("places", indices), axis=3)
         if not last:
             assert value.dtype is not None
@@ -95,7 +95,7 @@ def _call(write: Writer, sampling: Sampling) -> Call:
     value = write.reshape(value, sampling.num_heads, sampling.channels)
     value.shape = ir.Shape([dims(value)[0], sampling.num_keys, sampling.num_heads, sampling.channels])
     locations, weights = _samples(write, locations, sampling, 2), _samples(write, weights, sampling)
-    shapes, starts = tables(sampling)
+    shapes, starts = make_tables(sampling)
     return Call(value, write.table("spatial_shapes", shapes), write.table("level_start_index", starts), locations, weights)
 
 
@@ -105,12 +105,12 @@ def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | No
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
-    report, others = Fused(path, left=find_left(model)), nodes(model.graph)
+    report, others = Fused(path, left=find_left(model)), find_nodes(model.graph)
     for name, sampling in find_samplings(model, tables=form != "gather"):
         try:
             if not isinstance(sampling, Sampling):
                 raise Unfit(sampling)
-            names = tuple(str(node.name) for node in part(sampling)[0])
+            names = tuple(str(node.name) for node in collect_part(sampling)[0])
             _replace(model, sampling, form, **options)
             report.replaced[name], report.nodes[name] = sampling.words, names
         except Unfit as unfit:
@@ -121,7 +121,7 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
 
 
 def _what_is_there(model: ir.Model) -> str:
-    there = Counter(f"{node.domain}::{node.op_type}" for node in nodes(model.graph))
+    there = Counter(f"{node.domain}::{node.op_type}" for node in find_nodes(model.graph))
     words = ", ".join(f"{count} of the node {name}" for name, count in there.items())
     if gathers := len(find_tables(model.graph)):
         words += f"{', ' * bool(words)}{gathers} in the form gather"

@@ -64,13 +64,13 @@ def source(value: ir.Value) -> ir.Value:
     return last
 
 
-def common(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
+def intersect(chains: Iterable[Iterable[ir.Value]]) -> list[ir.Value]:
     """Return the values that are in all chains, in the order of the first."""
     first, *others = map(dict.fromkeys, chains)
     return [v for v in first if all(v in chain for chain in others)]
 
 
-def before(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
+def walk_back(value: ir.Value, through: Callable[[ir.Node], bool]) -> Iterator[ir.Value]:
     """Yield the value and the values that it is computed from through such nodes, the nearest first."""
     seen, todo = {value}, [value]
     while todo:

@@ -85,7 +85,7 @@ def _is_sampler(node: ir.Node) -> bool:
 
 
 def _match_of_sampling(model: ir.Model, sampling: Sampling) -> Match:
-    nodes, sizes = _trial.part(sampling)
+    nodes, sizes = _trial.collect_part(sampling)
     inputs, names = sampling.inputs, tuple(str(node.name) for node in nodes)
     tables = {str(v.name): v for v in (*sizes, *sampling.ends) if v not in inputs.values()}
     part = _trial.cut(model, [*inputs.values(), *sizes], sampling.output)
@@ -110,7 +110,7 @@ def find_again(match: Match, model: ir.Model) -> Match:
     Raises:
         ValueError: a tensor is not there.
     """
-    values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.outputs(model))}
+    values = {str(v.name): v for v in (*model.graph.inputs, *model.graph.initializers.values(), *_file.list_outputs(model))}
     names = [*(str(v.name) for v in match.inputs.values()), match.name]
     if missing := [name for name in names if name not in values]:
         raise ValueError(f"it has no {missing[0]}")
@@ -141,11 +141,11 @@ def write(match: Match, arrays: Arrays, path: Path) -> None:
     ir.save(match.part, path)
 
 
-def bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
+def read_bare_inputs(match: Match, arrays: Arrays) -> tuple[Tensor, ...]:
     """Return the five inputs of the bare operator, of arrays by tensors' names."""
     tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     if isinstance(match.source, Sampling):
-        return _trial.bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
+        return _trial.make_bare_inputs(match.source, tuple(tensors[str(v.name)] for v in match.source.ends))
     row = SAMPLING[match.operator]
     if match.source.op_type in WITH_LOGITS:
         return composition.bare_inputs(
@@ -169,18 +169,18 @@ def _read_logits(
     return value, shapes, areas.cumsum(0) - areas, references, offsets, logits.reshape(batch, queries, heads, -1)
 
 
-def across_borders(match: Match, arrays: Arrays) -> Arrays | None:
+def draw_across_borders(match: Match, arrays: Arrays) -> Arrays | None:
     """Return arrays of the same sizes whose locations lie on the maps and across every border; None for other operators."""
     if match.operator != SCALE:
         return None
     sampling = match.source if isinstance(match.source, Sampling) else _as_sampling(match, arrays)
     names = [str(v.name) for v in sampling.ends]
-    random = _trial.inputs(sampling, 1, tuple(arrays[name].shape for name in names))
+    random = _trial.draw_inputs(sampling, 1, tuple(arrays[name].shape for name in names))
     return arrays | {name: t.numpy().astype(arrays[name].dtype) for name, t in zip(names, random, strict=True)}
 
 
 def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
-    tensor, shapes, _, _, shares = bare_inputs(match, arrays)
+    tensor, shapes, _, _, shares = read_bare_inputs(match, arrays)
     maps = tuple((int(height), int(width)) for height, width in shapes)
     ends = (ir.Value(name=str(v.name), shape=ir.Shape(arrays[str(v.name)].shape)) for v in match.inputs.values())
     value, locations, weights = ends
@@ -188,7 +188,7 @@ def _as_sampling(match: Match, arrays: Arrays) -> Sampling:
     return Sampling(value, locations, weights, value, maps, (shares.shape[4],) * len(maps), heads, channels)
 
 
-def as_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
+def prepare_reference(model: ir.Model, matches: list[Match]) -> dict[str, ir.Value]:
     """Let onnxruntime run the model, which then gives the matches' inputs, too. Return these by name."""
     for match in matches:
         if isinstance(match.source, ir.Node) and match.source.op_type in PLUGINS | WITH_LOGITS:

@@ -15,7 +15,7 @@ from ._writer import Writer, open_writer
 _OF_OTHERS = {NPU: {NODES[NPU]}, TENSORRT: {NODES[TENSORRT], *WITH_LOGITS}}
 
 
-def nodes(graph: ir.Graph) -> list[ir.Node]:
+def find_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return our nodes, and others' for attention."""
     return [node for node in graph if node.domain == OURS or node.op_type in _OF_OTHERS.get(node.domain, ())]
 

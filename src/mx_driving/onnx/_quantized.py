@@ -20,7 +20,7 @@ def has_quantizers(model: ir.Model) -> bool:
     return any(is_node(node, "DequantizeLinear") for node in model.graph)
 
 
-def without_quantizers(model: ir.Model) -> tuple[ir.Model, dict[ir.Value, str]]:
+def remove_quantizers(model: ir.Model) -> tuple[ir.Model, dict[ir.Value, str]]:
     """Return a copy that computes in floats, and the node that stood behind each value."""
     copy = model.clone()
     removed: dict[ir.Value, str] = {}
@@ -52,7 +52,7 @@ def _float_behind(model: ir.Model, node: ir.Node) -> ir.Value | None:
     return value
 
 
-def reason(nodes: list[ir.Node], ends: set[ir.Value], removed: dict[ir.Value, str]) -> str | None:
+def explain_pairs(nodes: list[ir.Node], ends: set[ir.Value], removed: dict[ir.Value, str]) -> str | None:
     """Say which nodes stood between those of a match; None if none did."""
     names = [name for v, name in removed.items() if v not in ends and any(use.node in nodes for use in v.uses())]
     if not names:

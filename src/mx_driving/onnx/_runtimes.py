@@ -30,7 +30,7 @@ class Failed(Exception):
     """Why a runtime gave no outputs: a clause that a report shows."""
 
 
-def named(runtime: str) -> Run:
+def find_runtime(runtime: str) -> Run:
     """Return the runtime of a name, or of a program's command line."""
     name, _, provider = runtime.partition(":")
     if runtime in _PYTHON or name == "onnxruntime":

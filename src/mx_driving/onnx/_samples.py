@@ -21,15 +21,15 @@ from ._graph import (
     MOVES,
     VIEWS,
     Unfit,
-    before,
-    common,
     constant,
     dims,
+    intersect,
     is_node,
     number,
     source,
     sources,
     sources_of_chosen,
+    walk_back,
 )
 
 _GRID_SAMPLE = {"mode": ("linear", "bilinear"), "padding_mode": ("zeros",), "align_corners": (0,)}  # the default first
@@ -124,7 +124,7 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
 
 def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool]) -> list[ir.Node]:
     """Return gathers at chosen indices, whose rows are weighted and summed up in value."""
-    sampled = before(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
+    sampled = walk_back(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
     return [node for node in nodes if node is not None and (index := _index(node)) and chosen(index)]
 
@@ -135,7 +135,7 @@ def _index(node: ir.Node) -> ir.Value | None:
 
 
 def _indices_of_rows(index: ir.Value) -> Iterator[ir.Value]:
-    return before(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
+    return walk_back(index, lambda node: is_node(node, *MOVES, *_ARITHMETIC, *_INDEXING))
 
 
 def _is_floored(index: ir.Value) -> bool:
@@ -150,9 +150,9 @@ def _is_rounded(index: ir.Value) -> bool:
 
 
 def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
-    images = common(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
+    images = intersect(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
     indices = [index for node in nodes if (index := _index(node)) is not None]
-    locations = common(map(_indices_of_rows, indices))
+    locations = intersect(map(_indices_of_rows, indices))
     sizes = _sizes_of_map(images, indices)
     grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]
     points = next((n for n in (*dims(part)[-1:], *grids) if isinstance(n, int)), None)
@@ -172,7 +172,7 @@ def _sizes_of_map(images: list[ir.Value], indices: list[ir.Value]) -> list[tuple
     return list(dict.fromkeys(two for two in axes if all(isinstance(size, int) for size in two)))
 
 
-def row_of_table(corner: ir.Node) -> ir.Node | None:
+def find_row(corner: ir.Node) -> ir.Node | None:
     """Return the Gather whose rows a ReduceSum weighs and sums up."""
     product = corner.inputs[0].producer() if is_node(corner, "ReduceSum") and corner.inputs[0] is not None else None
     if product is None or not is_node(product, "Mul"):
@@ -189,28 +189,28 @@ def _behind_views(value: ir.Value | None) -> ir.Node | None:
 
 def are_of_one_table(corners: list[ir.Node]) -> bool:
     """Return whether four corners read one table, at locations [batch, queries, heads, levels, points, 2]."""
-    rows = [node for corner in corners if (node := row_of_table(corner)) is not None]
+    rows = [node for corner in corners if (node := find_row(corner)) is not None]
     return len(rows) == 4 and len({node.inputs[0] for node in rows}) == 1 and bool(_scaled_locations(rows[0])[0])
 
 
 def read_table(corners: list[ir.Node]) -> Samples:
-    row = row_of_table(corners[0])
+    row = find_row(corners[0])
     assert row is not None
     assert row.inputs[0] is not None
     locations, maps = _scaled_locations(row)
     if not maps:
         raise Unfit("the file does not fix the sizes of its maps")
-    images = before(row.inputs[0], lambda node: is_node(node, *VIEWS, "Concat", "Cast"))
+    images = walk_back(row.inputs[0], lambda node: is_node(node, *VIEWS, "Concat", "Cast"))
     points: Any = next((size for v in locations if isinstance(size := dims(v)[4], int)), 0)
     return Samples(list(images), locations, maps, points)
 
 
-def shares_of_corner(corner: ir.Node) -> list[ir.Value]:
+def list_shares(corner: ir.Node) -> list[ir.Value]:
     """Return what a corner's share may be computed from, the farthest first."""
     (product,) = (v.producer() for v in corner.inputs[:1] if v is not None)
     assert product is not None
     shares = [v for v in product.inputs if v is not None and _behind_views(v) is None]
-    values = [v for share in shares for v in before(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
+    values = [v for share in shares for v in walk_back(share, lambda node: is_node(node, *VIEWS, "Mul", "Where", "Cast"))]
     return [v for v in reversed(values) if v.dtype not in INTEGER]
 
 

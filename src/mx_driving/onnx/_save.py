@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from .. import config
-from ._file import outputs, outside, restore_plugins, said_by_the_checker
+from ._file import list_external, list_outputs, quote_checker, restore_plugins
 from ._forms import NODES, OURS
 from ._graph import dims
 from ._nodes import use_our_nodes
@@ -23,11 +23,11 @@ def save(model: ir.Model, path_in: Path, path_out: Path) -> None:
     Sizes are those that the file said; our nodes get their fixed sizes.
     """
     _restore_defaults(model)
-    read = {path_in, *(Path(tensor.path) for tensor in outside(model))}
+    read = {path_in, *(Path(tensor.path) for tensor in list_external(model))}
     _restore_sizes(model)
     RemoveUnusedNodesPass()(model)
     _import_domains(model)
-    weights = f"{path_out.name}.data" if list(outside(model)) else None
+    weights = f"{path_out.name}.data" if list(list_external(model)) else None
     files = [weights, path_out.name] if weights else [path_out.name]  # the model last: it is whole when it is there
     _spare(read, path_in, [path_out.with_name(file) for file in reversed(files)])
     with tempfile.TemporaryDirectory(prefix=f".{path_out.name}.", dir=path_out.parent) as folder:
@@ -49,7 +49,7 @@ def _why_not(model: ir.Model, path: Path) -> str | None:
     try:
         onnx.checker.check_model(path)
     except Exception as error:  # its own, or of a letter in it
-        return said_by_the_checker(error)
+        return quote_checker(error)
     nodes = list(ir.traversal.RecursiveGraphIterator(model.graph))
     used = {node.domain for node in nodes if node.op_type != NODES.get(node.domain)}
     if used - {"", "ai.onnx", "ai.onnx.ml", "com.microsoft", OURS} - {name[0] for name in model.functions}:
@@ -104,7 +104,7 @@ def _restore_defaults(model: ir.Model) -> None:
 
 def _restore_sizes(model: ir.Model) -> None:
     shapes = model.meta.pop("said")
-    for value in outputs(model):
+    for value in list_outputs(model):
         before, node = shapes.get(value.name), value.producer()
         if before is None and value.shape is not None and node is not None and node.domain in NODES:
             before = ir.Shape([size if isinstance(size, int) else None for size in dims(value)])

@@ -14,16 +14,16 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, common, dims, is_node, sources_of_chosen
+from ._graph import VIEWS, dims, intersect, is_node, sources_of_chosen
 from ._samples import (
     Maps,
     Samples,
     are_nearest,
     are_of_one_table,
+    find_row,
+    list_shares,
     read_level,
     read_table,
-    row_of_table,
-    shares_of_corner,
     split_levels,
 )
 
@@ -105,7 +105,7 @@ def find_sums(graph: ir.Graph) -> dict[ir.Node, Pairs]:
 
 def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
     """Return the last Add of each sum of four corners, and the corners' ReduceSum nodes."""
-    corners = _add_up(graph, lambda node: node if row_of_table(node) else None)
+    corners = _add_up(graph, lambda node: node if find_row(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
 
 
@@ -114,18 +114,18 @@ def find_nearest(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if any(are_nearest(samples) for samples, _ in _factors(node))]
 
 
-def candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:
+def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:
     """Return possible samplings by shapes, the likeliest first. A trial decides.
 
     Constants are value, locations or weights of all levels, if the file has their numbers.
     """
     levels = [read_level(part, constants) for samples, _ in pairs for part in split_levels(samples)]
-    weights = [constants["weights"]] if "weights" in constants else common(sources_of_chosen(w) for _, w in pairs)
+    weights = [constants["weights"]] if "weights" in constants else intersect(sources_of_chosen(w) for _, w in pairs)
     return sorted(_candidates(node, levels, weights), key=_doubt)
 
 
-def table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
-    return list(_candidates(node, [read_table(corners)], common(map(shares_of_corner, corners))))
+def find_table_candidates(node: ir.Node, corners: list[ir.Node]) -> list[Sampling]:
+    return list(_candidates(node, [read_table(corners)], intersect(map(list_shares, corners))))
 
 
 def _doubt(sampling: Sampling) -> int:
@@ -137,7 +137,7 @@ def _doubt(sampling: Sampling) -> int:
 
 def _candidates(node: ir.Node, levels: list[Samples], weights: list[ir.Value]) -> Iterator[Sampling]:
     """Yield samplings; more than one where two sizes are equal."""
-    images, locations = common(level.images for level in levels), common(level.locations for level in levels)
+    images, locations = intersect(level.images for level in levels), intersect(level.locations for level in levels)
     for choice in itertools.islice(itertools.product(*(level.maps for level in levels)), _MAPS):
         maps = tuple(size for sizes in choice for size in sizes)
         points = tuple(level.points for level, sizes in zip(levels, choice, strict=True) for _ in sizes)

@@ -26,7 +26,7 @@ _COMPARES = "Clip", "Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual",
 _SHAPED = MOVES | {"Expand", "Pad"}  # their other inputs decide about the shape alone
 
 
-def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
+def find_fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
     """Return the size of batch (0) or queries (1) if the file fixes it, and the size that it says of each tensor.
 
     A size of 1 in one tensor may stand for any size in another.
@@ -38,7 +38,7 @@ def fixed(sampling: Sampling, axis: int) -> tuple[int | None, list[Size]]:
     return (numbers[-1] if numbers else None), seen
 
 
-def shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
+def make_shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, int]] = ()) -> Shapes:
     """Return shapes of value, locations and weights.
 
     Axes (tensor, axis) of `ones` have size 1, as axes that the file fixes to 1.
@@ -48,7 +48,7 @@ def shapes(sampling: Sampling, bs: int, queries: int, ones: Iterable[tuple[int, 
     return tuple(tuple(1 if (i, axis) in ones else size for axis, size in enumerate(shape)) for i, shape in enumerate(whole))
 
 
-def equal(sampling: Sampling, shapes: Shapes) -> Shapes:
+def broadcast(sampling: Sampling, shapes: Shapes) -> Shapes:
     """Return the shapes after broadcasting."""
     return _whole(sampling, max(shape[0] for shape in shapes), max(shape[1] for shape in shapes[1:]))
 
@@ -58,7 +58,7 @@ def _whole(sampling: Sampling, bs: int, queries: int) -> Shapes:
     return tuple((*sizes, *sampling.sizes(tensor)) for sizes, tensor in zip(first, sampling.ends, strict=True))
 
 
-def names(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
+def name_sizes(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
     """Return the numbers that names of batch and queries stand for; of sizes with one name, the largest."""
     numbers: tuple[dict[str, int], dict[str, int]] = {}, {}
     for i, axis in _AXES:
@@ -69,9 +69,9 @@ def names(sampling: Sampling, shapes: Shapes) -> dict[str, int]:
     return numbers[0] | numbers[1]
 
 
-def broadcasts(sampling: Sampling) -> Iterator[Shapes]:
+def vary_ones(sampling: Sampling) -> Iterator[Shapes]:
     """Yield shapes with sizes of 1 on some axes, where the file does not say that these axes have equal sizes."""
-    numbers = [fixed(sampling, axis)[0] for axis in (0, 1)]
+    numbers = [find_fixed(sampling, axis)[0] for axis in (0, 1)]
     bs, queries = (few if size in (None, 1) else size for size, few in zip(numbers, FEW, strict=True))
     groups: dict[Any, list[tuple[int, int]]] = {}
     for i, tensor in enumerate(sampling.ends):
@@ -81,17 +81,17 @@ def broadcasts(sampling: Sampling) -> Iterator[Shapes]:
                 groups.setdefault(size or (i, axis), []).append((i, axis))
     for count in {0, min(1, len(groups)), len(groups)}:
         for chosen in itertools.combinations(groups.values(), count):
-            sizes = shapes(sampling, bs, queries, itertools.chain(*chosen))
-            if sizes != equal(sampling, sizes):
+            sizes = make_shapes(sampling, bs, queries, itertools.chain(*chosen))
+            if sizes != broadcast(sampling, sizes):
                 yield sizes
 
 
-def trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
+def choose_trials(sampling: Sampling, nodes: Iterable[ir.Node]) -> list[tuple[int, int]]:
     """Return pairs (batch, queries), the first for most of the trial."""
     most = max(_numbers(list(nodes)), default=0)
     choices = []
     for axis, few in enumerate(FEW):
-        size, seen = fixed(sampling, axis)
+        size, seen = find_fixed(sampling, axis)
         if size is None:
             choices.append((few, max(most, few) + 1 + 3 * axis))
         elif size <= most and not all(isinstance(one, int) for one in seen):

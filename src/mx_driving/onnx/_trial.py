@@ -47,9 +47,9 @@ def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     return is_node(node, *_SIZES) and node.outputs[0].dtype in INTEGER
 
 
-def part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
+def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
     """Return the nodes between the operator's inputs and output, checked and in order, and sizes read outside them."""
-    ends, names = {*sampling.ends}, _sizes.names(sampling, _sizes.shapes(sampling, *_sizes.FEW))
+    ends, names = {*sampling.ends}, _sizes.name_sizes(sampling, _sizes.make_shapes(sampling, *_sizes.FEW))
     nodes: dict[ir.Node, None] = {}
     sizes: dict[ir.Value, None] = {}
     todo = [(sampling.output, "it also reads {}")]
@@ -61,7 +61,7 @@ def part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
         if node is None:
             raise Unfit(reason.format(value.name) + ", an input with a default" * ("default" in value.meta))
         if is_node(node, "Shape"):
-            if _size(value, names) is not None:
+            if _read_size(value, names) is not None:
                 sizes[value] = None
                 continue
             (measured,) = (v.name for v in node.inputs if v is not None)
@@ -76,13 +76,13 @@ def part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
     maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constants are not computed from value
-    linear = _reached({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, set(nodes))
+    linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, set(nodes))
     for node in nodes:
         if not _allowed(node, linear):
             raise Unfit(f"{node.op_type} ({node.name}) takes part")
 
 
-def _reached(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
+def _follow(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
     """Return the values that the nodes compute from the ends, other than from their shapes."""
     reached, todo = set(ends), list(ends)
     while todo:
@@ -93,7 +93,7 @@ def _reached(ends: set[ir.Value], nodes: set[ir.Node]) -> set[ir.Value]:
     return reached
 
 
-def _size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
+def _read_size(shape_of: ir.Value, names: dict[str, int]) -> np.ndarray[Any, Any] | None:
     """Return the output of a Shape node if the file says it."""
     node = shape_of.producer()
     assert node is not None
@@ -113,7 +113,7 @@ def _across_borders(sampling: Sampling, random: torch.Generator, *sizes: int) ->
     return (torch.where(torch.rand(*sizes, 2, generator=random) < 0.7, across, inside) + 0.5) / sides
 
 
-def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
+def _draw_locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
     """Return locations of three kinds in turn: on and around the maps, across their borders, and far away."""
     random = torch.Generator().manual_seed(seed)
     sizes = bs, queries, sampling.num_heads, sum(sampling.points)
@@ -123,13 +123,13 @@ def _locations(sampling: Sampling, seed: int, bs: int, queries: int) -> Tensor:
     return (uniform - 0.5) * 1000 if seed % 3 else uniform * 1.6 - 0.3
 
 
-def inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
+def draw_inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor, ...]:
     """Return value, locations and weights of these shapes, which have the axes of the file: constants, or random numbers."""
     random = torch.Generator().manual_seed(seed)
-    value, located, weights = _sizes.equal(sampling, shapes)
+    value, located, weights = _sizes.broadcast(sampling, shapes)
     tensors = (
         torch.rand(value, generator=random) * 2 - 1,
-        _locations(sampling, seed, *located[:2]).reshape(located),
+        _draw_locations(sampling, seed, *located[:2]).reshape(located),
         torch.randn(weights, generator=random),
     )
     random_ends = [t[tuple(map(slice, shape))] for t, shape in zip(tensors, shapes, strict=True)]
@@ -139,13 +139,13 @@ def inputs(sampling: Sampling, seed: int, shapes: _sizes.Shapes) -> tuple[Tensor
     )
 
 
-def tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
+def make_tables(sampling: Sampling) -> tuple[list[list[int]], list[int]]:
     """Return spatial_shapes and level_start_index."""
     areas = [height * width for height, width in sampling.maps]
     return [list(m) for m in sampling.maps], [0, *itertools.accumulate(areas)][:-1]
 
 
-def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
+def pad_points(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     """Return indices of samples that give every level as many points as the largest level has, and a mask: 0 for padding."""
     most, starts = max(points), [0, *itertools.accumulate(points)]
     indices = [
@@ -154,7 +154,7 @@ def padding(points: tuple[int, ...]) -> tuple[list[int], list[float]]:
     return [index for index, _ in indices], [mask for _, mask in indices]
 
 
-def bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def make_bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return the five inputs of the operator, of value, locations and weights in the graph's axes."""
     value, locations, weights = inputs
     bs, queries = max(map(len, inputs)), max(locations.shape[1], weights.shape[1])
@@ -162,18 +162,18 @@ def bare_inputs(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor,
     locations, weights = (
         t.expand(bs, queries, *sampling.sizes(end)) for t, end in zip((locations, weights), sampling.ends[1:], strict=True)
     )
-    indices, mask = padding(sampling.points)
+    indices, mask = pad_points(sampling.points)
     levels, most = len(sampling.points), max(sampling.points)
     value = value.reshape(bs, sampling.num_keys, sampling.num_heads, sampling.channels)
     locations = locations.reshape(bs, queries, sampling.num_heads, -1, 2)[:, :, :, indices].unflatten(3, (levels, most))
     weights = weights.reshape(bs, queries, sampling.num_heads, -1)[..., indices] * torch.tensor(mask, dtype=weights.dtype)
-    shapes, starts = (torch.tensor(table) for table in tables(sampling))
+    shapes, starts = (torch.tensor(table) for table in make_tables(sampling))
     return value, shapes, starts, locations, weights.unflatten(3, (levels, most))
 
 
-def _ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+def _run_ours(sampling: Sampling, inputs: tuple[Tensor, ...]) -> tuple[Tensor, float]:
     """Return the operator's output in float64, and the largest sum of absolute terms, to which rounding is proportional."""
-    called = bare_inputs(sampling, tuple(t.double() for t in inputs))
+    called = make_bare_inputs(sampling, tuple(t.double() for t in inputs))
     return ops.multi_scale_deformable_attn(*called), float(called[-1].abs().sum((-1, -2)).max())
 
 
@@ -183,7 +183,7 @@ def cut(model: ir.Model, ends: list[ir.Value], output: ir.Value) -> ir.Model:
     return ir.external_data.load_to_model(ir.Model(graph, ir_version=model.ir_version))
 
 
-def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
+def _open_session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -192,12 +192,12 @@ def _session(model: ir.Model, sampling: Sampling, sizes: list[ir.Value]) -> Any:
     for value in part.graph.inputs:
         part.graph.initializers.pop(str(value.name), None)
         value.const_value = None
-    with _onnxruntime():
+    with _as_unfit():
         data = ir.serde.serialize_model(part).SerializeToString()
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
 
 
-def _dtypes(sampling: Sampling) -> list[Any]:
+def _check_dtypes(sampling: Sampling) -> list[Any]:
     """Return the dtypes of value, locations and weights."""
     dtypes = [end.dtype for end in sampling.ends]
     for dtype in dtypes:
@@ -210,26 +210,29 @@ def _run(
     session: Any, sampling: Sampling, sizes: list[ir.Value], tensors: tuple[Tensor, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Return the output of the part of the graph, and the inputs in the dtypes of the file."""
-    names = _sizes.names(sampling, tuple(tuple(t.shape) for t in tensors))
-    arrays = [t.numpy().astype(dtype) for t, dtype in zip(tensors, _dtypes(sampling), strict=True)]
+    names = _sizes.name_sizes(sampling, tuple(tuple(t.shape) for t in tensors))
+    arrays = [t.numpy().astype(dtype) for t, dtype in zip(tensors, _check_dtypes(sampling), strict=True)]
     feeds = {str(end.name): array for end, array in zip(sampling.ends, arrays, strict=True)}
-    feeds |= {str(v.name): array for v in sizes if (array := _size(v, names)) is not None}
+    feeds |= {str(v.name): array for v in sizes if (array := _read_size(v, names)) is not None}
     required = {i.name for i in session.get_inputs()}
-    with _onnxruntime():
+    with _as_unfit():
         (output,) = session.run(None, {name: array for name, array in feeds.items() if name in required})
     return torch.from_numpy(output).double(), tuple(map(torch.from_numpy, arrays))
 
 
 def prove(model: ir.Model, sampling: Sampling) -> Sampling:
     """Return the sampling if the part of the graph gives what the operator gives, but for rounding; else raise Unfit."""
-    nodes, sizes = part(sampling)
-    _dtypes(sampling)
-    pairs = _sizes.trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
-    session = _session(model, sampling, sizes)
+    nodes, sizes = collect_part(sampling)
+    _check_dtypes(sampling)
+    pairs = _sizes.choose_trials(sampling, [*(node for v in sizes if (node := v.producer()) is not None), *nodes])
+    session = _open_session(model, sampling, sizes)
     for index, (bs, queries) in enumerate(pairs):
         samples = bs * queries * sampling.num_heads * min(sampling.points)
         for seed in range(3 * -(-_SAMPLES // samples) if index == 0 else 1):
-            _compare(sampling, *_run(session, sampling, sizes, inputs(sampling, seed, _sizes.shapes(sampling, bs, queries))))
+            _compare(
+                sampling,
+                *_run(session, sampling, sizes, draw_inputs(sampling, seed, _sizes.make_shapes(sampling, bs, queries))),
+            )
     one_name = {size for tensor in sampling.ends for size in dims(tensor)[:2]} & model.meta.get("merged", set())
     broadcasts = bool(one_name) or _broadcasts(session, sampling, sizes)
     return replace(sampling, broadcasts=broadcasts)
@@ -238,9 +241,9 @@ def prove(model: ir.Model, sampling: Sampling) -> Sampling:
 def _broadcasts(session: Any, sampling: Sampling, sizes: list[ir.Value]) -> bool:
     """Return whether the part of the graph broadcasts sizes of 1, as the operator does not. Most parts fail with such sizes."""
     runs = False
-    for shapes in _sizes.broadcasts(sampling):
+    for shapes in _sizes.vary_ones(sampling):
         try:
-            results = _run(session, sampling, sizes, inputs(sampling, 0, shapes))
+            results = _run(session, sampling, sizes, draw_inputs(sampling, 0, shapes))
         except Unfit:
             continue
         try:
@@ -252,7 +255,7 @@ def _broadcasts(session: Any, sampling: Sampling, sizes: list[ir.Value]) -> bool
 
 
 @contextlib.contextmanager
-def _onnxruntime() -> Iterator[None]:
+def _as_unfit() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # it has a dozen kinds of its own
@@ -260,8 +263,8 @@ def _onnxruntime() -> Iterator[None]:
 
 
 def _compare(sampling: Sampling, result: Tensor, inputs: tuple[Tensor, ...]) -> None:
-    eps = max(float(np.finfo(dtype).eps) for dtype in _dtypes(sampling))
-    expected, scale = _ours(sampling, inputs)
+    eps = max(float(np.finfo(dtype).eps) for dtype in _check_dtypes(sampling))
+    expected, scale = _run_ours(sampling, inputs)
     if result.shape != expected.shape:
         raise Unfit(f"it gives {tuple(result.shape)}; the operator gives {tuple(expected.shape)}")
     allowed = eps * (16 + 2 * (4 * sum(sampling.points)) ** 0.5 + 2 * max(map(max, sampling.maps))) * scale

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from ._graph import Unfit, dims
 
 
-def names(model: ir.Model) -> set[str]:
+def list_names(model: ir.Model) -> set[str]:
     """All names of tensors and nodes: a subgraph must not hide one of the graph around it."""
     graphs = list(model.graphs())
     nodes = [node for graph in graphs for node in graph]
@@ -36,16 +36,16 @@ class Writer:
     """Nodes in place of an old tensor, whose names begin with its name."""
 
     def __init__(self, model: ir.Model, old: ir.Value) -> None:
-        self.model, self.old, self.used, self.tape = model, old, names(model), ir.tape.Tape()
+        self.model, self.old, self.used, self.tape = model, old, list_names(model), ir.tape.Tape()
 
-    def fresh(self, what: str) -> str:
+    def make_name(self, what: str) -> str:
         free = (f"{self.old.name}/{what}{number or ''}" for number in itertools.count())
         name = next(name for name in free if name not in self.used)
         self.used.add(name)
         return name
 
     def table(self, what: str, numbers: Any, dtype: Any = np.int64) -> ir.Value:
-        name = self.fresh(what)
+        name = self.make_name(what)
         return self.tape.initializer(ir.tensor(np.array(numbers, dtype), name=name), name=name)
 
     def copy(self, value: ir.Value) -> ir.Value:
@@ -54,7 +54,7 @@ class Writer:
         return self.table(str(value.name).rpartition("/")[2], value.const_value.numpy(), value.const_value.dtype.numpy())
 
     def op(self, kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
-        name = self.fresh(kind)
+        name = self.make_name(kind)
         return self.tape.op(kind, inputs, attributes or None, domain=domain, name=name, output=ir.Value(name=name))
 
     def like(self, value: ir.Value, kind: str, *inputs: ir.Value, **attributes: Any) -> ir.Value:
@@ -98,6 +98,6 @@ class Writer:
             if list(table.uses()):
                 graph.register_initializer(table)
         graph.insert_after(producer, self.tape.nodes)
-        name, old.name = old.name, self.fresh("before")
+        name, old.name = old.name, self.make_name("before")
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         new.name = name
