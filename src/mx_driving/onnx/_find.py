@@ -10,10 +10,9 @@ import onnx_ir as ir
 from ._constants import find_constants
 from ._graph import Unfit, is_node, source
 from ._nodes import find_nodes
-from ._quantized import explain_pairs, has_quantizers, remove_quantizers
 from ._samples import split_levels
-from ._search import Pairs, Sampling, find_candidates, find_nearest, find_sums, find_table_candidates, find_tables
-from ._trial import collect_part, prove
+from ._search import Pairs, Sampling, find_candidates, find_sums, find_table_candidates, find_tables
+from ._trial import prove
 
 _LIKELIEST = 24  # candidates; the right one is among the first five in all files that we know
 
@@ -21,11 +20,14 @@ _LIKELIEST = 24  # candidates; the right one is among the first five in all file
 def find_samplings(model: ir.Model, tables: bool = True) -> Iterator[tuple[str, Sampling | str]]:
     """Yield the tensor in which samples are summed up, and the sampling that passes its trial, or a reason why none does.
 
-    A caller may replace a sampling before it asks for the next one. `tables=False` leaves out the form "gather".
+    GridSample nodes that belong to no weighted sum of the main graph come first. A caller may replace a sampling before it asks
+    for the next one. `tables=False` leaves out the form "gather".
     """
-    corners = find_tables(model.graph)
-    sums = {node: pairs for node, pairs in find_sums(model.graph).items() if node not in corners}
-    for node in [*(corners if tables else ()), *sums]:
+    corners, sums = find_tables(model.graph), find_sums(model.graph)
+    yield from _find_in_subgraphs(model).items()
+    for node in _single_samplers(model.graph, sums):
+        yield str(node.outputs[0].name), "it is not one of the levels whose weighted samples are summed up"
+    for node in [*(corners if tables else ()), *(node for node in sums if node not in corners)]:
         name = str(node.outputs[0].name)
         try:
             if node in corners:
@@ -58,33 +60,9 @@ def _prove_one(model: ir.Model, guesses: list[Sampling]) -> Sampling:
     raise (reasons or [Unfit("no tensors have the shapes of the operator's value, locations and weights")])[0]
 
 
-def find_left(model: ir.Model) -> dict[str, str]:
-    """Return name -> reason of samples that are in no weighted sum of the main graph, or are nearest rows."""
-    left = _find_in_subgraphs(model)
-    for node in find_nearest(model.graph):
-        left[str(node.outputs[0].name)] = 'its samples are nearest rows ("discrete"); the operator interpolates'
-    for node in _single_samplers(model.graph):
-        left[str(node.outputs[0].name)] = "it is not one of the levels whose weighted samples are summed up"
-    return left
-
-
-def explain_quantized(model: ir.Model, left: dict[str, str]) -> None:
-    """Say of attention that int8 tools have quantised that it is, rather than what each of its GridSample nodes lacks."""
-    if not left or not has_quantizers(model):
-        return
-    copy, removed = remove_quantizers(model)
-    for name, sampling in find_samplings(copy):
-        if isinstance(sampling, Sampling):
-            nodes, _ = collect_part(sampling)
-            if why := explain_pairs(nodes, {*sampling.ends}, removed):
-                for node in nodes:
-                    left.pop(str(node.outputs[0].name), None)
-                left[name] = why
-
-
-def _single_samplers(graph: ir.Graph) -> list[ir.Node]:
+def _single_samplers(graph: ir.Graph, sums: dict[ir.Node, Pairs]) -> list[ir.Node]:
     """Return GridSample nodes that belong to no weighted sum."""
-    samples = (samples for pairs in find_sums(graph).values() for samples, _ in pairs)
+    samples = (samples for pairs in sums.values() for samples, _ in pairs)
     seen = {source(part).producer() for value in samples for part in split_levels(value)}
     return [node for node in graph if is_node(node, "GridSample") and node not in seen]
 
@@ -98,8 +76,9 @@ def _find_in_subgraphs(model: ir.Model) -> dict[str, str]:
                 is_graph, are_graphs = (attribute.type == kind for kind in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS))
                 subgraphs = [attribute.value] if is_graph else attribute.value if are_graphs else ()
                 graphs |= dict.fromkeys(subgraphs, f"a subgraph of {node.op_type} ({node.name})")
-    return {
-        str(node.outputs[0].name): f"it lies in {where}; only nodes of the main graph are replaced"
-        for graph, where in graphs.items()
-        for node in (*find_sums(graph), *find_nearest(graph), *find_nodes(graph), *_single_samplers(graph))
-    }
+    left = {}
+    for graph, where in graphs.items():
+        sums = find_sums(graph)
+        for node in (*sums, *find_nodes(graph), *_single_samplers(graph, sums)):
+            left[str(node.outputs[0].name)] = f"it lies in {where}; only nodes of the main graph are replaced"
+    return left

@@ -15,14 +15,14 @@ from typing import Any
 import onnx_ir as ir
 
 from ._file import check_path, load
-from ._find import explain_quantized, find_left, find_samplings
+from ._find import find_samplings
 from ._forms import DOMAIN, WITH_LOGITS, WRITE, Call
 from ._graph import Unfit, dims
 from ._nodes import find_nodes, rewrite
 from ._save import save
 from ._search import Sampling, find_tables
 from ._trial import collect_part, make_tables, pad_points
-from ._writer import Writer, open_writer
+from ._writer import Writer
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,12 @@ def _call(write: Writer, sampling: Sampling) -> Call:
 
 
 def _replace(model: ir.Model, sampling: Sampling, form: str, **options: str | None) -> None:
-    with open_writer(model, sampling.output) as write:
+    with Writer(model, sampling.output) as write:
         write.put_in_place(WRITE[form](write, _call(write, sampling), **options))
 
 
 def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fused:
-    report, others = Fused(path, left=find_left(model)), find_nodes(model.graph)
+    report, others = Fused(path), find_nodes(model.graph)
     for name, sampling in find_samplings(model, tables=form != "gather"):
         try:
             if not isinstance(sampling, Sampling):
@@ -115,7 +115,6 @@ def _fuse(model: ir.Model, path: Path, form: str, **options: str | None) -> Fuse
             report.replaced[name], report.nodes[name] = sampling.words, names
         except Unfit as unfit:
             report.left[name] = str(unfit)
-    explain_quantized(model, report.left)
     _rewrite(model, others, report, form, **options)
     return report
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"}  # all of a tensor, with other axes
+PAIRS = {"QuantizeLinear", "DequantizeLinear"}  # int8 tools put them between nodes: they are found, and a trial refuses them
+VIEWS = {"Reshape", "Transpose", "Squeeze", "Unsqueeze", "Identity", "Flatten"} | PAIRS  # all of a tensor, with other axes
 MOVES = VIEWS | {"Slice", "Split", "Gather"}
 INTEGER = {ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL}
 
@@ -34,8 +35,30 @@ def constant(value: ir.Value | None) -> Any:
     return None if tensor is None else np.asarray(tensor.numpy())
 
 
+def producer(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that computes a value, or what was quantised to it."""
+    node = None if value is None else value.producer()
+    while node is not None and is_node(node, *PAIRS):
+        node = None if node.inputs[0] is None else node.inputs[0].producer()
+    return node
+
+
+def _dequantize(node: ir.Node) -> Any:
+    """Return the numbers of a quantised constant, or None."""
+    if is_node(quantizer := node.inputs[0] and node.inputs[0].producer(), "QuantizeLinear"):
+        assert quantizer is not None
+        return constant(quantizer.inputs[0])
+    numbers, scale, zero = (constant(v) for v in (*node.inputs, None)[:3])
+    if numbers is None or scale is None or scale.size != 1:
+        return None
+    return ((numbers.astype(np.float64) - np.float64(0 if zero is None else zero)) * scale).astype(scale.dtype)
+
+
 def number(value: ir.Value | None) -> float | None:
-    array = constant(value)
+    """Return the number of a constant that has one, or None. The constant may be quantised."""
+    array, node = constant(value), None if value is None else value.producer()
+    if array is None and node is not None and is_node(node, "DequantizeLinear"):
+        array = _dequantize(node)
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
 
 

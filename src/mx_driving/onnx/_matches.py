@@ -64,14 +64,12 @@ class Match:
 
 def find_matches(model: ir.Model) -> tuple[list[Match], dict[str, str]]:
     """Return all matches, and name -> reason of attention that is none."""
-    left = _find.find_left(model)
-    matches = []
+    matches, left = [], {}
     for name, sampling in _find.find_samplings(model):
         if isinstance(sampling, Sampling):
             matches.append(_match_of_sampling(model, sampling))
         else:
             left[name] = sampling
-    _find.explain_quantized(model, left)
     for node in model.graph:
         try:
             matches += [_match_of_node(model, node)] if _is_sampler(node) else []

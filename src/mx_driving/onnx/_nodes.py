@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ._forms import NODES, NPU, OURS, TENSORRT, WITH_LOGITS, WRITE, Call
 from ._graph import Unfit, constant, dims
-from ._writer import Writer, open_writer
+from ._writer import Writer
 
 _OF_OTHERS = {NPU: {NODES[NPU]}, TENSORRT: {NODES[TENSORRT], *WITH_LOGITS}}
 
@@ -27,7 +27,7 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
     if node.op_type != NODES[node.domain]:
         raise Unfit(f"it is a node {node.domain}::{node.op_type}, which no other form has")
     call = Call(*_inputs(node))
-    with open_writer(model, node.outputs[0]) as write:
+    with Writer(model, node.outputs[0]) as write:
         new = WRITE[form](write, call, **options)
         write.put_in_place(_split_heads(write, new, call.value) if node.domain == TENSORRT else new)
     return f"a node {node.domain}::{node.op_type}"
@@ -36,7 +36,7 @@ def rewrite(model: ir.Model, node: ir.Node, form: str, **options: str | None) ->
 def _rewrite_with_logits(model: ir.Model, node: ir.Node, form: str, **options: str | None) -> str:
     """Our node with logits, or in other forms the locations and weights that their nodes need."""
     inputs = LogitInputs(node)
-    with open_writer(model, node.outputs[0]) as write:
+    with Writer(model, node.outputs[0]) as write:
         new = inputs.write_ours(write) if form == "onnxruntime" else WRITE[form](write, inputs.call(write), **options)
         write.put_in_place(write.op("Reshape", new, write.table("shape", [0, 0, inputs.heads, inputs.channels])))
     return f"a node {node.op_type}"

@@ -9,7 +9,7 @@ locations * sizes - 0.5, with the sizes of the maps as a constant.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,7 @@ class Samples:
 def split_levels(value: ir.Value) -> list[ir.Value]:
     """Return the samples of levels that lie side by side in value, in order; none if any part is something else."""
     parts = list(_side_by_side(value))
-    return parts if all(is_node(source(v).producer(), "GridSample") or _gathers(v, _is_floored) for v in parts) else []
-
-
-def are_nearest(value: ir.Value) -> bool:
-    """Return whether the samples of all levels are rows at rounded locations."""
-    return all(_gathers(part, _is_rounded) for part in _side_by_side(value))
+    return parts if all(is_node(source(v).producer(), "GridSample") or _gathers(v) for v in parts) else []
 
 
 def _side_by_side(value: ir.Value) -> Iterator[ir.Value]:
@@ -76,7 +71,7 @@ def read_level(part: ir.Value, constants: Mapping[str, ir.Value]) -> Samples:
     node = source(part).producer()
     if node is not None and is_node(node, "GridSample"):
         return _read_grid_sample(node, constants)
-    return _read_gathers(part, _gathers(part, _is_floored))
+    return _read_gathers(part, _gathers(part))
 
 
 def _read_grid_sample(node: ir.Node, constants: Mapping[str, ir.Value]) -> Samples:
@@ -122,11 +117,12 @@ def _before_scaling(grid: ir.Value) -> ir.Value:
     return x
 
 
-def _gathers(value: ir.Value, chosen: Callable[[ir.Value], bool]) -> list[ir.Node]:
-    """Return gathers at chosen indices, whose rows are weighted and summed up in value."""
+def _gathers(value: ir.Value) -> list[ir.Node]:
+    """Return gathers at floored or rounded indices, whose rows are weighted and summed up in value."""
     sampled = walk_back(value, lambda node: not _index(node) and is_node(node, *MOVES, *_ARITHMETIC))
     nodes = dict.fromkeys(v.producer() for v in sampled if v.dtype not in INTEGER)
-    return [node for node in nodes if node is not None and (index := _index(node)) and chosen(index)]
+    indices = ((node, _index(node)) for node in nodes if node is not None)
+    return [node for node, index in indices if index is not None and (_is_floored(index) or _is_rounded(index))]
 
 
 def _index(node: ir.Node) -> ir.Value | None:
@@ -143,15 +139,17 @@ def _is_floored(index: ir.Value) -> bool:
 
 
 def _is_rounded(index: ir.Value) -> bool:
-    """Return whether the index is cast to integers without a Floor."""
+    """Return whether the index is cast to integers."""
     casts = [v.producer() for v in _indices_of_rows(index) if is_node(v.producer(), "Cast") and v.dtype in INTEGER]
     inputs = [node.inputs[0] for node in casts if node is not None]
-    return any(v is not None and v.dtype not in INTEGER for v in inputs) and not _is_floored(index)
+    return any(v is not None and v.dtype not in INTEGER for v in inputs)
 
 
 def _read_gathers(part: ir.Value, nodes: list[ir.Node]) -> Samples:
     images = intersect(sources(node.inputs[0], "Pad", "Cast") for node in nodes if node.inputs[0] is not None)
     indices = [index for node in nodes if (index := _index(node)) is not None]
+    if not all(map(_is_floored, indices)):
+        raise Unfit('its samples are nearest rows ("discrete"); the operator interpolates')
     locations = intersect(map(_indices_of_rows, indices))
     sizes = _sizes_of_map(images, indices)
     grids = [dims(v)[-2] for v in locations if len(dims(v)) >= 4 and dims(v)[-1] == 2]

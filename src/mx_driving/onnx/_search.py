@@ -14,11 +14,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ._graph import VIEWS, dims, intersect, is_node, sources_of_chosen
+from ._graph import VIEWS, dims, intersect, is_node, producer, sources_of_chosen
 from ._samples import (
     Maps,
     Samples,
-    are_nearest,
     are_of_one_table,
     find_row,
     list_shares,
@@ -77,7 +76,7 @@ class Sampling:
 
 def _factors(node: ir.Node) -> Pairs:
     """Return the two factors of a product that the node sums up, in both orders."""
-    product = node.inputs[0].producer() if is_node(node, "ReduceSum") and node.inputs[0] is not None else None
+    product = producer(node.inputs[0]) if is_node(node, "ReduceSum") else None
     if product is None or not is_node(product, "Mul"):
         return []
     left, right = product.inputs
@@ -90,7 +89,7 @@ def _add_up(graph: ir.Graph, leaf: Callable[[ir.Node], Any]) -> dict[ir.Node, li
     for node in graph:
         if first := leaf(node):
             totals[node] = [first]
-        added: list[Any] = [v.producer() for v in node.inputs if v is not None] if is_node(node, "Add") else []
+        added: list[Any] = [producer(v) for v in node.inputs] if is_node(node, "Add") else []
         if added and all(one in totals for one in added):
             totals[node] = [first for one in added for first in totals[one]]
             for one in {*added}:
@@ -107,11 +106,6 @@ def find_tables(graph: ir.Graph) -> dict[ir.Node, list[ir.Node]]:
     """Return the last Add of each sum of four corners, and the corners' ReduceSum nodes."""
     corners = _add_up(graph, lambda node: node if find_row(node) else None)
     return {node: sums for node, sums in corners.items() if are_of_one_table(sums)}
-
-
-def find_nearest(graph: ir.Graph) -> list[ir.Node]:
-    """Return each ReduceSum over weighted samples that are nearest rows."""
-    return [node for node in graph if any(are_nearest(samples) for samples, _ in _factors(node))]
 
 
 def find_candidates(node: ir.Node, pairs: Pairs, constants: Mapping[str, ir.Value]) -> list[Sampling]:

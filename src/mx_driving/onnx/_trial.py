@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import ops
 from . import _sizes
-from ._graph import INTEGER, MOVES, Unfit, constant, dims, is_node
+from ._graph import INTEGER, MOVES, PAIRS, Unfit, constant, dims, is_node
 from ._search import Sampling
 
 _COMPUTE = {"GridSample", "Mul", "Add", "Sub", "Sum", "Neg", "ReduceSum", "Concat", "Constant", "ConstantOfShape"}
@@ -31,12 +31,13 @@ _BRANCHES = {
     **dict.fromkeys(("Max", "Min", "Not", "Or"), ()),
     "Where": (1, 2),
 }
+_QUANTISED = "quantise Conv, MatMul and Gemm alone, or exclude the nodes that `mx-driving fuse --json` names in the float file"
 _SAMPLES = 500  # of a level, at least, in each kind of place
 
 
 def _allowed(node: ir.Node, linear: set[ir.Value]) -> bool:
     """Return whether the node may take part; `linear` holds the values that depend on value or weights."""
-    if is_node(node, *MOVES):
+    if is_node(node, *MOVES) and not is_node(node, *PAIRS):
         return not any(v in linear for v in node.inputs[1:])
     if is_node(node, *_COMPUTE):
         return True
@@ -76,6 +77,9 @@ def collect_part(sampling: Sampling) -> tuple[list[ir.Node], list[ir.Value]]:
 
 def _hold_to_rules(sampling: Sampling, nodes: Iterable[ir.Node]) -> None:
     maps = (node.inputs[0] for node in nodes if is_node(node, "GridSample"))  # constants are not computed from value
+    if pairs := [str(node.name) for node in nodes if is_node(node, "DequantizeLinear")]:
+        between = f"{len(pairs)} pairs of QuantizeLinear and DequantizeLinear stand between its nodes, such as {pairs[0]}"
+        raise Unfit(f"{between}; {_QUANTISED}")
     linear = _follow({sampling.value, sampling.weights, *(v for v in maps if v is not None)}, set(nodes))
     for node in nodes:
         if not _allowed(node, linear):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from ._graph import Unfit, dims
+from ._graph import dims
 
 
 def list_names(model: ir.Model) -> set[str]:
@@ -21,19 +19,11 @@ def list_names(model: ir.Model) -> set[str]:
     return {str(named.name) for named in (*values, *nodes)}
 
 
-@contextlib.contextmanager
-def open_writer(model: ir.Model, old: ir.Value) -> Iterator[Writer]:
-    """A writer in place of the old tensor. Where a form does not fit, it leaves the graph as it is."""
-    write = Writer(model, old)
-    try:
-        yield write
-    except Unfit:
-        write.forget()
-        raise
-
-
 class Writer:
-    """Nodes in place of an old tensor, whose names begin with its name."""
+    """Nodes in place of an old tensor, whose names begin with its name.
+
+    As a context it leaves the graph as it is where a form does not fit: nothing reads for nodes that are not put in place.
+    """
 
     def __init__(self, model: ir.Model, old: ir.Value) -> None:
         self.model, self.old, self.used, self.tape = model, old, list_names(model), ir.tape.Tape()
@@ -81,9 +71,11 @@ class Writer:
         cast.dtype = dtype
         return cast
 
-    def forget(self) -> None:
-        """Nothing reads for nodes that are not put in place."""
-        for node in self.tape.nodes:
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for node in self.tape.nodes if kind else ():
             for index in range(len(node.inputs)):
                 node.replace_input_with(index, None)
 
