@@ -46,7 +46,8 @@ def with_rows_of_no_level(args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 class Row(NamedTuple):
     """A call, and for each of THREADS the way to the gradient of value with all gradients wanted: in float32 and float64, and
-    the number of bands in 16 bits. One pass that packs all levels of value and gradient serves every dtype.
+    the number of bands in 16 bits, 0 where a worker owns whole heads. One pass that packs all levels of value and gradient
+    serves every dtype.
     """
 
     operator: str
@@ -57,7 +58,7 @@ class Row(NamedTuple):
 
 
 SAMPLES, HEADS = "WITH_SAMPLES", "BY_HEADS"
-ALL_SAMPLES, ALL_BUT_24 = (SAMPLES,) * 5, (1, 1, 1, 1, 3)
+ALL_SAMPLES, ALL_BUT_24 = (SAMPLES,) * 5, (0, 0, 0, 0, 3)
 LOGITS = [(23, 31), (11, 17), (6, 7)]
 ROWS = {
     "few queries": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 30, 16, 8, PYRAMID, 4),
@@ -66,39 +67,39 @@ ROWS = {
     "many queries": Row(MULTI_SCALE, lambda: cases.multi_scale(1, MANY, 8, 8, [(96, 80), *PYRAMID[1:]], 1),
         (*[HEADS] * 4, *bands(3)), ALL_BUT_24),
     "3 batches": Row(MULTI_SCALE, lambda: cases.multi_scale(3, 1600, 8, 8, PYRAMID, 4),
-        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES), (1,) * 5),
+        (HEADS, HEADS, HEADS, SAMPLES, SAMPLES), (0,) * 5),
     # bands of 16 bits: three of each level, and one of the rest
     "rows of no level": Row(MULTI_SCALE, lambda: with_rows_of_no_level(cases.multi_scale(1, 520, 8, 8, PYRAMID[1:], 4)),
         (HEADS, SAMPLES, SAMPLES, SAMPLES, parts(2)), (1, 1, 1, 1, 7)),
     "2 heads, 4 points": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12)),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (0, 0, 3, 3, 12)),
     # a level begins inside a group of ROWS samples, so levels cannot be parts
     "2 heads, 3 points": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 40, 2, PYRAMID, 3),
-        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12)),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (0, 0, 3, 3, 12)),
     "2 heads, one level": Row(MULTI_SCALE, lambda: cases.multi_scale(1, 300, 64, 2, PYRAMID[:1], 4),
-        (SAMPLES, SAMPLES, *bands(3, 4, 12)), (1, 1, 3, 4, 12)),
+        (SAMPLES, SAMPLES, *bands(3, 4, 12)), (0, 0, 3, 4, 12)),
     "few queries with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 30, 16, 8, LOGITS, 4),
         (*[SAMPLES] * 4, parts(3)), ALL_BUT_24),
     "many queries with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 8 * 512, 8, 8, LOGITS, 1),
         (*[HEADS] * 4, *bands(3)), ALL_BUT_24),
     "3 points with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 300, 40, 2, LOGITS, 3),
-        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (1, 1, 3, 3, 12)),
+        (SAMPLES, SAMPLES, *bands(3, 3, 12)), (0, 0, 3, 3, 12)),
     "68 samples with logits": Row(MULTI_SCALE_LOGITS, lambda: logits_cases.multi_scale(1, 20, 8, 1, [*LOGITS, (3, 5)], 17),
-        (SAMPLES, *bands(4, 4, 8, 24)), (1, 4, 4, 8, 24)),
+        (SAMPLES, *bands(4, 4, 8, 24)), (0, 4, 4, 8, 24)),
     "nearest": Row(GEOMETRIC, lambda: cases.geometric(3, MANY // 2, 26, 8, [(6, 8)], 4),
-        ALL_SAMPLES, (1,) * 5, one_pass_packs=True),
+        ALL_SAMPLES, (0,) * 5, one_pass_packs=True),
     # on two levels
     "nearest, 3 points": Row(GEOMETRIC, lambda: cases.geometric(2, 300, 42, 12, [(7, 9), (3, 5)], 3),
-        ALL_SAMPLES, (1,) * 5, one_pass_packs=True),
+        ALL_SAMPLES, (0,) * 5, one_pass_packs=True),
     "nearest, 2 heads": Row(GEOMETRIC, lambda: cases.geometric(1, 300, 64, 2, PYRAMID, 4),
-        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (1, 1, 3, 3, 12)),
+        (SAMPLES, SAMPLES, parts(3), parts(3), *bands(12)), (0, 0, 3, 3, 12)),
     "window": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 400, 8, 8, [(6, 7)], (2, 2)),
         (*[SAMPLES] * 4, *bands(3)), ALL_BUT_24, one_pass_packs=True),
     "window, 3 heads": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(2, 160, 26, 3, [(15, 9), (5, 7)], (3, 3)),
-        (*[SAMPLES] * 4, *bands(4)), (1, 1, 1, 1, 4), one_pass_packs=True),
+        (*[SAMPLES] * 4, *bands(4)), (0, 0, 0, 0, 4), one_pass_packs=True),
     # 1.3 MB in 16 bits
     "window, large map": Row(GEOMETRIC_LOGITS, lambda: logits_cases.geometric(1, MANY, 16, 4, [(129, 79)], (3, 3)),
-        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)), (1, 1, 1, 2, 6)),
+        (SAMPLES, SAMPLES, SAMPLES, *bands(2, 6)), (0, 0, 0, 2, 6)),
     "cameras": Row(AGGREGATION, lambda: cases.aggregation(2, 60, 13, 64, 8, [[(16, 22), (8, 11)]] * 3),
         bands(1, 1, 1, 6, 12), (1, 1, 1, 6, 12)),
 }  # fmt: skip
@@ -221,7 +222,7 @@ def test_the_way_to_the_gradient_of_value(every_thread, name, dtype):
     is_wide = dtype in (torch.float32, torch.float64)
     for threads, wide_way, number in zip(THREADS, row.ways, row.bands_of_16_bits, strict=True):
         torch.set_num_threads(threads)
-        buffered = f"BY_BANDS, {number}, buffered"
+        buffered = f"BY_BANDS, {number}, buffered" if number else HEADS
         way = wide_way if is_wide or (wide_way == SAMPLES and row.one_pass_packs) else buffered
         alone = buffered if not is_wide else HEADS if way == SAMPLES else way
         for mask, decisions in (

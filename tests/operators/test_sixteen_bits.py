@@ -34,6 +34,8 @@ CASES = {
     "37 channels": (MULTI_SCALE, lambda: cases.multi_scale(1, 9, 37, 1, MAPS, 3)),
     "nearest": (GEOMETRIC, lambda: cases.geometric(2, 40, 32, 2, MAPS, 4)),
     "packed levels": (MULTI_SCALE, lambda: cases.multi_scale(1, 1100, 32, 2, [(4, 5)], 2)),
+    "a near level and a far level": (MULTI_SCALE, lambda: cases.multi_scale(1, 600, 64, 2, [(33, 32), (5, 6)], 4)),
+    "the same, 3 points": (MULTI_SCALE, lambda: cases.multi_scale(1, 800, 64, 2, [(33, 32), (5, 6)], 3)),
     "packed as float32": (GEOMETRIC, lambda: cases.geometric(1, 1100, 32, 2, [(4, 5)], 4)),
     "groups of 32 channels": (AGGREGATION, lambda: cases.aggregation(2, 9, 5, 64, 2, [MAPS, MAPS])),
     "groups of 5 channels": (AGGREGATION, lambda: cases.aggregation(1, 9, 5, 15, 3, [MAPS, MAPS])),

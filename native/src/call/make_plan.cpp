@@ -40,7 +40,7 @@ bool levels_overlap(const Call &call) {
 
 // ---- which levels are packed
 
-constexpr PackedLevels NONE{nullptr, 0, 0, 0};
+constexpr PackedLevels NONE{nullptr, 0, 0, 0, 0, 0};
 
 bool all_near(const PackedLevels &packed) { return packed.bytes > 0 && packed.far_begin >= packed.far_end; }
 
@@ -56,30 +56,42 @@ constexpr double PACK_BYTES = 15.5 * (1 << 20); // 16 MB with all other scratch 
 constexpr double PACK_SHARE = 0.049;            // 5 %
 constexpr int64_t PACK_READS = 8;
 
-PackedLevels choose_levels(const Call &call, int64_t row_bytes, int64_t copies, std::vector<int64_t> &offset) {
+// What `copies` of packed levels may take, each.
+double most_packed_bytes(const Call &call, int64_t copies) {
+    const Sizes &n = call.sizes;
+    const double value_bytes = double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
+    return std::max(PACK_BYTES, PACK_SHARE * value_bytes) / double(copies);
+}
+
+struct RowBytes {
+    int64_t far, near;
+};
+
+PackedLevels choose_levels(const Call &call, RowBytes row_bytes, double most_bytes, int64_t least_reads,
+                           std::vector<int64_t> &offset) {
     const Sizes &n = call.sizes;
     const int64_t reads = n.queries * n.points * (call.op == GEOMETRIC ? 1 : 4);
-    const double value_bytes = double(n.batch * n.keys) * double(n.heads * n.channels * floating_size(call.value.dtype));
-    const double allowed = std::max(PACK_BYTES, PACK_SHARE * value_bytes);
     std::vector<int64_t> order;
     for (int64_t l = 0; l < call.sizes.levels; ++l) order.push_back(l);
     const auto rows = [&](int64_t l) { return num_rows(call.levels[l]); };
     std::sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return rows(a) < rows(b); });
     offset.assign(size_t(call.sizes.levels), -1);
     int64_t total = 0, far_begin = n.levels, far_end = 0;
-    bool packs = true;
+    bool packs = true, near = true;
     for (int64_t l : order) {
-        const int64_t bytes = (rows(l) * row_bytes + 63) / 64 * 64;
-        packs = packs && double(total + bytes) * double(copies) <= allowed && reads >= PACK_READS * rows(l);
+        const auto bytes_of = [&](int64_t of_row) { return (rows(l) * of_row + 63) / 64 * 64; };
+        near = near && total + bytes_of(row_bytes.near) <= NEAR_BYTES;
+        const int64_t bytes = bytes_of(near ? row_bytes.near : row_bytes.far);
+        packs = packs && double(total + bytes) <= most_bytes && reads >= least_reads * rows(l);
         if (packs) {
             offset[size_t(l)] = total;
             total += bytes;
         }
-        if (packs && total <= NEAR_BYTES) continue;
+        if (packs && near) continue;
         far_begin = std::min(far_begin, l);
         far_end = std::max(far_end, l + 1);
     }
-    return {offset.data(), total, far_begin, far_end};
+    return {offset.data(), total, far_begin, far_end, row_bytes.far, row_bytes.near};
 }
 
 // Where levels are packed, all threads work on one head at a time, so its queries must be enough for all of them.
@@ -90,27 +102,38 @@ bool value_can_be_packed(const Call &call) {
            call.sizes.queries >= QUERIES_OF_A_THREAD * num_threads(call);
 }
 
-PackedLevels choose_packed_value(const Call &call, std::vector<int64_t> &offset) {
+PackedLevels choose_packed_value(const Call &call, bool near_as_computed, std::vector<int64_t> &offset) {
     if (!value_can_be_packed(call)) return NONE;
-    return choose_levels(call, call.sizes.channels * floating_size(call.value.dtype), 1, offset);
+    const int64_t own = call.sizes.channels * floating_size(call.value.dtype), wide = call.sizes.channels * computed_size(call);
+    return choose_levels(call, {own, near_as_computed ? wide : own}, most_packed_bytes(call, 1), PACK_READS, offset);
 }
 
-// Rows that all stay near are packed as the type computed in, where a sample is one row: in 16 bits that row would be
-// widened again for each of its samples.
-PackedLevels choose_packed_as_computed(const Call &call, std::vector<int64_t> &offset) {
-    if (call.op != GEOMETRIC || !value_can_be_packed(call)) return NONE;
-    const PackedLevels packed = choose_levels(call, call.sizes.channels * computed_size(call), 1, offset);
-    return all_near(packed) ? packed : NONE;
+// The forward widens rows of near levels when it packs them, where a level begins at a multiple of ROWS samples: rows of
+// float16 would be widened again for each of their samples. Two bfloat16 are widened as one word, which costs as little as
+// twice the memory. Where a sample is one row, all levels must be near, and any dtype gains.
+void plan_packed_forward(const Call &call, Plan &plan, std::vector<int64_t> &offset) {
+    const bool is_half = call.value.dtype == MXD_FLOAT16;
+    plan.near_as_computed = call.op == GEOMETRIC || (is_half && call.sizes.points % ROWS == 0);
+    plan.packed_value = choose_packed_value(call, plan.near_as_computed, offset);
+    if (call.op != GEOMETRIC || all_near(plan.packed_value)) return;
+    plan.near_as_computed = false;
+    plan.packed_value = choose_packed_value(call, false, offset);
 }
+
+// The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
+// head is cut into more bands, and each band goes through all queries.
+constexpr int64_t BUFFERED_BYTES = 6 << 20;
 
 // Nothing is packed if levels overlap: a row of two levels would be summed in two places, and its bits would depend on
 // which levels are packed.
 PackedLevels choose_packed_gradient(const Call &call, std::vector<int64_t> &offset) {
     const int64_t size = computed_size(call), row_bytes = call.sizes.channels * size;
-    const bool lie_side_by_side = can_be_added_to(call) && call.grad_value.strides[KEY] * size <= row_bytes;
+    const bool buffered = !can_be_added_to(call);
+    const bool lie_side_by_side = !buffered && call.grad_value.strides[KEY] * size <= row_bytes;
     if (lie_side_by_side || levels_overlap(call)) return NONE;
-    const int64_t heads = call.sizes.batch * call.sizes.heads;
-    return choose_levels(call, row_bytes, std::min(heads, num_threads(call)), offset);
+    if (buffered) return choose_levels(call, {row_bytes, row_bytes}, BUFFERED_BYTES, 0, offset);
+    const int64_t copies = std::min(call.sizes.batch * call.sizes.heads, num_threads(call));
+    return choose_levels(call, {row_bytes, row_bytes}, most_packed_bytes(call, copies), PACK_READS, offset);
 }
 
 // Whether every row of value belongs to a packed level.
@@ -220,15 +243,12 @@ void cut_bands(const Call &call, int64_t bands_at_least, int64_t most_rows, std:
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
 }
 
-// The float32 sums of a 16-bit gradient, for each thread: room for a whole head in nearly every model. With less room a
-// head is cut into more bands, and each band goes through all queries.
-constexpr int64_t BUFFERED_BAND_BYTES = 6 << 20;
 // A band of deformable_aggregation has all channels and is added up in place. It should stay in the third-level cache.
 constexpr int64_t AGGREGATION_BAND_BYTES = 16 << 20;
 
 int64_t most_rows_of_a_band(const Call &call, bool buffered) {
     const int64_t row_bytes = std::max<int64_t>(1, call.sizes.channels * computed_size(call));
-    if (buffered) return std::max<int64_t>(1, BUFFERED_BAND_BYTES / row_bytes);
+    if (buffered) return std::max<int64_t>(1, BUFFERED_BYTES / row_bytes);
     return call.op == AGGREGATION ? std::max<int64_t>(1, AGGREGATION_BAND_BYTES / row_bytes) : call.sizes.keys;
 }
 
@@ -271,7 +291,7 @@ void plan_value_gradient(const Call &call, bool value_would_be_packed, Plan &pla
         if (heads_can_go_together(call)) plan.heads_together = choose_heads_of_backward(call, packed);
     } else if (whole_heads && !buffered && one_pass_pays(call, value_would_be_packed)) {
         plan.value_gradient = ValueGradient::WITH_SAMPLES;
-    } else if (whole_heads && !buffered) {
+    } else if (whole_heads && (!buffered || all_rows_are_packed(call, packed))) {
         plan.value_gradient = ValueGradient::BY_HEADS;
         plan.packed_gradient = packed;
         plan.all_rows_are_packed = all_rows_are_packed(call, packed);
@@ -332,14 +352,12 @@ Plan make_plan(const Call &call, PlanLists &lists) {
     Plan plan{};
     if (call.op == POOLING) return plan; // there is one way
     if (call.backward) {
-        plan_gradients(call, choose_packed_value(call, lists.packed_value), plan, lists);
+        plan_gradients(call, choose_packed_value(call, false, lists.packed_value), plan, lists);
         return plan;
     }
     plan.heads_together = choose_heads_of_forward(call);
     if (plan.heads_together > 0) return plan;
-    plan.packed_value = choose_packed_as_computed(call, lists.packed_value);
-    plan.packed_as_computed = plan.packed_value.bytes > 0;
-    if (!plan.packed_as_computed) plan.packed_value = choose_packed_value(call, lists.packed_value);
+    plan_packed_forward(call, plan, lists.packed_value);
     return plan;
 }
 

@@ -24,12 +24,13 @@ struct PackedLevels {
     const int64_t *offset;      // for each level, in bytes; -1: not packed
     int64_t bytes;              // of all; 0: nothing is packed
     int64_t far_begin, far_end; // the forward prefetches rows of levels far_begin..far_end-1; those of others stay near
+    int64_t far_row_bytes, near_row_bytes;
 };
 
 // Where a field is of no use to the way that is taken, it is zero.
 struct Plan {
     PackedLevels packed_value; // read by the forward and by the gradients of samples in a pass of their own
-    bool packed_as_computed;   // packed_value has rows of the type computed in, not of value's, and all stay near
+    bool near_as_computed;     // near levels of packed_value have rows of the type computed in, not of value's
     bool sample_gradients;     // in a pass of their own
     ValueGradient value_gradient;
     PackedLevels packed_gradient; // BY_HEADS: a copy for each thread; WITH_SAMPLES: and one of value, all rows or none,

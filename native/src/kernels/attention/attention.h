@@ -22,9 +22,13 @@ template <template <class> class Rule> inline bool attention(const Call &call, c
         typedef __typeof__(*v) V;
         typedef __typeof__(*t) T;
         if constexpr (Rule<T>::CORNERS == 1) {
-            if (plan.packed_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
+            if (plan.near_as_computed) return over_queries<V, Forward<V, T, Rule, false, T>>(job);
+            return over_queries<V, Forward<V, T, Rule, true, V>>(job);
+        } else if constexpr (same_type<V, Half>) {
+            return over_queries<V, Forward<V, T, Rule, true, T>>(job);
+        } else {
+            return over_queries<V, Forward<V, T, Rule, true, V>>(job);
         }
-        return over_queries<V, Forward<V, T, Rule, true>>(job);
     });
 }
 

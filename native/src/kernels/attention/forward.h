@@ -6,16 +6,19 @@
 namespace mxd::MXD_ISA {
 namespace {
 
-// Items: QueryBlocks. V: the type of value. R: of the rows: V, or T if they are packed_as_computed; then they are all
-// near, so without SOME_FAR.
-template <class V, class T, template <class> class Rule, bool SOME_FAR, class R = V> class Forward : QueryWorker<R, T, Rule> {
-    typedef QueryWorker<R, T, Rule> Base;
+// Items: QueryBlocks. V: the type of value. Near: of the rows of near levels: V, or T where those are packed as computed.
+// Without SOME_FAR all levels are near.
+template <class V, class T, template <class> class Rule, bool SOME_FAR, class Near = V>
+class Forward : QueryWorker<Near, T, Rule> {
+    typedef QueryWorker<Near, T, Rule> Base;
 
   public:
-    typedef R Row;
+    typedef Near Row;
     Forward(const Job &j, Arena &arena)
         : Base(j, arena), job(j), blocks(j.call, j.packed_value != nullptr),
-          far(j.packed_value ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value) : FarRows{}),
+          far(j.packed_value && (same_type<V, Near> || j.plan.near_as_computed)
+                  ? far_rows<Rule<T>::CORNERS>(this->n, j.plan.packed_value)
+                  : FarRows{}),
           sum(arena.take<T>(this->n.channels)) {}
 
     void operator()(int64_t item) {
@@ -34,8 +37,8 @@ template <class V, class T, template <class> class Rule, bool SOME_FAR, class R 
             [&](int64_t q, const PreparedQuery<T> &prepared, const PreparedQuery<T> &next) {
                 char *out = outputs.template at_in_turn<true>(q);
                 T *const computed = as_value ? nullptr : as_computed ? reinterpret_cast<T *>(out) : sum;
-                weighted_sum<V, T, SOME_FAR, R>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
-                                                this->n.channels, reinterpret_cast<V *>(out), computed);
+                weighted_sum<V, T, SOME_FAR, Near>(prepared.address, prepared.coefficient, next.address, far, this->num_rows,
+                                                   this->n.channels, reinterpret_cast<V *>(out), computed);
                 if (computed == sum) write_elements(sum, out, output.dtype, output.strides[CHANNEL], this->n.channels);
             });
     }

@@ -65,6 +65,8 @@ template <class T> class Logits {
         all_weights = Rows::ring(2 * COMPUTED_TOGETHER, weight_room(n), arena);
         in_place = c.reference.dtype == OWN<T> && c.reference.strides[COORDINATE] == 1;
         reference_step = c.reference.strides[QUERY] * element_size(c.reference.dtype);
+        const SomeAxes<2> references(c.reference, {REFERENCE, COORDINATE});
+        reference_run = c.reference.strides[REFERENCE] == 0 ? n.coordinates : references.contiguous ? references.count() : 0;
     }
 
     void use_levels(int64_t first, int64_t last) {
@@ -104,16 +106,16 @@ template <class T> class Logits {
     int64_t computed_until() const { return computed; }
     bool has_boxes() const { return boxes; }
 
-    // Computes q and its neighbours, because a query by itself waits for each step of its softmax. copy(query, to its
-    // offsets, to its logits) is called for queries that cannot be read in place. Queries computed together begin at a
-    // multiple of their number, so that they lie side by side in a ring.
+    // Computes q and its neighbours, because a query by itself waits for each step of its softmax. copy(begin,
+    // end, to their offsets, to their logits) is called for queries that cannot be read in place. Queries computed together
+    // begin at a multiple of their number, so that they lie side by side in a ring.
     template <class Copy> __attribute__((noinline)) void compute(int64_t q, Copy &&copy) {
         q &= -COMPUTED_TOGETHER;
         const int64_t last = q + COMPUTED_TOGETHER < n.queries ? q + COMPUTED_TOGETHER : n.queries;
         computed = last;
-        if (last - 1 > until) { // nearly never
+        if (last - 1 > until) { // 16 bits, or the last queries
             if (copied_from > q) copied_from = q;
-            for (int64_t i = q; i < last; ++i) copy(i, offset_copies[i], logit_copies[i]);
+            copy(q, last, offset_copies, logit_copies);
         }
         if (samples == 0) return;
         const bool copied = q >= copied_from;
@@ -167,6 +169,7 @@ template <class T> class Logits {
     T *divisor = nullptr, *inverse = nullptr;
     T *copy = nullptr;                     // of a query's reference points
     bool in_place = false;                 // reference points are read as they lie
+    int64_t reference_run = 0;             // elements of a query's that lie side by side; 0: not all that are read
     int64_t first = 0, reference_step = 0; // of reference points, in bytes
     int64_t samples = 0, first_sample = 0; // of the levels in use
     int64_t computed = 0;
@@ -199,8 +202,8 @@ template <class T> class Logits {
     }
     __attribute__((noinline)) const T *copied_reference(const char *from) const {
         const Tensor &t = call.reference;
-        if (t.strides[REFERENCE] == 0)
-            read_elements(from, t.dtype, t.strides[COORDINATE], n.coordinates, copy);
+        if (reference_run > 0)
+            read_elements(from, t.dtype, t.strides[COORDINATE], reference_run, copy);
         else
             SomeAxes<2>(t, {REFERENCE, COORDINATE}).read_at(from, copy);
         return copy;

@@ -16,12 +16,18 @@ struct HeadRows {
         : first(at(t, offset_of(t, b, 0, h))), step(t.strides[KEY] * element_size(t.dtype)) {}
 };
 
+// Bytes of a packed row of a level.
+inline int64_t row_bytes_of(const PackedLevels &levels, int64_t level) {
+    return level >= levels.far_begin && level < levels.far_end ? levels.far_row_bytes : levels.near_row_bytes;
+}
+
 // Where the rows of n.levels levels of one head lie, from first_level on: in a tensor, or in `packed` memory, where a
 // level is packed.
 inline void find_levels(const Call &call, const Sizes &n, int64_t first_level, HeadRows head, const PackedLevels &levels,
-                        const char *packed, int64_t row_bytes, RowAddresses &rows) {
+                        const char *packed, RowAddresses &rows) {
     for (int64_t l = 0; l < n.levels; ++l) {
-        const int64_t level = first_level + l, first = l * n.points, last = first + n.points, width = call.levels[level].width;
+        const int64_t level = first_level + l, first = l * n.points, last = first + n.points, width = call.levels[level].width,
+                      row_bytes = row_bytes_of(levels, level);
         if (packed && levels.offset[level] >= 0)
             rows.set(first, last, packed + levels.offset[level] - call.levels[level].start * row_bytes, row_bytes, width);
         else
@@ -36,18 +42,19 @@ template <int CORNERS> inline FarRows far_rows(const Sizes &n, const PackedLevel
     return {first * CORNERS, end > first ? (end - first) * CORNERS : 0};
 }
 
-// fn(row of value, its place in packed memory) for the rows of packed levels, as far as chunk `chunk` of `chunks` holds
-// them.
+// fn(row of value, its place in packed memory, whether its level is widened) for the rows of packed levels, as far as chunk
+// `chunk` of `chunks` holds them.
 template <class Byte, class Fn>
-inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t row_bytes, int64_t chunk,
-                        int64_t chunks, Fn &&fn) {
+inline void packed_rows(const Call &call, const PackedLevels &levels, Byte *packed, int64_t chunk, int64_t chunks, Fn &&fn) {
     if (levels.bytes == 0) return;
     for (int64_t l = 0; l < call.sizes.levels; ++l) {
         if (levels.offset[l] < 0) continue;
         const Level level = call.levels[l];
         const int64_t rows = level.height * level.width, end = rows * (chunk + 1) / chunks;
         Byte *first = packed + levels.offset[l];
-        for (int64_t r = rows * chunk / chunks; r < end; ++r) fn(level.start + r, first + r * row_bytes);
+        const int64_t row_bytes = row_bytes_of(levels, l);
+        const bool widened = row_bytes != levels.far_row_bytes;
+        for (int64_t r = rows * chunk / chunks; r < end; ++r) fn(level.start + r, first + r * row_bytes, widened);
     }
 }
 
@@ -61,20 +68,25 @@ MXD_INLINE void copy_row(const char *from, char *to, int64_t bytes) {
     if (i < bytes) memcpy(to + i, from + i, size_t(bytes - i));
 }
 
-// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them.
-inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, int64_t row_bytes, char *packed,
-                 int64_t chunk = 0, int64_t chunks = 1) {
-    packed_rows(call, levels, packed, row_bytes, chunk, chunks,
-                [&](int64_t row, char *to) { copy_row(rows.first + row * rows.step, to, row_bytes); });
+// Copies rows of packed levels, as far as chunk `chunk` of `chunks` holds them. Rows of near levels become Near.
+template <class V, class Near>
+inline void pack(const Call &call, const PackedLevels &levels, HeadRows rows, char *packed, int64_t chunk, int64_t chunks) {
+    const int64_t channels = call.sizes.channels;
+    packed_rows(call, levels, packed, chunk, chunks, [&](int64_t row, char *to, bool widened) {
+        const char *from = rows.first + row * rows.step;
+        if constexpr (!same_type<V, Near>) {
+            if (widened) return widen_row<V, Near>(reinterpret_cast<const V *>(from), reinterpret_cast<Near *>(to), channels);
+        }
+        copy_row(from, to, channels * int64_t(sizeof(V)));
+    });
 }
 
-// As pack(), but rows are T in packed memory.
+// Copies all rows of packed levels as T, in the order of channels.
 template <class V, class T>
-inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed, int64_t chunk = 0,
-                    int64_t chunks = 1) {
+inline void pack_as(const Call &call, const PackedLevels &levels, int64_t b, int64_t h, char *packed) {
     const HeadRows rows(call.value, b, h);
     const int64_t channels = call.sizes.channels;
-    packed_rows(call, levels, packed, channels * int64_t(sizeof(T)), chunk, chunks, [&](int64_t i, char *to) {
+    packed_rows(call, levels, packed, 0, 1, [&](int64_t i, char *to, bool) {
         widen_row<V, T>(reinterpret_cast<const V *>(rows.first + i * rows.step), reinterpret_cast<T *>(to), channels);
     });
 }
@@ -85,15 +97,15 @@ inline void unpack_as(const Call &call, const PackedLevels &levels, const char *
     const HeadRows rows(t, b, h);
     const int64_t channels = call.sizes.channels, row_bytes = channels * int64_t(sizeof(T));
     const bool as_it_is = t.dtype == OWN<T> && t.strides[CHANNEL] == 1;
-    packed_rows(call, levels, packed, row_bytes, 0, 1, [&](int64_t i, const char *from) {
+    packed_rows(call, levels, packed, 0, 1, [&](int64_t i, const char *from, bool) {
         char *const to = rows.first + i * rows.step;
         if (as_it_is) return copy_row(from, to, row_bytes);
         write_elements(reinterpret_cast<const T *>(from), to, t.dtype, t.strides[CHANNEL], channels);
     });
 }
 
-// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, as rows of
-// Worker::Row, then work on its items. V: the type of value.
+// Runs a worker over QueryBlocks. Where levels are packed, a head is a stage: all threads pack its levels, near levels as
+// rows of Worker::Row, then work on its items. V: the type of value.
 template <class V, class Worker> inline bool over_queries(const Job &given) {
     typedef typename Worker::Row Row;
     const Call &call = given.call;
@@ -104,13 +116,9 @@ template <class V, class Worker> inline bool over_queries(const Job &given) {
     char *packed = memory.begin();
     const Job job{call, plan, packed, given.reference_sums};
     const int64_t items = QueryBlocks(call, packed != nullptr).count();
-    if (!packed) return same_type<V, Row> && parallel<Worker>(call.num_threads, items, job);
+    if (!packed) return parallel<Worker>(call.num_threads, items, job);
     return parallel_stages<Worker>(call.num_threads, n.batch * n.heads, items, job, [&](int64_t head, int64_t chunk) {
-        const int64_t b = head / n.heads, h = head % n.heads;
-        if constexpr (same_type<V, Row>)
-            pack(call, levels, {call.value, b, h}, n.channels * int64_t(sizeof(V)), packed, chunk, STAGE_CHUNKS);
-        else
-            pack_as<V, Row>(call, levels, b, h, packed, chunk, STAGE_CHUNKS);
+        pack<V, Row>(call, levels, {call.value, head / n.heads, head % n.heads}, packed, chunk, STAGE_CHUNKS);
     });
 }
 

@@ -199,7 +199,9 @@ template <class T> class QueryReader {
 
     MXD_INLINE void read_computed(int64_t q, const char *location, Query<T> &query) {
         if (q >= logits.computed_until())
-            logits.compute(q, [&](int64_t i, T *offsets, T *of_logits) { copy_inputs(i, offsets, of_logits); });
+            logits.compute(q, [&](int64_t begin, int64_t end, const PlainRows<T> &offsets, const PlainRows<T> &of_logits) {
+                copy_inputs(begin, end, offsets, of_logits);
+            });
         if (call.has_window) {
             query.reference = references_in_place ? reinterpret_cast<const T *>(location)
                                                   : row_as(location, call.reference.dtype, call.reference.strides[COORDINATE],
@@ -209,12 +211,29 @@ template <class T> class QueryReader {
         }
         query.weights = logits.weights(q);
     }
-    // A query's offsets and logits, as T, in whole vectors.
-    __attribute__((noinline)) void copy_inputs(int64_t q, T *offsets, T *of_logits) {
+    // Offsets and logits of queries begin..end-1, as T, in whole vectors.
+    __attribute__((noinline)) void copy_inputs(int64_t begin, int64_t end, const PlainRows<T> &offsets,
+                                               const PlainRows<T> &of_logits) {
         if (!call.has_window)
-            widen_or_copy(locations, location_rows.at(q), q <= locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
-                          offsets);
-        widen_or_copy(weights, weight_rows.at(q), q <= weights_until, weight_samples, weights_padded, T(0), of_logits);
+            copy_queries(locations, location_rows, begin, end, locations_until, 2 * samples, 2 * padded, T(__builtin_nan("")),
+                         offsets);
+        copy_queries(weights, weight_rows, begin, end, weights_until, weight_samples, weights_padded, T(0), of_logits);
+    }
+    template <class Input>
+    MXD_INLINE void copy_queries(const Input &input, const QueryRows &rows, int64_t begin, int64_t end, int64_t until,
+                                 int64_t count, int64_t room, T pad, const PlainRows<T> &to) const {
+        constexpr int N = WIDTH<T>; // rooms of offsets and of logits are multiples of it
+        const auto widen = [&](auto *first) __attribute__((always_inline)) {
+            for (int64_t q = begin; q < end; ++q, first = next_query(first, rows))
+                for (int64_t i = 0; i < room; i += N) store<T, N>(to[q] + i, load<T, N>(first + i));
+        };
+        const bool in_vectors = end - 1 <= until;
+        if (in_vectors && input.tensor.dtype == MXD_BFLOAT16) return widen(reinterpret_cast<const BFloat16 *>(rows.at(begin)));
+        if (in_vectors && input.tensor.dtype == MXD_FLOAT16) return widen(reinterpret_cast<const Half *>(rows.at(begin)));
+        for (int64_t q = begin; q < end; ++q) widen_or_copy(input, rows.at(q), q <= until, count, room, pad, to[q]);
+    }
+    template <class V> static MXD_INLINE const V *next_query(const V *query, const QueryRows &rows) {
+        return reinterpret_cast<const V *>(reinterpret_cast<const char *>(query) + rows.bytes_of_query());
     }
 
     // Copies `count` elements, a multiple of LANES, as E: T or int64_t. False: this dtype is read another way.

@@ -40,7 +40,7 @@ template <class T, template <class> class Rule> class ValueByHeads : QueryWorker
         this->use_levels(first_level, last_level);
         this->reader.open(b, h);
         find_levels(this->call, this->n, first_level, {this->call.grad_value, b, h}, plan.packed_gradient,
-                    plan.packed_gradient.bytes > 0 ? packed : nullptr, this->n.channels * int64_t(sizeof(T)), this->rows);
+                    plan.packed_gradient.bytes > 0 ? packed : nullptr, this->rows);
     }
 };
 

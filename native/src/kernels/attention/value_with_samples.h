@@ -51,8 +51,7 @@ template <class V, class T, template <class> class Rule, bool PACKED> class AllG
             pack_as<V, T>(call, levels, b, h, packed_value);
             memset(packed_gradient, 0, size_t(levels.bytes));
         }
-        find_levels(call, this->n, 0, value, levels, PACKED ? packed_value : nullptr, this->n.channels * int64_t(sizeof(T)),
-                    this->rows);
+        find_levels(call, this->n, 0, value, levels, PACKED ? packed_value : nullptr, this->rows);
         return PACKED ? packed_gradient - packed_value : gradient.first - value.first;
     }
 };

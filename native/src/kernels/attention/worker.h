@@ -45,8 +45,7 @@ template <class V, class T, template <class> class Rule> struct QueryWorker {
     }
 
     void find_value(const Job &job, int64_t b, int64_t h) {
-        find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, n.channels * int64_t(sizeof(V)),
-                    rows);
+        find_levels(call, n, 0, {call.value, b, h}, job.plan.packed_value, job.packed_value, rows);
     }
 
     // For queries begin..end-1 of the open (batch, head): finds the rows of all samples of a query, with or without

@@ -140,29 +140,28 @@ template <class V, class T> inline void order_row(const T *widened, T *ordered, 
     });
 }
 
-// One piece of weighted_sum, of rows of type Row: V, or V widened to T. The sum goes to `out`, or as T to `computed`
-// where that is not null. Several sets of accumulators hide the latency of the multiply-add: K vectors in SETS sets give
-// at least 8 independent chains where registers allow. Prefetches are interleaved with the sums: with all prefetches
-// first, the vendor's example takes 1.05 of the time.
-template <class V, class T, int N, int K, bool SOME_FAR, class Row = V>
+// One piece of weighted_sum. Rows that `far` holds are of V, the others of Near: V, or V widened to T. The sum goes to `out`,
+// or as T to `computed` where that is not null. Several sets of accumulators hide the latency of the multiply-add: K vectors in
+// SETS sets give at least 8 independent chains where registers allow. Prefetches are interleaved with the sums: with all
+// prefetches first, the vendor's example takes 1.05 of the time.
+template <class V, class T, int N, int K, bool SOME_FAR, class Near = V>
 inline void weighted_sum_piece(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
                                int64_t channel, V *out, T *computed) {
+    static_assert(!SOME_FAR || same_type<V, Near> || !IN_WORDS<V, T, N, K>, "one order of channels in the sums");
     constexpr int SETS = K >= 8 ? 1 : K == 4 ? 2 : 4;
     Vec<T, N> sums[SETS][K] = {};
-    const auto add = [&](int64_t i, int r) __attribute__((always_inline)) {
-        const Vec<T, N> factor = broadcast<T, N>(coefficient[i + r]);
-        add_row<Row, T, N, K>(row_at<const Row>(address[i + r], channel), factor, sums[r % SETS]);
-    };
+    const auto factor = [&](int64_t i) __attribute__((always_inline)) { return broadcast<T, N>(coefficient[i]); };
     for (int64_t i = 0; i < n; i += ROWS) {
         if (SOME_FAR && far.holds(i)) {
             MXD_UNROLL
             for (int r = 0; r < ROWS; ++r) {
-                ask_for<PIECE_BYTES<Row, N, K>>(next[i + r] + channel * int64_t(sizeof(Row)));
-                add(i, r);
+                ask_for<PIECE_BYTES<V, N, K>>(next[i + r] + channel * int64_t(sizeof(V)));
+                add_row<V, T, N, K>(row_at<const V>(address[i + r], channel), factor(i + r), sums[r % SETS]);
             }
         } else {
             MXD_UNROLL
-            for (int r = 0; r < ROWS; ++r) add(i, r);
+            for (int r = 0; r < ROWS; ++r)
+                add_row<Near, T, N, K>(row_at<const Near>(address[i + r], channel), factor(i + r), sums[r % SETS]);
         }
     }
     MXD_UNROLL
@@ -171,18 +170,18 @@ inline void weighted_sum_piece(const int64_t *address, const T *coefficient, con
         for (int k = 0; k < K; ++k) sums[0][k] += sums[s][k];
     }
     if (computed)
-        store_row<T, Row, T, N, K>(computed + channel, sums[0]);
+        store_row<T, Near, T, N, K>(computed + channel, sums[0]);
     else
-        store_row<V, Row, T, N, K>(out + channel, sums[0]);
+        store_row<V, Near, T, N, K>(out + channel, sums[0]);
 }
 
 // Of `next`, only rows that `far` holds are prefetched, and none without SOME_FAR.
-template <class V, class T, bool SOME_FAR, class Row = V>
+template <class V, class T, bool SOME_FAR, class Near = V>
 inline void weighted_sum(const int64_t *address, const T *coefficient, const int64_t *next, FarRows far, int64_t n,
                          int64_t channels, V *out, T *computed) {
     for_pieces<T>(channels, [&](auto lanes, auto vectors, int64_t c) {
-        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Row>(address, coefficient, next, far, n, c, out,
-                                                                            computed);
+        weighted_sum_piece<V, T, lanes.value, vectors.value, SOME_FAR, Near>(address, coefficient, next, far, n, c, out,
+                                                                             computed);
     });
 }
 
