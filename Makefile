@@ -2,8 +2,8 @@
 # make test    the same environment, linters and the whole test suite
 # make test-ptx   every GPU kernel compiled for sm_90, some for sm_100, and their PTX executed in numpy
 # make test-page   the page of mx_driving.viz in Chromium, which must be there: BROWSER=/usr/bin/chromium, and its chromedriver
-# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then FUZZ_EXAMPLES of our nodes through
-#              onnxruntime, of recordings for `replay` and of files for `fuse`
+# make sanitize  native tests under Address-, UndefinedBehavior- and ThreadSanitizer, then random calls of CANN's
+#              phases, and FUZZ_EXAMPLES of our nodes through onnxruntime and of files for `fuse`
 # make bench   the operators on models' workloads beside their rivals: benchmarks/results/mine.csv and .png
 # make deploy-matrix   each operator in onnxruntime, OpenVINO, ExecuTorch and others: docs/support/deploy.csv; downloads 600 MB
 # make test-libraries  `patch` and `fuse` on the real ultralytics, rfdetr and others: docs/support/libraries.csv; downloads 500 MB
@@ -230,16 +230,16 @@ aarch64: native-tests
 	$(QEMU) build/aarch64/tests/native/native_tests
 	$(NATIVE_TESTS)/tests/native/compare write 0 $(CASES) | $(QEMU) build/aarch64/tests/native/compare read
 
-sanitize: $(SANITIZERS) fuzz-onnx fuzz-files
+sanitize: $(SANITIZERS) fuzz-native fuzz-files
 
-# Our nodes through onnxruntime, in a Python without a sanitizer: leaks are Python's own, and libstdc++ must be loaded before
-# libasan looks for what throws. No conftest.py, which imports torch.
-.PHONY: fuzz-onnx fuzz-files
-fuzz-onnx: build/asan $(STAMP)
+# Our nodes through onnxruntime, and what C programs may describe, in a Python without a sanitizer: leaks are Python's own, and
+# libstdc++ must be loaded before libasan looks for what throws. No conftest.py, which imports the package first.
+.PHONY: fuzz-native fuzz-files
+fuzz-native: build/asan $(STAMP)
 	LD_PRELOAD="$(foreach name,libasan libstdc++,$(shell $${CXX:-g++} -print-file-name=$(name).so))" \
 		ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONPATH=tests/helpers FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) \
-		FUZZ_LIBRARY=build/asan/libmx_driving.so $(BIN)/python -m pytest -q --noconftest -c /dev/null --rootdir . \
-		tests/onnx/test_fuzz_nodes.py
+		FUZZ_LIBRARY=build/asan/libmx_driving.so $(BIN)/python -m pytest -qs --noconftest -c /dev/null --rootdir . -p sanitized \
+		tests/onnx/test_fuzz_nodes.py tests/native/test_aclnn_refusals.py
 
 # Files that `mx-driving fuse` reads; tests/helpers/strategies.py. Examples are the same in each run, but
 # with FUZZ_RANDOM=1. A finding is printed with its seed.

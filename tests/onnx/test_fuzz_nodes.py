@@ -1,4 +1,4 @@
-"""Random calls of our nodes in onnxruntime under a sanitizer: `make fuzz-onnx`. FUZZ_LIBRARY names the library."""
+"""Random calls of our nodes in onnxruntime under a sanitizer: `make fuzz-native`. FUZZ_LIBRARY names the library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strategies import fuzz, node_calls
 LIBRARY = os.environ.get("FUZZ_LIBRARY")
 
 
-@pytest.mark.skipif(not LIBRARY, reason="FUZZ_LIBRARY names no library; make fuzz-onnx sets it")
+@pytest.mark.skipif(not LIBRARY, reason="FUZZ_LIBRARY names no library; make fuzz-native sets it")
 @fuzz(100)
 @given(node_calls())
 def test_a_node_runs_or_is_refused_in_our_words(calls):
