@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-BENCH = "epyc-zen4-2-cores.csv"  # bench.py --peers
+BENCH = "xeon-207-2-cores.csv"  # bench.py --peers
 MODULES_BY_MODE = "xeon-207-2-cores-modules-by-mode.csv"  # bench.py --only 'Module:*' --dtype float32 --dtype bfloat16
 BY_MODE = "xeon-207-2-cores-models-by-mode.csv"
 MODELS = "epyc-zen4-2-cores-models.csv"
