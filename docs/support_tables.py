@@ -7,7 +7,7 @@ import pathlib
 
 from benchmark_tables import NOT_YET, Row, made, markdown, speed_up
 
-# tests.csv: `pytest --record docs/support/tests.csv` and `make test-oldest`; wheels.csv: `make check-wheels`;
+# tests.csv: `pytest --record=docs/support/tests.csv tests` and `make test-oldest`; wheels.csv: `make check-wheels`;
 # deploy.csv: `make deploy-matrix`; libraries.csv: `make test-libraries`; onnx-forms.csv: `make onnx-forms`
 SUPPORT = pathlib.Path(__file__).parent / "support"
 

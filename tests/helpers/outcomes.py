@@ -1,4 +1,4 @@
-"""`pytest --record FILE`: how many tests of each file passed, failed and were skipped, and where. docs/support.md shows it."""
+"""`pytest --record=FILE tests`: how many tests of each file passed, failed and were skipped, and where, for docs/support.md."""
 
 from __future__ import annotations
 
