@@ -163,6 +163,10 @@ def test_every_page_is_in_the_readme_or_generated():
     }
 
 
+def test_the_readme_is_short():
+    assert len(TEXTS["README.md"].splitlines()) <= 130
+
+
 def outline(text: str) -> list[object]:
     """What two languages share: levels of headings, links, code, and the numbers and names of tables' cells."""
     links = sorted(link for link in LINK.findall(text) if not link.startswith("README"))
