@@ -83,6 +83,14 @@ def every_thread():
 
 
 @pytest.fixture
+def same_bits():
+    """Ask a GPU for the same bits on every call. A CPU, where the kernels' PTX may be executed, gives them in any case."""
+    torch.use_deterministic_algorithms(cases.ON_GPU)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
 def poisoned_allocations():
     """torch.empty comes filled with NaN, so that an element nobody wrote shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)

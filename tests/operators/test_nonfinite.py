@@ -68,6 +68,7 @@ def test_finite_where_truth_is_finite(implementation, operator, poison, which):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("points", [1, 3, 4, 5, 7, 9, 13])
 @pytest.mark.parametrize("operator", [MULTI_SCALE, GEOMETRIC])
+@pytest.mark.usefixtures("same_bits")
 def test_a_head_is_not_touched_by_what_another_one_holds(implementation, operator, points, dtype):
     """What follows a query's samples in memory is another head's: a NaN there stays there."""
     generator = torch.Generator().manual_seed(points)

@@ -105,6 +105,7 @@ def test_strides(implementation, operator, dtype, how):
 
 
 @covering("operator", EVERY, [torch.float32, torch.bfloat16])  # read in place, and copied to be computed with
+@pytest.mark.usefixtures("same_bits")
 def test_one_element_stands_for_many(implementation, operator, dtype):
     """Along each axis of each input but value: the same bits as of a copy."""
     args = first(operator, implementation, dtype)

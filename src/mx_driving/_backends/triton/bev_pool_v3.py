@@ -78,8 +78,10 @@ def _options(channels: int, itemsize: int, lanes: int) -> dict[str, int]:
 def _sorted(ranks: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the points in the order of a rank, and where those of each rank begin. A rank that has no row is left out.
 
-    int32 ranks stay int32: a radix sort of int64 takes twice the passes.
+    A radix sort of int16 takes half the passes of int32, and a quarter of int64. int16 holds the ranks of -1..rows.
     """
+    if rows < 1 << 15:
+        ranks = ranks.clamp(-1, rows).to(torch.int16)
     ordered, order = ranks.sort(stable=True)
     firsts = torch.arange(rows + 1, device=ranks.device)  # int64: `rows` may be 2**31
     return order, torch.searchsorted(ordered, firsts.to(ranks.dtype) if rows < 1 << 31 else firsts)
