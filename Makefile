@@ -81,7 +81,7 @@ test-ptx: $(STAMP)
 		MX_DRIVING_TEST_BACKENDS=triton MX_DRIVING_TEST_PTX=$$target $(BIN)/python -m pytest tests/gpu/test_machine_code.py || exit 1; \
 	done
 
-# The browser and its driver are the system's: apt install chromium chromium-driver. SCREENSHOTS=folder keeps what the tests saw.
+# The browser and its driver are the system's: apt install chromium chromium-driver.
 BROWSER := $(firstword $(foreach name,chromium chromium-browser google-chrome,$(shell command -v $(name))))
 NO_BROWSER := The page is tested in Chromium and there is none: apt install chromium chromium-driver, or say BROWSER=its path
 $(VENV)/page: $(STAMP)
@@ -91,7 +91,7 @@ $(VENV)/page: $(STAMP)
 .PHONY: test-page
 test-page: $(VENV)/page
 	@test -x "$(BROWSER)" || { echo "$(NO_BROWSER)"; exit 1; }
-	MX_DRIVING_TEST_BROWSER="$(BROWSER)" MX_DRIVING_TEST_SCREENSHOTS="$(SCREENSHOTS)" \
+	MX_DRIVING_TEST_BROWSER="$(BROWSER)" \
 		$(BIN)/python -m pytest tests/programs/test_page_in_a_browser.py
 
 # torch's wheels for the CPU are not where pip looks by itself, and its CUDA build does not import without NVIDIA's libraries.

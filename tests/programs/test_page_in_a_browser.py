@@ -6,7 +6,6 @@ no package of Python's. If it is set, a missing browser, driver or selenium is a
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import pathlib
@@ -14,6 +13,7 @@ import shutil
 
 import pytest
 import torch
+from pages import aggregation, attention, geometric
 
 from mx_driving import viz
 
@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.skipif(not BROWSER, reason="MX_DRIVING_TEST_BROWSER names no browser; make test-page sets it"),
     pytest.mark.xdist_group("browser"),
 ]
-PICTURES = os.environ.get("MX_DRIVING_TEST_SCREENSHOTS", "")  # a folder, to look at what the tests saw
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync --hide-scrollbars"
 
@@ -50,13 +49,11 @@ class Page:
     def __init__(self, driver, path: pathlib.Path) -> None:
         self.driver, self.path = driver, path
 
-    def open(self, width: int = 1280, height: int = 900, dark: bool = False, anchor: str = "", motion: bool = True) -> Page:
-        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.command("Emulation.setDeviceMetricsOverride", **sizes)
+    def open(self, width: int = 1280, dark: bool = False, anchor: str = "") -> Page:
+        self.command("Emulation.setDeviceMetricsOverride", width=width, height=844, deviceScaleFactor=1, mobile=width < 600)
         self.command("Emulation.setTouchEmulationEnabled", enabled=width < 600)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        reduced = {"name": "prefers-reduced-motion", "value": "no-preference" if motion else "reduce"}
-        self.command("Emulation.setEmulatedMedia", features=[scheme, reduced])
+        self.command("Emulation.setEmulatedMedia", features=[scheme])
         self.driver.get("about:blank")
         for log in ("browser", "performance"):
             self.driver.get_log(log)
@@ -71,7 +68,7 @@ class Page:
         return self.driver.execute_script(script)
 
     def settle(self, condition: str = "true") -> None:
-        """Wait for the condition, and for two frames: what was asked for has been drawn."""
+        """Wait for the condition, and for two frames, which draw what was asked for."""
         self.driver.set_script_timeout(20)
         self.driver.execute_async_script(
             "const done = arguments[arguments.length - 1];"
@@ -82,30 +79,38 @@ class Page:
     def text(self, selector: str) -> str:
         return self.run(f"return document.querySelector({json.dumps(selector)}).textContent")
 
+    def texts(self, selector: str) -> list[str]:
+        return self.run(f"return [...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
+
     def query(self) -> int:
         return int(self.run("return document.querySelector('#number').value"))
 
+    def is_held(self) -> bool:
+        return self.run("return document.querySelector('#hold').ariaPressed") == "true"
+
     def press(self, *keys: str) -> None:
-        from selenium.webdriver.common.by import By
-
-        self.driver.find_element(By.ID, "plane").send_keys(*keys)
+        self.driver.find_element("id", "plane").send_keys(*keys)
         self.settle()
 
-    def click(self, selector: str, times: int = 1) -> None:
-        for _ in range(times):
-            self.run(f"document.querySelector({json.dumps(selector)}).click()")
+    def click(self, selector: str, **event: bool) -> None:
+        event_json = json.dumps({"bubbles": True, **event})
+        self.run(f"document.querySelector({json.dumps(selector)}).dispatchEvent(new MouseEvent('click', {event_json}))")
         self.settle()
 
-    def place(self, x: float, y: float, of: str = "#plane") -> tuple[float, float]:
-        """Where a share of an element is in the window."""
-        box = self.run(
-            f"const e = document.querySelector({json.dumps(of)}); e.scrollIntoView({{block: 'center'}});"
+    def change(self, selector: str, value: int, event: str = "change") -> None:
+        self.run(f"const e = document.querySelector('{selector}'); e.value = {value}; e.dispatchEvent(new Event('{event}'))")
+        self.settle()
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Return the point of the window at a share of the plane."""
+        left, top, width, height = self.run(
+            "const e = document.querySelector('#plane'); e.scrollIntoView({block: 'center'});"
             "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]"
         )
-        return box[0] + x * box[2], box[1] + y * box[3]
+        return left + x * width, top + y * height
 
-    def mouse(self, kind: str, x: float, y: float, of: str = "#plane", **more) -> None:
-        left, top = self.place(x, y, of)
+    def mouse(self, kind: str, x: float, y: float, **more) -> None:
+        left, top = self.place(x, y)
         self.command("Input.dispatchMouseEvent", type=kind, x=left, y=top, pointerType="mouse", **more)
         self.settle()
 
@@ -115,8 +120,7 @@ class Page:
         self.settle()
 
     def marks(self, number: int = 0) -> tuple[int, float | None]:
-        """How many pixels of a picture are far from grey, and their mean column as a share of its width. The pictures of these
-        tests are grey, and marks are not."""
+        """Return how many pixels of a picture are far from grey, as marks are, and their mean column, 0..1."""
         return self.run(
             f"const shown = document.querySelectorAll('#panels canvas')[{number}];"
             "const {width, height} = shown; const copy = Object.assign(document.createElement('canvas'), {width, height});"
@@ -128,58 +132,35 @@ class Page:
             "return [count, count ? sum / count : null]"
         )
 
-    def hues(self, number: int = 0) -> int:
-        """How many pixels of a picture are marks'."""
-        return self.marks(number)[0]
-
     def shares(self) -> list[str]:
-        return self.run("return [...document.querySelectorAll('figcaption .share')].map((e) => e.textContent)")
-
-    def shoot(self, name: str) -> None:
-        if PICTURES:
-            picture = self.command("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-            (pathlib.Path(PICTURES) / f"{name}.png").write_bytes(base64.b64decode(picture))
+        return self.texts("figcaption .share")
 
 
-def look_of(operator: str) -> viz.Look:
+def known_look() -> viz.Look:
     """Three cameras, twelve queries; query q looks round ((q + 0.5) / 12, camera's height), and camera 2 sees nothing."""
     torch.manual_seed(0)
-    heads, levels, points, cameras, queries = 4, 2, 3, 3, 12
-    x = ((torch.arange(queries) + 0.5) / queries).view(-1, 1)
-    y = torch.tensor([0.3, 0.7, 9.0])
-    centre = torch.stack(torch.broadcast_tensors(x, y), -1)  # [query, camera, 2]
-    shapes = torch.tensor([[20, 32], [10, 16]])
-    if operator == "deformable_aggregation":
-        places = centre[None, :, None] + 0.06 * (torch.rand(1, queries, points, cameras, 2) - 0.5)
-        weights = torch.rand(1, queries, points, cameras, levels, heads) + 0.1
-        tables = shapes.expand(cameras, 2, 2), torch.arange(cameras)[:, None] * 800 + torch.tensor([0, 640])
-        return viz.Look(operator, torch.rand(1, 2400, 8), *tables, places, weights)
-    offsets = 0.06 * (torch.rand(cameras, queries, heads, levels, points, 2) - 0.5)
-    places = centre.transpose(0, 1)[:, :, None, None, None] + offsets
-    if operator == "geometric_kernel_attention":
-        places = places[:2] * shapes.flip(-1)[:, None]
-    weights = torch.rand(places.shape[:-1]) + 0.1
-    return viz.Look(operator, torch.rand(len(places), 800, heads, 2), shapes, torch.tensor([0, 640]), places, weights)
+    x, y = ((torch.arange(12) + 0.5) / 12).view(12, 1, 1, 1), torch.tensor([0.3, 0.7, 9.0]).view(3, 1, 1, 1, 1)
+    centre = torch.stack(torch.broadcast_tensors(x, y), -1)
+    places = centre + 0.06 * (torch.rand(3, 12, 4, 2, 3, 2) - 0.5)
+    tables = torch.tensor([[20, 32], [10, 16]]), torch.tensor([0, 640])
+    return viz.Look("multi_scale_deformable_attn", torch.rand(3, 800, 4, 2), *tables, places, torch.rand(3, 12, 4, 2, 3) + 0.1)
+
+
+GREY = torch.linspace(0.2, 0.6, 320).expand(200, 320)
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """A page of each operator, written once."""
-    folder = tmp_path_factory.mktemp("pages")
-    grey = torch.linspace(0.2, 0.6, 320).expand(200, 320)
-    for operator in ("multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"):
-        look = look_of(operator)
-        cameras = 2 if operator == "geometric_kernel_attention" else 3
-        pictures = {f"camera {name}": grey for name in "ABC"[:cameras]}
-        plane = viz.Plane((3, 4), labels=[f"cell {i}" for i in range(12)])
-        viz.page({"first": look, "second": look}, pictures, folder / f"{operator}.html", plane=plane)
-    return folder
+def known_page(tmp_path_factory):
+    """The page of two calls of `known_look`, written once."""
+    look, plane = known_look(), viz.Plane((3, 4), labels=[f"cell {i}" for i in range(12)])
+    pictures = {f"camera {name}": GREY for name in "ABC"}
+    return viz.page({"first": look, "second": look}, pictures, tmp_path_factory.mktemp("page") / "a.html", plane=plane)
 
 
 @pytest.fixture
-def page(browser, pages):
-    """The page of multi_scale_deformable_attn. In the end nothing was logged, and nothing asked of any server."""
-    shown = Page(browser, pages / "multi_scale_deformable_attn.html")
+def page(browser, known_page):
+    """The known page. In the end nothing was logged, and nothing asked of any server."""
+    shown = Page(browser, known_page)
     yield shown
     quiet(browser)
 
@@ -192,19 +173,24 @@ def quiet(browser) -> None:
     assert {url.partition(":")[0] for url in urls} <= {"file", "data", "about"}
 
 
-@pytest.mark.parametrize("operator", ["multi_scale_deformable_attn", "deformable_aggregation", "geometric_kernel_attention"])
-def test_every_operator_is_shown(browser, pages, operator):
-    page = Page(browser, pages / f"{operator}.html").open()
-    page.shoot(operator)
-    cameras = 2 if operator == "geometric_kernel_attention" else 3
-    assert page.text("#facts").replace("\xa0", " ").startswith(f"{operator} · {cameras} cameras · 4 ")
-    assert [share.startswith("24 samples, ") for share in page.shares()[:2]] == [True, True]
-    assert page.shares()[2:] == ["not read"] * (cameras - 2)
-    assert min(page.hues(0), page.hues(1)) > 100
-    if cameras == 3:
-        assert page.hues(2) == 0
-    assert "in 2 of " in page.text("#summary")
+@pytest.mark.parametrize("make", [attention, aggregation, geometric])
+def test_every_operator_is_shown(browser, make, tmp_path):
+    torch.manual_seed(0)
+    look, cameras = make(), 3 if make is aggregation else 2
+    page = Page(browser, viz.page(look, [GREY] * cameras, tmp_path / "a.html")).open()
+    assert page.text("#facts").replace("\xa0", " ").startswith(f"{look.operator} · {cameras} cameras · ")
+    for number, share in enumerate(page.shares()):
+        assert (page.marks(number)[0] > 50) == (share != "not read"), share
+    assert any("samples, " in share for share in page.shares())
     quiet(browser)
+
+
+def test_a_camera_that_sees_nothing_is_not_read(page):
+    page.open()
+    assert [share.startswith("24 samples, ") for share in page.shares()] == [True, True, False]
+    assert page.shares()[2] == "not read"
+    assert page.marks(2)[0] == 0
+    assert "in 2 of " in page.text("#summary")
 
 
 def test_the_mouse_moves_the_query_and_a_click_holds_it(page):
@@ -216,11 +202,25 @@ def test_the_mouse_moves_the_query_and_a_click_holds_it(page):
     page.mouse("mousePressed", 0.9, 0.5, button="left", buttons=1, clickCount=1)
     page.mouse("mouseReleased", 0.9, 0.5, button="left", clickCount=1)
     page.mouse("mouseMoved", 0.1, 0.9)
-    assert page.query() == 7
-    assert page.run("return document.querySelector('#hold').ariaPressed") == "true"
+    assert (page.query(), page.is_held()) == (7, True)
     page.click("#hold")
     page.mouse("mouseMoved", 0.12, 0.9)
     assert page.query() == 8
+
+
+def test_keys_move_and_hold_the_query(page):
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(anchor="#query=5")
+    assert page.query() == 5
+    moves = ((Keys.ARROW_RIGHT,), 6), ((Keys.ARROW_DOWN,), 10), ((Keys.ARROW_LEFT,), 9), ((Keys.ARROW_UP,), 5)
+    for keys, query in (*moves, ((Keys.HOME,), 0), ((Keys.END,), 11), ((Keys.SHIFT, Keys.ARROW_LEFT), 8)):
+        page.press(*keys)
+        assert page.query() == query
+    page.press(Keys.ENTER)
+    assert page.is_held()
+    assert page.run("return getComputedStyle(document.querySelector('#plane')).outlineStyle") == "solid"
+    page.settle("location.hash === '#query=8&call=1'")
 
 
 def test_marks_move_with_the_query(page):
@@ -229,51 +229,28 @@ def test_marks_move_with_the_query(page):
     page.click("#loupe")
     columns = []
     for query in (0, 6, 11):
-        page.run(f"const n = document.querySelector('#number'); n.value = {query}; n.dispatchEvent(new Event('change'))")
-        page.settle()
+        page.change("#number", query)
         columns.append(page.marks()[1])
     assert columns == pytest.approx([0.5 / 12, 6.5 / 12, 11.5 / 12], abs=0.03)
 
 
-def test_keys_move_and_hold_the_query(page):
-    from selenium.webdriver.common.keys import Keys
-
-    page.open(anchor="#query=5")
-    assert page.query() == 5
-    for key, query in ((Keys.ARROW_RIGHT, 6), (Keys.ARROW_DOWN, 10), (Keys.ARROW_LEFT, 9), (Keys.ARROW_UP, 5)):
-        page.press(key)
-        assert page.query() == query
-    page.press(Keys.HOME)
-    assert page.query() == 0
-    page.press(Keys.END)
-    assert page.query() == 11
-    page.press(Keys.SHIFT, Keys.ARROW_LEFT)
-    assert page.query() == 8
-    page.press(Keys.ENTER)
-    assert page.run("return document.querySelector('#hold').ariaPressed") == "true"
-    assert page.run("return getComputedStyle(document.querySelector('#plane')).outlineStyle") == "solid"
-    page.settle("location.hash === '#query=8&call=1'")
-
-
 def test_filters_of_heads_levels_and_weights(page):
     page.open()
-    whole = page.hues()
+    whole = page.marks()[0]
     page.click("#heads .row:nth-of-type(2)")
     page.click("#heads .row:nth-of-type(3)")
     assert page.shares()[0].startswith("12 samples")
-    assert page.hues() < whole
+    assert page.marks()[0] < whole
     page.click("#heads .rows-head button")
     assert page.shares()[0].startswith("24 samples")
-    page.run("document.querySelector('#levels .row').dispatchEvent(new MouseEvent('click', {shiftKey: true}))")
-    page.settle()
+    page.click("#levels .row", shiftKey=True)
     assert page.shares()[0].startswith("12 samples")
     assert page.run("return [...document.querySelectorAll('#levels .row')].map((e) => e.ariaPressed)") == ["true", "false"]
     page.click("#levels .rows-head button")
-    for value, shown in ((60, "samples"), (100, "not read")):
-        page.run(f"const e = document.querySelector('#least'); e.value = {value}; e.dispatchEvent(new Event('input'))")
-        page.settle()
+    for share, shown in ((60, "samples"), (100, "not read")):
+        page.change("#least", share, "input")
         assert shown in page.shares()[0]
-    assert page.hues() == 0
+    assert page.marks()[0] == 0
 
 
 def test_colours_levels_apart_calls_and_the_table(page):
@@ -282,57 +259,47 @@ def test_colours_levels_apart_calls_and_the_table(page):
         page.click(f"input[name=colour][value={kind}]")
         assert page.run("return document.querySelector('#scale').hidden") == (kind != "weight")
     page.click("input[name=apart][value=apart]")
-    titles = page.run("return [...document.querySelectorAll('figcaption .name')].map((e) => e.textContent)")
-    titles = [title.replace("\xd7", "x") for title in titles]
+    titles = [title.replace("\xd7", "x") for title in page.texts("figcaption .name")]
     assert titles[:3] == ["camera A, level 0 (20 x 32)", "camera A, level 1 (10 x 16)", "camera B, level 0 (20 x 32)"]
     assert page.shares()[1].startswith("12 samples")
-    page.shoot("apart")
     page.click("#table summary")
-    assert page.run("return document.querySelectorAll('#rows tr').length") == 12
-    weights = page.run("return [...document.querySelectorAll('#rows td:last-child')].map((e) => Number(e.textContent))")
+    weights = [float(weight) for weight in page.texts("#rows td:last-child")]
     assert weights == sorted(weights, reverse=True)
-    page.run("const e = document.querySelector('#call'); e.value = 1; e.dispatchEvent(new Event('change'))")
+    assert len(weights) == 12
+    page.change("#call", 1)
     page.settle("location.hash.endsWith('&call=2')")
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("width", [320, 390, 768, 1280])
+@pytest.mark.parametrize(("width", "dark"), [(320, False), (390, True), (768, False), (1280, True)])
 def test_no_width_scrolls_sideways(page, width, dark):
-    page.open(width, 844, dark)
+    page.open(width, dark)
     page.click("#table summary")
-    page.shoot(f"{width}-{'dark' if dark else 'light'}")
     wide = page.run(
         "return [...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > innerWidth + 0.5)"
         ".map((e) => e.tagName + '#' + e.id)"
     )
-    assert wide == []
-    assert page.run("return document.documentElement.scrollWidth") == width
-    assert page.run("return getComputedStyle(document.body).colorScheme || matchMedia('(prefers-color-scheme: dark)').matches")
+    assert (wide, page.run("return document.documentElement.scrollWidth")) == ([], width)
     ground = page.run("return getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) < 200) == dark
 
 
 def test_a_finger_drags_the_query_on_a_phone(page):
-    page.open(390, 844)
+    page.open(390)
     page.touch("touchStart", (0.1, 0.1))
     assert page.query() == 0
     page.touch("touchMove", (0.9, 0.9))
     assert page.query() == 11
     page.touch("touchEnd")
     assert page.run("return getComputedStyle(document.querySelector('#plane')).touchAction") == "none"  # else it scrolls
-    least = page.run(
-        "return Math.min(...[...document.querySelectorAll('button, select, .row')].map((e) => e.offsetHeight || 99))"
-    )
-    assert least >= 24
+    heights = page.run("return [...document.querySelectorAll('button, select, .row')].map((e) => e.offsetHeight || 99)")
+    assert min(heights) >= 24
 
 
 def test_foreign_texts_do_nothing(browser, tmp_path):
     text = "</script><img src=x onerror=alert(1)><script>window.seized = 1</script>"
-    look = look_of("multi_scale_deformable_attn")
-    grey = torch.rand(20, 32)
-    plane = viz.Plane(labels=[text] * 12)
-    viz.page({text: look, "b": look}, {text: grey, "b": grey, "c": grey}, tmp_path / "a.html", plane=plane, title=text)
-    page = Page(browser, tmp_path / "a.html").open()
+    look, plane = known_look(), viz.Plane(labels=[text] * 12)
+    path = viz.page({text: look, "b": look}, {text: GREY, "b": GREY, "c": GREY}, tmp_path / "a.html", plane=plane, title=text)
+    page = Page(browser, path).open()
     assert [page.text(selector) for selector in ("h1", "#label", "figcaption .name", "option")] == [text] * 4
     assert page.run("return [window.seized ?? null, document.images.length]") == [None, 0]
     quiet(browser)
