@@ -25,10 +25,9 @@ SHARDED = {
     name: {axis: tuple(row.axes[axis][i] for i in (*FLOATING[name], -1)) for axis in row.sharded}
     for name, row in OPERATORS.items()
 }
-# The rules do not know how many processes there are, nor whether a call is traced: four processes, and compiled calls, try them
-# for one operator of each kind of input.
+# The rules do not know whether a call is traced: compiled calls try them for one operator of each kind of input.
 KINDS = (MULTI_SCALE, AGGREGATION_LOGITS)
-MEASURED = {2: cases.EVERY, 4: KINDS}
+WORLD = 2
 LEVELS = [(3, 4), (2, 2), (2, 3), (1, 2)]
 
 
@@ -99,18 +98,12 @@ class Layer(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.before = torch.nn.ModuleDict(
-            {
-                operator: torch.nn.Linear(INPUTS[operator]()[0].shape[-1], INPUTS[operator]()[0].shape[-1]).double()
-                for operator in cases.OPERATORS
-            }
-        )
-        self.after = torch.nn.ModuleDict(
-            {
-                operator: torch.nn.Linear(cases.grad_for(operator, INPUTS[operator]()).shape[-1], 5).double()
-                for operator in cases.OPERATORS
-            }
-        )
+        self.before, self.after = torch.nn.ModuleDict(), torch.nn.ModuleDict()
+        for operator in cases.OPERATORS:
+            args = INPUTS[operator]()
+            channels, width = args[0].shape[-1], cases.grad_for(operator, args).shape[-1]
+            self.before[operator] = torch.nn.Linear(channels, channels).double()
+            self.after[operator] = torch.nn.Linear(width, 5).double()
 
     def forward(self, inputs):
         found = []
@@ -120,8 +113,8 @@ class Layer(torch.nn.Module):
         return sum(found)
 
 
-def of_rank(operator: str, rank: int, world: int) -> tuple[torch.Tensor, ...]:
-    return tuple(t.chunk(world)[rank] if i in FLOATING[operator] else t for i, t in enumerate(INPUTS[operator]()))
+def of_rank(operator: str, rank: int, parts: int) -> tuple[torch.Tensor, ...]:
+    return tuple(t.chunk(parts)[rank] if i in FLOATING[operator] else t for i, t in enumerate(INPUTS[operator]()))
 
 
 def wrapped(kind: str, mesh: Any) -> torch.nn.Module:
@@ -134,11 +127,11 @@ def wrapped(kind: str, mesh: Any) -> torch.nn.Module:
     return module
 
 
-def trained(kind: str, mesh: Any, rank: int, world: int) -> dict[str, Any]:
+def trained(kind: str, mesh: Any, rank: int) -> dict[str, Any]:
     """Three steps of SGD on a share of the batch each, against the same steps of one process on all of it."""
     alone, module = Layer(), wrapped(kind, mesh)
     losses, first = [], None
-    for model, share in ((alone, (0, 1)), (module, (rank, world))):
+    for model, share in ((alone, (0, 1)), (module, (rank, WORLD))):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for _ in range(3):
             optimizer.zero_grad()
@@ -215,11 +208,11 @@ def tried(feature: str, function: Any, *args: Any) -> Any:
     return "nothing was said"
 
 
-def run(rank: int, world: int, folder: str) -> None:
+def run(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = pathlib.Path(folder, "store")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    mesh = init_device_mesh("cpu", (world,))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
     found: dict[Any, Any] = {}
     with torch.inference_mode():  # first, before any rule is registered
         args = INPUTS[MULTI_SCALE]()
@@ -227,36 +220,28 @@ def run(rank: int, world: int, folder: str) -> None:
         output = mx_driving.multi_scale_deformable_attn(*shards).full_tensor()
         found["inference"] = largest([(output, mx_driving.multi_scale_deformable_attn(*args))])
     for operator in cases.EVERY:
-        for axis, layout in SHARDED[operator].items() if operator in MEASURED[world] else ():
+        for axis, layout in SHARDED[operator].items():
             found[operator, axis] = measure(operator, INPUTS[operator](), mesh, [layout])
             if layout[-1] is not None:
                 found[operator, axis, "uneven"] = measure(operator, UNEVEN[operator](), mesh, [layout])
-        if operator in MEASURED[world]:
-            layouts, wanted = [SHARDED[operator]["bs"]], (cases.WEIGHTS[operator],)
-            found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, layouts, wanted)
-        if world == 2 and operator in KINDS:
-            found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
-        if world == 4 and _needs.lacks(MESH):
-            grid = init_device_mesh("cpu", (2, 2))
-            layouts = [SHARDED[operator]["bs"]] * 2
-            found[operator, "refused"] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
-        elif world == 4:
-            grid = init_device_mesh("cpu", (2, 2))
-            blocks, places = (SHARDED[operator][k] for k in (OPERATORS[operator].blocks, OPERATORS[operator].queries))
-            batch = SHARDED[operator]["bs"]
-            found[operator, "batch x blocks"] = measure(operator, INPUTS[operator](), grid, [batch, blocks])
-            found[operator, "blocks x places"] = measure(operator, INPUTS[operator](), grid, [blocks, places])
-            found[operator, "blocks x blocks"] = measure(operator, INPUTS[operator](), grid, [blocks, blocks])
-    if world == 2:
-        for axis in OPERATORS["bev_pool_v3"].sharded:
-            found["bev_pool_v3", axis] = lifted(axis, mesh)
-            found["bev_pool_v3", axis, "autocast"] = lifted(axis, mesh, autocast=True)
-        for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
-            if kind != "fully_shard" or not _needs.lacks("fully_shard on a CPU"):
-                found[kind] = trained(kind, mesh, rank, world)
-        if not _needs.lacks("fully_shard on a CPU"):
-            kinds = mx_driving.nn.TemporalSelfAttention, mx_driving.nn.DeformableFeatureAggregation
-            found["initialised"] = [initialised(kind, mesh) for kind in kinds]
+        batch, wanted = SHARDED[operator]["bs"], (cases.WEIGHTS[operator],)
+        found[operator, "weights only"] = measure(operator, INPUTS[operator](), mesh, [batch], wanted)
+        blocks, queries = (SHARDED[operator][k] for k in (OPERATORS[operator].blocks, OPERATORS[operator].queries))
+        for sides in ((WORLD, 1), (1, WORLD)):
+            grid = init_device_mesh("cpu", sides)
+            for name, layouts in {"batch x blocks": [batch, blocks], "blocks x queries": [blocks, queries]}.items():
+                found[operator, name, sides] = tried(MESH, measure, operator, INPUTS[operator](), grid, layouts)
+    for operator in KINDS:
+        found[operator, "compiled"] = tried("DTensor under torch.compile", compiled, operator, mesh)
+    for axis in OPERATORS["bev_pool_v3"].sharded:
+        found["bev_pool_v3", axis] = lifted(axis, mesh)
+        found["bev_pool_v3", axis, "autocast"] = lifted(axis, mesh, autocast=True)
+    for kind in ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard"):
+        if kind != "fully_shard" or not _needs.lacks("fully_shard on a CPU"):
+            found[kind] = trained(kind, mesh, rank)
+    if not _needs.lacks("fully_shard on a CPU"):
+        kinds = mx_driving.nn.TemporalSelfAttention, mx_driving.nn.DeformableFeatureAggregation
+        found["initialised"] = [initialised(kind, mesh) for kind in kinds]
     if rank == 0:
         torch.save(found, pathlib.Path(folder, "found.pt"))
     # Gloo's threads let go of tensors meanwhile. torch 2.6 waits for them in the next line and keeps the lock they need.
