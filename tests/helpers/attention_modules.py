@@ -1,11 +1,12 @@
 """Sampling cores and attention modules as libraries write them, in few lines: what `patch` must find and replace.
 
-A forward names its linear layers itself: a form is known by that, and by the names of its parameters.
+`patch` knows a form by the linear layers that a forward names, and by the names of its parameters.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 import types
 from typing import Any
@@ -22,6 +23,19 @@ SIZES = [(4, 5), (3, 2)]
 KEYS = 26
 POINTS = [2, 4]  # of each level, where levels have numbers of their own
 WITH_LOGITS, BARE = "multi_scale_deformable_attn_with_logits", "multi_scale_deformable_attn"
+# The names that libraries have for a parameter of a forward.
+ROLES = {
+    "query": ("query", "hidden_states"),
+    "position": ("query_pos", "position_embeddings"),
+    "identity": ("identity",),
+    "value": ("value", "encoder_hidden_states", "input_flatten"),
+    "reference": ("reference_points", "refer_bbox"),
+    "mask": ("key_padding_mask", "attention_mask", "input_padding_mask", "value_mask"),
+    "table": ("spatial_shapes", "input_spatial_shapes"),
+    "sizes": ("value_spatial_shapes", "value_shapes", "spatial_shapes_list", "input_spatial_shapes_hw"),
+    "starts": ("level_start_index", "input_level_start_index"),
+}
+ROLE = {name: role for role, names in ROLES.items() for name in names}
 
 
 def plain_core(value, value_spatial_shapes, sampling_locations, attention_weights):
@@ -71,15 +85,36 @@ def by_level_core(value, value_spatial_shapes, sampling_locations, attention_wei
     return total.view(bs, heads * channels, queries).transpose(1, 2)
 
 
+def make_forward(parameters: str, **expressions: str) -> Any:
+    """Return a forward that gives `attend` its parameters that have a role, and expressions in the place of some."""
+    words = re.findall(r"\w+", re.sub(r"=\w+", "", parameters))
+    arguments = {ROLE[word]: word for word in words if word in ROLE and ROLE[word] != "starts"} | expressions
+    call = ", ".join(f"{role}={expression}" for role, expression in arguments.items())
+    space: dict[str, Any] = {}
+    lines = [
+        f"def forward(self, {parameters}):",
+        "self.sampling_offsets, self.attention_weights",
+        f"return self.attend({call})",
+    ]
+    exec("\n ".join(lines), globals(), space)
+    return space["forward"]
+
+
+def define(name: str, base: type, parameters: str, **attributes: Any) -> Any:
+    return type(name, (base,), {"forward": make_forward(parameters), **attributes})
+
+
 class Layers(nn.Module):
     """The linear layers that all of these modules have, and what becomes of their outputs."""
 
     names = ("num_heads", "num_levels", "num_points")
     reads, queue = 1, 1  # what the layers read, in widths; maps that a query looks at
+    keeps = returns_weights = False  # the mask is True where a key counts; forward returns its weights, too
+    core = staticmethod(plain_core)
 
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, batch_first=True):
         super().__init__()
-        self.sides, self.batch_first = (num_heads, num_levels, num_points), batch_first
+        self.sides, self.batch_first, self.dropout = (num_heads, num_levels, num_points), batch_first, None
         for name, side in zip(self.names, self.sides, strict=True):
             setattr(self, name, side)
         samples = self.queue * num_heads * (sum(num_points) if isinstance(num_points, list) else num_levels * num_points)
@@ -87,9 +122,25 @@ class Layers(nn.Module):
         self.attention_weights = nn.Linear(embed_dims * self.reads, samples)
         self.value_proj, self.output_proj = nn.Linear(embed_dims, embed_dims), nn.Linear(embed_dims, embed_dims)
 
-    def rows(self, value, hidden=None):
+    def attend(self, query, reference, value=None, position=None, mask=None, table=None, sizes=None, identity=None):
+        identity, value = query if identity is None else identity, query if value is None else value
+        query = query if position is None else query + position
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+        table = sizes if table is None else table
+        samples = self.samples(reference, table, self.sampling_offsets(query), self.logits(query))
+        out = self.core(self.rows(value, mask), table if sizes is None else sizes, *samples)
+        out = out if self.output_proj is None else self.output_proj(out)
+        out = out if self.batch_first else out.transpose(0, 1)
+        out = out if self.dropout is None else self.dropout(out) + identity
+        return (out, samples[1]) if self.returns_weights else out
+
+    def logits(self, query):
+        return self.attention_weights(query)
+
+    def rows(self, value, mask=None):
         value = self.value_proj(value)
-        value = value if hidden is None else value.masked_fill(hidden[..., None], 0.0)
+        value = value if mask is None else value.masked_fill((mask != self.keeps)[..., None], 0.0)
         return value.unflatten(-1, (self.sides[0], -1))
 
     def samples(self, reference, shapes, offsets, logits):
@@ -120,64 +171,30 @@ class OfPaper(Layers):
         super().__init__(d_model, n_heads, n_levels, n_points)
 
 
-class HuggingFace(OfConfiguration):
-    """transformers: attention_mask is True where a key counts."""
-
-    keeps, sharper = True, 1
-
-    def forward(
-        self, hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None,
-        position_embeddings=None, reference_points=None, spatial_shapes=None, spatial_shapes_list=None, level_start_index=None,
-    ):  # fmt: skip
-        query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
-        value = self.rows(encoder_hidden_states, None if attention_mask is None else attention_mask != self.keeps)
-        layers = self.sampling_offsets(query), self.sharper * self.attention_weights(query)
-        samples = self.samples(reference_points, spatial_shapes, *layers)
-        return self.output_proj(plain_core(value, spatial_shapes_list, *samples)), samples[1]
-
-
-def with_a_forward_of_its_own(kind):
-    """As a library repeats its code: a class whose forward is inherited is replaced with its parent."""
-    own = kind.forward
-    kind.forward = types.FunctionType(own.__code__, globals(), "forward", own.__defaults__)
-    return kind
+HUGGING_FACE = (
+    "hidden_states, attention_mask=None, encoder_hidden_states=None, encoder_attention_mask=None, position_embeddings=None, "
+    "reference_points=None, spatial_shapes=None, spatial_shapes_list=None, level_start_index=None"
+)
+MMCV = (
+    "query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None, "
+    "spatial_shapes=None, level_start_index=None, "
+)
+PAPER = "query, reference_points, input_flatten, input_spatial_shapes"
+LIBRE = (
+    "hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list, "
+    "position_embeddings=None"
+)
+D_FINE = "query, reference_points, value, value_spatial_shapes"
+RT_DETR = D_FINE + ", value_mask=None"
 
 
-@with_a_forward_of_its_own
-class Mask2Former(HuggingFace):
-    """transformers' other masks: True where a key is padding."""
-
-    keeps = False
-
-
-class Libre(OfConfiguration):
-    """LibreYOLO's Grounding DINO: transformers' parameters, but the weights are not returned."""
-
-    def forward(
-        self, hidden_states, encoder_hidden_states, attention_mask, reference_points, spatial_shapes, spatial_shapes_list,
-        position_embeddings=None,
-    ):  # fmt: skip
-        query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
-        value = self.rows(encoder_hidden_states, None if attention_mask is None else ~attention_mask)
-        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, spatial_shapes_list, *samples))
-
-
-class GroundingDino(Layers):
-    """mmcv's module without dropout and identity."""
-
-    def forward(
-        self, query, key=None, value=None, query_pos=None, key_padding_mask=None, reference_points=None, spatial_shapes=None,
-        level_start_index=None, **kwargs,
-    ):  # fmt: skip
-        value = query if value is None else value
-        query = query if query_pos is None else query + query_pos
-        if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
-        value = self.rows(value, key_padding_mask)
-        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        out = self.output_proj(plain_core(value, spatial_shapes, *samples))
-        return out if self.batch_first else out.transpose(0, 1)
+# transformers: masks are True where a key counts, or where it is padding.
+HuggingFace = define("HuggingFace", OfConfiguration, HUGGING_FACE, keeps=True, returns_weights=True)
+Mask2Former = define("Mask2Former", OfConfiguration, HUGGING_FACE, returns_weights=True)
+Libre = define("Libre", OfConfiguration, LIBRE, keeps=True)
+GroundingDino = define("GroundingDino", Layers, MMCV.replace("identity=None, ", "") + "**kwargs")
+Paper = define("Paper", OfPaper, PAPER + ", input_level_start_index, input_padding_mask=None")
+LwDetr = define("LwDetr", OfPaper, PAPER)
 
 
 class Dropping(Layers):
@@ -189,22 +206,9 @@ class Dropping(Layers):
 
 
 class Mmcv(Dropping):
-    """mmcv: dropout and a residual."""
+    """mmcv: dropout and a residual, whose former name its decorator translates."""
 
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, **kwargs,
-    ):  # fmt: skip
-        identity = kwargs.get("residual", identity)  # as mmcv's decorator translates it
-        identity = query if identity is None else identity
-        value = query if value is None else value
-        query = query if query_pos is None else query + query_pos
-        if not self.batch_first:
-            query, value = query.permute(1, 0, 2), value.permute(1, 0, 2)
-        value = self.rows(value, key_padding_mask)
-        samples = self.samples(reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        out = self.output_proj(plain_core(value, spatial_shapes, *samples))
-        return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
+    forward = make_forward(MMCV + "**kwargs", identity="kwargs.get('residual', identity)")
 
 
 class Pillars(Layers):
@@ -214,17 +218,12 @@ class Pillars(Layers):
         super().__init__(embed_dims, num_heads, num_levels, num_points, batch_first)
         self.output_proj = None
 
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, **kwargs,
-    ):  # fmt: skip
-        value = self.rows(query if value is None else value, key_padding_mask)
-        query = query if query_pos is None else query + query_pos
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        steps, weights = self.samples(torch.zeros(1, 1, 1, 2), spatial_shapes, *layers)
-        steps = steps.unflatten(4, (-1, reference_points.shape[2]))
-        locations = (reference_points[:, :, None, None, None] + steps).flatten(4, 5)
-        return plain_core(value, spatial_shapes, locations, weights)
+    forward = make_forward(MMCV + "**kwargs")
+
+    def samples(self, reference, shapes, offsets, logits):
+        steps, weights = super().samples(torch.zeros(1, 1, 1, 2), shapes, offsets, logits)
+        steps = steps.unflatten(4, (-1, reference.shape[2]))
+        return (reference[:, :, None, None, None] + steps).flatten(4, 5), weights
 
 
 class Temporal(Dropping):
@@ -235,86 +234,60 @@ class Temporal(Dropping):
     def __init__(self, embed_dims=12, num_heads=3, num_levels=2, num_points=4, dropout=0.1, batch_first=True):
         super().__init__(embed_dims, num_heads, num_levels, num_points, dropout, batch_first)
 
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, flag="decoder", **kwargs,
-    ):  # fmt: skip
+    forward = make_forward(MMCV + "flag='decoder', **kwargs")
+
+    def attend(self, query, reference, value=None, position=None, mask=None, table=None, identity=None):
         identity = query if identity is None else identity
         if value is None:
             value = torch.stack([query, query], 1).flatten(0, 1)
-        query = query if query_pos is None else query + query_pos
+        query = query if position is None else query + position
         both = torch.cat([value[: len(query)], query], -1)
-        value = self.rows(value, key_padding_mask)
         layers = self.sampling_offsets(both), self.attention_weights(both)
         by_map = (t.unflatten(-1, (self.sides[0], 2, -1)).movedim(3, 1).flatten(0, 1).flatten(2) for t in layers)
-        samples = self.samples(reference_points, spatial_shapes, *by_map)
-        out = plain_core(value, spatial_shapes, *samples).unflatten(0, (-1, 2)).mean(1)
+        samples = self.samples(reference, table, *by_map)
+        out = plain_core(self.rows(value, mask), table, *samples).unflatten(0, (-1, 2)).mean(1)
         return self.dropout(self.output_proj(out)) + identity
-
-
-class Paper(OfPaper):
-    """MSDeformAttn of Deformable-DETR's repository."""
-
-    def forward(
-        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None
-    ):
-        value, shapes = self.rows(input_flatten, input_padding_mask), input_spatial_shapes
-        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *samples))
-
-
-class LwDetr(OfPaper):
-    """LibreYOLO's LW-DETR: no level_start_index, and the shapes are a list."""
-
-    def forward(self, query, reference_points, input_flatten, input_spatial_shapes):
-        value, shapes = self.rows(input_flatten), [(int(h), int(w)) for h, w in input_spatial_shapes]
-        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *samples))
 
 
 class RfDetr(OfPaper):
     _export = False
+    forward = make_forward(PAPER + ", input_level_start_index, input_padding_mask=None, input_spatial_shapes_hw=None")
 
-    def forward(
-        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
-        input_spatial_shapes_hw=None,
-    ):  # fmt: skip
-        value, shapes = self.rows(input_flatten, input_padding_mask), input_spatial_shapes
-        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        locations = samples[0].flatten(3, 4) if self._export else samples[0]  # at most five axes
-        samples = value.permute(0, 2, 3, 1).contiguous(), shapes.tolist(), locations, samples[1].flatten(3)
-        return self.output_proj(keys_last_core(*samples, value_spatial_shapes_hw=input_spatial_shapes_hw))
+    def core(self, value, shapes, locations, weights):
+        locations = locations.flatten(3, 4) if self._export else locations  # at most five axes
+        return keys_last_core(value.permute(0, 2, 3, 1).contiguous(), shapes, locations, weights.flatten(3))
 
 
-class Ultralytics(OfPaper):
-    def forward(self, query, refer_bbox, value, value_shapes, value_mask=None):
-        value = self.rows(value, value_mask)
-        samples = self.samples(refer_bbox, value_shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(merged_core(value, value_shapes, *(t.flatten(3, 4) for t in samples)))
+def flattened_core(value, shapes, locations, weights):
+    return merged_core(value, shapes, locations.flatten(3, 4), weights.flatten(3, 4))
+
+
+ULTRALYTICS = "query, refer_bbox, value, value_shapes, value_mask=None"
+Ultralytics = define("Ultralytics", OfPaper, ULTRALYTICS, core=staticmethod(flattened_core))
 
 
 class RtDetr(Layers):
     """OTX's: value_mask is True where a key is hidden."""
 
-    def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
-        value, shapes = self.rows(value, value_mask), value_spatial_shapes
-        if reference_points.shape[-1] == 6:  # a centre, and distances to four sides
-            reach = reference_points[..., 2::2] + reference_points[..., 3::2]
-            reference_points = torch.cat([reference_points[..., :2], reach], -1)
-        samples = self.samples(reference_points, shapes, self.sampling_offsets(query), self.attention_weights(query))
-        return self.output_proj(plain_core(value, shapes, *samples))
+    forward = make_forward(RT_DETR)
+
+    def samples(self, reference, shapes, offsets, logits):
+        if reference.shape[-1] == 6:  # a centre, and distances to four sides
+            reference = torch.cat([reference[..., :2], reference[..., 2::2] + reference[..., 3::2]], -1)
+        return super().samples(reference, shapes, offsets, logits)
 
 
-@with_a_forward_of_its_own
 class Multiplies(RtDetr):
     """RT-DETR's: value is multiplied by the mask."""
+
+    forward = make_forward(RT_DETR)
 
     def rows(self, value, mask=None):
         value = super().rows(value)
         return value if mask is None else value * mask.to(value.dtype)[..., None, None]
 
 
-class Uneven(Layers):
+class RtDetrV2(Multiplies):
     """What RT-DETR v2 and D-FINE share: each level has its own number of points."""
 
     def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4, method="default", offset_scale=0.5):
@@ -323,43 +296,43 @@ class Uneven(Layers):
         self.method, self.offset_scale = method, offset_scale
         del self.num_points  # DEIM and others keep the list alone
 
-    def samples(self, reference, offsets, logits):
+    forward = make_forward(RT_DETR)
+
+    def samples(self, reference, shapes, offsets, logits):
         sides = *reference.shape[:2], self.num_heads, sum(self.num_points_list)
         scales = torch.tensor([1 / n for n in self.num_points_list for _ in range(n)], dtype=offsets.dtype)[:, None]
         steps = offsets.reshape(*sides, 2) * scales * reference[:, :, None, :, 2:] * self.offset_scale
         return reference[:, :, None, :, :2] + steps, logits.reshape(sides).softmax(-1)
 
-    def sampled(self, value, shapes, reference, offsets, logits):
-        return by_level_core(value, shapes, *self.samples(reference, offsets, logits), self.num_points_list, self.method)
+    def core(self, value, shapes, locations, weights):
+        value = by_heads(value.flatten(2), self.num_heads, shapes)
+        return by_level_core(value, shapes, locations, weights, self.num_points_list, self.method)
 
 
-class RtDetrV2(Uneven):
-    def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
-        value, shapes = self.value_proj(value), value_spatial_shapes
-        value = value if value_mask is None else value * value_mask.to(value.dtype)[..., None]
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        return self.output_proj(self.sampled(by_heads(value, self.num_heads, shapes), shapes, reference_points, *layers))
-
-
-class DFine(Uneven):
+class DFine(RtDetrV2):
     """Values of each level are given by heads, [bs, heads, channels, keys]."""
 
     def __init__(self, embed_dim=12, num_heads=3, num_levels=2, num_points=4, method="default", offset_scale=0.5):
         super().__init__(embed_dim, num_heads, num_levels, num_points, method, offset_scale)
         del self.value_proj, self.output_proj
+        self.output_proj = None
 
-    def forward(self, query, reference_points, value, value_spatial_shapes):
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        return self.sampled(value, value_spatial_shapes, reference_points, *layers)
+    forward = make_forward(D_FINE)
+
+    def rows(self, value, mask=None):
+        return value
+
+    def core(self, value, shapes, locations, weights):
+        return by_level_core(value, shapes, locations, weights, self.num_points_list, self.method)
 
 
 class Gtr(DFine):
     """LibreYOLO's GTR: values of each level are pictures, [bs * heads, channels, H, W]."""
 
-    def forward(self, query, reference_points, value, value_spatial_shapes):
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        value = [level.flatten(2).unflatten(0, (-1, self.num_heads)) for level in value]
-        return self.sampled(value, value_spatial_shapes, reference_points, *layers)
+    forward = make_forward(D_FINE)
+
+    def rows(self, value, mask=None):
+        return [level.flatten(2).unflatten(0, (-1, self.num_heads)) for level in value]
 
 
 def by_heads(memory, heads=2, sizes=SIZES):
@@ -408,19 +381,12 @@ def arguments_for(
     mask = rand(batches, KEYS) < 0.4 if masked else None
     rows = [rand(batches, KEYS, 16), *(rand(2, KEYS, 16) for _ in range(3))]
     memory, query, position, identity = rows if module.batch_first else (t.transpose(0, 1) for t in rows)
-    known = {
-        ("query", "hidden_states"): query,
-        ("query_pos", "position_embeddings"): position,
-        ("identity",): identity,
-        ("value", "encoder_hidden_states", "input_flatten"): layout(memory),
-        ("reference_points", "refer_bbox"): rand(batches, KEYS, *references),
-        ("key_padding_mask", "attention_mask", "input_padding_mask", "value_mask"): mask,
-        ("spatial_shapes", "input_spatial_shapes"): torch.tensor(SIZES),
-        ("value_spatial_shapes", "value_shapes", "spatial_shapes_list", "input_spatial_shapes_hw"): SIZES,
-        ("level_start_index", "input_level_start_index"): torch.tensor([0, 20]),
+    arguments = {
+        **{"query": query, "position": position, "identity": identity, "value": layout(memory), "mask": mask},
+        **{"reference": rand(batches, KEYS, *references), "table": torch.tensor(SIZES), "sizes": SIZES},
+        "starts": torch.tensor([0, 20]),
     }
-    by_name = {name: argument for names, argument in known.items() for name in names}
-    return {name: by_name[name] for name in inspect.signature(module.forward).parameters if name in by_name}
+    return {name: arguments[ROLE[name]] for name in inspect.signature(module.forward).parameters if name in ROLE}
 
 
 def library(*things: Any, source: str = "", name: str = "a_library") -> types.ModuleType:

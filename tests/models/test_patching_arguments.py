@@ -8,7 +8,22 @@ import inspect
 import attention_modules as libraries
 import pytest
 import torch
-from attention_modules import BARE, WITH_LOGITS, arguments_for, build, close, library, operators, patched, plain_core
+from attention_modules import (
+    BARE,
+    MMCV,
+    PAPER,
+    RT_DETR,
+    WITH_LOGITS,
+    arguments_for,
+    build,
+    close,
+    define,
+    library,
+    make_forward,
+    operators,
+    patched,
+    plain_core,
+)
 
 import mx_driving
 
@@ -22,11 +37,12 @@ def answers(kind, module, arguments, called=WITH_LOGITS, things=()):
     return done
 
 
-def attend(module, query, value, position, mask, reference_points, spatial_shapes, scale=None):
+class Scaled(libraries.Pillars):
     """BEVFormer's attention in the cameras; `scale` weighs the queries, as a depth does in FB-BEV."""
-    arguments = {"query_pos": position, "key_padding_mask": mask, "reference_points": reference_points}
-    out = libraries.Pillars.forward(module, query, value=value, spatial_shapes=spatial_shapes, **arguments)
-    return out if scale is None else out * scale
+
+    def attend(self, *args, scale=None, **named):
+        out = super().attend(*args, **named)
+        return out if scale is None else out * scale
 
 
 def scaled(forward):
@@ -38,43 +54,25 @@ def scaled(forward):
     return wrapper
 
 
-FORWARD = """
-{decorator}
-def forward(
-    self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-    spatial_shapes=None, level_start_index=None, {more}
-):
-    self.sampling_offsets, self.attention_weights
-    arguments = query, value, query_pos, key_padding_mask, reference_points, spatial_shapes
-    return {answer}
-"""
-
-
-def further(name, more, answer, decorator=""):
+def further(name, more, scale, decorate=lambda forward: forward):
     """A module of BEVFormer's with a parameter more."""
-    made = {}
-    exec(FORWARD.format(more=more, answer=answer, decorator=decorator), globals(), made)
-    return type(name, (libraries.Pillars,), {"forward": made["forward"], "__module__": __name__})
+    return type(name, (Scaled,), {"forward": decorate(make_forward(MMCV + more, scale=scale)), "__module__": __name__})
 
 
-Named = further("Named", "depth=None", "attend(self, *arguments, depth)")  # FB-BEV: a tensor more, left out by default
-NamedOnly = further("NamedOnly", "*, depth=None", "attend(self, *arguments, depth)")
-ByName = further("ByName", "depth=None", "attend(self, *arguments, locals()['depth'])")
-Keywords = further("Keywords", "**kwargs", "attend(self, *arguments, kwargs.get('depth'))")
-Places = further("Places", "*depth", "attend(self, *arguments, *depth)")
-InAnInnerFunction = further("InAnInnerFunction", "**kwargs", "(lambda: attend(self, *arguments, **kwargs))()")
-Decorated = further("Decorated", "**kwargs", "attend(self, *arguments)", "@scaled")
+Named = further("Named", "depth=None", "depth")  # FB-BEV: a tensor more, left out by default
+NamedOnly = further("NamedOnly", "*, depth=None", "depth")
+ByName = further("ByName", "depth=None", "locals()['depth']")
+Keywords = further("Keywords", "**kwargs", "kwargs.get('depth')")
+Places = further("Places", "*depth", "(*depth, None)[0]")
+InAnInnerFunction = further("InAnInnerFunction", "**kwargs", "(lambda: kwargs.get('scale'))()")
+Decorated = further("Decorated", "**kwargs", "None", scaled)
 
 
 class TwoMasks(libraries.Paper):
-    def forward(
-        self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, input_padding_mask=None,
-        attention_mask=None,
-    ):  # fmt: skip
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        hidden = input_padding_mask if attention_mask is None else attention_mask
-        arguments = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index, hidden
-        return libraries.Paper.forward(self, *arguments)
+    forward = make_forward(
+        PAPER + ", input_level_start_index, input_padding_mask=None, attention_mask=None",
+        mask="input_padding_mask if attention_mask is None else attention_mask",
+    )
 
 
 def arguments_of(module):
@@ -139,7 +137,7 @@ def casting(forward):
     return wrapper
 
 
-Casting = further("Casting", "*, unused=None, **kwargs", "attend(self, *arguments)", "@casting")
+Casting = further("Casting", "*, unused=None, **kwargs", "None", casting)
 
 
 def test_a_decorator_may_ask_replaced_code_for_its_parameters():
@@ -173,11 +171,11 @@ def test_a_call_that_a_module_refuses_is_refused_by_the_module(change, words):
 class DFineWithAMask(libraries.DFine):
     """It is tried without a mask, since D-FINE's own does not fit its values."""
 
-    def forward(self, query, reference_points, value, value_spatial_shapes, value_mask=None):
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        if value_mask is not None:
-            value = [level * kept[:, None, None] for level, kept in zip(value, value_mask.split([20, 6], 1), strict=True)]
-        return self.sampled(value, value_spatial_shapes, reference_points, *layers)
+    forward = make_forward(RT_DETR)
+
+    def rows(self, value, mask=None):
+        kept = [1, 1] if mask is None else [part[:, None, None] for part in mask.split([20, 6], 1)]
+        return [level * part for level, part in zip(value, kept, strict=True)]
 
 
 def test_a_mask_that_a_form_was_tried_without_counts():
@@ -189,9 +187,7 @@ def test_a_mask_that_a_form_was_tried_without_counts():
         close(module(**arguments), expected)
 
 
-@libraries.with_a_forward_of_its_own
-class Base(libraries.RtDetr):
-    pass
+Base = define("Base", libraries.RtDetr, RT_DETR)
 
 
 class Derived(Base):
@@ -227,14 +223,14 @@ def test_classes_that_share_a_forward_are_both_served():
 class WithOptions(libraries.Paper):
     """A factor and a switch that the trial leaves at their defaults."""
 
-    def __init__(self, d_model=12, n_levels=2, n_heads=3, n_points=4, temperature=1.0, doubled=False):
-        super().__init__(d_model, n_levels, n_heads, n_points)
-        self.temperature, self.doubled = temperature, doubled
+    temperature, doubled = 1.0, False
+    forward = make_forward(PAPER + ", input_level_start_index")
 
-    def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
-        layers = self.sampling_offsets(query), self.attention_weights(query) / self.temperature
-        value, arguments = self.rows(input_flatten), self.samples(reference_points, input_spatial_shapes, *layers)
-        return self.output_proj(plain_core(value, input_spatial_shapes, *arguments)) * (lambda: 2 if self.doubled else 1)()
+    def logits(self, query):
+        return self.attention_weights(query) / self.temperature
+
+    def attend(self, **named):
+        return super().attend(**named) * (lambda: 2 if self.doubled else 1)()
 
 
 @pytest.mark.parametrize(
@@ -250,11 +246,11 @@ def test_a_module_with_other_options_than_the_tried_one_keeps_its_code(options, 
 class BoxesRefused(libraries.Paper):
     """A copy that knows points alone."""
 
-    def forward(self, query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index):
-        self.sampling_offsets, self.attention_weights  # noqa: B018
-        assert reference_points.shape[-1] == 2, "points alone"
-        arguments = query, reference_points, input_flatten, input_spatial_shapes, input_level_start_index
-        return libraries.Paper.forward(self, *arguments)
+    forward = make_forward(PAPER + ", input_level_start_index")
+
+    def attend(self, reference, **named):
+        assert reference.shape[-1] == 2, "points alone"
+        return super().attend(reference=reference, **named)
 
 
 def test_references_that_a_module_refuses_are_left_to_it():
@@ -268,15 +264,7 @@ def test_references_that_a_module_refuses_are_left_to_it():
 class WithoutMasks(libraries.Mmcv):
     """A compiler team's copy of mmcv's module: it takes a mask and does not read it."""
 
-    def forward(
-        self, query, key=None, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None, level_start_index=None, flag="decoder", **kwargs,
-    ):  # fmt: skip
-        identity = query if identity is None else identity
-        value, query = (t if self.batch_first else t.permute(1, 0, 2) for t in (value, query + query_pos))
-        arguments = reference_points, spatial_shapes, self.sampling_offsets(query), self.attention_weights(query)
-        out = self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*arguments)))
-        return self.dropout(out if self.batch_first else out.permute(1, 0, 2)) + identity
+    forward = make_forward(MMCV + "flag='decoder', **kwargs", mask="None")
 
 
 def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
@@ -285,12 +273,10 @@ def test_a_module_that_does_not_read_its_mask_is_replaced_and_ignores_it():
 
 
 class WithoutMasksAndSharper(libraries.Layers):
-    def forward(
-        self, query, value=None, identity=None, query_pos=None, key_padding_mask=None, reference_points=None,
-        spatial_shapes=None,
-    ):  # fmt: skip
-        arguments = reference_points, spatial_shapes, self.sampling_offsets(query), 2 * self.attention_weights(query)
-        return self.output_proj(plain_core(self.rows(value), spatial_shapes, *self.samples(*arguments)))
+    forward = make_forward(MMCV + "**kwargs", mask="None", position="None", identity="None")
+
+    def logits(self, query):
+        return 2 * self.attention_weights(query)
 
 
 def test_the_reason_names_the_arguments_that_are_not_read():
@@ -303,15 +289,9 @@ def int_core(value, value_spatial_shapes, sampling_locations, attention_weights)
     return plain_core(value, sizes, sampling_locations, attention_weights)
 
 
-class ReadsByInt(libraries.Pillars):
-    """VADv2 of tt-forge: its core reads the table by `int`."""
-
-    def forward(self, query, value, reference_points, spatial_shapes, level_start_index):
-        layers = self.sampling_offsets(query), self.attention_weights(query)
-        steps, weights = self.samples(torch.zeros(1, 1, 1, 2), spatial_shapes, *layers)
-        steps = steps.unflatten(4, (-1, reference_points.shape[2]))
-        locations = (reference_points[:, :, None, None, None] + steps).flatten(4, 5)
-        return int_core(self.rows(value), spatial_shapes, locations, weights)
+# VADv2 of tt-forge: its core reads the table by `int`.
+BY_INT = "query, value, reference_points, spatial_shapes, level_start_index"
+ReadsByInt = define("ReadsByInt", libraries.Pillars, BY_INT, core=staticmethod(int_core))
 
 
 @pytest.mark.parametrize(("dtype", "called"), [(torch.int32, WITH_LOGITS), (torch.float64, BARE), (torch.int16, BARE)])

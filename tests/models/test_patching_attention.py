@@ -29,16 +29,19 @@ import mx_driving
 CORE = libraries.plain_core.__module__ + ".plain_core"
 
 
-@libraries.with_a_forward_of_its_own
 class Sharper(HuggingFace):
     """Other arithmetic: the weights are the softmax of doubled logits."""
 
-    sharper = 2
+    forward = libraries.make_forward(libraries.HUGGING_FACE)
+
+    def logits(self, query):
+        return 2 * self.attention_weights(query)
 
 
-@libraries.with_a_forward_of_its_own
 class Unbuildable(HuggingFace):
     """Its constructor wants what nobody can guess."""
+
+    forward = libraries.make_forward(libraries.HUGGING_FACE)
 
     def __init__(self, secret):
         super().__init__(secret, 2, 2)
@@ -200,6 +203,13 @@ class ByAnAttribute(libraries.Layers):
         return self.core(*arguments)
 
 
+class BySuper(libraries.Paper):
+    """The method that it overrides calls the core."""
+
+    def attend(self, **named):
+        return super().attend(**named)
+
+
 class OfAnotherKind(libraries.Layers):
     """Its layers have the names of attention's. Nothing of it is known."""
 
@@ -215,6 +225,8 @@ def test_an_attention_layer_that_calls_nothing_that_was_replaced_is_named():
     done.restore()
     assert done.layers == ("0", "1")
     assert "2 of 3 layers of Sequential that sample call an operator" in repr(done)
+    with mx_driving.patched(nn.Sequential(build(BySuper)), modules=False) as done:
+        assert done.layers == ("0",)
 
 
 def test_dropout_in_training_draws_the_same_numbers():
@@ -282,12 +294,18 @@ def test_autocast_gives_the_dtypes_of_patched_cores():
 
 
 def test_compiles_whole():
+    """A graph that was compiled before patching is not used after it, nor the other way round."""
     module = build(HuggingFace)
     arguments = arguments_for(module)
     expected = libraries.results(module, **arguments)
     torch._dynamo.reset()
-    with patched(HuggingFace):
-        close(libraries.results(torch.compile(module, fullgraph=True, backend="eager"), **arguments), expected)
+    compiled = torch.compile(module, fullgraph=True, backend="eager")
+    close(libraries.results(compiled, **arguments), expected)
+    with patched(HuggingFace), mx_driving.viz.recording() as looks:
+        close(libraries.results(compiled, **arguments), expected)
+    with mx_driving.viz.recording() as after:
+        close(libraries.results(compiled, **arguments), expected)
+    assert (len(looks), len(after)) == (1, 0)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")

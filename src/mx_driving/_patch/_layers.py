@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ._attention import LINEAR_LAYERS
-from ._parameters import collect_words, find_source, unwrap
+from ._parameters import collect_words, find_source, list_attributes, unwrap
 
 _DEPTH = 4  # functions between a layer's forward and a core: mmcv's have two
 
@@ -53,7 +53,7 @@ def _list_named(function: Any, module: torch.nn.Module) -> Iterator[Any]:
     spaces = [own, vars(module), *(vars(own[name]) for name in names if isinstance(own.get(name), types.ModuleType))]
     for name in names:
         things = [space[name] for space in spaces if name in space]
-        yield from map(_resolve, [*things, inspect.getattr_static(type(module), name, None)])
+        yield from map(_resolve, [*things, *list_attributes(type(module), name)])
 
 
 def _resolve(thing: Any) -> Any:

@@ -107,6 +107,11 @@ def collect_words(function: Any) -> set[str]:
     return words
 
 
+def list_attributes(kind: type, name: str) -> list[Any]:
+    """Return what a class and its bases have under a name: a method may call the one that it overrides by `super()`."""
+    return [vars(base)[name] for base in kind.__mro__ if name in vars(base)]
+
+
 def collect_attributes(kind: type, method: Any) -> frozenset[str]:
     """Return the names in the code of a class's method, and in that of the methods that it names."""
     names: set[str] = set()
@@ -114,7 +119,7 @@ def collect_attributes(kind: type, method: Any) -> frozenset[str]:
     while waiting:
         more = collect_words(waiting.pop()) - names
         names |= more
-        waiting += [inspect.getattr_static(kind, name, None) for name in more]
+        waiting += [attribute for name in more for attribute in list_attributes(kind, name)]
     return frozenset(names)
 
 
