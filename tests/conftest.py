@@ -101,16 +101,6 @@ def poisoned_allocations():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.fixture
-def quick_packages(monkeypatch):
-    """AOTInductor compiles them in less time, by what this torch has of it."""
-    from torch._inductor.config import aot_inductor
-
-    for name, value in {"precompile_headers": False, "compile_wrapper_opt_level": "O0", "enable_line_tables": False}.items():
-        if hasattr(aot_inductor, name):
-            monkeypatch.setattr(aot_inductor, name, value)
-
-
 class _Calls(TorchDispatchMode):
     def __init__(self):
         super().__init__()

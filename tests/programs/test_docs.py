@@ -95,7 +95,7 @@ def place_to_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("place_to_run", "quick_packages")
+@pytest.mark.usefixtures("place_to_run")
 @pytest.mark.parametrize(("page", "snippet"), SNIPPETS)
 def test_snippets_run(page, snippet):
     packages = {"onnxscript": "onnx.export", "transformers": "transformers", "mmcv": "from mmcv", "kernels": "import kernels"}

@@ -1,4 +1,4 @@
-"""Ahead of time: torch.export and AOTInductor, saved here and run in a process that knows nothing but mx_driving."""
+"""torch.export, saved here and run in a process that knows nothing but mx_driving, and Inductor. test_from_cpp.py has AOTInductor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from programs import python
 from small_cases import GROWING, One
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._dynamo.utils import counters
 
 import mx_driving
 
@@ -16,8 +15,8 @@ pytestmark = [pytest.mark.long, pytest.mark.xdist_group("inductor")]  # so that 
 SIZES = ((3, 5), (1, 7), (4, 2))
 RUN = """
 import sys, torch, mx_driving
-kind, program, inputs, outputs = sys.argv[1:]
-run = torch._inductor.aoti_load_package(program) if kind == "aoti" else torch.export.load(program).module()
+program, inputs, outputs = sys.argv[1:]
+run = torch.export.load(program).module()
 torch.save([run(*args) for args in torch.load(inputs)], outputs)
 """
 
@@ -39,12 +38,6 @@ def inputs_of(bs, queries):
     return tuple(cases.cast(GROWING[operator](bs, queries), torch.float32) for operator in cases.OPERATORS)
 
 
-def in_a_fresh_process(kind, program, folder):
-    torch.save([inputs_of(*size) for size in SIZES], folder / "inputs.pt")
-    python("-c", RUN, kind, str(program), str(folder / "inputs.pt"), str(folder / "outputs.pt"))
-    return torch.load(folder / "outputs.pt")
-
-
 @pytest.fixture(scope="module")
 def program():
     batch, queries = torch.export.Dim("batch"), torch.export.Dim("queries")
@@ -53,9 +46,11 @@ def program():
 
 
 def test_export_saved_loaded_and_run_elsewhere(program, tmp_path):
-    torch.export.save(program, tmp_path / "program.pt2")
-    found = in_a_fresh_process("export", tmp_path / "program.pt2", tmp_path)
-    for size, outputs in zip(SIZES, found, strict=True):
+    files = [tmp_path / name for name in ("program.pt2", "inputs.pt", "outputs.pt")]
+    torch.export.save(program, files[0])
+    torch.save([inputs_of(*size) for size in SIZES], files[1])
+    python("-c", RUN, *files)
+    for size, outputs in zip(SIZES, torch.load(files[2]), strict=True):
         for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
             assert torch.equal(got, expected)
 
@@ -69,17 +64,6 @@ def test_exported_module_trains(program):
             sum(output.square().sum() for output in m(*inputs_of(*size))).backward()
         (got,), (expected,) = module.parameters(), original.parameters()
         assert torch.equal(got.grad, expected.grad)
-
-
-@pytest.mark.usefixtures("quick_packages")
-def test_aot_inductor_package(program, tmp_path, monkeypatch):
-    """CI is set, too, which makes inductor stricter."""
-    monkeypatch.setenv("CI", "true")
-    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    found = in_a_fresh_process("aoti", package, tmp_path)
-    for size, outputs in zip(SIZES, found, strict=True):
-        for got, expected in zip(outputs, Three()(*inputs_of(*size)), strict=True):
-            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("operator", cases.EVERY)
@@ -116,21 +100,18 @@ def trained(module, size):
     return [t.grad for args in inputs for t in args if t.grad is not None] + [p.grad for p in module.parameters()]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_training_never_recompiles(backend):
-    """One graph, forward and backward, without a break, for every batch and number of queries."""
+def test_training_under_inductor_never_recompiles(monkeypatch):
+    """One graph, forward and backward, for every batch and number of queries. CI is set, too, which makes Inductor stricter."""
     torch._dynamo.reset()
-    counters.clear()
-    counter = CompileCounterWithBackend(backend)
-    original = Three()
-    compiled = torch.compile(original, fullgraph=True, dynamic=True, backend=counter)
+    monkeypatch.setenv("CI", "true")
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(Three(), fullgraph=True, dynamic=True, backend=counter)
     for size in ((6, 5), (8, 7), (9, 11)):
         expected, got = trained(Three(), size), trained(compiled, size)
         assert len(expected) == 9
         for a, b in zip(got, expected, strict=True):
             torch.testing.assert_close(a, b)
     assert counter.frame_count == 1
-    assert not counters["graph_break"]
 
 
 def per_sample_gradient(function):

@@ -225,7 +225,7 @@ print(torch.equal(found, example.of_package), "mx_driving" in sys.modules)
 """
 
 
-# What the `quick_packages` fixture does, for a Python that the documented lines start.
+# AOTInductor compiles packages in less time, in the Python that the documented lines start.
 QUICK_PACKAGES = """
 import sys
 if "examples/cpp/export_decoder.py" in sys.orig_argv:
