@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import pathlib
 import statistics
 import subprocess
-import sys
-from argparse import Namespace
 
 import bench
 import floor
@@ -17,24 +14,14 @@ import modules
 import pytest
 import torch
 from floor import add_rows, corner_rows, pooling_floor
-from module_workloads import MODULES
 from PIL import Image
-from plans import plans
 from traits import extra_memory
 from typer.testing import CliRunner
 
-from mx_driving import _backends
 from mx_driving._measure import accuracy, report
 from mx_driving._measure.accuracy import WorkloadErrors, check_one
 from mx_driving._measure.rivals import ours, rivals
-from mx_driving._measure.workloads import (
-    AGGREGATION,
-    CHECKED,
-    EXAMPLES,
-    GEOMETRIC,
-    WORKLOADS,
-    some_queries,
-)
+from mx_driving._measure.workloads import AGGREGATION, CHECKED, EXAMPLES, WORKLOADS, some_queries
 from mx_driving._operator.description import OPERATORS
 from mx_driving.cli.app import app
 
@@ -43,7 +30,7 @@ needs_the_floor = pytest.mark.skipif(floor.why_not() is not None, reason="the ga
 
 
 def test_names_are_unique_and_every_operator_is_there():
-    assert len({w.name for w in (*WORKLOADS, *MODULES)}) == len(WORKLOADS) + len(MODULES)
+    assert len({w.name for w in (*WORKLOADS, *module_workloads.MODULES)}) == len(WORKLOADS) + len(module_workloads.MODULES)
     assert {w.operator for w in WORKLOADS} == {w.operator for w in CHECKED} == set(OPERATORS)
 
 
@@ -107,21 +94,6 @@ def rows_of_the_command(out: pathlib.Path):
     return list(csv.DictReader(out.open()))
 
 
-@pytest.mark.parametrize("name", LOGITS)
-def test_a_plan_with_logits_is_that_of_the_bare_operator(name):
-    """But a window's heads go together where value is small: its forward reads rows where they lie."""
-    workload = named(name)
-    operator, args = workload.bare(workload.inputs())
-    expected = {
-        "forward": _backends.native.describe_plan(operator, args),
-        "backward": _backends.native.describe_plan(operator, args, [True] * len(OPERATORS[operator].differentiable)),
-    }
-    if operator == GEOMETRIC:
-        expected["forward"] |= {"heads_together": "8", "packed_value": "none", "prefetched_rows": "all"}
-        expected["backward"] |= {"heads_together": "4"}
-    assert plans(workload, "float32") == expected
-
-
 @needs_the_floor
 @pytest.mark.filterwarnings("error:constrained_layout")  # no room for the bars of one workload
 def test_rows_csv_and_bars(tmp_path, monkeypatch):
@@ -144,17 +116,6 @@ def test_rows_csv_and_bars(tmp_path, monkeypatch):
         assert len(picture.convert("RGB").getcolors(1 << 20)) > 10
 
 
-def test_a_file_that_git_tracks_does_not_make_its_own_commit_dirty(tmp_path, monkeypatch):
-    """Benchmarks write their file anew after each row."""
-    out = tmp_path / "rows.csv"
-    monkeypatch.setattr(report.subprocess, "run", lambda *a, **k: Namespace(stdout="dirty" if out.exists() else "clean"))
-    report._commit.cache_clear()
-    for _ in range(2):
-        report.write([{"milliseconds": 1.0}], out)
-        assert out.read_text().endswith('commit clean"\n')
-    report._commit.cache_clear()
-
-
 @pytest.mark.parametrize("tracked", [True, False])
 def test_the_commit_is_that_of_the_package(tracked, tmp_path, monkeypatch):
     """A wheel in an environment inside of a user's repository has none."""
@@ -174,6 +135,10 @@ def test_the_gather_floor_reads_and_adds_the_rows(name):
     args = some_queries(workload.operator, workload.inputs(), 0, 30)
     value = args[0].unsqueeze(2) if workload.operator == AGGREGATION else args[0]
     rows = corner_rows(workload.operator, args)
+    if workload.operator == AGGREGATION:  # the operator's gradient of value is not zero exactly where rows are read
+        grad, backward = torch.ones(1, 30, args[0].shape[2]), torch.ops.mx_driving.deformable_aggregation_backward.default
+        read = backward(grad, *args, [True, False, False])[0].abs().sum(-1)[0].nonzero().flatten()
+        assert torch.equal(read, rows[(rows >= 0) & (rows < value.shape[1])].unique())
     bs, heads, queries, _ = rows.shape
     padded = torch.nn.functional.pad(value, (0, 0, 0, 0, 0, 1)).double()  # num_keys: a row of zeros; -1: that row too
     found = torch.stack([padded[b, rows[b, h].long(), h].sum(-2) for b in range(bs) for h in range(heads)])
@@ -203,16 +168,6 @@ def test_the_gather_floor_of_pooling_reads_the_rows_of_each_cell():
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_corner_rows_are_the_operators_own():
-    """The operator's gradient of value is not zero exactly where rows are read."""
-    args = some_queries(AGGREGATION, named("Sparse4D v3").inputs(), 0, 30)
-    grad = torch.ones(1, 30, args[0].shape[2])
-    backward = torch.ops.mx_driving.deformable_aggregation_backward.default
-    read = backward(grad, *args, [True, False, False])[0].abs().sum(-1)[0].nonzero().flatten()
-    rows = corner_rows(AGGREGATION, args).unique()
-    assert torch.equal(read, rows[(rows >= 0) & (rows < args[0].shape[1])])
-
-
 def test_memory_beside_inputs_and_outputs():
     """Within 16 MB: a copy of one head, or of one head for each thread; in 16 bits, of float32. The median of three, because
     Linux counts the pages of a thread in batches: 256 KB are 1.4 % of this value, and there are two threads."""
@@ -235,76 +190,20 @@ def test_training_with_logits_keeps_no_locations_or_weights():
     assert found["forward + backward"] == pytest.approx(max(found["forward"], found["backward"]), abs=0.05)
 
 
-SMALL_MODULES = {
-    "transformers, mmcv": lambda g: module_workloads._encoder(g, [(6, 8), (3, 4)]),
-    "temporal": lambda g: module_workloads._temporal(g, (6, 8)),
-    "spatial": lambda g: module_workloads._spatial(g, (6, 5), [(6, 8), (3, 4)]),
-    "geometric": lambda g: module_workloads._geometric(g, (5, 6), (3, 4)),
-    "aggregation": lambda g: module_workloads._aggregation(g, 12, [(8, 22), (4, 11)]),
-}
-
-
-@pytest.fixture
-def eager(monkeypatch):
-    """Compiling takes longer than everything else here."""
-    monkeypatch.setattr(torch, "compile", lambda run: run)
-
-
-@pytest.fixture
-def mmcv_is_forgotten():
-    """The next test to import its operators looks for their extension again."""
-    yield
-    for name in [name for name in sys.modules if name.startswith("mmcv.ops")]:
-        del sys.modules[name]
-    if "mmcv" in sys.modules:
-        vars(sys.modules["mmcv"]).pop("ops", None)
-
-
-@pytest.mark.parametrize("name", SMALL_MODULES)
-def test_rows_of_a_module(name, eager, mmcv_is_forgotten):
-    rows = modules.measure_module(module_workloads.ModuleWorkload(name, SMALL_MODULES[name]), True, 0)
-    packages = [p for p in name.split(", ") if importlib.util.find_spec(p)]
-    implementations = {
-        *("mx_driving", "plain torch", "torch.compile", "layers + operator"),
-        *(["layers + floor"] if floor.why_not() is None else []),
-        *packages,
-        *(f"{p}, compiled" for p in packages),
-    }
-    directions = ("forward", "forward + backward")
-    assert {(r["direction"], r["implementation"]) for r in rows} == {(d, i) for d in directions for i in implementations}
-
-
-@pytest.mark.parametrize("name", SMALL_MODULES)
-def test_rows_of_a_module_in_sixteen_bits(name):
-    """Under autocast beside its parts and plain torch, and in bfloat16 beside plain torch."""
-    rows = modules.measure_module(module_workloads.ModuleWorkload(name, SMALL_MODULES[name]), False, 0, "bfloat16")
-    modes = {modules.AUTOCAST: ("mx_driving", "plain torch", "layers + operator"), "bfloat16": ("mx_driving", "plain torch")}
-    ways = ("forward", "forward + backward")
-    assert [(r["dtype"], r["direction"], r["implementation"]) for r in rows] == [
-        (mode, way, one) for mode, implementations in modes.items() for way in ways for one in implementations
-    ]
-
-
-@pytest.mark.parametrize(("spoilt", "word"), [("output", "output of"), ("gradient", "gradients of")])
-def test_a_module_that_computes_something_else_is_not_timed(spoilt, word):
-    """A rival whose output or gradient is off by a thousandth, or a tenth."""
-
-    def make(generator):
-        subject = SMALL_MODULES["geometric"](generator)
-
-        def off(*inputs):
-            output = subject.plainly(*inputs)
-            return output * 1.001 if spoilt == "output" else output.detach() + 0.9 * (output - output.detach())
-
-        return subject._replace(plainly=off)
-
-    with pytest.raises(ValueError, match=f"{word} plain torch must be those of mx_driving"):
-        modules.measure_module(module_workloads.ModuleWorkload("m", make), False, 0)
-
-
 def test_a_wrong_kernel_is_not_timed(monkeypatch):
     row = WorkloadErrors(EXAMPLES[0], "float32", "cpu: native", {"output": 1.0}, {"output": 1e-6}, 0, 0)
     monkeypatch.setattr("mx_driving._measure.speed.check_one", lambda *a, **k: row)
     result = CliRunner().invoke(app, ["bench", "--workload", SMALL])
     assert result.exit_code != 0
     assert "output of multi_scale_deformable_attn is off" in str(result.exception)
+
+
+def test_a_module_that_computes_something_else_is_not_timed():
+    """A rival whose output is off by a thousandth."""
+
+    def make(generator):
+        subject = module_workloads._geometric(generator, (5, 6), (3, 4))
+        return subject._replace(plainly=lambda *inputs: subject.plainly(*inputs) * 1.001)
+
+    with pytest.raises(ValueError, match="output of plain torch must be those of mx_driving"):
+        modules.measure_module(module_workloads.ModuleWorkload("m", make), False, 0)

@@ -20,7 +20,7 @@ from programs import python
 
 import mx_driving
 import mx_driving_portable
-from mx_driving import _backends, config
+from mx_driving import _backends, _needs, config
 from mx_driving._dispatch.choose import choose
 from mx_driving._operator.description import OPERATORS
 
@@ -161,7 +161,7 @@ def test_environment_switches_the_gpu_kernels_off():
 LIBRARY = config.library_path()
 SAYS = """
 import pathlib, sys, torch, mx_driving
-from mx_driving import _backends, config
+from mx_driving import _backends, _needs, config
 from mx_driving._dispatch.choose import choose
 from mx_driving._operator.description import OPERATORS
 args = (torch.ones(1, 1, 1, 1), torch.tensor([[1, 1]]), torch.tensor([0]))
@@ -269,3 +269,14 @@ def test_an_import_for_the_command_config_goes_on():
     code += "import mx_driving; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "False")
+
+
+@pytest.mark.parametrize("feature", _needs.NEEDS)
+def test_an_older_torch_lacks_a_feature(feature, monkeypatch):
+    oldest = _needs.NEEDS[feature].torch
+    for version, lacking in (("2.6.0+cu124", True), (f"{oldest}.0", False), ("2.13.0+cpu", False), ("3.0.0a0", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert (_needs.lacks(feature) is not None) == lacking, version
+    monkeypatch.setattr(torch, "__version__", "2.6.0")
+    with pytest.raises(NotImplementedError, match=f"needs torch {oldest} or later; got 2.6.0: older ones fail, since "):
+        _needs.check(feature)

@@ -1,4 +1,4 @@
-"""torch.export, saved here and run in a process that knows nothing but mx_driving, and Inductor. test_from_cpp.py has AOTInductor."""
+"""torch.export, saved here and run in a process that knows nothing but mx_driving; Inductor. AOTInductor: test_from_cpp.py."""
 
 from __future__ import annotations
 
