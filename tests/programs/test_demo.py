@@ -113,28 +113,6 @@ def ground():
     return scene.street()
 
 
-@pytest.mark.parametrize("index", range(6))
-def test_a_ground_point_has_its_colour_in_the_image(ground, index):
-    """Project points of the painted ground into a rendered image: the pixel shows the paint."""
-    view = scene.photograph(surround(450, 800)[index], ground)
-    assert view.image is not None
-    points = Extent((-12, 12), (-12, 12), 120).ground()[:, 0]
-    location, depth = project(view, points)
-    inside = ((location > 0.01) & (location < 0.99)).all(-1) & (depth > 0) & ~scene.hidden(view.position, points)
-    pixel = (location[inside] * torch.tensor([800, 450])).long()
-    near = ground_colours(ground, points[inside])
-    error = (view.image[pixel[:, 1], pixel[:, 0]] - near).abs().amax(-1)
-    assert int(inside.sum()) > 500
-    # edges of the paint fall inside a pixel; on the rest of the ground the colour is the paint's
-    assert float((error < 0.06).float().mean()) > 0.8
-
-
-def ground_colours(ground, points):
-    scale = ground.shape[0] / (2 * scene.HALF)
-    at = ((points[:, :2] + scene.HALF) * scale).long()
-    return ground[at[:, 0], at[:, 1]].float() / 255
-
-
 def test_the_view_sits_on_the_map(ground):
     """Moved by a quarter of a cell in any direction, the true map fits worse: no half pixel is lost on the way."""
     cameras = tuple(scene.photograph(view, ground) for view in surround(450, 800))

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
 import sys
 
 import pytest
 from pages import written
-from programs import example, python
+from programs import example
 
 transformers = pytest.importorskip("transformers")
-FILE = pathlib.Path(__file__).parents[2] / "examples" / "detect.py"
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +43,27 @@ def photo(tmp_path):
     return str(tmp_path / "photo.png")
 
 
-def run(*options: str) -> str:
-    return python(FILE, "--rounds", "1", *options, env={**os.environ, "HF_HUB_OFFLINE": "1"}).stdout
+@pytest.fixture
+def run(detect, monkeypatch, capsys):
+    """What the example prints."""
+
+    def run(*options: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["detect.py", "--rounds", "1", *map(str, options)])
+        detect.main()
+        return capsys.readouterr().out
+
+    return run
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
-def test_checkpoint_and_photo_of_ones_own(tmp_path):
+def test_checkpoint_and_photo_of_ones_own(run, tmp_path):
     import detectors
     from PIL import Image
 
     detectors.saved(tmp_path / "detector", tmp_path / "photo.png", 160, 224)
     out = tmp_path / "seen.png"
-    said = run("--checkpoint", str(tmp_path / "detector"), "--photo", str(tmp_path / "photo.png"), "--out", str(out))
+    said = run("--checkpoint", tmp_path / "detector", "--photo", tmp_path / "photo.png", "--out", out)
     assert "replaced transformers.models.deformable_detr.modeling_deformable_detr.MultiScaleDeformableAttention" in said
     assert "DeformableDetrForObjectDetection, 160 x 224" in said
     found = re.search(r"largest difference of logits and boxes: (\S+); 3 layers", said)
@@ -68,12 +73,12 @@ def test_checkpoint_and_photo_of_ones_own(tmp_path):
 
 
 @pytest.mark.long
-def test_random_weights(tmp_path, photo):
+@pytest.mark.filterwarnings("ignore")
+def test_random_weights(run, tmp_path, photo):
     from PIL import Image
 
     page = tmp_path / "looks.html"
-    options = ("--photo", photo, "--count", "2", "--out", str(tmp_path / "seen.png"), "--page", str(page))
-    said = run("--model", "deformable_detr", *options)
+    said = run("--model", "deformable_detr", "--photo", photo, "--count", 2, "--out", tmp_path / "seen.png", "--page", page)
     assert f"the page is in {page}" in said
     facts = written(page)[1]
     assert [look["name"] for look in facts["looks"]] == [f"decoder layer {i}" for i in range(1, 7)]

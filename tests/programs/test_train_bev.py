@@ -27,7 +27,6 @@ FILE = pathlib.Path(__file__).parents[2] / "examples" / "train_bev.py"
 
 sys.path.insert(0, str(FILE.parent))
 train_bev = example("train_bev")
-rig = sys.modules["surround_view.rig"]
 TINY = {"steps": 4, "batch": 2, "scenes": 4, "held_out": 2, "cells": 12}
 
 
@@ -81,28 +80,6 @@ def test_lift_learns_depths_and_resumes_on_the_same_curve(folder):
     model = train_bev.Network("lift", TINY["cells"])
     model(torch.rand(1, 6, 3, *train_bev.SIZE)).sum().backward()
     assert model.lift.likely.weight.grad.any()
-
-
-def test_points_of_lift_are_projected_to_their_pixels():
-    """A point's cell, seen by the camera at the point's height, is at its pixel; every scene of a batch has its own points."""
-    lift, (height, width) = train_bev.Lift(8, 48), (train_bev.SIZE[0] // 8, train_bev.SIZE[1] // 8)
-    ranks_depth, ranks_feat, ranks_bev = lift.ranks[:, 0].long()
-    assert (ranks_bev.diff() >= 0).all()
-    camera, depth, y, x = torch.unravel_index(ranks_depth, (6, len(train_bev.DEPTHS), height, width))
-    assert torch.equal(ranks_feat, (camera * height + y) * width + x)
-    centre = train_bev.cell_centres(48).flatten(0, 1).double()[ranks_bev]
-    for number, view in enumerate(rig.surround(*train_bev.SIZE)):
-        of = camera == number
-        pixel = torch.stack([(x[of] + 0.5) / width, (y[of] + 0.5) / height], -1).double()
-        z = train_bev.DEPTHS[depth[of]].double()
-        matrix = view.camera_to_ego
-        focal = view.intrinsics.diagonal()[:2]
-        pixels = pixel * torch.tensor([view.size[1], view.size[0]]) - 0.5
-        ray = torch.cat([(pixels - view.intrinsics[:2, 2]) / focal, torch.ones(len(z), 1)], -1) * z[:, None]
-        ground = ray @ matrix[:3, :3].T + matrix[:3, 3]
-        assert of.sum() > 100
-        assert ((ground[:, :2] - centre[of]).abs() < train_bev.REACH / 48 + 1e-3).all()
-        assert (ground[:, 2].abs() < 2.01).all()
 
 
 def test_two_processes_follow_the_curve_of_one(folder):
@@ -161,13 +138,3 @@ def test_a_checkpoint_of_another_run_is_refused(folder, refused, tmp_path):
         assert rule in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 2, *options)
     (tmp_path / "runs" / "bev" / "checkpoint.pt").write_bytes(saved)
     assert rule + " 2 steps" in refused("--resume", "--transform", "multi_scale", *tiny, "--steps", 5)
-
-
-def test_projections_are_the_rigs():
-    cameras = rig.surround(*train_bev.SIZE)
-    points = torch.randn(50, 3, dtype=torch.float64) * 8
-    for matrix, camera in zip(train_bev.projections(cameras), cameras, strict=True):
-        place, depth = rig.project(camera, points)
-        turned = points.float() @ matrix[:3, :3].T + matrix[:3, 3]
-        front = depth > 0.5
-        torch.testing.assert_close((turned[:, :2] / turned[:, 2:])[front], place[front].float(), rtol=1e-4, atol=1e-4)
