@@ -9,6 +9,8 @@ import pytest
 from pages import written
 from programs import example
 
+import mx_driving
+
 transformers = pytest.importorskip("transformers")
 
 
@@ -45,14 +47,18 @@ def photo(tmp_path):
 
 @pytest.fixture
 def run(detect, monkeypatch, capsys):
-    """What the example prints."""
+    """What the example prints. It patches for the rest of its process; here the patches are undone."""
+    patches, patch = [], mx_driving.patch
+    monkeypatch.setattr(mx_driving, "patch", lambda *args: patches.append(patch(*args)) or patches[-1])
 
     def run(*options: object) -> str:
         monkeypatch.setattr(sys, "argv", ["detect.py", "--rounds", "1", *map(str, options)])
         detect.main()
         return capsys.readouterr().out
 
-    return run
+    yield run
+    for done in patches:
+        done.restore()
 
 
 @pytest.mark.long
