@@ -22,14 +22,15 @@ from rich.progress import track
 from traits import of_the_package, traits
 
 from mx_driving._cli_support.files import writable
-from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.show import open_console, say, show
+from mx_driving._cli_support.start import start
 from mx_driving._measure import report, speed
 from mx_driving._measure.report import OURS, Row
 from mx_driving._measure.timing import Call
 from mx_driving._measure.workloads import WORKLOADS, Args, Workload
 from mx_driving._operator.description import OPERATORS
-from mx_driving.cli.options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from mx_driving.cli.options import DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def calls_of_floor(operator: str, args: Args, dtype: str, head_major: bool) -> dict[str, Call]:
@@ -110,11 +111,11 @@ def bench(
     if names:
         print("\n".join(wanted))
         return
-    dtypes = [d.value for d in dtype or [DType.float32]]
+    dtypes = dtype or ["float32"]
     chosen = [w for w in WORKLOADS if w.name in wanted]
     modules = [w for w in MODULES if w.name in wanted]
     calls = [(w, d) for d in dtypes for w in chosen]
-    work = [*calls, *((w, d) for w in modules for d in dtypes if d in (DType.float32.value, DType.bfloat16.value))]
+    work = [*calls, *((w, d) for w in modules for d in dtypes if d in ("float32", "bfloat16"))]
     use_threads(threads)
     if explain:
         console = open_console(f"bench.py --explain: {report.machine()}")
@@ -154,5 +155,4 @@ app = typer.Typer(add_completion=False)
 app.command()(bench)
 
 if __name__ == "__main__":
-    with in_a_sentence("bench.py"):
-        app()
+    start("bench.py", app)

@@ -24,6 +24,7 @@ from rich.table import Table
 
 import mx_driving  # noqa: F401  registers the operators
 from mx_driving import _backends, config
+from mx_driving._cli_support.start import start
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import WORKLOADS, Workload
 from mx_driving._operator.description import OPERATORS
@@ -83,4 +84,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    start("builds.py", main)

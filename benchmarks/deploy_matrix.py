@@ -27,8 +27,9 @@ import typer
 from rich.console import Console
 
 import mx_driving
-from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.show import grid, say, show
+from mx_driving._cli_support.start import start
 from mx_driving._measure.report import OURS, Row, write
 from mx_driving._measure.timing import interleaved
 from mx_driving._measure.workloads import GEOMETRIC, WORKLOADS, Workload, cast
@@ -315,5 +316,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with in_a_sentence("deploy_matrix.py"):
-        typer.run(main)
+    start("deploy_matrix.py", main)

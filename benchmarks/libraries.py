@@ -35,7 +35,8 @@ from models import Subject, make_sensitive, photograph
 from torch import Tensor
 
 import mx_driving
-from mx_driving._cli_support.problems import in_a_sentence, matching, need
+from mx_driving._cli_support.problems import matching, need
+from mx_driving._cli_support.start import start
 from mx_driving._measure import report
 from mx_driving._measure.timing import interleaved
 
@@ -322,5 +323,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with in_a_sentence("libraries.py"):
-        typer.run(main)
+    start("libraries.py", main)

@@ -29,7 +29,8 @@ import typer
 from libraries import silent
 
 import mx_driving.onnx
-from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import matching
+from mx_driving._cli_support.start import start
 from mx_driving._measure import onnx_files, report
 from mx_driving.onnx._forms import NODES
 from mx_driving.onnx._save import with_ours
@@ -215,5 +216,4 @@ def main(
 
 
 if __name__ == "__main__":
-    with in_a_sentence("onnx_files.py"):
-        typer.run(main)
+    start("onnx_files.py", main)

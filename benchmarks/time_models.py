@@ -10,8 +10,9 @@ import typer
 from models import Subject, Times, build, carriers, compare, need_transformers, output_difference, time_model
 from rich import box
 
-from mx_driving._cli_support.problems import in_a_sentence, matching
+from mx_driving._cli_support.problems import matching
 from mx_driving._cli_support.show import open_console, show
+from mx_driving._cli_support.start import start
 from mx_driving._measure.report import machine
 from mx_driving.cli.options import Only, Seconds, Threads, use_threads
 
@@ -94,9 +95,5 @@ def _milliseconds(time: float) -> str:
     return f"{time:.1f}" if time < 100 else f"{time:.0f}"
 
 
-app = typer.Typer(add_completion=False)
-app.command()(models)
-
 if __name__ == "__main__":
-    with in_a_sentence("time_models.py"):
-        app()
+    start("time_models.py", models)

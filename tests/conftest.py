@@ -122,12 +122,12 @@ def kernel_calls():
 @pytest.fixture
 def mx(monkeypatch, capsys):
     """`mx-driving` as a shell runs it: (exit status, standard output, standard error)."""
-    from mx_driving.cli.app import main
+    from mx_driving_portable import main
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["mx-driving", *map(str, args)])
         with pytest.raises(SystemExit) as stop:
-            main()
+            sys.exit(main())
         said = capsys.readouterr()
         return stop.value.code or 0, said.out, said.err
 

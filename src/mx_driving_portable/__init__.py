@@ -76,11 +76,10 @@ def main() -> None:
     if sys.argv[1:2] == ["record"] and sys.argv[2:3] != ["--help"]:
         from .record import main
 
-        sys.argv[:2] = ["mx-driving record"]
-        return main()
+        return main("mx-driving", sys.argv[2:])
     if lost_files():
         print(f"mx-driving: {beside()}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # torch's; the commands that need NumPy say so themselves
     try:
         from mx_driving.cli.app import main
@@ -88,5 +87,5 @@ def main() -> None:
         if error.name != "torch":
             raise
         print(f"mx-driving: torch must be installed (pip install torch); got: {error}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
     main()

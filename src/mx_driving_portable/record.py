@@ -725,19 +725,78 @@ def recording(out: Any, **options: Any) -> Iterator[Recorder]:
         recorder.stop()
 
 
-def start_program(program: str, module: bool, **options: Any) -> Recorder:
-    """`start`, for a program that `run_program` can run."""
+def _can_run(module: str) -> bool:
+    """Return whether `python -m module` finds a module, or a package with a program."""
+    import importlib.util
+
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # the parent package is missing; an empty name
+        return False
+    return spec is not None and (spec.submodule_search_locations is None or _can_run(f"{module}.__main__"))
+
+
+def _check_program(program: str, module: bool) -> None:
+    """Raise an error if there is no such program. sys.path begins as Python's would for it."""
+    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
+    if module and not _can_run(program):
+        raise ValueError(f"program must be a module that Python finds; got {program}")
     if not module and not os.path.isfile(program):
         raise ValueError(f"program must be a file; got {program}")
-    return start(**options)
 
 
-def run_program(recorder: Recorder, program: str, arguments: list[str], module: bool) -> None:
-    """Run a program as `python program.py` or `python -m program` would. The recording ends with it."""
+def _number(text: str) -> float | str:
+    """Return a number, or a text that is none, which the recorder refuses."""
+    try:
+        return float(text) if not text.isdecimal() else int(text)
+    except ValueError:
+        return text
+
+
+def _explain(message: str) -> str:
+    """Return a sentence for an error of argparse."""
+    option, _, fact = message.removeprefix("argument ").partition(": ")
+    if "expected one argument" in fact:
+        return f"{option} must have a value; got none"
+    if "ignored explicit argument" in fact:
+        return f"{option} must have no value; got one"
+    if option == "unrecognized arguments":
+        return f"an option must be one that --help lists; got {fact}"
+    return "program must be given; got none" if option == "the following arguments are required" else message
+
+
+def main(command: str = "record.py", words: list[str] | None = None) -> None:
+    """Run a program, and record it. A wrong command line ends with one sentence and exit status 2.
+
+    Args:
+        command: begins the sentence.
+        words: the command line, without the program's name; by default that of this process.
+    """
+    import argparse
     import runpy
 
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> Any:
+            self.exit(2, f"{command}: {_explain(message)}\n")
+
+    parser = Parser("record.py", description="Run a program, and record its calls of sampling operators.", allow_abbrev=False)
+    parser.add_argument("--out", default="calls", help="folder to make (default: calls)")
+    parser.add_argument("--every", type=_number, default=EVERY, help=f"record every so many calls (default: {EVERY})")
+    parser.add_argument("--nan", action="store_true", help="also record the first call with a NaN; a device waits at each call")
+    parser.add_argument("--megabytes", type=_number, default=MEGABYTES, help=f"the most to write (default: {MEGABYTES:g})")
+    parser.add_argument("--function", action="append", default=[], help="another function: package.name=operator")
+    parser.add_argument("-m", dest="module", action="store_true", help="program is a module, as in python -m")
+    parser.add_argument("program", help="the program to run")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = vars(parser.parse_args(words))
+    program, arguments, module = (options.pop(name) for name in ("program", "arguments", "module"))
+    options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))
+    try:
+        _check_program(program, module)
+        recorder = start(**options)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
     sys.argv = [program, *arguments]
-    sys.path[0] = os.getcwd() if module else os.path.dirname(os.path.abspath(program))
     try:
         if module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -745,30 +804,6 @@ def run_program(recorder: Recorder, program: str, arguments: list[str], module: 
             runpy.run_path(program, run_name="__main__")
     finally:
         recorder.stop()
-
-
-def main() -> None:
-    """Run a program, and record it."""
-    import argparse
-
-    name = "mx-driving record" if os.path.basename(sys.argv[0]).startswith("mx-driving") else "record.py"
-    parser = argparse.ArgumentParser(name, description="Run a program, and record its calls of sampling operators.")
-    parser.add_argument("--out", default="calls", help="folder to make (default: calls)")
-    parser.add_argument("--every", type=int, default=EVERY, help=f"record every so many calls (default: {EVERY})")
-    parser.add_argument("--nan", action="store_true", help="also record the first call with a NaN; a device waits at each call")
-    parser.add_argument("--megabytes", type=float, default=MEGABYTES, help=f"the most to write (default: {MEGABYTES:g})")
-    parser.add_argument("--function", action="append", default=[], help="another function: package.name=operator")
-    parser.add_argument("-m", dest="module", action="store_true", help="program is a module, as in python -m")
-    parser.add_argument("program", help="the program to run")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    options = vars(parser.parse_args())
-    program, arguments, module = (options.pop(name) for name in ("program", "arguments", "module"))
-    options["functions"] = dict(name.partition("=")[::2] for name in options.pop("function"))
-    try:
-        recorder = start_program(program, module, **options)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
-    run_program(recorder, program, arguments, module)
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def test_the_command_writes_each_form(mx, tmp_path):
         (["npu", "--time"], "--time must come with a form that onnxruntime runs; got npu"),
     ):
         status, _, problem = mx("fuse", before, after, "--form", *wrong)
-        assert (status, rule in problem) == (1, True)
+        assert (status, rule in problem) == (2, True)
 
 
 def beside(path, name, kind, dtype, numbers):

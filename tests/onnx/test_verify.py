@@ -299,7 +299,7 @@ def test_a_name_that_standard_output_cannot_show(program, mx, monkeypatch, tmp_p
     if program == "replay":
         (tmp_path / "für").mkdir()
         status, _, problem = mx("replay", tmp_path / "für")
-        assert (status, problem.count("\n")) == (1, 1)
+        assert (status, problem.count("\n")) == (2, 1)
         return
     more = (tmp_path / "fürs.onnx",) if program == "fuse" else ("--runtime", "onnxruntime")
     status, _, problem = mx(program, path, *more)
@@ -323,7 +323,7 @@ def test_bad_paths_are_refused_in_a_sentence(name, argument, mx, stacked, tmp_pa
         command = ("verify", stacked, "--runtime", "onnxruntime", "--original", path)
     else:
         command = ("fuse", *((path, tmp_path / "after.onnx") if argument == "path_in" else (stacked, path)))
-    assert mx(*command) == (1, mock.ANY, f"mx-driving: {argument} {sentence}\n")
+    assert mx(*command) == (2, mock.ANY, f"mx-driving: {argument} {sentence}\n")
     if argument == "path_in":
         assert mx("verify", path, "--runtime", "onnxruntime")[2] == f"mx-driving: path_in {sentence}\n"
 
@@ -337,7 +337,7 @@ def test_a_full_standard_output_is_named(program, mx, monkeypatch, stacked, tmp_
         monkeypatch.setattr(sys, "stdout", full)
         status, _, problem = mx(program, stacked, *more)
     sentence = "mx-driving: standard output must take what is printed; got No space left on device\n"
-    assert (status, problem) == (1, sentence)
+    assert (status, problem) == (2, sentence)
     assert program == "verify" or onnx.load(tmp_path / "after.onnx").graph.node
 
 
@@ -421,7 +421,7 @@ def test_bad_use_is_refused_in_a_sentence(command, stacked, tmp_path):
         ((stacked, "--runtime", "onnxruntime", "--inputs", tmp_path / "one.npy"), "an .npz file, of arrays by name"),
     ):
         status, _, problem = command(*args)
-        assert status == 1
+        assert status == 2
         assert sentence in problem
         assert problem.count("\n") == 1
     assert command(stacked)[0] == 2
@@ -450,7 +450,7 @@ def test_bad_inputs_are_refused_in_a_sentence(name, program, mx, stacked, tmp_pa
     np.savez(tmp_path / "inputs.npz", **arrays)
     run = ("--runtime", "onnxruntime") if program == "verify" else (tmp_path / "fused.onnx", "--time")
     status, said, problem = mx(program, stacked, *run, "--inputs", tmp_path / "inputs.npz")
-    assert (status, problem.count("\n")) == (1, 1)
+    assert (status, problem.count("\n")) == (2, 1)
     assert problem.startswith(f"mx-driving: --inputs must have {sentence}")
     assert "all is well" not in said
 
@@ -508,10 +508,10 @@ def test_a_plugin_provider_is_registered_by_its_path(plugin, monkeypatch, stacke
 def test_a_plugin_provider_that_does_not_load_is_one_sentence(plugin, command, monkeypatch, stacked):
     rule = "--runtime onnxruntime:OurExecutionProvider must have a library and a device here; got "
     status, _, problem = command(stacked, "--runtime", "onnxruntime:OurExecutionProvider")
-    assert (status, problem.count("\n"), rule in problem, "libours.so" in problem) == (1, 1, True, True)
+    assert (status, problem.count("\n"), rule in problem, "libours.so" in problem) == (2, 1, True, True)
     monkeypatch.setattr(onnxruntime, "register_execution_provider_library", lambda *args: None)
     status, _, problem = command(stacked, "--runtime", "onnxruntime:OurExecutionProvider")
-    assert (status, problem) == (1, f"mx-driving: {rule}no device for /nowhere/libours.so\n")
+    assert (status, problem) == (2, f"mx-driving: {rule}no device for /nowhere/libours.so\n")
     _, _, problem = command(stacked, "--runtime", "onnxruntime:NoExecutionProvider")
     assert "OurExecutionProvider (others are packages such as onnxruntime-ep-webgpu); got 'NoExecutionProvider'" in problem
 

@@ -167,7 +167,7 @@ COMMAND = "import mx_driving_portable\nmx_driving_portable.main()\n"
 def test_the_command_says_that_files_are_lost(order, tmp_path):
     done = run(made(tmp_path, order), COMMAND, "check")
     sentence, _ = STATES[order]
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"mx-driving: {sentence}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"mx-driving: {sentence}\n")
 
 
 def test_ours_over_theirs_works_and_says_so(tmp_path):

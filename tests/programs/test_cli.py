@@ -115,7 +115,7 @@ def test_check_takes_the_rows_asked_for(mx, monkeypatch):
     assert mx("check", "--only", "*GEOMETRIC*", "--only", "vendor example small*")[0] == 0
     assert checked == [EXAMPLES[0].name, EXAMPLES[3].name]
     code, _, err = mx("check", "--only", "yolo")
-    assert (code, err.startswith(f"mx-driving: --only must match one of {len(CHECKED)} names, such as '")) == (1, True)
+    assert (code, err.startswith(f"mx-driving: --only must match one of {len(CHECKED)} names, such as '")) == (2, True)
 
 
 @pytest.mark.parametrize(("command", "where"), [("demo", "make demo"), ("models", "benchmarks/time_models.py")])
@@ -185,8 +185,8 @@ def no_work(monkeypatch):
 
 
 def is_a_sentence(code: int, out: str, err: str, words: str) -> bool:
-    """On standard error alone, in the error grammar, with exit status 1."""
-    return code == 1 and out == "" and err.count("\n") == 1 and words in err and re.match("mx-driving: .* must .*; got", err)
+    """On standard error alone, in the error grammar, with exit status 2."""
+    return code == 2 and out == "" and err.count("\n") == 1 and words in err and re.match("mx-driving: .* must .*; got", err)
 
 
 def test_version(mx):
@@ -237,15 +237,62 @@ def test_a_file_that_is_there_is_kept_until_the_work_is_done(mx, monkeypatch, tm
 
     monkeypatch.setattr(bench_module, "measure", measure)
     code, _, err = mx("bench", "--csv", kept)
-    assert (code, err) == (1, "mx-driving: output must be right; got another\n")
+    assert (code, err) == (2, "mx-driving: output must be right; got another\n")
     assert kept.read_text() == "an earlier result"
 
 
-def test_a_wrong_command_line_ends_with_2(mx, no_work):
-    for wrong in (["--threads", "-1"], ["--seconds", "long"]):
-        code, out, err = mx("bench", *wrong)
-        assert (code, out) == (2, "")
-        assert wrong[0] in err
+NUMBER, WHOLE = "must be a number of 0 or more; got", "must be a whole number of 0 or more; got"
+DTYPES = "must be one of float32, float64, float16, bfloat16; got"
+WRONG = {
+    "": "an option must be one of --version, --help; got --nosuch",
+    "nosuch": "the command must be one of info, check, bench, record, replay, fuse, verify, demo, models; got nosuch",
+    "info --quick": "an option must be one of --json, --help; got --quick",
+    "info --json=1": "--json must have no value; got one",
+    "check cpu": "the command must have no arguments; got cpu, too",
+    "check --dtype int8": f"--dtype {DTYPES} 'int8'",
+    "check --dtype float32 --dtype": "--dtype must have a value; got none",
+    "check --threads 1.5": f"--threads {WHOLE} '1.5'",
+    "bench --threads -1": f"--threads {WHOLE} '-1'",
+    "bench --seconds long": f"--seconds {NUMBER} 'long'",
+    "bench --seconds nan": f"--seconds {NUMBER} 'nan'",
+    "bench --seconds inf": f"--seconds {NUMBER} 'inf'",
+    "bench --csv .": "--csv must be a file; got ., a folder",
+    "replay": "calls must be given; got none",
+    "replay a b": "the command must have no arguments but calls; got b, too",
+    "replay none": "calls must be a folder that record.py wrote, or one file of it; got none, which is not there",
+    "replay . --csv none/x": "calls must hold files call-*.pt; got none in .",
+    "fuse a": "path_out must be given; got none",
+    "fuse a b c d": "the command must have no arguments but path_in, path_out; got c d, too",
+    "fuse none b": "path_in must be a file that can be read; got none: No such file or directory",
+    "fuse . b": "path_in must be a file that can be read; got .: Is a directory",
+    "verify a": "--runtime must be given; got none",
+    "verify a --runtime openvino --precision int8": f"--precision {DTYPES} 'int8'",
+    "verify a --runtime": "--runtime must have a value; got none",
+    "record": "program must be given; got none",
+    "record none.py": "program must be a file; got none.py",
+    "record .": "program must be a file; got .",
+    "record --nosuch p.py": "an option must be one that --help lists; got --nosuch",
+    "record --o x p.py": "an option must be one that --help lists; got --o",
+    "record --nan=1 p.py": "--nan must have no value; got one",
+    "record --out": "--out must have a value; got none",
+    "record --out p.py p.py": "out must be a new or an empty folder; got 'p.py', File exists",
+    "record --every x p.py": "every must be a whole number of 1 or more; got 'x'",
+    "record --every 0 p.py": "every must be a whole number of 1 or more; got 0",
+    "record --every nan p.py": "every must be a whole number of 1 or more; got nan",
+    "record --megabytes -1 p.py": "megabytes must be more than 0; got -1.0",
+    "record -m nosuch": "program must be a module that Python finds; got nosuch",
+    "record -m nosuch.module": "program must be a module that Python finds; got nosuch.module",
+    "record -m json": "program must be a module that Python finds; got json",  # a package without a program
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_line_ends_with_a_sentence(mx, no_work, monkeypatch, tmp_path, line):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("p.py").write_text("raise AssertionError('the program ran')")
+    assert mx(*line.split() or ["--nosuch"]) == (2, "", f"mx-driving: {WRONG[line]}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["p.py"]
 
 
 PRINTING = [["--help"], ["--version"], ["bench", "--list"], ["check"], ["bench"]]

@@ -41,6 +41,6 @@ def test_the_block_names_each_operators_kernel_in_a_line():
 
 def test_a_missing_torch_is_a_sentence():
     ended = subprocess.run([sys.executable, "-c", BLOCKED, "info"], capture_output=True, text=True)
-    assert ended.returncode == 1
+    assert ended.returncode == 2
     assert ended.stderr.startswith("mx-driving: torch must be installed (pip install torch); got: ")
     assert ended.stderr.count("\n") == 1

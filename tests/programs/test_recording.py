@@ -118,8 +118,7 @@ def test_help_and_a_wrong_command_line(mx, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["record.py", "none.py"])
     with pytest.raises(SystemExit, match="2"):
         record.main()
-    assert capsys.readouterr().err.splitlines()[-1] == "record.py: error: program must be a file; got none.py"
-    assert mx("record", "none.py") == (1, "", "mx-driving: program must be a file; got none.py\n")
+    assert capsys.readouterr().err == "record.py: program must be a file; got none.py\n"
     monkeypatch.setattr(sys, "argv", ["record.py", "--help"])
     with pytest.raises(SystemExit, match="0"):
         record.main()

@@ -138,10 +138,10 @@ def test_no_recording(mx, folder, tmp_path, monkeypatch):
     (empty / "call-000000.pt.part").write_bytes(b"")
     monkeypatch.chdir(folder)
     assert mx("replay", ".")[0] == 0
-    assert mx("replay", "") == (1, "", f"{rule} ''\n")
-    assert mx("replay", nothing) == (1, "", f"{rule} {nothing}, which is not there\n")
+    assert mx("replay", "") == (2, "", f"{rule} ''\n")
+    assert mx("replay", nothing) == (2, "", f"{rule} {nothing}, which is not there\n")
     part = "call-000000.pt.part must be whole; got one that the recording did not finish"
-    assert mx("replay", empty) == (1, "", f"mx-driving: calls must hold files call-*.pt; got none in {empty}; {part}\n")
+    assert mx("replay", empty) == (2, "", f"mx-driving: calls must hold files call-*.pt; got none in {empty}; {part}\n")
     (empty / "call-000000.pt").write_bytes(b"")
     assert mx("replay", empty)[1].rstrip().endswith("no call was judged, 2 things not read")
 

@@ -1,4 +1,4 @@
-"""A program reports a failure in one sentence on standard error, with exit status 1."""
+"""A program reports a failure in one sentence on standard error, with exit status 2. Status 1 is a wrong result."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def in_a_sentence(program: str) -> Iterator[None]:
         sys.exit(1)
     except Problem as problem:
         _say(f"{program}: {problem}")
-        sys.exit(1)
+        sys.exit(2)
     except OSError as error:
         if error.filename is not None:  # a file's error that nobody foresaw: our fault
             raise
         _drop_output()
         _say(f"{program}: standard output must take what is printed; got {error.strerror or error}")
-        sys.exit(1)
+        sys.exit(2)
 
 
 def _say(sentence: str) -> None:

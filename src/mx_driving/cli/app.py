@@ -9,13 +9,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__, _backends
-from .._cli_support.problems import in_a_sentence
+from .._cli_support.start import start
 from .bench import bench
 from .check import check
 from .fuse import fuse
 from .info import info
 from .moved import ANY_OPTIONS, demo, models
-from .record import AS_GIVEN, record
+from .record import record
 from .replay import replay
 from .verify import verify
 
@@ -60,7 +60,7 @@ def options(
 app.command(cls=Command)(info)
 app.command(cls=Command)(check)
 app.command(cls=Command)(bench)
-app.command(cls=Command, context_settings=AS_GIVEN)(record)
+app.command(cls=Command)(record)
 app.command(cls=Command)(replay)
 app.command(cls=Command)(fuse)
 app.command(cls=Command)(verify)
@@ -69,5 +69,4 @@ for moved in (demo, models):
 
 
 def main() -> None:
-    with in_a_sentence("mx-driving"):
-        app(prog_name="mx-driving")
+    start("mx-driving", app)

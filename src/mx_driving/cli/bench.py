@@ -14,7 +14,7 @@ from .._measure import report
 from .._measure.report import Row
 from .._measure.speed import measure
 from .._measure.workloads import WORKLOADS
-from .options import DType, DTypes, OnlyWorkloads, Seconds, Threads, use_threads
+from .options import DTypes, OnlyWorkloads, Seconds, Threads, use_threads
 
 
 def bench(
@@ -42,7 +42,7 @@ def bench(
     if names:
         print("\n".join(chosen))
         return
-    work = [(w, d.value) for d in dtype or [DType.float32] for w in WORKLOADS if w.name in chosen]
+    work = [(w, name) for name in dtype or ["float32"] for w in WORKLOADS if w.name in chosen]
     use_threads(threads)
     if out:
         writable("--csv", out)

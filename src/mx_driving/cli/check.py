@@ -15,7 +15,7 @@ from .._cli_support.problems import matching, ruled
 from .._cli_support.show import grid, open_console, print_json, say, show
 from .._measure.accuracy import CHANNELS, QUICK, WorkloadErrors, check_one
 from .._measure.workloads import CHECKED
-from .options import DType, DTypes, Json, Only, Threads, use_threads
+from .options import DTypes, Json, Only, Threads, use_threads
 
 
 def _table(rows: list[WorkloadErrors]) -> Any:
@@ -105,7 +105,7 @@ def check(
     where = f"on {device}, {used} thread{'s' * (used > 1)}, torch {torch.__version__}"
     console = Console(stderr=True) if as_json else open_console(f"mx-driving check {where}")
     rows: list[WorkloadErrors] = []
-    work = [(workload, d.value) for d in dtype or [DType.float32] for workload in chosen]
+    work = [(workload, name) for name in dtype or ["float32"] for workload in chosen]
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("checking", total=None)
         for workload, name in work:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from enum import Enum
+import math
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,24 +14,39 @@ import typer
 from .._cli_support.files import read_arrays
 from .._cli_support.problems import Problem
 
+DTYPES = ("float32", "float64", "float16", "bfloat16")
 
-class DType(str, Enum):
-    float32 = "float32"
-    float64 = "float64"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
+
+def read_dtype(name: str) -> str:
+    """Return the name of a dtype; a parser of typer's."""
+    if name in DTYPES:
+        return name
+    raise typer.BadParameter(f"must be one of {', '.join(DTYPES)}; got {name!r}")
+
+
+def _at_least_zero(kind: type, rule: str) -> Callable[[Any], Any]:
+    """Return a parser of finite numbers of 0 or more."""
+
+    def read(text: Any) -> Any:
+        with suppress(ValueError):
+            if 0 <= (number := kind(text)) < math.inf:
+                return number
+        raise typer.BadParameter(f"must be {rule} of 0 or more; got {text!r}")
+
+    return read
 
 
 _ONLY = "Only rows whose name matches, e.g. `'*detr*'`, in either case; may be repeated."
 Only = Annotated[list[str] | None, typer.Option("--only", help=_ONLY)]
 OnlyWorkloads = Annotated[list[str] | None, typer.Option("--only", "--workload", help=_ONLY)]
-_DTYPE = f"Dtype of the inputs: {', '.join(d.value for d in DType)}; may be repeated."
-# metavar, because typer would break its own list of choices within a word
-DTypes = Annotated[list[DType] | None, typer.Option("--dtype", metavar="NAME", help=_DTYPE)]
-Threads = Annotated[int, typer.Option("--threads", min=0, help="Threads; 0: as many as torch uses.")]
+_DTYPE = f"Dtype of the inputs: {', '.join(DTYPES)}; may be repeated."
+DTypes = Annotated[list[str] | None, typer.Option("--dtype", metavar="NAME", parser=read_dtype, help=_DTYPE)]
+_THREADS = "Threads; 0: as many as torch uses."
+Threads = Annotated[int, typer.Option("--threads", metavar="N", parser=_at_least_zero(int, "a whole number"), help=_THREADS)]
 Inputs = Annotated[Path | None, typer.Option("--inputs", help="An .npz file of all inputs of the file by name; else random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-Seconds = Annotated[float, typer.Option("--seconds", min=0, help="Measure each comparison about this long.")]
+_SECONDS = "Measure each comparison about this long."
+Seconds = Annotated[float, typer.Option("--seconds", metavar="N", parser=_at_least_zero(float, "a number"), help=_SECONDS)]
 
 
 def use_threads(threads: int) -> None:

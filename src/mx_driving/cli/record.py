@@ -1,16 +1,13 @@
-"""`mx-driving record`: runs a program and records it. The work is done by mx_driving_portable/record.py."""
+"""`mx-driving record`: its help. mx_driving_portable/record.py reads the options and does the work."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
-from mx_driving_portable.record import EVERY, MEGABYTES, run_program, start_program
-
-from .._cli_support.problems import Problem
-
-AS_GIVEN = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+from mx_driving_portable.record import EVERY, MEGABYTES, main
 
 
 def record(
@@ -36,9 +33,4 @@ def record(
 
     Example: `mx-driving record --out calls --every 11 train.py --epochs 1`
     """
-    named = {name: operator for name, _, operator in (words.partition("=") for words in function or ())}
-    try:
-        recorder = start_program(program, module, out=out, every=every, nan=nan, megabytes=megabytes, functions=named)
-    except (ValueError, OSError) as error:
-        raise Problem(str(error)) from None
-    run_program(recorder, program, arguments or [], module)
+    main("mx-driving", sys.argv[2:])

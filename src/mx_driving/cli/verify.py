@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from .._cli_support.problems import Problem, need
 from .._cli_support.show import grid, open_console, print_json, say, show
-from .options import DType, Inputs, Json, Threads, arrays, use_threads
+from .options import Inputs, Json, Threads, arrays, read_dtype, use_threads
 
 _RUNTIME = (
     "onnxruntime, openvino, tensorrt, or a program: it is called with three more words, the paths of a file to run, of its "
@@ -25,7 +25,7 @@ def verify(
     runtime: Annotated[str, typer.Option(metavar="NAME", help=_RUNTIME)],
     inputs: Inputs = None,
     original: Annotated[str | None, typer.Option(metavar="PATH", help=_ORIGINAL)] = None,
-    precision: Annotated[DType | None, typer.Option(metavar="NAME", help=_PRECISION)] = None,
+    precision: Annotated[str | None, typer.Option(metavar="NAME", parser=read_dtype, help=_PRECISION)] = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
@@ -51,7 +51,7 @@ def verify(
     fed, run = arrays(inputs), _runtimes.find_runtime(runtime)
     console = None if as_json else open_console(f"mx-driving verify: {path_in} on {runtime}")
     try:
-        report = check(path_in, run, fed, getattr(torch, precision.value) if precision else None, original)
+        report = check(path_in, run, fed, getattr(torch, precision) if precision else None, original)
     except ValueError as error:
         raise Problem(str(error)) from None
     if console is None:
